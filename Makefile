@@ -1,0 +1,27 @@
+# `make demo` and `make test` each work as the first command: they create .venv and install what they need.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint types format
+
+demo: .venv/installed
+	$(BIN)/gas demo
+
+test: lint types
+	$(BIN)/python -m pytest -q
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/installed
+	$(BIN)/mypy
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	touch $@
