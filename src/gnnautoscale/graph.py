@@ -1,0 +1,134 @@
+"""The whole graph as the library sees it: edges grouped by the node they point to, and slices of them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.errors import InputError
+from gnnautoscale.partition import fingerprint
+
+
+class EdgesByTarget:
+    """Edges in the order they were given, and where to find the ones that point to a node.
+
+    Args:
+        edge_index: Sources and targets, ``[2, num_edges]``.
+        num_nodes: Number of nodes of the graph.
+        target_row: Which row of ``edge_index`` holds the nodes that aggregate.
+    """
+
+    def __init__(self, edge_index: Tensor, num_nodes: int, target_row: int = 1) -> None:
+        self.edge_index = edge_index
+        self.num_nodes = num_nodes
+        self.target_row = target_row
+        target = edge_index[target_row]
+        # Stable, so that the edges of one target keep their order: a batch can then be compared edge by edge
+        # with what a layer computed by itself.
+        self._order = target.argsort(stable=True)
+        count = torch.bincount(target, minlength=num_nodes)
+        self._ptr = torch.cat([count.new_zeros(1), count.cumsum(0)])
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges."""
+        return self.edge_index.size(1)
+
+    def into(self, nodes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Every edge that points to one of the nodes, grouped by node in the order of ``nodes``.
+
+        Args:
+            nodes: Node indices, ``[num_targets]``.
+
+        Returns:
+            For each edge the position of its target in ``nodes``, its source, and its position in
+            ``edge_index``; each ``[num_edges_into_nodes]``.
+        """
+        start = self._ptr[nodes]
+        count = self._ptr[nodes + 1] - start
+        target = torch.repeat_interleave(count)
+        first = count.cumsum(0) - count
+        edge = self._order[torch.arange(target.numel()) + (start - first)[target]]
+        return target, self.edge_index[1 - self.target_row, edge], edge
+
+
+class Graph:
+    """A graph's edges and edge-level attributes in host memory, and a key that recognises it.
+
+    Args:
+        data: The graph as PyG holds it, with ``edge_index`` ``[2, num_edges]``.
+    """
+
+    def __init__(self, data: Data) -> None:
+        self.num_nodes = _num_nodes(data)
+        edge_index = data.edge_index
+        if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.size(0) != 2:
+            raise InputError(
+                "the graph needs data.edge_index of shape [2, num_edges]",
+                got="no edge_index" if edge_index is None else f"{_describe(edge_index)}",
+                fix="Store the edges as source and target rows; an adjacency matrix converts with "
+                "torch_geometric.utils.to_edge_index.",
+            )
+        if edge_index.dtype != torch.long:
+            raise InputError(
+                "edge_index must have dtype torch.int64",
+                got=f"{edge_index.dtype}",
+                fix="Convert it with edge_index.long().",
+            )
+        if edge_index.numel() and (int(edge_index.min()) < 0 or int(edge_index.max()) >= self.num_nodes):
+            raise InputError(
+                f"edge_index must hold node indices from 0 to {self.num_nodes - 1}",
+                got=f"values from {int(edge_index.min())} to {int(edge_index.max())}",
+                fix="Renumber the nodes, or set data.num_nodes to the number of nodes there are.",
+            )
+        self.edge_index = edge_index.cpu().contiguous()
+        self.edge_attributes = {
+            name: value.cpu()
+            for name, value in data
+            if name != "edge_index" and isinstance(value, Tensor) and data.is_edge_attr(name)
+        }
+        self._local = torch.full((self.num_nodes,), -1, dtype=torch.long)
+
+    @cached_property
+    def key(self) -> str:
+        """A fingerprint of nodes, edges and edge-level attributes."""
+        names = sorted(self.edge_attributes)
+        return fingerprint(
+            self.edge_index,
+            *(self.edge_attributes[name] for name in names),
+            nodes=self.num_nodes,
+            names=",".join(names),
+        )
+
+    @cached_property
+    def incoming(self) -> EdgesByTarget:
+        """The edges grouped by target."""
+        return EdgesByTarget(self.edge_index, self.num_nodes)
+
+    @cached_property
+    def outgoing(self) -> EdgesByTarget:
+        """The edges grouped by source."""
+        return EdgesByTarget(self.edge_index, self.num_nodes, target_row=0)
+
+    def locate(self, n_id: Tensor, nodes: Tensor) -> Tensor:
+        """Position of each of ``nodes`` in ``n_id``, or -1 where it is not there; same shape as ``nodes``."""
+        self._local[n_id] = torch.arange(n_id.numel())
+        found = self._local[nodes]
+        self._local[n_id] = -1
+        return found
+
+
+def _num_nodes(data: Data) -> int:
+    num_nodes = data.num_nodes
+    if not num_nodes:
+        raise InputError(
+            "a graph needs at least one node", got=f"num_nodes={num_nodes}", fix="Set data.x or data.num_nodes."
+        )
+    return int(num_nodes)
+
+
+def _describe(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

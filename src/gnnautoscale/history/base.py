@@ -1,0 +1,67 @@
+"""The contract that every medium keeps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from gnnautoscale.errors import InputError
+
+
+class History(ABC):
+    """One row per node: the last known embeddings after one layer.
+
+    Rows are zero until they are pushed. A pull sees every push that was made before it. Rows may be kept in
+    another precision than they are pushed in; a pull converts back.
+
+    Args:
+        num_nodes: Number of rows.
+        width: Number of values in a row.
+        dtype: The floating-point type that rows are kept in.
+    """
+
+    def __init__(self, num_nodes: int, width: int, dtype: torch.dtype) -> None:
+        if not dtype.is_floating_point:
+            raise InputError(
+                "a history keeps floating-point rows", got=f"{dtype}", fix="Use a floating-point dtype such as float32."
+            )
+        self.num_nodes = num_nodes
+        self.width = width
+        self.dtype = dtype
+
+    @abstractmethod
+    def pull(self, index: Tensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Read rows.
+
+        Args:
+            index: The rows to read, ``[count]``, in host memory.
+            device: Where the rows are wanted.
+            dtype: The type they are wanted in.
+
+        Returns:
+            The rows, ``[count, width]``.
+        """
+
+    @abstractmethod
+    def push(self, rows: Tensor, where: Tensor) -> None:
+        """Write rows.
+
+        Args:
+            rows: New rows, ``[count, width]``, on any device.
+            where: The rows they replace, ``[count]``, distinct, in host memory.
+        """
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes that the rows take."""
+
+    def _check_rows(self, rows: Tensor, where: Tensor) -> None:
+        if rows.dim() != 2 or rows.size(1) != self.width or rows.size(0) != where.numel():
+            raise InputError(
+                f"this history takes {where.numel()} rows of width {self.width}",
+                got=f"a tensor of shape {tuple(rows.shape)}",
+                fix="A layer's width may not change once its history exists; autoscale the model again if it did.",
+            )

@@ -1,0 +1,30 @@
+"""Histories in the memory of the compute device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gnnautoscale.history.base import History
+
+
+class DeviceHistory(History):
+    """Rows in the compute device's own memory."""
+
+    def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device) -> None:
+        super().__init__(num_nodes, width, dtype)
+        self._rows = torch.zeros(num_nodes, width, dtype=dtype, device=device)
+
+    def pull(self, index: Tensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """See :meth:`History.pull`."""
+        return self._rows.index_select(0, index.to(self._rows.device)).to(device, dtype)
+
+    def push(self, rows: Tensor, where: Tensor) -> None:
+        """See :meth:`History.push`."""
+        self._check_rows(rows, where)
+        self._rows.index_copy_(0, where.to(self._rows.device), rows.detach().to(self._rows))
+
+    @property
+    def num_bytes(self) -> int:
+        """See :attr:`History.num_bytes`."""
+        return self._rows.nbytes

@@ -1,0 +1,210 @@
+"""Exact inference over a whole graph, and predictions in constant time from histories."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.autoscale import Autoscaler, attached
+from gnnautoscale.errors import InputError, StaleHistoryWarning
+from gnnautoscale.loader import HaloLoader
+from gnnautoscale.record import map_tensors
+from gnnautoscale.session import Memory, Plan, Session, Sweep, evaluating, run_sweep
+
+CallModel = Callable[[nn.Module, Data], Any]
+
+
+def _call_with_batch(model: nn.Module, batch: Data) -> Any:
+    return model(batch)
+
+
+@torch.no_grad()
+def infer(model: nn.Module, loader: HaloLoader, *, call: CallModel = _call_with_batch) -> Any:
+    """Run a model on all nodes of a graph, exactly, one batch at a time.
+
+    Histories are recomputed layer by layer: each sweep over the batches computes one layer for every node from
+    the layer before it, so that nothing is stale and no layer is computed twice. Histories that the current
+    weights wrote already are used as they are. Device memory is bounded by one batch and the histories.
+
+    Args:
+        model: An autoscaled model; it runs in evaluation mode.
+        loader: Cuts the graph into batches. It may be another graph than the one the model is trained on.
+        call: How to call the model with a batch, if ``model(batch)`` is not right.
+
+    Returns:
+        The model's output in host memory, one row per node in the order of the data, ``[num_nodes, ...]``.
+
+    Example:
+        >>> from torch_geometric.datasets import KarateClub
+        >>> from torch_geometric.nn import GCN
+        >>> import gnnautoscale as gas
+        >>> data = KarateClub()[0]
+        >>> model = gas.autoscale(GCN(34, 16, num_layers=2, out_channels=4), data)
+        >>> gas.infer(model, gas.HaloLoader(data, num_parts=4)).shape
+        torch.Size([34, 4])
+    """
+    scaler = attached(model)
+    with evaluating(model), scaler.visiting(loader.graph) as memory:
+        open_session: Any = Session
+        if len(loader) > 1:
+            _sweep_all(model, scaler, memory, loader, call)
+            open_session = partial(Sweep, level=None)
+        collected: list[Tensor] = []
+        result: Any = None
+        with scaler.running(open_session):
+            for batch in loader.in_order():
+                out = call(model, _to_model(batch, model))
+                if not collected:
+                    result = map_tensors(partial(_room_for_all, collected, loader.graph.num_nodes), out)
+                rooms = iter(collected)
+                nodes = batch.n_id[: batch.batch_size].cpu()
+                map_tensors(lambda rows: next(rooms).index_copy_(0, nodes, rows.cpu()), out)  # noqa: B023
+    return result
+
+
+@torch.no_grad()
+def refresh(model: nn.Module, loader: HaloLoader, *, call: CallModel = _call_with_batch) -> None:
+    """Recompute all histories of the training graph with the current weights, in evaluation mode.
+
+    Args:
+        model: An autoscaled model.
+        loader: Cuts the training graph into batches.
+        call: How to call the model with a batch, if ``model(batch)`` is not right.
+
+    Example:
+        >>> from torch_geometric.datasets import KarateClub
+        >>> from torch_geometric.nn import GCN
+        >>> import gnnautoscale as gas
+        >>> data = KarateClub()[0]
+        >>> model = gas.autoscale(GCN(34, 16, num_layers=2, out_channels=4), data)
+        >>> gas.refresh(model, gas.HaloLoader(data, num_parts=4))
+    """
+    scaler = attached(model)
+    with evaluating(model):
+        _sweep_all(model, scaler, scaler.memory_of(loader.graph), loader, call)
+
+
+@torch.no_grad()
+def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallModel = _call_with_batch) -> Any:
+    """Run a model for some nodes only, from the histories: no layer but the last is computed.
+
+    What is read and computed depends on the nodes and their neighbours, neither on the depth of the model nor on
+    the size of the graph. The result is exact right after :func:`infer` or :func:`refresh`; if the weights have
+    changed since the histories were written, a :class:`StaleHistoryWarning` says so.
+
+    Args:
+        model: An autoscaled model; it runs in evaluation mode.
+        loader: A loader of the training graph.
+        nodes: Node indices, ``[count]``.
+        call: How to call the model with a batch, if ``model(batch)`` is not right.
+
+    Returns:
+        The model's output for these nodes, on the model's device, ``[count, ...]``.
+
+    Example:
+        >>> from torch_geometric.datasets import KarateClub
+        >>> from torch_geometric.nn import GCN
+        >>> import gnnautoscale as gas
+        >>> data = KarateClub()[0]
+        >>> model = gas.autoscale(GCN(34, 16, num_layers=2, out_channels=4), data)
+        >>> loader = gas.HaloLoader(data, num_parts=4)
+        >>> gas.refresh(model, loader)
+        >>> gas.predict(model, loader, torch.tensor([0, 33])).shape
+        torch.Size([2, 4])
+    """
+    scaler = attached(model)
+    nodes = _check_nodes(nodes, loader.graph.num_nodes)
+    memory = scaler.memory_of(loader.graph)
+    distinct, position = nodes.unique(return_inverse=True)
+    batch = _to_model(loader.around(distinct), model)
+    with evaluating(model):
+        plan = _plan(model, scaler, batch, call)
+        if plan.live - memory.histories.keys():
+            raise InputError(
+                "predict reads histories, so they must have been written",
+                got="empty histories",
+                fix="Train the model, or call gas.refresh(model, loader) first.",
+            )
+        if memory.written_by != weights_checksum(model):
+            warnings.warn(
+                "The histories were not all written by the model's current weights, so these predictions are "
+                "approximate. Call gas.refresh(model, loader) for exact ones.",
+                StaleHistoryWarning,
+                stacklevel=3,
+            )
+        with scaler.running(partial(Sweep, level=None)):
+            out = call(model, batch)
+    return map_tensors(lambda rows: rows[position.to(rows.device)], out)
+
+
+def weights_checksum(model: nn.Module) -> list[float]:
+    """Numbers that change when a weight or buffer of the model does."""
+    sums = []
+    for tensor in (*model.parameters(), *model.buffers()):
+        values = tensor.detach().flatten().double()
+        # Weighted by position, so that an exchange of values does not go unnoticed.
+        sums.append(values.dot(torch.linspace(1.0, 2.0, values.numel(), dtype=torch.double, device=values.device)))
+    return torch.stack(sums).tolist() if sums else []
+
+
+def _sweep_all(model: nn.Module, scaler: Autoscaler, memory: Memory, loader: HaloLoader, call: CallModel) -> None:
+    """Bring all histories up to date, level by level, unless the current weights wrote them."""
+    plan = _plan(model, scaler, _to_model(next(loader.in_order()), model), call)
+    checksum = weights_checksum(model)
+    if memory.written_by == checksum and plan.live <= memory.histories.keys():
+        return
+    for level in plan.levels:
+        with scaler.running(partial(Sweep, level=level)):
+            for batch in loader.in_order():
+                run_sweep(partial(call, model, _to_model(batch, model)))
+    memory.written_by = checksum
+
+
+class _Planned(BaseException):
+    """Ends a call once the model's plan is made."""
+
+
+def _plan(model: nn.Module, scaler: Autoscaler, batch: Data, call: CallModel) -> Plan:
+    """The model's plan, which its first call makes."""
+
+    def stop(*_: Any) -> Session:
+        raise _Planned
+
+    if scaler.plan is None:
+        try:
+            with scaler.running(stop):
+                call(model, batch)
+        except _Planned:
+            pass
+    return cast(Plan, scaler.plan)
+
+
+def _to_model(batch: Data, model: nn.Module) -> Data:
+    device = next((value.device for value in model.parameters()), None)
+    return batch if device is None else batch.to(str(device))
+
+
+def _room_for_all(collected: list[Tensor], num_nodes: int, rows: Tensor) -> Tensor:
+    collected.append(torch.empty((num_nodes, *rows.shape[1:]), dtype=rows.dtype))
+    return collected[-1]
+
+
+def _check_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
+    if not isinstance(nodes, Tensor) or nodes.dtype != torch.long or nodes.dim() != 1:
+        got = f"{nodes.dtype} {tuple(nodes.shape)}" if isinstance(nodes, Tensor) else type(nodes).__name__
+        raise InputError(
+            "nodes must be a tensor of node indices, int64 and one-dimensional", got=got, fix="Convert it."
+        )
+    if nodes.numel() and (int(nodes.min()) < 0 or int(nodes.max()) >= num_nodes):
+        raise InputError(
+            f"nodes must hold indices from 0 to {num_nodes - 1}",
+            got=f"values from {int(nodes.min())} to {int(nodes.max())}",
+            fix="Check the node numbering.",
+        )
+    return nodes.cpu()

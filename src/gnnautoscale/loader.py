@@ -1,0 +1,342 @@
+"""Batches of parts with their halo, in the conventions of PyG's loaders."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.errors import InputError
+from gnnautoscale.graph import Graph
+from gnnautoscale.partition import check_labels, connectivity, partition
+
+
+@dataclass(eq=False)
+class BatchInfo:
+    """Where a batch lies in its graph.
+
+    Attributes:
+        graph: The whole graph.
+        n_id: Node index of each row, the batch's nodes first, then the halo, ``[num_rows]``, in host memory.
+        batch_size: How many of the rows are the batch's own nodes.
+        e_id: Edge index of each edge of the batch, ``[num_edges]``, in host memory.
+        memo: Results that depend on this batch alone, kept as long as the batch is.
+    """
+
+    graph: Graph
+    n_id: Tensor
+    batch_size: int
+    e_id: Tensor
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of nodes of batch and halo together."""
+        return self.n_id.numel()
+
+    @cached_property
+    def nodes(self) -> Tensor:
+        """The batch's own nodes, ``[batch_size]``."""
+        return self.n_id[: self.batch_size]
+
+    @cached_property
+    def halo(self) -> Tensor:
+        """The halo's nodes, ``[num_rows - batch_size]``."""
+        return self.n_id[self.batch_size :]
+
+
+# Layers that pass messages both ways flip the edges; a flipped edge_index is still known to be the batch's own.
+_REVERSED = {"edge_index": "reversed edge_index", "reversed edge_index": "edge_index"}
+
+
+class BatchTensor(Tensor):
+    """A batch's ``n_id``, or an edge-level tensor of it, that knows which batch and which attribute it is.
+
+    It stays what it is when it is moved between devices; everything computed from it is a plain tensor. So the
+    library can tell a batch's own edges and edge weights from ones that a model derived.
+    """
+
+    info: BatchInfo
+    attribute: str
+    _tagged_version: int
+
+    # What PyTorch calls on every operation; these leave the values as they are and so keep the tag.
+    _KEEPING = frozenset(
+        {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.clone, Tensor.detach, Tensor.contiguous, Tensor.pin_memory}
+    )
+
+    @staticmethod
+    def tag(value: Tensor, info: BatchInfo, attribute: str) -> BatchTensor:
+        """Return the tensor, tagged with its batch and its name."""
+        tagged = value.as_subclass(BatchTensor)
+        tagged.info, tagged.attribute, tagged._tagged_version = info, attribute, value._version
+        return tagged
+
+    @property
+    def is_original(self) -> bool:
+        """Whether nothing was written into the tensor since it left the loader."""
+        return self._version == self._tagged_version
+
+    @property
+    def plain(self) -> Tensor:
+        """The same values without the tag."""
+        return self.as_subclass(Tensor)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        source = args[0] if args else None
+        if not isinstance(result, Tensor) or result is source or not isinstance(source, BatchTensor):
+            return result
+        if source.is_original:
+            if func in cls._KEEPING and source.dtype == result.dtype:
+                return cls.tag(result, source.info, source.attribute)
+            if func is Tensor.flip and source.attribute in _REVERSED and args[1:] in (([0],), ((0,),), (0,)):
+                return cls.tag(result, source.info, _REVERSED[source.attribute])
+        return result.as_subclass(Tensor)
+
+
+class _Pieces(NamedTuple):
+    """A batch before it is wrapped: what workers hand over."""
+
+    n_id: Tensor
+    batch_size: int
+    e_id: Tensor
+    attributes: dict[str, Any]
+
+
+class _Assembly(Dataset[_Pieces]):
+    """Cuts batches out of a graph; runs in the main process or in workers."""
+
+    def __init__(self, data: Data, graph: Graph, members: list[Tensor], bidirectional: bool) -> None:
+        self.data = data
+        self.graph = graph
+        self.members = members
+        self.bidirectional = bidirectional
+        # Grouped here, once, so that workers do not each do it again.
+        _ = graph.incoming, graph.outgoing if bidirectional else None
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __getitem__(self, parts: Any) -> _Pieces:
+        nodes = torch.cat([self.members[part] for part in parts])
+        target, source, e_id = self.graph.incoming.into(nodes)
+        neighbours = source
+        if self.bidirectional:
+            neighbours = torch.cat([source, self.graph.outgoing.into(nodes)[1]])
+        outside = neighbours[self.graph.locate(nodes, neighbours) < 0]
+        n_id = torch.cat([nodes, outside.unique()])
+        edge_index = torch.stack([self.graph.locate(n_id, source), target])
+        attributes: dict[str, Any] = {}
+        for name, value in self.data:
+            if name == "edge_index":
+                attributes[name] = edge_index
+            elif isinstance(value, Tensor) and self.data.is_node_attr(name):
+                attributes[name] = _rows(self.data, name, value, n_id)
+            elif isinstance(value, Tensor) and self.data.is_edge_attr(name):
+                attributes[name] = _rows(self.data, name, value, e_id)
+            elif name != "num_nodes":
+                attributes[name] = value
+        return _Pieces(n_id, nodes.numel(), e_id, attributes)
+
+
+def _rows(data: Data, name: str, value: Tensor, index: Tensor) -> Tensor:
+    return value.index_select(data.__cat_dim__(name, value), index.to(value.device))
+
+
+def _hand_over(pieces: _Pieces) -> _Pieces:
+    return pieces
+
+
+class HaloLoader:
+    r"""Iterates over a graph in batches of whole parts, each with its halo.
+
+    The graph is cut into parts. A batch is ``batch_size`` parts together with every node that has an edge into
+    them, the halo. Batches look like those of PyG's ``NeighborLoader``: the first ``batch.batch_size`` rows of
+    every node-level attribute belong to the batch's nodes, the rest to the halo; ``batch.n_id`` and ``batch.e_id``
+    name nodes and edges in the whole graph. Edges point into the batch's nodes only, and none of those is missing.
+
+    Args:
+        data: The whole graph. All its node- and edge-level tensors are cut to the batch, everything else is
+            passed on as it is.
+        num_parts: Number of parts to cut into. Not needed when ``parts`` are given as labels.
+        parts: ``"metis"``, ``"random"``, or the part of each node as integers ``[num_nodes]``.
+        batch_size: Number of parts in a batch.
+        shuffle: Draw parts into batches at random, anew for each epoch.
+        seed: Makes partition and order reproducible.
+        num_workers: Number of processes that prepare batches.
+        bidirectional: Take nodes that edges from the batch point to into the halo as well. Layers that pass
+            messages against the edges of a directed graph need it.
+        cache_dir: Where METIS partitions are kept between runs.
+
+    Batches that come back unchanged every epoch (one part each, no shuffling, or all parts at once) are cut once
+    and kept in host memory.
+
+    Example:
+        >>> from torch_geometric.datasets import KarateClub
+        >>> loader = HaloLoader(KarateClub()[0], num_parts=4, batch_size=2, shuffle=True)
+        >>> sum(batch.batch_size for batch in loader)
+        34
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        num_parts: int | None = None,
+        *,
+        parts: Literal["metis", "random"] | Tensor = "metis",
+        batch_size: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_workers: int = 0,
+        bidirectional: bool = False,
+        cache_dir: str | None = None,
+    ) -> None:
+        if not isinstance(data, Data):
+            raise InputError(
+                "HaloLoader takes one graph as torch_geometric.data.Data",
+                got=type(data).__name__,
+                fix="Convert a heterogeneous graph with to_homogeneous(); join several graphs with Batch.from_data_list.",
+            )
+        if batch_size < 1 or num_workers < 0:
+            raise InputError(
+                "batch_size must be at least 1 and num_workers at least 0",
+                got=f"batch_size={batch_size}, num_workers={num_workers}",
+                fix="batch_size counts parts, not nodes.",
+            )
+        self.data = data
+        self.graph = Graph(data)
+        self.labels = _labels(self.graph, num_parts, parts, seed, cache_dir)
+        self.num_parts = int(self.labels.max()) + 1
+        if batch_size > self.num_parts:
+            raise InputError(
+                f"batch_size must be at most the number of parts, {self.num_parts}",
+                got=f"{batch_size}",
+                fix="Lower batch_size, or cut the graph into more parts.",
+            )
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.num_workers = num_workers
+        order = self.labels.argsort(stable=True)
+        members = list(order.split(torch.bincount(self.labels).tolist()))
+        self._assembly = _Assembly(data, self.graph, members, bidirectional)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._ready: dict[tuple[int, ...], tuple[Data, BatchInfo]] = {}
+
+    def __len__(self) -> int:
+        return -(-self.num_parts // self.batch_size)
+
+    def __iter__(self) -> Iterator[Data]:
+        order = torch.arange(self.num_parts)
+        if self.shuffle:
+            order = torch.randperm(self.num_parts, generator=self._generator)
+        fixed = not self.shuffle or self.batch_size in (1, self.num_parts)
+        return self._batches(order, keep=fixed)
+
+    def in_order(self) -> Iterator[Data]:
+        """The batches of a sweep: every part once, always in the same order and grouping.
+
+        Example:
+            >>> from torch_geometric.datasets import KarateClub
+            >>> loader = HaloLoader(KarateClub()[0], num_parts=4, batch_size=2, shuffle=True)
+            >>> len(list(loader.in_order()))
+            2
+        """
+        return self._batches(torch.arange(self.num_parts), keep=True)
+
+    def _batches(self, order: Tensor, *, keep: bool) -> Iterator[Data]:
+        # Ascending inside a batch, so that the same parts give the same batch however they were drawn.
+        groups = [tuple(sorted(group.tolist())) for group in order.split(self.batch_size)]
+        fetched = iter(
+            DataLoader(
+                self._assembly,
+                sampler=[group for group in groups if group not in self._ready],  # type: ignore[arg-type]
+                batch_size=None,
+                num_workers=self.num_workers,
+                collate_fn=_hand_over,
+            )
+        )
+        for group in groups:
+            ready = self._ready.get(group) or self._wrap(next(fetched))
+            if keep:
+                self._ready[group] = ready
+            yield _tagged_copy(*ready)
+
+    @cached_property
+    def connectivity(self) -> float:
+        """Halo nodes per batch node, the mean over the parts (the paper's inter-/intra-connectivity ratio)."""
+        return float(connectivity(self.graph.edge_index, self.labels).mean())
+
+    def around(self, nodes: Tensor) -> Data:
+        """The batch of the given nodes, in their order, and their halo.
+
+        Args:
+            nodes: Distinct node indices, ``[num_nodes_asked_for]``.
+
+        Example:
+            >>> from torch_geometric.datasets import KarateClub
+            >>> loader = HaloLoader(KarateClub()[0], num_parts=2)
+            >>> loader.around(torch.tensor([3, 0])).n_id[:2]
+            tensor([3, 0])
+        """
+        single = _Assembly(self.data, self.graph, [nodes], self._assembly.bidirectional)
+        return _tagged_copy(*self._wrap(single[(0,)]))
+
+    def _wrap(self, pieces: _Pieces) -> tuple[Data, BatchInfo]:
+        batch = Data.from_dict(pieces.attributes)
+        batch.num_nodes = pieces.n_id.numel()
+        batch.n_id, batch.e_id, batch.batch_size = pieces.n_id, pieces.e_id, pieces.batch_size
+        return batch, BatchInfo(self.graph, pieces.n_id, pieces.batch_size, pieces.e_id)
+
+
+def _tagged_copy(batch: Data, info: BatchInfo) -> Data:
+    """A copy that the user may move and change without touching the kept batch; tensors are shared."""
+    batch = copy.copy(batch)
+    for name in ("edge_index", "n_id", *info.graph.edge_attributes):
+        batch[name] = BatchTensor.tag(batch[name], info, name)
+    return batch
+
+
+def _labels(graph: Graph, num_parts: int | None, parts: str | Tensor, seed: int, cache_dir: str | None) -> Tensor:
+    if isinstance(parts, Tensor):
+        labels = check_labels(parts, graph.num_nodes)
+        if num_parts is not None and num_parts != int(labels.max()) + 1:
+            raise InputError(
+                f"num_parts must match the given labels, which name {int(labels.max()) + 1} parts",
+                got=f"num_parts={num_parts}",
+                fix="Leave num_parts out.",
+            )
+        return labels
+    if num_parts is None:
+        raise InputError(
+            "HaloLoader needs the number of parts", got="num_parts=None", fix="Pass num_parts, or the labels as parts."
+        )
+    if parts not in ("metis", "random"):
+        raise InputError(
+            "parts must be 'metis', 'random' or a tensor of labels", got=repr(parts), fix="Choose one of these."
+        )
+    method: Literal["metis", "random"] = "metis" if parts == "metis" else "random"
+    return partition(
+        graph.edge_index,
+        graph.num_nodes,
+        num_parts,
+        method=method,
+        edge_weight=None,
+        seed=seed,
+        cache_dir=cache_dir,
+    )

@@ -1,0 +1,453 @@
+"""Finds out how a model must be run with histories, and proves on a tiny graph that this gives the right rows.
+
+The model is run on a small graph twice: as a whole, and in batches whose histories hold the exact rows. Every
+layer, norm and output must then agree. So no table of layer types is needed: a layer that looks beyond its
+neighbours is seen to deviate and gets a history at each of its propagations; if that does not help, or if
+something outside of the layers mixes nodes, the model is refused and the culprit is named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
+
+from gnnautoscale.errors import UnsupportedModelError
+from gnnautoscale.loader import BatchInfo, BatchTensor, HaloLoader
+from gnnautoscale.record import ArgumentKind, Event, map_tensors
+from gnnautoscale.session import LayerCall, Memory, Plan, Session, Sweep, _Frame, describe, evaluating, run_sweep
+
+# A ring with chords and one self-loop, in both directions. Halo nodes have neighbours beyond the halo, so that
+# their degrees inside a batch are wrong; no count of edges equals a count of nodes.
+_NUM_NODES = 13
+_PAIRS = [(i, (i + 1) % _NUM_NODES) for i in range(_NUM_NODES)]
+_PAIRS += [(0, 5), (1, 7), (2, 9), (3, 11), (4, 8), (6, 12), (0, 10)]
+_PARTS = (0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2)
+
+RunModel = Callable[[Session, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def make_plan(
+    model: nn.Module, run: RunModel, info: BatchInfo, args: tuple[Any, ...], kwargs: dict[str, Any], *, explicit: bool
+) -> Plan:
+    """Find out how a model must be run, and check that its batches agree with the whole graph.
+
+    Args:
+        model: The attached model.
+        run: Calls the model inside a session.
+        info: The batch that the arguments come from.
+        args: Positional arguments of a call with that batch.
+        kwargs: Keyword arguments of that call.
+        explicit: Whether the model names its own slots.
+
+    Raises:
+        UnsupportedModelError: If no placement of histories makes the model right; the message names the layer.
+    """
+    device = next((value.device for value in model.parameters()), info.n_id.device)
+    cuda = [device] if device.type == "cuda" else []
+    with evaluating(model), torch.autocast(device.type, enabled=False):
+        with torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(0)
+            stage = _Stage(info, args, kwargs, device)
+        rehearsals = _Rehearsals(model, run, stage, explicit)
+        if any(is_lazy(parameter) for parameter in model.parameters()):
+            # Weights that are drawn now must come from the user's own random state.
+            rehearsals.observe(set())
+        with torch.random.fork_rng(devices=cuda):
+            return rehearsals.plan()
+
+
+class _Rehearsals:
+    """The runs on the tiny graph that lead to a plan."""
+
+    def __init__(self, model: nn.Module, run: RunModel, stage: _Stage, explicit: bool) -> None:
+        self.model, self.run, self.stage, self.explicit = model, run, stage, explicit
+
+    def plan(self) -> Plan:
+        """Try histories at the layers' outputs, and at inner propagations where these deviate."""
+        inner: set[str] = set()
+        everything_needed = False
+        while True:
+            plan, truth = self.observe(inner, everything_needed=everything_needed)
+            deviation = self._rehearse(plan, truth)
+            if deviation is None:
+                break
+            call = plan.calls.get(deviation.name)
+            if call is not None and call.num_propagations > 1 and deviation.name not in inner:
+                inner = inner | {deviation.name}
+            elif not everything_needed:
+                # Autograd may not have seen what a slot is computed from, for example under no_grad.
+                everything_needed = True
+            else:
+                raise deviation.error()
+        self._check_training_mode(plan, truth)
+        plan.skip_empty = True
+        plan.skip_empty = self._can_skip(plan, truth)
+        return plan
+
+    def observe(self, inner: set[str], *, everything_needed: bool = False) -> tuple[Plan, _Truth]:
+        """Run the whole tiny graph; note how every layer is called and what each slot is computed from."""
+        plan = Plan(inner=inner, explicit=self.explicit)
+        batch = next(iter(self.stage.whole))
+        session = _Observation(self.stage, batch, plan)
+        with torch.enable_grad(), _watching(self.model, session.note):
+            out = self.run(session, *self.stage.arguments(batch))
+        plan.needs[Plan.OUTPUT] = session.sources(out)
+        session.note(Plan.OUTPUT, None, out)
+        if everything_needed:
+            slots = list(plan.needs)
+            plan.needs = {slot: frozenset(slots[:number]) for number, slot in enumerate(slots)}
+        return plan, session.truth
+
+    def _rehearse(self, plan: Plan, truth: _Truth) -> _DeviationError | None:
+        """Run the tiny graph in batches with exact histories; returns the first deviation."""
+        try:
+            for batch in self.stage.parts:
+                session = _Rehearsal(self.stage, batch, plan, truth)
+                with torch.no_grad(), _watching(self.model, session.check):
+                    out = self.run(session, *self.stage.arguments(batch))
+                session.check(Plan.OUTPUT, None, out)
+        except _DeviationError as deviation:
+            return deviation
+        return None
+
+    def _check_training_mode(self, plan: Plan, truth: _Truth) -> None:
+        """Refuse layers that change recorded values at random while they train: the record would undo that."""
+        batch = next(iter(self.stage.parts))
+        seen = []
+        for training in (False, True):
+            # The layers alone: norms inside of them must not take statistics from the tiny graph.
+            for module in self.model.modules():
+                if isinstance(module, MessagePassing):
+                    module.training = training
+            session = _Rehearsal(self.stage, batch, plan, truth)
+            with torch.no_grad():
+                self.run(session, *self.stage.arguments(batch))
+            seen.append(session.local_constants)
+        for (name, before), (_, after) in zip(*seen, strict=True):
+            if before.shape != after.shape or not torch.equal(before, after):
+                raise UnsupportedModelError(
+                    f"{name} must hand the same edge weights to propagate in training as in evaluation",
+                    got="weights that it changes at random while it trains",
+                    fix="Set the layer's own dropout to 0 and use autoscale(..., edge_dropout=p).",
+                )
+
+    def _can_skip(self, plan: Plan, truth: _Truth) -> bool:
+        """Whether the model runs when rows that a sweep does not need are left out."""
+        batch = next(iter(self.stage.parts))
+        try:
+            for level in (*plan.levels, None):
+                session = _TinySweep(self.stage, batch, plan, truth, level)
+                with torch.no_grad():
+                    run_sweep(partial(self.run, session, *self.stage.arguments(batch)))
+        except (RuntimeError, ValueError, IndexError):
+            return False
+        return True
+
+
+class _Stage:
+    """The tiny graph, and the arguments of the model's call recast for it."""
+
+    def __init__(self, info: BatchInfo, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
+        self.info, self.call, self.device = info, (args, kwargs), device
+        edge_index = torch.tensor([*_PAIRS, *((b, a) for a, b in _PAIRS), (2, 2)]).t().contiguous()
+        data = Data(edge_index=edge_index, num_nodes=_NUM_NODES)
+        for name, value in info.graph.edge_attributes.items():
+            data[name] = _sample(value, edge_index.size(1), edge_level=True)
+        self._names: dict[int, str] = {}
+        for value in _leaves(self.call):
+            if isinstance(value, Data):
+                for name, attribute in value:
+                    if isinstance(attribute, Tensor) and not isinstance(attribute, BatchTensor) and name != "e_id":
+                        self._add(data, name, attribute)
+            elif not isinstance(value, BatchTensor):
+                self._add(data, f"argument {len(self._names)}", value)
+        self.whole = HaloLoader(data, parts=torch.zeros(_NUM_NODES, dtype=torch.long))
+        self.parts = HaloLoader(data, parts=torch.tensor(_PARTS))
+        self.memory = Memory(self.parts.graph, _NUM_NODES, "device", None)
+
+    def _add(self, data: Data, name: str, value: Tensor) -> None:
+        kind = _kind(value, self.info.num_rows, self.info.e_id.numel())
+        if kind in ("node", "edge"):
+            num_rows = _NUM_NODES if kind == "node" else data.edge_index.size(1)
+            data[name] = _sample(value, num_rows, edge_level=kind == "edge").cpu()
+            self._names[id(value)] = name
+
+    def arguments(self, batch: Data) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments, taken from a batch of the tiny graph."""
+        batch = batch.to(str(self.device))
+
+        def recast(value: Any) -> Any:
+            if isinstance(value, BatchTensor):
+                # A node may index a table of the real graph's size, which can be smaller than the tiny graph.
+                return batch.n_id % self.info.graph.num_nodes if value.attribute == "n_id" else batch[value.attribute]
+            if isinstance(value, Tensor):
+                name = self._names.get(id(value))
+                if name is None:
+                    return value
+                found = batch[name]
+                return found.plain if isinstance(found, BatchTensor) else found
+            if isinstance(value, Data):
+                return batch
+            if isinstance(value, (tuple, list)):
+                return type(value)(recast(item) for item in value)
+            if isinstance(value, dict):
+                return {name: recast(item) for name, item in value.items()}
+            return value
+
+        args, kwargs = self.call
+        return recast(args), recast(kwargs)
+
+
+@dataclass
+class _Truth:
+    """What modules and slots gave on the whole tiny graph."""
+
+    outputs: dict[str, Any] = field(default_factory=dict)
+    slots: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Observation(Session):
+    """Runs the whole tiny graph as it is and fills in the plan."""
+
+    def __init__(self, stage: _Stage, batch: Data, plan: Plan) -> None:
+        super().__init__(batch.edge_index.info, plan, stage.memory, stage.device)
+        self.truth = _Truth()
+        self._slot_of: dict[int, str] = {}
+        self._kept: list[Tensor] = []
+        self._seen: Counter[str] = Counter()
+
+    def note(self, name: str, module: nn.Module | None, out: Any) -> None:
+        """Keep what a module gave."""
+        self.truth.outputs[_numbered(self._seen, name)] = map_tensors(lambda value: value.detach().clone(), out)
+
+    def sources(self, out: Any) -> frozenset[str]:
+        """The slots that a value was computed from, found by walking back what autograd recorded."""
+        found: set[str] = set()
+        seen: set[Any] = set()
+        stack: list[Any] = []
+        map_tensors(lambda value: (stack.append(value.grad_fn), value)[1], out)
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) in self._slot_of:
+                found.add(self._slot_of[id(variable)])
+            stack.extend(following for following, _ in node.next_functions)
+        return frozenset(found)
+
+    def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
+        out = compute()
+        call = self.plan.calls.get(slot)
+        if call is not None and not call.num_propagations:
+            return out
+        self._check_rows(slot, out)
+        self.plan.needs[slot] = self.sources(out)
+        self.plan.rows[slot] = out.detach()[:0]
+        self.truth.slots[slot] = out.detach().clone()
+        leaf = out.detach().requires_grad_()
+        self._kept.append(leaf)
+        self._slot_of[id(leaf)] = slot
+        # A copy, since what follows may write into it, which autograd forbids on the leaf itself.
+        return leaf.clone()
+
+    def _run_layer(self, call: str, layer: MessagePassing, *rest: Any) -> Any:
+        out = super()._run_layer(call, layer, *rest)
+        self.note(call, layer, out)
+        return out
+
+    def _known_call(self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+        kinds: list[ArgumentKind] = []
+
+        def look(value: Tensor) -> Tensor:
+            own = self._is_own(value)
+            kinds.append("own" if own else _kind(value, _NUM_NODES, self.info.e_id.numel()))
+            return value
+
+        map_tensors(look, (args, kwargs))
+        return self.plan.calls.setdefault(call, LayerCall(kinds))
+
+    def _events(self, *_: Any) -> list[Event] | None:
+        return None
+
+    def _recorded(self, frame: _Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        num_edges = edge_index.size(1)
+        frame.call.edge_names.append(
+            frozenset(
+                name
+                for name, value in values.items()
+                if isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == num_edges
+            )
+        )
+        return edge_index, values
+
+    def propagate(self, run: Callable[..., Any], edge_index: Tensor, size: Any, values: dict[str, Any]) -> Any:
+        self._frames[-1].call.num_propagations += 1
+        return super().propagate(run, edge_index, size, values)
+
+
+class _ExactHistories(Session):
+    """A session on the tiny graph whose histories hold the exact rows."""
+
+    truth: _Truth
+
+    def push(self, slot: str, out: Tensor) -> None:
+        """Exact histories stay as they are."""
+
+    def pull(self, slot: str, index: Tensor, like: Tensor) -> Tensor:
+        return self.truth.slots[slot][index.to(self.device)]
+
+
+class _Rehearsal(_ExactHistories):
+    """Runs a batch of the tiny graph and compares it with the whole."""
+
+    def __init__(self, stage: _Stage, batch: Data, plan: Plan, truth: _Truth) -> None:
+        super().__init__(batch.edge_index.info, plan, stage.memory, stage.device)
+        self.truth = truth
+        self.local_constants: list[tuple[str, Tensor]] = []
+        self._seen: Counter[str] = Counter()
+
+    def check(self, name: str, module: nn.Module | None, out: Any) -> None:
+        """Compare the batch's rows with the whole graph's; the halo's may be meaningless after the last layer."""
+        name = _numbered(self._seen, name)
+        whole: list[Tensor] = []
+        map_tensors(lambda value: (whole.append(value), value)[1], self.truth.outputs[name])
+        remaining = iter(whole)
+
+        def compare(value: Tensor) -> Tensor:
+            expected = next(remaining)
+            if value.dim() == 0 or value.size(0) != self.info.num_rows or expected.size(0) != _NUM_NODES:
+                return value
+            got = value[: self.info.batch_size].double()
+            want = expected[self.info.nodes.to(expected.device)].double()
+            tolerance = 1e-3 if value.dtype in (torch.float32, torch.float64) else 5e-2
+            bound = tolerance * want.nan_to_num().abs().amax().clamp(min=1e-6) if want.numel() else 1.0
+            if got.shape != want.shape or not torch.allclose(got, want, rtol=0.0, atol=float(bound), equal_nan=True):
+                raise _DeviationError(name, module)
+            return value
+
+        map_tensors(compare, out)
+
+    def _run_layer(self, call: str, layer: MessagePassing, *rest: Any) -> Any:
+        try:
+            out = super()._run_layer(call, layer, *rest)
+        except (RuntimeError, IndexError, ValueError) as error:
+            if isinstance(error, UnsupportedModelError):
+                raise
+            raise UnsupportedModelError(
+                f"{describe(call, layer)} must run on a batch as it does on the whole graph",
+                got=f"the error '{error}'",
+                fix="Replace it by a layer that computes each node from its neighbours.",
+            ) from error
+        self.check(call, layer, out)
+        return out
+
+    def _recorded(self, frame: _Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        if frame.events is not None and frame.num_events < len(frame.events):
+            name = describe(frame.name, frame.layer)
+            for constant in frame.events[frame.num_events].constants:
+                if isinstance(values.get(constant), Tensor):
+                    self.local_constants.append((name, values[constant].detach().clone()))
+        return super()._recorded(frame, edge_index, values)
+
+
+class _TinySweep(Sweep, _ExactHistories):
+    """A sweep over the tiny graph."""
+
+    def __init__(self, stage: _Stage, batch: Data, plan: Plan, truth: _Truth, level: frozenset[str] | None) -> None:
+        super().__init__(batch.edge_index.info, plan, stage.memory, stage.device, level=level)
+        self.truth = truth
+
+
+class _DeviationError(Exception):
+    """A module whose rows in a batch are not those of the whole graph."""
+
+    def __init__(self, name: str, module: nn.Module | None) -> None:
+        super().__init__(name)
+        self.name, self.module = name, module
+
+    def error(self) -> UnsupportedModelError:
+        """What to tell the user."""
+        if self.module is None:
+            return UnsupportedModelError(
+                "every row of the model's output must depend on its node's neighbourhood only",
+                got="an output that mixes all nodes of a batch after the last layer",
+                fix="Move pooling and statistics over nodes out of the model.",
+            )
+        layer = isinstance(self.module, MessagePassing)
+        return UnsupportedModelError(
+            f"{describe(self.name.strip(), self.module)} must give a node the same row in a batch as in the graph",
+            got="another row: it, or something right before it, "
+            + ("uses more of the graph than a node's neighbours" if layer else "mixes all nodes of a batch"),
+            fix="Replace it by a layer that computes each node from its neighbours."
+            if layer
+            else "Use a norm that treats each node by itself, such as BatchNorm or LayerNorm(mode='node').",
+        )
+
+
+@contextmanager
+def _watching(model: nn.Module, note: Callable[[str, nn.Module, Any], None]) -> Iterator[None]:
+    """Call ``note`` with the output of every module that neither is, nor is in, nor holds a message-passing layer."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, MessagePassing)]
+    handles = []
+    for name, module in model.named_modules():
+        related = any(
+            name == layer or not layer or not name or name.startswith(f"{layer}.") or layer.startswith(f"{name}.")
+            for layer in layers
+        )
+        if not related:
+            handles.append(
+                # The blank keeps these names apart from those of layer calls.
+                module.register_forward_hook(lambda module, _, out, name=name: note(f"{name} ", module, out))
+            )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _numbered(seen: Counter[str], name: str) -> str:
+    seen[name] += 1
+    return name if seen[name] == 1 else f"{name}#{seen[name]}"
+
+
+def _kind(value: Tensor, num_nodes: int, num_edges: int) -> ArgumentKind:
+    if value.dim() == 0:
+        return "other"
+    if value.size(0) == num_nodes and not (num_nodes == num_edges and value.dim() == 1):
+        return "node"
+    return "edge" if value.size(0) == num_edges else "other"
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (Tensor, Data)):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+
+
+def _sample(value: Tensor, num_rows: int, *, edge_level: bool) -> Tensor:
+    """Rows like the given ones: random where they are real numbers, drawn from them where they are anything else."""
+    shape = (num_rows, *value.shape[1:])
+    if value.is_floating_point():
+        # Edge weights are positive, since layers take roots of their sums.
+        rows = torch.rand(shape) + 0.5 if edge_level else torch.randn(shape)
+        return rows.to(value.device, value.dtype)
+    if not value.size(0):
+        return value.new_zeros(shape)
+    return value.detach()[torch.arange(num_rows, device=value.device) % value.size(0)]

@@ -1,0 +1,282 @@
+"""What a layer hands to ``propagate`` on the whole graph, recorded once, and a batch's slice of it.
+
+Inside a batch the halo's degrees are wrong, so whatever a layer derives from the edges (self-loops, normalized
+weights) may be wrong too. A copy of the layer without weights or features is therefore run once over the whole
+graph's edges; in a batch, what the layer computed is replaced by the batch's slice of that record.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
+
+from gnnautoscale.errors import UnsupportedModelError
+from gnnautoscale.graph import EdgesByTarget, Graph
+from gnnautoscale.loader import BatchInfo, BatchTensor
+
+# The methods of a layer that take edges; instances of them are overridden on an attached layer.
+EDGE_METHODS = ("propagate", "edge_updater")
+
+ArgumentKind = Literal["own", "node", "edge", "other"]
+
+
+@dataclass(eq=False)
+class Slice:
+    """A batch's part of a record, on the compute device.
+
+    Attributes:
+        edge_index: Edges between rows of the batch, ``[2, num_edges]``, grouped by target.
+        constants: Edge-level values by argument name, each ``[num_edges, ...]``.
+        kept: Which edges of the full slice these are, or ``None`` for all of them.
+    """
+
+    edge_index: Tensor
+    constants: dict[str, Tensor]
+    kept: Tensor | None = None
+
+    def drop_edges(self, probability: float) -> Slice:
+        """Leave out a random share of the edges; self-loops stay."""
+        loop = self.edge_index[0] == self.edge_index[1]
+        kept = (loop | (torch.rand(loop.shape, device=loop.device) >= probability)).nonzero().squeeze(1)
+        constants = {name: value[kept] for name, value in self.constants.items()}
+        return Slice(self.edge_index[:, kept], constants, kept)
+
+
+@dataclass(eq=False)
+class Event:
+    """One call of ``propagate`` or ``edge_updater`` on the whole graph.
+
+    Attributes:
+        edges: The edges the layer handed over.
+        constants: The edge-level arguments that depend on edges alone, each ``[num_edges, ...]``.
+    """
+
+    edges: EdgesByTarget
+    constants: dict[str, Tensor]
+
+    def cut(self, info: BatchInfo, device: torch.device, layer: str) -> Slice:
+        """The edges that point into a batch, with their constants."""
+        key = (self, device)
+        if key not in info.memo:
+            target, source, edge = self.edges.into(info.nodes)
+            local = info.graph.locate(info.n_id, source)
+            if local.numel() and int(local.min()) < 0:
+                raise UnsupportedModelError(
+                    f"{layer} passes messages along edges whose source must be in the batch's halo",
+                    got="a halo of nodes with edges into the batch only, on a graph that is not symmetric",
+                    fix="Build the loader with HaloLoader(..., bidirectional=True).",
+                )
+            ends = [local, target] if self.edges.target_row == 1 else [target, local]
+            constants = {name: value[edge].to(device) for name, value in self.constants.items()}
+            info.memo[key] = Slice(torch.stack(ends).to(device), constants)
+        return cast(Slice, info.memo[key])
+
+
+class Recorder:
+    """Records layers over one graph; layers that hand over the same edges share them.
+
+    Args:
+        graph: The whole graph.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._events: list[Event] = []
+
+    def record(
+        self,
+        layer: MessagePassing,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kinds: list[ArgumentKind],
+        num_events: int,
+    ) -> list[Event]:
+        """Run a copy of the layer over the whole graph's edges and keep what it hands over.
+
+        Args:
+            layer: The layer; it is not run itself.
+            name: How to call the layer in messages.
+            args: Positional arguments of the layer's call in a batch.
+            kwargs: Keyword arguments of that call.
+            kinds: For every tensor among the arguments, in order, what it is.
+            num_events: How many times the layer calls ``propagate`` and ``edge_updater``.
+        """
+        failures = []
+        # Edge features that a layer multiplies with weights cannot be mixed with the weightless copy: they are
+        # then left out, and the layer computes with the batch's own.
+        for edge_features in (True, False):
+            whole = self._whole_graph_arguments(args, kwargs, kinds, edge_features)
+            try:
+                caught = _run_without_weights(layer, whole[0], whole[1], num_events)
+            except (RuntimeError, NotImplementedError) as error:
+                failures.append(error)
+                continue
+            return [self._event(layer, edge_index, constants) for edge_index, constants in caught]
+        raise UnsupportedModelError(
+            f"{name} must compute what it hands to propagate from its edges alone",
+            got=f"the error '{failures[-1]}' when it was run without features",
+            fix="Replace the layer, or move what it does before propagate into message().",
+        ) from failures[-1]
+
+    def _whole_graph_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: list[ArgumentKind], edge_features: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        remaining = iter(kinds)
+
+        def convert(value: Tensor) -> Tensor:
+            kind = next(remaining)
+            if kind == "own":
+                name = cast(BatchTensor, value).attribute
+                if name == "edge_index":
+                    return self.graph.edge_index
+                if name == "reversed edge_index":
+                    return self.graph.edge_index.flip(0)
+                if name == "n_id":
+                    return torch.arange(self.graph.num_nodes)
+                whole = self.graph.edge_attributes[name]
+                return whole if edge_features else whole.to("meta")
+            if kind == "node":
+                return value.new_empty((self.graph.num_nodes, *value.shape[1:]), device="meta")
+            if kind == "edge":
+                return value.new_empty((self.graph.edge_index.size(1), *value.shape[1:]), device="meta")
+            return value.to("meta") if value.is_floating_point() else value.cpu()
+
+        return map_tensors(convert, (args, kwargs))
+
+    def _event(self, layer: MessagePassing, edge_index: Tensor, constants: dict[str, Tensor]) -> Event:
+        row = 1 if layer.flow == "source_to_target" else 0
+        for event in self._events:
+            if (
+                event.edges.target_row == row
+                and _same(event.edges.edge_index, edge_index)
+                and event.constants.keys() == constants.keys()
+                and all(_same(event.constants[name], constants[name]) for name in constants)
+            ):
+                return event
+        shared = next(
+            (e.edges for e in self._events if e.edges.target_row == row and _same(e.edges.edge_index, edge_index)), None
+        )
+        if shared is None and row == 1 and edge_index is self.graph.edge_index:
+            shared = self.graph.incoming
+        event = Event(shared or EdgesByTarget(edge_index, self.graph.num_nodes, row), constants)
+        self._events.append(event)
+        return event
+
+
+class _Recorded(BaseException):
+    """Stops a layer once all its calls are recorded."""
+
+
+def _run_without_weights(
+    layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any], num_events: int
+) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    copied = weightless_copy(layer)
+    caught: list[tuple[Tensor, dict[str, Tensor]]] = []
+
+    def catch(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(edge_index: Tensor, size: Any = None, **values: Any) -> Any:
+            constants = {
+                name: value
+                for name, value in values.items()
+                if isinstance(value, Tensor)
+                and not value.is_meta
+                and value.dim() > 0
+                and value.size(0) == edge_index.size(1)
+            }
+            caught.append((edge_index, constants))
+            if len(caught) == num_events:
+                raise _Recorded
+            # On with shapes alone, to the layer's next call.
+            return method(edge_index.to("meta"), size=size, **map_tensors(lambda value: value.to("meta"), values))
+
+        return run
+
+    for module in copied.modules():
+        if isinstance(module, MessagePassing):
+            for method in EDGE_METHODS:
+                run = getattr(module, method)
+                setattr(module, method, catch(run) if module is copied else _on_meta(run))
+    try:
+        with torch.no_grad():
+            copied(*args, **kwargs)
+    except _Recorded:
+        return caught
+    raise RuntimeError(f"it made {len(caught)} calls of propagate instead of {num_events}")
+
+
+def _on_meta(method: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = map_tensors(lambda value: value.to("meta"), (args, kwargs))
+        return method(*args, **kwargs)
+
+    return run
+
+
+def weightless_copy(layer: MessagePassing) -> MessagePassing:
+    """A copy of the layer, in evaluation mode, whose weights have shapes but no values."""
+    memo: dict[int, Any] = {}
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        memo[id(tensor)] = tensor.detach().to("meta")
+    overrides = ("forward", *EDGE_METHODS, "_autoscaler")
+    for module in layer.modules():
+        for name in overrides:
+            if name in module.__dict__:
+                memo[id(module.__dict__[name])] = None
+    copied = copy.deepcopy(layer, memo)
+    for module in copied.modules():
+        for name in overrides:
+            module.__dict__.pop(name, None)
+        module.training = False
+    return copied
+
+
+def align(local: Tensor, wanted: Tensor, target_row: int, batch_size: int, layer: str) -> Tensor:
+    """Find the recorded edges among those a layer computed inside a batch.
+
+    Args:
+        local: The layer's own edges, ``[2, num_local_edges]``.
+        wanted: The batch's slice of the record, ``[2, num_edges]``.
+        target_row: Which row holds the nodes that aggregate.
+        batch_size: Number of the batch's own nodes.
+        layer: How to call the layer in messages.
+
+    Returns:
+        For each wanted edge its position in ``local``, ``[num_edges]``.
+    """
+    inside = (local[target_row] < batch_size).nonzero().squeeze(1)
+    position = inside[local[target_row, inside].argsort(stable=True)]
+    if not _same(local[:, position], wanted):
+        raise UnsupportedModelError(
+            f"{layer} weighs edges with values that need a gradient, so it must see the same edges in a batch as in "
+            "the whole graph",
+            got="other edges",
+            fix="Compute such values in message() or edge_update(), or pass constant edge weights.",
+        )
+    return position
+
+
+T = TypeVar("T")
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: T) -> T:
+    """Apply a function to every tensor in nested tuples, lists and dictionaries, in a fixed order."""
+    if isinstance(value, Tensor):
+        return cast(T, function(value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return cast(T, type(value)(*(map_tensors(function, item) for item in value)))
+    if isinstance(value, (tuple, list)):
+        return cast(T, type(value)(map_tensors(function, item) for item in value))
+    if isinstance(value, dict):
+        return cast(T, {name: map_tensors(function, item) for name, item in value.items()})
+    return value
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.dtype == b.dtype and torch.equal(a, b))

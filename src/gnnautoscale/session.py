@@ -1,0 +1,487 @@
+"""One forward pass over one batch: which layer runs on which edges, what is pushed, what is pulled.
+
+A *slot* is a place in the model that has a history: the output of a layer, or of each propagation inside a layer
+that propagates several times. At a slot the batch's rows are pushed and the halo's rows are pulled, so that what
+follows sees all rows as the whole graph would give them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
+
+from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.graph import Graph
+from gnnautoscale.history import History, Storage, open_history
+from gnnautoscale.loader import BatchInfo, BatchTensor
+from gnnautoscale.record import ArgumentKind, Event, Recorder, Slice, align, map_tensors
+
+
+@dataclass
+class LayerCall:
+    """What is known about one call of a layer in the model's forward pass.
+
+    Attributes:
+        kinds: What each tensor among the arguments is, in order.
+        edge_names: For each call of ``propagate`` or ``edge_updater``, the arguments that have one row per edge.
+        num_propagations: How many of these calls are ``propagate``.
+    """
+
+    kinds: list[ArgumentKind]
+    edge_names: list[frozenset[str]] = field(default_factory=list)
+    num_propagations: int = 0
+
+    @property
+    def has_edge_updater(self) -> bool:
+        """Whether the layer computes edge-level values through ``edge_updater``."""
+        return len(self.edge_names) > self.num_propagations
+
+
+@dataclass
+class Plan:
+    """How a model is run with histories; found out once, by ``gnnautoscale.plan``.
+
+    Attributes:
+        calls: The model's layer calls in the order they are made.
+        inner: The calls that need a history at each of their propagations instead of at their output.
+        explicit: Whether the model names its own slots, as the paper's interface does.
+        needs: For each slot, and for ``OUTPUT``, the slots whose rows it is computed from.
+        rows: For each slot a tensor of no rows that has the shape and type of its rows.
+        skip_empty: Whether rows that nothing needs may be left out when histories are swept.
+    """
+
+    calls: dict[str, LayerCall] = field(default_factory=dict)
+    inner: set[str] = field(default_factory=set)
+    explicit: bool = False
+    needs: dict[str, frozenset[str]] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    skip_empty: bool = False
+
+    OUTPUT = "output"
+
+    @cached_property
+    def live(self) -> frozenset[str]:
+        """The slots that another slot is computed from; only these have a history."""
+        return frozenset().union(*(needed for slot, needed in self.needs.items() if slot != self.OUTPUT))
+
+    @cached_property
+    def levels(self) -> list[frozenset[str]]:
+        """The live slots, grouped so that each group is computed from the groups before it."""
+        depth: dict[str, int] = {}
+        for slot, needed in self.needs.items():
+            depth[slot] = max((depth[other] + 1 for other in needed), default=0)
+        live = self.live
+        groups = (frozenset(slot for slot in live if depth[slot] == level) for level in range(len(live)))
+        return [group for group in groups if group]
+
+
+class Memory:
+    """What is remembered about one graph: a history for each slot, and what layers do with its edges.
+
+    Args:
+        graph: The graph, or ``None`` if only its size is known so far.
+        num_nodes: Number of nodes.
+        storage: Where histories live.
+        dtype: The type histories are kept in, or ``None`` for the type of the embeddings.
+    """
+
+    def __init__(self, graph: Graph | None, num_nodes: int, storage: Storage, dtype: torch.dtype | None) -> None:
+        self.num_nodes = num_nodes
+        self.storage = storage
+        self.dtype = dtype
+        self.histories: dict[str, History] = {}
+        self.recorder = Recorder(graph) if graph is not None else None
+        self.events: dict[str, list[Event]] = {}
+        # Checksums of the weights that wrote all rows of all histories, or None if no single weights did.
+        self.written_by: list[float] | None = None
+
+    def history(self, slot: str, rows: Tensor) -> History:
+        """The slot's history, created on first use for rows like these."""
+        if slot not in self.histories:
+            self.histories[slot] = open_history(
+                self.storage,
+                self.num_nodes,
+                rows[:1].numel() if rows.size(0) else int(torch.tensor(rows.shape[1:]).prod()),
+                self.dtype or rows.dtype,
+                device=rows.device,
+            )
+        return self.histories[slot]
+
+
+class Penalty(Protocol):
+    """Something that compares a layer with itself on other inputs; see ``gnnautoscale.regularize``."""
+
+    def compare(
+        self, out: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], session: Session
+    ) -> None:
+        """Called with each layer's output and a way to run it again on other arguments."""
+
+
+@dataclass
+class _Frame:
+    """A layer call in progress."""
+
+    name: str
+    layer: MessagePassing
+    events: list[Event] | None
+    call: LayerCall
+    num_events: int = 0
+    num_propagations: int = 0
+
+
+class Session:
+    """A training step or an evaluation of one batch: computes every slot, pushes the batch, pulls the halo.
+
+    Args:
+        info: The batch.
+        plan: How the model is run.
+        memory: Histories and records of the batch's graph.
+        device: The compute device.
+        edge_dropout: Share of the edges that is left out at random.
+        penalty: Called with every layer's output.
+    """
+
+    def __init__(
+        self,
+        info: BatchInfo,
+        plan: Plan,
+        memory: Memory,
+        device: torch.device,
+        *,
+        edge_dropout: float = 0.0,
+        penalty: Penalty | None = None,
+    ) -> None:
+        self.info = info
+        self.plan = plan
+        self.memory = memory
+        self.device = device
+        self.edge_dropout = edge_dropout
+        self.penalty = penalty
+        self._repeating = False
+        self._frames: list[_Frame] = []
+        self._counts: Counter[str] = Counter()
+        self._slices: dict[Event, Slice] = {}
+        self._inside_propagate = 0
+
+    # What the attached model calls ###################################################################################
+
+    def layer(
+        self, layer: MessagePassing, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a message-passing layer; its output is a slot unless its propagations are."""
+        return self._run_layer(self._name_call(name), layer, run, args, kwargs)
+
+    def _run_layer(
+        self, call: str, layer: MessagePassing, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        known = self._known_call(call, layer, args, kwargs)
+        events = self._events(call, layer, known, args, kwargs)
+        args, kwargs = map_tensors(_plain, (args, kwargs))
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            self._frames.append(_Frame(call, layer, events, known))
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._frames.pop()
+
+        def compute_and_compare() -> Any:
+            out = compute(*args, **kwargs)
+            if self.penalty is not None:
+                self.penalty.compare(out, compute, args, kwargs, self)
+            return out
+
+        if self.plan.explicit or call in self.plan.inner:
+            return compute_and_compare()
+        return self.slot(call, compute_and_compare)
+
+    def propagate(self, run: Callable[..., Any], edge_index: Tensor, size: Any, values: dict[str, Any]) -> Any:
+        """Run a layer's ``propagate`` on the recorded edges."""
+        frame = self._frames[-1]
+        edge_index, values = self._recorded(frame, edge_index, values)
+        slot = f"{frame.name}/{frame.num_propagations}"
+        frame.num_propagations += 1
+
+        def compute() -> Any:
+            self._inside_propagate += 1
+            try:
+                return run(edge_index, size=size, **values)
+            finally:
+                self._inside_propagate -= 1
+
+        if frame.name not in self.plan.inner:
+            return compute()
+        node_dim = frame.layer.node_dim
+        return self.slot(slot, lambda: compute().movedim(node_dim, 0)).movedim(0, node_dim)
+
+    def edge_updater(self, run: Callable[..., Any], edge_index: Tensor, size: Any, values: dict[str, Any]) -> Any:
+        """Run a layer's ``edge_updater`` on the recorded edges."""
+        edge_index, values = self._recorded(self._frames[-1], edge_index, values)
+        return run(edge_index, size=size, **values)
+
+    def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Normalize all rows by the statistics of the batch's own rows."""
+        rows = self.info.num_rows
+        if not norm.training or self._inside_propagate or x.dim() != 2 or x.size(0) != rows:
+            return run(x)
+        inside, halo = x[: self.info.batch_size], x[self.info.batch_size :]
+        if self._repeating:
+            normalized = F.batch_norm(inside, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+        else:
+            normalized = run(inside)
+        if not halo.size(0):
+            return normalized
+        with torch.no_grad():
+            variance, mean = torch.var_mean(inside, dim=0, correction=0)
+        outside = F.batch_norm(halo, mean, variance, norm.weight, norm.bias, False, 0.0, norm.eps)
+        return torch.cat([normalized, outside])
+
+    def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
+        """Compute a slot's rows, push the batch's, and pull the halo's."""
+        out = compute()
+        if slot not in self.plan.live or self.info.batch_size == self.memory.num_nodes:
+            return out
+        self._check_rows(slot, out)
+        if not self._repeating:
+            self.push(slot, out)
+        if not self.info.halo.numel():
+            return out
+        return torch.cat([out[: self.info.batch_size], self.pull(slot, self.info.halo, out)])
+
+    def repeat(self, run: Callable[[], Any]) -> Any:
+        """Run a layer once more for comparison: nothing is pushed, counted or averaged."""
+        counts = self._counts.copy()
+        self._repeating = True
+        try:
+            return run()
+        finally:
+            self._repeating = False
+            self._counts = counts
+
+    def finish(self, out: Any) -> Any:
+        """Cut the model's output to the batch's rows: the halo's are meaningless."""
+        rows = 0
+
+        def cut(value: Tensor) -> Tensor:
+            nonlocal rows
+            if value.dim() == 0 or value.size(0) != self.info.num_rows:
+                raise UnsupportedModelError(
+                    "an autoscaled model returns one row per node",
+                    got=f"an output of shape {tuple(value.shape)} for {self.info.num_rows} nodes",
+                    fix="Return node-level outputs from the model and pool or pair them outside of it.",
+                )
+            rows += 1
+            return value[: self.info.batch_size]
+
+        out = map_tensors(cut, out)
+        if not rows:
+            raise UnsupportedModelError(
+                "an autoscaled model returns a tensor, or a tuple, list or dictionary of tensors",
+                got=type(out).__name__,
+                fix="Return node-level outputs from the model.",
+            )
+        return out
+
+    # Histories #######################################################################################################
+
+    def push(self, slot: str, out: Tensor) -> None:
+        """Write the batch's rows to the slot's history."""
+        rows = out[: self.info.batch_size].detach()
+        self.memory.history(slot, rows).push(rows.flatten(1), self.info.nodes)
+        self.memory.written_by = None
+
+    def pull(self, slot: str, index: Tensor, like: Tensor) -> Tensor:
+        """Read rows from the slot's history, as constants, in shape and type like the given ones."""
+        history = self.memory.history(slot, like)
+        return history.pull(index, device=like.device, dtype=like.dtype).view(-1, *like.shape[1:])
+
+    # Edges ###########################################################################################################
+
+    def _name_call(self, name: str) -> str:
+        # Counted inside the calling layer, so that skipping a layer does not rename what follows it.
+        prefix = f"{self._frames[-1].name}>{name}" if self._frames else name
+        self._counts[prefix] += 1
+        return prefix if self._counts[prefix] == 1 else f"{prefix}#{self._counts[prefix]}"
+
+    def _known_call(self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+        kinds: list[ArgumentKind] = []
+        map_tensors(lambda value: (kinds.append("own" if self._is_own(value) else "other"), value)[1], (args, kwargs))
+        known = self.plan.calls.get(call)
+        if known is not None and len(known.kinds) == len(kinds):
+            expected = [kind == "own" for kind in known.kinds]
+            if expected == [kind == "own" for kind in kinds]:
+                return known
+        raise UnsupportedModelError(
+            f"{describe(call, layer)} must be called in the same way every time, with the batch's own edges",
+            got="other arguments than in the first forward pass, or edges or edge attributes changed since",
+            fix="To drop edges at random, use autoscale(..., edge_dropout=p) instead of changing edge_index; keep "
+            "in-place changes out of batches.",
+        )
+
+    def _is_own(self, value: Tensor) -> bool:
+        if not isinstance(value, BatchTensor):
+            return False
+        if value.info is not self.info:
+            raise InputError(
+                "all arguments of a call must come from the same batch",
+                got=f"{value.attribute} of another batch",
+                fix="Pass the attributes of one batch of one HaloLoader.",
+            )
+        return value.is_original
+
+    def _events(
+        self, call: str, layer: MessagePassing, known: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Event] | None:
+        if not has_own_edges(args, kwargs) or not known.edge_names:
+            return None
+        if call not in self.memory.events:
+            if self.memory.recorder is None:
+                self.memory.recorder = Recorder(self.info.graph)
+            self.memory.events[call] = self.memory.recorder.record(
+                layer, describe(call, layer), args, kwargs, known.kinds, len(known.edge_names)
+            )
+        return self.memory.events[call]
+
+    def _recorded(self, frame: _Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Replace what a layer computed about edges inside the batch by what it computed on the whole graph."""
+        position = frame.num_events
+        frame.num_events += 1
+        if frame.events is None:
+            return edge_index, values
+        if position >= len(frame.events):
+            raise UnsupportedModelError(
+                f"{describe(frame.name, frame.layer)} must propagate as often in every call",
+                got="more propagations than in the first forward pass",
+                fix="Make the number of propagations independent of the data.",
+            )
+        event = frame.events[position]
+        part = self._slice(event, frame)
+        replaced = dict(values)
+        for name in frame.call.edge_names[position]:
+            value = values.get(name)
+            if name in part.constants:
+                constant = part.constants[name]
+                replaced[name] = constant.to(value.dtype) if isinstance(value, Tensor) else constant
+            elif isinstance(value, Tensor) and not frame.call.has_edge_updater:
+                replaced[name] = value[self._alignment(event, frame, edge_index, part)]
+        return part.edge_index, replaced
+
+    def _slice(self, event: Event, frame: _Frame) -> Slice:
+        if event not in self._slices:
+            part = event.cut(self.info, self.device, describe(frame.name, frame.layer))
+            self._slices[event] = part.drop_edges(self.edge_dropout) if self.edge_dropout else part
+        return self._slices[event]
+
+    def _alignment(self, event: Event, frame: _Frame, local: Tensor, part: Slice) -> Tensor:
+        name = describe(frame.name, frame.layer)
+        wanted = event.cut(self.info, self.device, name).edge_index
+        position = align(local, wanted, event.edges.target_row, self.info.batch_size, name)
+        return position if part.kept is None else position[part.kept]
+
+    def _check_rows(self, slot: str, out: Any) -> None:
+        if not isinstance(out, Tensor) or not out.is_floating_point() or out.size(0) != self.info.num_rows:
+            got = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            raise UnsupportedModelError(
+                f"layer '{slot}' must return one floating-point row for each of the {self.info.num_rows} nodes of the "
+                "batch and its halo",
+                got=got,
+                fix="Call the model with all rows of batch.x; do not return attention weights from inner layers.",
+            )
+
+
+class _SweepDone(BaseException):
+    """Ends a forward pass once the slots of a level are pushed."""
+
+
+class Sweep(Session):
+    """Evaluates one level of slots, or the output, from the levels below it, which are read from histories.
+
+    Args:
+        level: The slots to compute and push; ``None`` computes the model's output.
+    """
+
+    def __init__(
+        self, info: BatchInfo, plan: Plan, memory: Memory, device: torch.device, *, level: frozenset[str] | None
+    ) -> None:
+        super().__init__(info, plan, memory, device)
+        self._level = level
+        self._missing = set(level or ())
+        wanted = level if level is not None else plan.needs.keys() - self.plan.live
+        self._needed = frozenset().union(*(plan.needs[slot] for slot in wanted))
+        self._depth = plan.levels.index(level) if level is not None else len(plan.levels)
+        self._done = frozenset().union(*plan.levels[: self._depth])
+
+    def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
+        """Read the rows of slots below the level, compute and push those of the level, leave out the rest."""
+        if slot in self._done and slot in self._needed:
+            return self.pull(slot, self.info.n_id, self._rows(slot, 0))
+        if slot in self._done or (self._level is not None and slot in self.plan.needs and slot not in self._level):
+            # Nothing that this sweep computes depends on these rows.
+            return self._rows(slot, 0 if self.plan.skip_empty else self.info.num_rows)
+        out = compute()
+        if slot not in self._missing:
+            return out
+        self._check_rows(slot, out)
+        self.push(slot, out)
+        self._missing.discard(slot)
+        if not self._missing:
+            raise _SweepDone
+        return out
+
+    def _rows(self, slot: str, count: int) -> Tensor:
+        rows = self.plan.rows[slot]
+        return torch.zeros((count, *rows.shape[1:]), dtype=rows.dtype, device=self.device)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each of its modules back into the mode it had."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def run_sweep(run: Callable[[], Any]) -> Any:
+    """Call the model in a sweep; returns its output, or ``None`` if it ended at the sweep's level."""
+    try:
+        return run()
+    except _SweepDone:
+        return None
+
+
+def has_own_edges(args: Any, kwargs: Any) -> bool:
+    """Whether a batch's own ``edge_index`` is among the arguments."""
+    found = False
+
+    def look(value: Tensor) -> Tensor:
+        nonlocal found
+        found = found or (
+            isinstance(value, BatchTensor) and value.attribute.endswith("edge_index") and value.is_original
+        )
+        return value
+
+    map_tensors(look, (args, kwargs))
+    return found
+
+
+def describe(call: str, layer: nn.Module) -> str:
+    """A layer call as messages name it."""
+    return f"{type(layer).__name__} ('{call}')"
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.plain if isinstance(value, BatchTensor) else value
