@@ -19,7 +19,7 @@ from gnnautoscale.graph import Graph
 from gnnautoscale.history import Storage
 from gnnautoscale.loader import BatchInfo, BatchTensor
 from gnnautoscale.plan import make_plan
-from gnnautoscale.record import EDGE_METHODS, map_tensors
+from gnnautoscale.record import EDGE_METHODS, tensors_in
 from gnnautoscale.session import Memory, Penalty, Plan, Session, describe
 
 M = TypeVar("M", bound=nn.Module)
@@ -71,14 +71,14 @@ class Autoscaler:
                     fix="Create it with cached=False; what it derives from edges is recorded once anyway.",
                 )
         for name, layer in layers:
-            layer.forward = partial(self._layer, layer, name or type(layer).__name__, layer.forward)
+            _override(layer, "forward", partial(self._layer, layer, name or type(layer).__name__, layer.forward))
             for method in EDGE_METHODS:
-                setattr(layer, method, partial(self._edges, method, getattr(layer, method)))
+                _override(layer, method, partial(self._edges, method, getattr(layer, method)))
         for module in model.modules():
             if isinstance(module, _BatchNorm):
-                module.forward = partial(self._batch_norm, module, module.forward)
-        model.forward = partial(self._forward, model, model.forward)
-        model._autoscaler = self  # type: ignore[assignment]
+                _override(module, "forward", partial(self._batch_norm, module, module.forward))
+        _override(model, "forward", partial(self._forward, model, model.forward))
+        _override(model, "_autoscaler", self)
 
     @staticmethod
     def detach(model: nn.Module) -> None:
@@ -252,15 +252,17 @@ def is_autoscaled(model: nn.Module) -> bool:
     return isinstance(getattr(model, "_autoscaler", None), Autoscaler)
 
 
+def _override(module: nn.Module, name: str, value: Any) -> None:
+    """Put something before what the module's class defines; deleting it brings that back."""
+    module.__dict__[name] = value
+
+
 def _find_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchInfo:
-    found: list[BatchInfo] = []
-
-    def look(value: Tensor) -> Tensor:
-        if isinstance(value, BatchTensor) and value.attribute == "edge_index":
-            found.append(value.info)
-        return value
-
-    map_tensors(look, (args, kwargs))
+    found = [
+        value.info
+        for value in tensors_in((args, kwargs))
+        if isinstance(value, BatchTensor) and value.attribute == "edge_index"
+    ]
     found += [
         value.edge_index.info
         for value in (*args, *kwargs.values())

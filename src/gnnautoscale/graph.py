@@ -90,6 +90,7 @@ class Graph:
             for name, value in data
             if name != "edge_index" and isinstance(value, Tensor) and data.is_edge_attr(name)
         }
+        _check_attributes(data, self.num_nodes, self.edge_attributes)
         self._local = torch.full((self.num_nodes,), -1, dtype=torch.long)
 
     @cached_property
@@ -128,6 +129,31 @@ def _num_nodes(data: Data) -> int:
             "a graph needs at least one node", got=f"num_nodes={num_nodes}", fix="Set data.x or data.num_nodes."
         )
     return int(num_nodes)
+
+
+def _check_attributes(data: Data, num_nodes: int, edge_attributes: dict[str, Tensor]) -> None:
+    for name, value in data:
+        if isinstance(value, Tensor) and (name in ("x", "y") or name.endswith("_mask")):
+            if value.dim() == 0 or value.size(0) != num_nodes:
+                raise InputError(
+                    f"{name} must have one row for each of the {num_nodes} nodes", got=_describe(value), fix="Check it."
+                )
+    for name, value in (*edge_attributes.items(), ("x", data.x)):
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        if value.requires_grad:
+            raise InputError(
+                f"{name} must be data, not something to train",
+                got="a tensor that requires a gradient",
+                fix="Make it a parameter of the model and pass batch.n_id or batch.e_id to look rows up.",
+            )
+        bad = ~torch.isfinite(value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)).all(1)
+        if bool(bad.any()):
+            raise InputError(
+                f"{name} must be finite, since a bad value would stay in the histories",
+                got=f"NaN or infinity in {int(bad.sum())} rows, the first in row {int(bad.nonzero()[0])}",
+                fix="Fill in or remove these values.",
+            )
 
 
 def _describe(value: object) -> str:

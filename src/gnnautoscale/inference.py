@@ -121,7 +121,7 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
     scaler = attached(model)
     nodes = _check_nodes(nodes, loader.graph.num_nodes)
     memory = scaler.memory_of(loader.graph)
-    distinct, position = nodes.unique(return_inverse=True)
+    distinct, position = torch.unique(nodes, return_inverse=True)
     batch = _to_model(loader.around(distinct), model)
     with evaluating(model):
         plan = _plan(model, scaler, batch, call)

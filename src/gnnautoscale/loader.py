@@ -140,7 +140,7 @@ class _Assembly(Dataset[_Pieces]):
         if self.bidirectional:
             neighbours = torch.cat([source, self.graph.outgoing.into(nodes)[1]])
         outside = neighbours[self.graph.locate(nodes, neighbours) < 0]
-        n_id = torch.cat([nodes, outside.unique()])
+        n_id = torch.cat([nodes, torch.unique(outside)])
         edge_index = torch.stack([self.graph.locate(n_id, source), target])
         attributes: dict[str, Any] = {}
         for name, value in self.data:
@@ -159,7 +159,7 @@ def _rows(data: Data, name: str, value: Tensor, index: Tensor) -> Tensor:
     return value.index_select(data.__cat_dim__(name, value), index.to(value.device))
 
 
-def _hand_over(pieces: _Pieces) -> _Pieces:
+def _hand_over(pieces: Any) -> Any:
     return pieces
 
 
@@ -211,7 +211,7 @@ class HaloLoader:
             raise InputError(
                 "HaloLoader takes one graph as torch_geometric.data.Data",
                 got=type(data).__name__,
-                fix="Convert a heterogeneous graph with to_homogeneous(); join several graphs with Batch.from_data_list.",
+                fix="Convert a heterogeneous graph with to_homogeneous(), join several with Batch.from_data_list.",
             )
         if batch_size < 1 or num_workers < 0:
             raise InputError(
@@ -233,7 +233,7 @@ class HaloLoader:
         self.shuffle = shuffle
         self.num_workers = num_workers
         order = self.labels.argsort(stable=True)
-        members = list(order.split(torch.bincount(self.labels).tolist()))
+        members = list(torch.split(order, torch.bincount(self.labels).tolist()))
         self._assembly = _Assembly(data, self.graph, members, bidirectional)
         self._generator = torch.Generator().manual_seed(seed)
         self._ready: dict[tuple[int, ...], tuple[Data, BatchInfo]] = {}
@@ -261,11 +261,11 @@ class HaloLoader:
 
     def _batches(self, order: Tensor, *, keep: bool) -> Iterator[Data]:
         # Ascending inside a batch, so that the same parts give the same batch however they were drawn.
-        groups = [tuple(sorted(group.tolist())) for group in order.split(self.batch_size)]
+        groups = [tuple(sorted(group.tolist())) for group in torch.split(order, self.batch_size)]
         fetched = iter(
             DataLoader(
                 self._assembly,
-                sampler=[group for group in groups if group not in self._ready],  # type: ignore[arg-type]
+                sampler=[group for group in groups if group not in self._ready],
                 batch_size=None,
                 num_workers=self.num_workers,
                 collate_fn=_hand_over,

@@ -23,7 +23,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.loader import BatchInfo, BatchTensor, HaloLoader
-from gnnautoscale.record import ArgumentKind, Event, map_tensors
+from gnnautoscale.record import ArgumentKind, Event, map_tensors, tensors_in
 from gnnautoscale.session import LayerCall, Memory, Plan, Session, Sweep, _Frame, describe, evaluating, run_sweep
 
 # A ring with chords and one self-loop, in both directions. Halo nodes have neighbours beyond the halo, so that
@@ -234,8 +234,7 @@ class _Observation(Session):
         """The slots that a value was computed from, found by walking back what autograd recorded."""
         found: set[str] = set()
         seen: set[Any] = set()
-        stack: list[Any] = []
-        map_tensors(lambda value: (stack.append(value.grad_fn), value)[1], out)
+        stack: list[Any] = [value.grad_fn for value in tensors_in(out)]
         while stack:
             node = stack.pop()
             if node is None or node in seen:
@@ -268,14 +267,10 @@ class _Observation(Session):
         return out
 
     def _known_call(self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        kinds: list[ArgumentKind] = []
-
-        def look(value: Tensor) -> Tensor:
-            own = self._is_own(value)
-            kinds.append("own" if own else _kind(value, _NUM_NODES, self.info.e_id.numel()))
-            return value
-
-        map_tensors(look, (args, kwargs))
+        kinds: list[ArgumentKind] = [
+            "own" if self._is_own(value) else _kind(value, _NUM_NODES, self.info.e_id.numel())
+            for value in tensors_in((args, kwargs))
+        ]
         return self.plan.calls.setdefault(call, LayerCall(kinds))
 
     def _events(self, *_: Any) -> list[Event] | None:
@@ -321,23 +316,15 @@ class _Rehearsal(_ExactHistories):
     def check(self, name: str, module: nn.Module | None, out: Any) -> None:
         """Compare the batch's rows with the whole graph's; the halo's may be meaningless after the last layer."""
         name = _numbered(self._seen, name)
-        whole: list[Tensor] = []
-        map_tensors(lambda value: (whole.append(value), value)[1], self.truth.outputs[name])
-        remaining = iter(whole)
-
-        def compare(value: Tensor) -> Tensor:
-            expected = next(remaining)
+        for value, expected in zip(tensors_in(out), tensors_in(self.truth.outputs[name]), strict=True):
             if value.dim() == 0 or value.size(0) != self.info.num_rows or expected.size(0) != _NUM_NODES:
-                return value
+                continue
             got = value[: self.info.batch_size].double()
             want = expected[self.info.nodes.to(expected.device)].double()
             tolerance = 1e-3 if value.dtype in (torch.float32, torch.float64) else 5e-2
             bound = tolerance * want.nan_to_num().abs().amax().clamp(min=1e-6) if want.numel() else 1.0
             if got.shape != want.shape or not torch.allclose(got, want, rtol=0.0, atol=float(bound), equal_nan=True):
                 raise _DeviationError(name, module)
-            return value
-
-        map_tensors(compare, out)
 
     def _run_layer(self, call: str, layer: MessagePassing, *rest: Any) -> Any:
         try:

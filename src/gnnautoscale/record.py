@@ -278,5 +278,17 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: T) -> T:
     return value
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in nested tuples, lists and dictionaries, in the order of :func:`map_tensors`."""
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(look, value)
+    return found
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.dtype == b.dtype and torch.equal(a, b))

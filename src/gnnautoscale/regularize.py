@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from gnnautoscale.autoscale import attached
 from gnnautoscale.errors import InputError
+from gnnautoscale.loader import BatchInfo
 from gnnautoscale.record import map_tensors
-from gnnautoscale.session import Session
 
 
 class LocalLipschitz:
@@ -69,27 +69,26 @@ class LocalLipschitz:
                 got="none",
                 fix="Call the model inside of `with gas.LocalLipschitz(model, radius) as penalty:`.",
             )
-        return torch.stack(self._terms).sum()
+        total: Tensor = torch.stack(self._terms).sum()
+        return total
 
     def compare(
-        self, out: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], session: Session
+        self, out: Any, again: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], info: BatchInfo
     ) -> None:
         """Run a layer again on disturbed inputs and keep how much its output changes."""
-        num_rows, batch_size = session.info.num_rows, session.info.batch_size
 
         def disturb(value: Tensor) -> Tensor:
-            if not value.is_floating_point() or value.dim() < 2 or value.size(0) != num_rows:
+            if not value.is_floating_point() or value.dim() < 2 or value.size(0) != info.num_rows:
                 return value
             return value + ball(value, self.radius)
 
-        disturbed = map_tensors(disturb, (args, kwargs))
-        again = session.repeat(lambda: run(*disturbed[0], **disturbed[1]))
-        difference = (out - again)[:batch_size].flatten(1)
-        self._terms.append(difference.norm(dim=1).mean())
+        args, kwargs = map_tensors(disturb, (args, kwargs))
+        difference = (out - again(*args, **kwargs))[: info.batch_size].flatten(1)
+        self._terms.append(torch.linalg.vector_norm(difference, dim=1).mean())
 
 
 def ball(like: Tensor, radius: float) -> Tensor:
     """Rows drawn uniformly from a ball around zero, in the shape of the given rows, ``[num_rows, ...]``."""
     flat = torch.randn_like(like).flatten(1)
     length = radius * torch.rand(flat.size(0), 1, device=flat.device, dtype=flat.dtype).pow(1.0 / flat.size(1))
-    return (flat * (length / flat.norm(dim=1, keepdim=True))).view_as(like)
+    return (flat * (length / torch.linalg.vector_norm(flat, dim=1, keepdim=True))).view_as(like)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnnautoscale.autoscale import Autoscaler, is_autoscaled
+from gnnautoscale.autoscale import Autoscaler, attached, is_autoscaled
 from gnnautoscale.errors import InputError
 from gnnautoscale.history import Storage
 from gnnautoscale.session import Memory
@@ -93,8 +93,7 @@ class ScalableGNN(nn.Module, metaclass=_AttachOnceBuilt):
         Returns:
             Embeddings of batch and halo, ``[num_rows, hidden_channels]``. The halo's rows are constants.
         """
-        scaler = getattr(self, "_autoscaler", None)
-        session = scaler.session if is_autoscaled(self) else None
+        session = attached(self).session if is_autoscaled(self) else None
         if session is None:  # detached: the whole graph at once
             return x
         if x.dim() != 2 or x.size(1) != history.width or n_id.numel() != session.info.num_rows:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.graph import Graph
 from gnnautoscale.history import History, Storage, open_history
 from gnnautoscale.loader import BatchInfo, BatchTensor
-from gnnautoscale.record import ArgumentKind, Event, Recorder, Slice, align, map_tensors
+from gnnautoscale.record import ArgumentKind, Event, Recorder, Slice, align, map_tensors, tensors_in
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Penalty(Protocol):
     """Something that compares a layer with itself on other inputs; see ``gnnautoscale.regularize``."""
 
     def compare(
-        self, out: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], session: Session
+        self, out: Any, again: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], info: BatchInfo
     ) -> None:
         """Called with each layer's output and a way to run it again on other arguments."""
 
@@ -196,9 +196,11 @@ class Session:
                 self._frames.pop()
 
         def compute_and_compare() -> Any:
+            if self.penalty is None:
+                return compute(*args, **kwargs)
+            again = partial(self._repeat, torch.get_rng_state(), _cuda_rng_state(self.device), compute)
             out = compute(*args, **kwargs)
-            if self.penalty is not None:
-                self.penalty.compare(out, compute, args, kwargs, self)
+            self.penalty.compare(out, again, args, kwargs, self.info)
             return out
 
         if self.plan.explicit or call in self.plan.inner:
@@ -258,16 +260,6 @@ class Session:
             return out
         return torch.cat([out[: self.info.batch_size], self.pull(slot, self.info.halo, out)])
 
-    def repeat(self, run: Callable[[], Any]) -> Any:
-        """Run a layer once more for comparison: nothing is pushed, counted or averaged."""
-        counts = self._counts.copy()
-        self._repeating = True
-        try:
-            return run()
-        finally:
-            self._repeating = False
-            self._counts = counts
-
     def finish(self, out: Any) -> Any:
         """Cut the model's output to the batch's rows: the halo's are meaningless."""
         rows = 0
@@ -292,6 +284,22 @@ class Session:
             )
         return out
 
+    def _repeat(
+        self, state: Tensor, cuda_state: Tensor | None, run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a layer once more, with the same dropout as before; nothing is pushed, counted or averaged."""
+        counts = self._counts.copy()
+        self._repeating = True
+        try:
+            with torch.random.fork_rng(devices=[self.device] if cuda_state is not None else []):
+                torch.set_rng_state(state)
+                if cuda_state is not None:
+                    torch.cuda.set_rng_state(cuda_state, self.device)
+                return run(*args, **kwargs)
+        finally:
+            self._repeating = False
+            self._counts = counts
+
     # Histories #######################################################################################################
 
     def push(self, slot: str, out: Tensor) -> None:
@@ -314,13 +322,10 @@ class Session:
         return prefix if self._counts[prefix] == 1 else f"{prefix}#{self._counts[prefix]}"
 
     def _known_call(self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        kinds: list[ArgumentKind] = []
-        map_tensors(lambda value: (kinds.append("own" if self._is_own(value) else "other"), value)[1], (args, kwargs))
+        own = [self._is_own(value) for value in tensors_in((args, kwargs))]
         known = self.plan.calls.get(call)
-        if known is not None and len(known.kinds) == len(kinds):
-            expected = [kind == "own" for kind in known.kinds]
-            if expected == [kind == "own" for kind in kinds]:
-                return known
+        if known is not None and own == [kind == "own" for kind in known.kinds]:
+            return known
         raise UnsupportedModelError(
             f"{describe(call, layer)} must be called in the same way every time, with the batch's own edges",
             got="other arguments than in the first forward pass, or edges or edge attributes changed since",
@@ -465,22 +470,19 @@ def run_sweep(run: Callable[[], Any]) -> Any:
 
 def has_own_edges(args: Any, kwargs: Any) -> bool:
     """Whether a batch's own ``edge_index`` is among the arguments."""
-    found = False
-
-    def look(value: Tensor) -> Tensor:
-        nonlocal found
-        found = found or (
-            isinstance(value, BatchTensor) and value.attribute.endswith("edge_index") and value.is_original
-        )
-        return value
-
-    map_tensors(look, (args, kwargs))
-    return found
+    return any(
+        isinstance(value, BatchTensor) and value.attribute.endswith("edge_index") and value.is_original
+        for value in tensors_in((args, kwargs))
+    )
 
 
 def describe(call: str, layer: nn.Module) -> str:
     """A layer call as messages name it."""
     return f"{type(layer).__name__} ('{call}')"
+
+
+def _cuda_rng_state(device: torch.device) -> Tensor | None:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 def _plain(value: Tensor) -> Tensor:
