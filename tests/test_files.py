@@ -154,16 +154,16 @@ def test_damaged(tmp_path: Path, kind: str, damage: str) -> None:
 def test_kinds_and_pairs(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"ends in .npz, .pt, .csv, .parquet, but got graph.txt"):
         load_file("graph.txt")
-    with pytest.raises(InputError, match="a node table .* comes with a table of edges"):
+    with pytest.raises(InputError, match=r"a node table .* comes with a table of edges"):
         load_file("nodes.csv")
-    with pytest.raises(InputError, match="a node table .* comes with a table of edges"):
+    with pytest.raises(InputError, match=r"a node table .* comes with a table of edges"):
         load_file(saved(tmp_path), edges="edges.csv")
-    with pytest.raises(InputError, match="a node table .* comes with a table of edges"):
+    with pytest.raises(InputError, match=r"a node table .* comes with a table of edges"):
         load_file("nodes.csv", edges="edges.npz")
     array = tmp_path / "array.npz"
     with array.open("wb") as file:
         np.save(file, np.ones(3))
-    with pytest.raises(InputError, match="readable .npz file"):
+    with pytest.raises(InputError, match=r"readable .npz file"):
         load_file(array)
 
 
@@ -343,8 +343,9 @@ def test_wordnet() -> None:
     path = Path(str(ROOT)) / "WordNet3" / "raw" / "wordnet3.npz"
     data = load_file(path, undirected=True, max_features=1000)
     assert data.x.shape == (117_659, 1000)
-    assert data.x.unique().tolist() == [0, 1]
-    assert data.num_edges == 2 * 183_789
+    assert bool(((data.x == 0) | (data.x == 1)).all())
+    row, col = data.edge_index
+    assert int((row != col).sum()) == 2 * 183_789
     assert data.is_undirected()
     assert int(data.y.max()) == 44
     check_data(data)

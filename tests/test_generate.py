@@ -122,7 +122,7 @@ def test_communities_cut_well() -> None:
     data = communities(2000, degree=10, num_features=1, num_classes=2, homophily=1.0)
     row, col = data.edge_index[:, data.edge_index[0].argsort(stable=True)].numpy()
     starts = np.concatenate([[0], np.bincount(row, minlength=2000).cumsum()])
-    cut, _ = pymetis.part_graph(8, xadj=starts, adjncy=col)
+    cut, _ = pymetis.part_graph(8, pymetis.CSRAdjacency(starts, col))
     assert 2 * cut / data.num_edges < 0.35  # 0.875 for random parts
 
 

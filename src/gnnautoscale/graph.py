@@ -133,11 +133,13 @@ def _num_nodes(data: Data) -> int:
 
 def _check_attributes(data: Data, num_nodes: int, edge_attributes: dict[str, Tensor]) -> None:
     for name, value in data:
-        if isinstance(value, Tensor) and (name in ("x", "y") or name.endswith("_mask")):
-            if value.dim() == 0 or value.size(0) != num_nodes:
-                raise InputError(
-                    f"{name} must have one row for each of the {num_nodes} nodes", got=_describe(value), fix="Check it."
-                )
+        node_level = isinstance(value, Tensor) and (name in ("x", "y") or name.endswith("_mask"))
+        if node_level and (value.dim() == 0 or value.size(0) != num_nodes):
+            raise InputError(
+                f"{name} must have one row for each of the {num_nodes} nodes",
+                got=_describe(value),
+                fix="Give it one row per node, in the order of the nodes.",
+            )
     for name, value in (*edge_attributes.items(), ("x", data.x)):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue

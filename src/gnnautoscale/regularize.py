@@ -91,4 +91,5 @@ def ball(like: Tensor, radius: float) -> Tensor:
     """Rows drawn uniformly from a ball around zero, in the shape of the given rows, ``[num_rows, ...]``."""
     flat = torch.randn_like(like).flatten(1)
     length = radius * torch.rand(flat.size(0), 1, device=flat.device, dtype=flat.dtype).pow(1.0 / flat.size(1))
-    return (flat * (length / torch.linalg.vector_norm(flat, dim=1, keepdim=True))).view_as(like)
+    rows: Tensor = flat * (length / torch.linalg.vector_norm(flat, dim=1, keepdim=True))
+    return rows.view_as(like)
