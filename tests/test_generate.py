@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -134,7 +136,7 @@ def test_communities_cut_well() -> None:
         lambda seed: communities(200, degree=4, num_features=2, num_classes=2, seed=seed),
     ],
 )
-def test_seeds(draw) -> None:  # type: ignore[no-untyped-def]
+def test_seeds(draw: Callable[[int], Data]) -> None:
     state = torch.get_rng_state()
     first = draw(1).to_dict()
     torch.manual_seed(7)

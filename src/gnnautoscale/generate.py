@@ -1,0 +1,237 @@
+"""Graphs by recipe: the two stochastic block model sets of the paper, and a large graph for scale tests.
+
+Every function draws from its own ``numpy`` generator, so the same arguments give the same graph, whatever else
+the process has drawn before.
+"""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.errors import InputError
+
+_Ints = npt.NDArray[np.int64]
+_Pattern = tuple[npt.NDArray[np.bool_], _Ints]  # adjacency [n, n] and features [n]
+
+SMALLEST, LARGEST = 5, 34  # sizes of a block and of a pattern
+NUM_PATTERNS = 100
+REACH = 8  # how many times `degree` a ring neighbour may be away at most
+
+
+def cluster(num_graphs: int, *, seed: int = 0) -> Data:
+    r"""CLUSTER: find the blocks of a graph when one node of each is known.
+
+    A graph has 6 blocks of 5 to 34 nodes each. Two nodes are joined with probability 0.55 inside a block and 0.25
+    across. One node of each block carries the block's number as its feature, all others carry 0.
+
+    Args:
+        num_graphs: How many small graphs to draw.
+        seed: Other seeds give other graphs.
+
+    Returns:
+        All graphs side by side as one: ``x`` [N, 7] one-hot, ``edge_index`` [2, E] with both directions, ``y`` [N] in
+        0..5, and ``graph_id`` [N], the small graph that a node belongs to.
+
+    Example:
+        >>> data = cluster(10)
+        >>> data.x.size(1), int(data.y.max()), int(data.graph_id.max())
+        (7, 5, 9)
+    """
+    _at_least("num_graphs", num_graphs, 1)
+    rng = np.random.default_rng(seed)
+
+    def draw() -> _Small:
+        sizes = _sizes(rng, 6)
+        block = np.repeat(np.arange(6), sizes)
+        feature = np.zeros(block.size, dtype=np.int64)
+        feature[np.cumsum(sizes) - sizes + rng.integers(0, sizes)] = np.arange(1, 7)
+        order = rng.permutation(block.size)
+        block, feature = block[order], feature[order]
+        upper = np.triu(_blocks(rng, block, inside=0.55, across=0.25), 1)
+        return _Small(upper | upper.T, feature, block)
+
+    return _join([draw() for _ in range(num_graphs)], num_features=7)
+
+
+def pattern(num_graphs: int, *, seed: int = 0, pattern_seed: int = 0) -> Data:
+    r"""PATTERN: find the nodes of a planted pattern.
+
+    There are 100 patterns, random graphs of 5 to 34 nodes (edge probability 0.5) with features in {0, 1, 2}; graph
+    number i holds pattern i mod 100. Around it lie 5 blocks of 5 to 34 nodes, joined with probability 0.5 inside a
+    block and 0.35 across, with random features. A pattern node and a block node are joined with probability 0.5.
+
+    Args:
+        num_graphs: How many small graphs to draw.
+        seed: Other seeds give other graphs around the same patterns.
+        pattern_seed: Other seeds give other patterns. Training, validation and test graphs must share it.
+
+    Returns:
+        All graphs side by side as one: ``x`` [N, 3] one-hot, ``edge_index`` [2, E] with both directions, ``y`` [N] (1
+        on pattern nodes, else 0), and ``graph_id`` [N], the small graph that a node belongs to.
+
+    Example:
+        >>> data = pattern(10)
+        >>> data.x.size(1), int(data.y.max())
+        (3, 1)
+    """
+    _at_least("num_graphs", num_graphs, 1)
+    rng = np.random.default_rng(seed)
+    patterns = _patterns(np.random.default_rng((pattern_seed, NUM_PATTERNS)))  # another stream than rng's
+
+    def draw(planted: _Pattern) -> _Small:
+        inner, inner_feature = planted
+        sizes = _sizes(rng, 5)
+        block = np.repeat(np.arange(5), sizes)
+        n, m = block.size, inner_feature.size
+        adjacency = np.empty((n + m, n + m), dtype=np.bool_)
+        adjacency[:n, :n] = _blocks(rng, block, inside=0.5, across=0.35)
+        adjacency[:n, n:] = rng.random((n, m), dtype=np.float32) < 0.5
+        adjacency[n:, n:] = inner
+        upper = np.triu(adjacency, 1)
+        feature = np.concatenate([rng.integers(0, 3, n), inner_feature])
+        label = (np.arange(n + m) >= n).astype(np.int64)
+        order = rng.permutation(n + m)
+        return _Small((upper | upper.T)[order][:, order], feature[order], label[order])
+
+    return _join([draw(patterns[i % NUM_PATTERNS]) for i in range(num_graphs)], num_features=3)
+
+
+def communities(
+    num_nodes: int,
+    *,
+    degree: float,
+    num_features: int,
+    num_classes: int,
+    homophily: float = 0.8,
+    seed: int = 0,
+) -> Data:
+    r"""A random graph of any size that cuts well, drawn in time and memory :math:`\mathcal{O}(N F + E)`.
+
+    The nodes of a class sit on a ring of their own. A share ``homophily`` of the edges joins a node to one at most
+    ``8 * degree`` places further on its ring, so that a piece of a ring is a good part; the other edges join any two
+    nodes. The feature of a node is the centroid of its class plus noise that leaves the class uncertain, until
+    neighbours are averaged. Node numbers are shuffled: nothing can be read from them.
+
+    Args:
+        num_nodes: N.
+        degree: Mean number of neighbours, expected (the graph drawn differs a little).
+        num_features: F.
+        num_classes: Number of classes, all of the same size give or take one node.
+        homophily: Share of edges drawn on a ring, between 0 and 1.
+        seed: Other seeds give other graphs.
+
+    Returns:
+        ``x`` [N, F] float32, ``edge_index`` [2, E] with both directions of every edge and neither duplicates nor
+        self-loops, ``y`` [N], and ``train_mask``, ``val_mask``, ``test_mask`` [N] of 50, 25 and 25% of the nodes.
+
+    Example:
+        >>> data = communities(1000, degree=10, num_features=16, num_classes=4)
+        >>> data.num_nodes, data.is_undirected(), data.has_self_loops(), round(data.num_edges / 1000)
+        (1000, True, False, 10)
+    """
+    _at_least("num_features", num_features, 1)
+    _at_least("num_classes", num_classes, 1)
+    _at_least("num_nodes", num_nodes, 3 * num_classes)
+    if not 0 <= homophily <= 1:
+        raise InputError("homophily must lie between 0 and 1", got=str(homophily), fix="It is the share of ring edges.")
+    if not 0 <= degree < num_nodes:
+        raise InputError(
+            "degree must lie between 0 and num_nodes", got=str(degree), fix="It is the mean of neighbours."
+        )
+    rng = np.random.default_rng(seed)
+    class_of = np.arange(num_nodes) * num_classes // num_nodes  # by place: classes lie one after the other
+    sizes = np.bincount(class_of)
+    reach = max(1, min(math.ceil(REACH * degree), (int(sizes.min()) - 1) // 2))
+    edges = num_nodes * degree / 2
+    near = _num_draws(homophily * edges, num_nodes * reach)
+    far = _num_draws((1 - homophily) * edges, num_nodes * (num_nodes - 1) // 2)
+
+    source = rng.integers(0, num_nodes, near + far)
+    target = np.empty_like(source)
+    ring, first = class_of[source[:near]], np.cumsum(sizes) - sizes
+    step = rng.integers(1, reach + 1, near)
+    target[:near] = first[ring] + (source[:near] - first[ring] + step) % sizes[ring]
+    target[near:] = rng.integers(0, num_nodes, far)
+    del ring, step
+
+    key = np.minimum(source, target) * num_nodes + np.maximum(source, target)  # one number per pair of places
+    key = key[source != target]
+    del source, target
+    key.sort()
+    key = key[np.diff(key, prepend=-1) > 0]
+    node_at = rng.permutation(num_nodes)
+    edge_index = np.empty((2, 2 * key.size), dtype=np.int64)
+    edge_index[0, : key.size] = edge_index[1, key.size :] = node_at[key // num_nodes]
+    edge_index[1, : key.size] = edge_index[0, key.size :] = node_at[key % num_nodes]
+
+    y = np.empty(num_nodes, dtype=np.int64)
+    y[node_at] = class_of
+    centroid = rng.standard_normal((num_classes, num_features), dtype=np.float32) * 3 / math.sqrt(num_features)
+    x = rng.standard_normal((num_nodes, num_features), dtype=np.float32)
+    x += centroid.astype(np.float32)[y]
+    fold = rng.permutation(num_nodes) * 4 // num_nodes  # quarters
+    return Data(
+        x=torch.from_numpy(x),
+        edge_index=torch.from_numpy(edge_index),
+        y=torch.from_numpy(y),
+        train_mask=torch.from_numpy(fold < 2),
+        val_mask=torch.from_numpy(fold == 2),
+        test_mask=torch.from_numpy(fold == 3),
+    )
+
+
+class _Small:
+    """One small graph, kept compact until all are joined: adjacency [n, n] becomes edges."""
+
+    def __init__(self, adjacency: npt.NDArray[np.bool_], feature: _Ints, label: _Ints) -> None:
+        self.edges = np.stack(np.nonzero(adjacency)).astype(np.uint8)  # n is at most 6 * 34 = 204
+        self.feature, self.label = feature, label
+
+
+def _join(graphs: list[_Small], *, num_features: int) -> Data:
+    """The graphs side by side as one, with the feature one-hot."""
+    nodes = np.array([graph.label.size for graph in graphs])
+    edges = np.array([graph.edges.shape[1] for graph in graphs])
+    edge_index = np.concatenate([graph.edges for graph in graphs], axis=1).astype(np.int64)
+    edge_index += np.repeat(np.cumsum(nodes) - nodes, edges)
+    feature = torch.from_numpy(np.concatenate([graph.feature for graph in graphs]))
+    return Data(
+        x=torch.nn.functional.one_hot(feature, num_features).float(),
+        edge_index=torch.from_numpy(edge_index),
+        y=torch.from_numpy(np.concatenate([graph.label for graph in graphs])),
+        graph_id=torch.from_numpy(np.repeat(np.arange(len(graphs)), nodes)),
+    )
+
+
+def _sizes(rng: np.random.Generator, count: int) -> _Ints:
+    return rng.integers(SMALLEST, LARGEST + 1, count)
+
+
+def _blocks(rng: np.random.Generator, block: _Ints, *, inside: float, across: float) -> npt.NDArray[np.bool_]:
+    """A directed draw [n, n] of the block model; its upper triangle is an undirected one."""
+    chance = np.where(block[:, None] == block, np.float32(inside), np.float32(across))
+    return rng.random(chance.shape, dtype=np.float32) < chance
+
+
+def _patterns(rng: np.random.Generator) -> list[_Pattern]:
+    sizes = _sizes(rng, NUM_PATTERNS)
+    return [(rng.random((size, size)) < 0.5, rng.integers(0, 3, size)) for size in sizes]
+
+
+def _num_draws(wanted: float, possible: int) -> int:
+    """How often to draw one of ``possible`` pairs, with repetition, to see ``wanted`` different ones on average."""
+    if wanted >= possible:
+        raise InputError(
+            "degree must leave room for different neighbours",
+            got=f"a degree that needs {wanted:.0f} edges where {possible} pairs are in reach",
+            fix="Ask for a smaller degree, more nodes or fewer classes.",
+        )
+    return round(-math.log1p(-wanted / possible) * possible)
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise InputError(f"{name} must be an integer, at least {least}", got=repr(value), fix="Ask for more.")

@@ -1,0 +1,373 @@
+"""The paper's models, built on PyG's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric import nn as pyg  # type: ignore[import-untyped]
+
+from gnnautoscale.errors import InputError
+from gnnautoscale.models.stack import Stack, check_probability, check_sizes
+
+
+class GCN(Stack):
+    r"""Graph convolutional network: :math:`h_v = \sum_{w} \frac{1}{c_{w,v}} W h_w` over neighbours and the node itself.
+
+    Args:
+        in_channels: Width of the input features.
+        out_channels: Width of the output.
+        hidden: Width of the layers in between.
+        layers: Number of layers.
+        dropout: Probability of dropout.
+        drop_input: Whether dropout acts on the input features too.
+        batch_norm: Whether layers are followed by batch norm.
+        residual: Whether layers of equal input and output width are bridged.
+        linear: Whether linear layers come before and after.
+
+    Example:
+        >>> GCN(8, 3, hidden=16, layers=2).convs[1]
+        GCNConv(16, 3)
+    """
+
+    takes_edge_weight = True
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        hidden: int = 64,
+        layers: int = 2,
+        dropout: float = 0.5,
+        drop_input: bool = True,
+        batch_norm: bool = False,
+        residual: bool = False,
+        linear: bool = False,
+    ) -> None:
+        super().__init__(
+            lambda width_in, width_out, _: pyg.GCNConv(width_in, width_out),
+            in_channels,
+            out_channels,
+            hidden=hidden,
+            layers=layers,
+            dropout=dropout,
+            drop_input=drop_input,
+            batch_norm=batch_norm,
+            residual=residual,
+            linear=linear,
+        )
+
+
+class GraphSAGE(Stack):
+    r"""GraphSAGE: :math:`h_v = W_1 h_v + W_2 \, \textrm{mean}_w h_w`.
+
+    Args:
+        in_channels: Width of the input features.
+        out_channels: Width of the output.
+        hidden: Width of the layers in between.
+        layers: Number of layers.
+        dropout: Probability of dropout.
+        drop_input: Whether dropout acts on the input features too.
+        batch_norm: Whether layers are followed by batch norm.
+        residual: Whether layers of equal input and output width are bridged.
+        linear: Whether linear layers come before and after.
+
+    Example:
+        >>> GraphSAGE(8, 3, hidden=16, layers=2).convs[1]
+        SAGEConv(16, 3, aggr=mean)
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        hidden: int = 64,
+        layers: int = 2,
+        dropout: float = 0.5,
+        drop_input: bool = False,
+        batch_norm: bool = False,
+        residual: bool = False,
+        linear: bool = False,
+    ) -> None:
+        super().__init__(
+            lambda width_in, width_out, _: pyg.SAGEConv(width_in, width_out),
+            in_channels,
+            out_channels,
+            hidden=hidden,
+            layers=layers,
+            dropout=dropout,
+            drop_input=drop_input,
+            batch_norm=batch_norm,
+            residual=residual,
+            linear=linear,
+        )
+
+
+class GIN(Stack):
+    r"""Graph isomorphism network: :math:`h_v = \textrm{MLP}((1 + \epsilon) h_v + \sum_w h_w)`, as expressive as WL.
+
+    Args:
+        in_channels: Width of the input features.
+        out_channels: Width of the output.
+        hidden: Width of the layers in between.
+        layers: Number of layers.
+        dropout: Probability of dropout.
+        drop_input: Whether dropout acts on the input features too.
+        batch_norm: Whether layers, and the linear layers inside of them, are followed by batch norm.
+        residual: Whether layers are bridged.
+
+    Example:
+        >>> GIN(8, 3, hidden=16, layers=4).last
+        Linear(in_features=16, out_features=3, bias=True)
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        hidden: int = 64,
+        layers: int = 4,
+        dropout: float = 0.0,
+        drop_input: bool = False,
+        batch_norm: bool = True,
+        residual: bool = True,
+    ) -> None:
+        def make_layer(width_in: int, width_out: int, _: int) -> pyg.GINConv:
+            norm = nn.BatchNorm1d(width_out) if batch_norm else nn.Identity()
+            mlp = nn.Sequential(nn.Linear(width_in, width_out), norm, nn.ReLU(), nn.Linear(width_out, width_out))
+            return pyg.GINConv(mlp, train_eps=True)
+
+        super().__init__(
+            make_layer,
+            in_channels,
+            out_channels,
+            hidden=hidden,
+            layers=layers,
+            dropout=dropout,
+            drop_input=drop_input,
+            batch_norm=batch_norm,
+            residual=residual,
+            linear=True,
+        )
+
+
+class GCNII(Stack):
+    r"""Deep GCN with initial residual and identity mapping.
+
+    :math:`h_v = (\alpha h^{(0)}_v + (1 - \alpha) \sum_w \frac{1}{c_{w,v}} h_w) ((1 - \beta) I + \beta W)` with
+    :math:`\beta = \log(\theta / \ell + 1)` in layer :math:`\ell`.
+
+    Args:
+        in_channels: Width of the input features.
+        out_channels: Width of the output.
+        hidden: Width of all layers.
+        layers: Number of layers.
+        alpha: Strength of the initial residual.
+        theta: Strength of the weights.
+        shared_weights: Whether the initial residual has the same weights.
+        dropout: Probability of dropout.
+        drop_input: Whether dropout acts on the input features too.
+        batch_norm: Whether layers are followed by batch norm.
+        residual: Whether layers are bridged.
+
+    Example:
+        >>> len(GCNII(8, 3, hidden=16, layers=64).convs)
+        64
+    """
+
+    takes_edge_weight = True
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        hidden: int = 64,
+        layers: int = 16,
+        alpha: float = 0.1,
+        theta: float = 0.5,
+        shared_weights: bool = True,
+        dropout: float = 0.5,
+        drop_input: bool = True,
+        batch_norm: bool = False,
+        residual: bool = False,
+    ) -> None:
+        super().__init__(
+            lambda width, _, i: pyg.GCN2Conv(width, alpha, theta, layer=i + 1, shared_weights=shared_weights),
+            in_channels,
+            out_channels,
+            hidden=hidden,
+            layers=layers,
+            dropout=dropout,
+            drop_input=drop_input,
+            batch_norm=batch_norm,
+            residual=residual,
+            linear=True,
+        )
+
+    def call_layer(
+        self, conv: nn.Module, x: Tensor, start: Tensor, edge_index: Tensor, edge_weight: Tensor | None
+    ) -> Tensor:
+        """Run one layer, which sees the first layer's input too."""
+        out: Tensor = conv(x, start, edge_index, edge_weight)
+        return out
+
+    def decayed_modules(self) -> Iterable[nn.Module]:
+        """All propagation layers, with their norms."""
+        return [*self.convs, *self.norms]
+
+
+class PNA(Stack):
+    r"""Principal neighbourhood aggregation: several aggregators, each scaled by functions of the degree.
+
+    Args:
+        in_channels: Width of the input features.
+        out_channels: Width of the output.
+        degrees: How many nodes have each in-degree, ``[max_degree + 1]``.
+        hidden: Width of the layers in between.
+        layers: Number of layers.
+        aggregators: Any of ``"mean"``, ``"min"``, ``"max"``, ``"std"``, ``"sum"``.
+        scalers: Any of ``"identity"``, ``"amplification"``, ``"attenuation"``.
+        jumping_knowledge: Whether a last linear layer sees the outputs of all layers.
+        dropout: Probability of dropout.
+        drop_input: Whether dropout acts on the input features too.
+        batch_norm: Whether layers are followed by batch norm.
+        residual: Whether layers of equal input and output width are bridged.
+
+    Example:
+        >>> import torch
+        >>> PNA(8, 3, degrees=torch.tensor([0, 4, 2]), hidden=16, layers=2).convs[1]
+        PNAConv(16, 3, towers=1, edge_dim=None)
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        degrees: Tensor,
+        hidden: int = 64,
+        layers: int = 3,
+        aggregators: Sequence[str] = ("mean", "min", "max"),
+        scalers: Sequence[str] = ("identity", "amplification", "attenuation"),
+        jumping_knowledge: bool = False,
+        dropout: float = 0.5,
+        drop_input: bool = False,
+        batch_norm: bool = True,
+        residual: bool = False,
+    ) -> None:
+        super().__init__(
+            lambda width_in, width_out, _: pyg.PNAConv(width_in, width_out, [*aggregators], [*scalers], degrees),
+            in_channels,
+            out_channels,
+            hidden=hidden,
+            layers=layers,
+            dropout=dropout,
+            drop_input=drop_input,
+            batch_norm=batch_norm,
+            residual=residual,
+            linear=jumping_knowledge,
+            jumping_knowledge=jumping_knowledge,
+        )
+
+
+class GAT(nn.Module):
+    r"""Graph attention network: :math:`h_v = \sum_w \alpha_{w,v} W h_w` with learned :math:`\alpha_{w,v}`.
+
+    Args:
+        in_channels: Width of the input features.
+        out_channels: Width of the output.
+        hidden: Width of each head of the layers in between.
+        layers: Number of layers.
+        heads: Number of heads, side by side.
+        out_heads: Number of heads of the last layer, averaged.
+        dropout: Probability of dropout on inputs and on attention.
+
+    Example:
+        >>> GAT(8, 3, hidden=4, heads=2).convs[1]
+        GATConv(8, 3, heads=1)
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        hidden: int = 8,
+        layers: int = 2,
+        heads: int = 8,
+        out_heads: int = 1,
+        dropout: float = 0.6,
+    ) -> None:
+        super().__init__()
+        check_sizes(in_channels=in_channels, out_channels=out_channels, hidden=hidden, layers=layers)
+        check_sizes(heads=heads, out_heads=out_heads)
+        check_probability("dropout", dropout)
+        self.dropout = dropout
+        widths = [in_channels, *[hidden * heads] * (layers - 1)]
+        self.convs = nn.ModuleList(pyg.GATConv(width, hidden, heads, dropout=dropout) for width in widths[:-1])
+        self.convs.append(pyg.GATConv(widths[-1], out_channels, out_heads, concat=False, dropout=dropout))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Compute the output of every node, ``[num_nodes, out_channels]``; arguments as in :class:`Stack`."""
+        for conv in self.convs[:-1]:
+            x = F.elu(conv(F.dropout(x, self.dropout, self.training), edge_index))
+        out: Tensor = self.convs[-1](F.dropout(x, self.dropout, self.training), edge_index)
+        return out
+
+    def decayed_modules(self) -> Iterable[nn.Module]:
+        """Everything."""
+        return [self]
+
+
+class APPNP(nn.Module):
+    r"""Predict with an MLP, then propagate the predictions.
+
+    :math:`h^{(\ell)}_v = \alpha h^{(0)}_v + (1 - \alpha) \sum_w \frac{1}{c_{w,v}} h_w^{(\ell - 1)}`.
+
+    Args:
+        in_channels: Width of the input features.
+        out_channels: Width of the output.
+        hidden: Width of the MLP's hidden layer.
+        layers: Number of propagations.
+        alpha: Probability of teleporting back.
+        dropout: Probability of dropout.
+
+    Example:
+        >>> APPNP(8, 3, hidden=16, layers=10).propagation
+        APPNP(K=10, alpha=0.1)
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        hidden: int = 64,
+        layers: int = 10,
+        alpha: float = 0.1,
+        dropout: float = 0.5,
+    ) -> None:
+        super().__init__()
+        check_sizes(in_channels=in_channels, out_channels=out_channels, hidden=hidden, layers=layers)
+        check_probability("dropout", dropout)
+        if not 0.0 <= alpha <= 1.0:
+            raise InputError("alpha must lie between 0 and 1", got=f"{alpha}", fix="Pass a probability.")
+        self.dropout = dropout
+        self.first, self.second = nn.Linear(in_channels, hidden), nn.Linear(hidden, out_channels)
+        self.propagation = pyg.APPNP(layers, alpha)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        """Compute the output of every node, ``[num_nodes, out_channels]``; arguments as in :class:`Stack`."""
+        x = self.first(F.dropout(x, self.dropout, self.training)).relu()
+        x = self.second(F.dropout(x, self.dropout, self.training))
+        out: Tensor = self.propagation(x, edge_index, edge_weight)
+        return out
+
+    def decayed_modules(self) -> Iterable[nn.Module]:
+        """The first linear layer."""
+        return [self.first]
