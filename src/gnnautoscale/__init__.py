@@ -1,13 +1,18 @@
 """Train any PyTorch Geometric model on graphs that do not fit a GPU, with historical embeddings."""
 
 from gnnautoscale.autoscale import autoscale, detach
+from gnnautoscale.datasets import Dataset, load
 from gnnautoscale.errors import InputError, StaleHistoryWarning, UnsupportedModelError
 from gnnautoscale.inference import infer, predict, refresh
 from gnnautoscale.loader import HaloLoader
+from gnnautoscale.partition import connectivity, partition
 from gnnautoscale.regularize import LocalLipschitz
 from gnnautoscale.scalable import ScalableGNN
+from gnnautoscale.train import FitResult, fit
 
 __all__ = [
+    "Dataset",
+    "FitResult",
     "HaloLoader",
     "InputError",
     "LocalLipschitz",
@@ -15,8 +20,12 @@ __all__ = [
     "StaleHistoryWarning",
     "UnsupportedModelError",
     "autoscale",
+    "connectivity",
     "detach",
+    "fit",
     "infer",
+    "load",
+    "partition",
     "predict",
     "refresh",
 ]

@@ -48,8 +48,9 @@ class Autoscaler:
         self.plan: Plan | None = None
         self.session: Session | None = None
         self.penalty: Penalty | None = None
-        # Records of further graphs that the model was evaluated on.
+        # What is known about the edges of further graphs that the model was evaluated on.
         self._others: dict[str, Memory] = {}
+        self._visited: tuple[str, Memory] | None = None
         self._open: OpenSession | None = None
         self._attach(model)
 
@@ -137,10 +138,10 @@ class Autoscaler:
         """The histories of a graph: the one to train on, or another that is being evaluated."""
         if self.key is None and graph.num_nodes == self.memory.num_nodes:
             self.key = graph.key
+        if self._visited is not None and graph.key == self._visited[0]:
+            return self._visited[1]
         if graph.key == self.key:
             return self.memory
-        if graph.key in self._others and self._open is not None:
-            return self._others[graph.key]
         raise InputError(
             f"an autoscaled model takes batches of the graph that its histories belong to, which has "
             f"{self.memory.num_nodes} nodes",
@@ -150,20 +151,25 @@ class Autoscaler:
         )
 
     @contextmanager
-    def visiting(self, graph: Graph) -> Iterator[Memory]:
-        """The histories to evaluate a graph with; those of a graph that is not the training graph are dropped after."""
+    def visiting(self, graph: Graph, *, apart: bool) -> Iterator[Memory]:
+        """The histories to evaluate a graph with.
+
+        Args:
+            graph: The training graph, or any other.
+            apart: Leave the training graph's histories alone; another graph's are always dropped afterwards.
+        """
         if self.key is None and graph.num_nodes == self.memory.num_nodes:
             self.key = graph.key
         if graph.key == self.key:
-            yield self.memory
-            return
-        memory = self._others.setdefault(
-            graph.key, Memory(graph, graph.num_nodes, self.memory.storage, self.memory.dtype)
-        )
+            memory = self.memory.apart() if apart else self.memory
+        else:
+            known = Memory(graph, graph.num_nodes, self.memory.storage, self.memory.dtype)
+            memory = self._others.setdefault(graph.key, known).apart()
+        self._visited = graph.key, memory
         try:
             yield memory
         finally:
-            memory.histories.clear()
+            self._visited = None
 
 
 def autoscale(

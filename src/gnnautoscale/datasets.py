@@ -4,6 +4,8 @@ Every graph that leaves this module is a plain ``Data`` with ``x`` [N, F] float3
 int64, or [N, C] float32 when a node has several labels) and ``train_mask``, ``val_mask``, ``test_mask`` [N].
 """
 
+from __future__ import annotations
+
 import difflib
 import importlib
 import pickle
@@ -50,6 +52,20 @@ class Dataset:
     def inductive(self) -> bool:
         """Whether validation and test nodes are unseen while training."""
         return self.train is not self.test
+
+    @staticmethod
+    def of(data: Data, name: str = "data") -> Dataset:
+        """A single graph with ``train_mask``, ``val_mask`` and, if there is one, ``test_mask`` as a data set.
+
+        Example:
+            >>> mask = torch.tensor([True, False])
+            >>> edges = torch.tensor([[0, 1], [1, 0]])
+            >>> data = Data(x=torch.eye(2), edge_index=edges, y=torch.tensor([0, 1]), train_mask=mask, val_mask=~mask)
+            >>> Dataset.of(data).num_classes
+            2
+        """
+        files.check_data(data, splits=("train", "val"))
+        return _dataset(name, data)
 
 
 def load(name: str, root: str | Path = "data", *, split: int = 0, seed: int = 0, **options: Any) -> Dataset:

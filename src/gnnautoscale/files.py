@@ -83,13 +83,13 @@ def load_file(
     return _assemble(arrays, undirected, max_features)
 
 
-def check_data(data: Data) -> None:
+def check_data(data: Data, *, splits: Iterable[str] = ("train",)) -> None:
     """Refuse data that cannot be trained on, before any work is done.
 
     Args:
         data: N nodes and E edges: ``edge_index`` [2, E] int64 within range; ``x`` [N, F] floating and finite; ``y`` [N]
-            integer from 0, or [N, C] bool or floating, 0 or 1; masks [N] bool, at least one training node; edge
-            attributes of E finite rows.
+            integer from 0, or [N, C] bool or floating, 0 or 1; masks [N] bool; edge attributes of E finite rows.
+        splits: Those of "train", "val" and "test" that need at least one node.
 
     Example:
         >>> x, y = torch.ones(2, 1), torch.tensor([0, 1])
@@ -99,9 +99,10 @@ def check_data(data: Data) -> None:
         gnnautoscale.errors.InputError: edge_index must name nodes 0 to 1, but got 0 to 5. Number the nodes from 0.
     """
     _check_graph(data)
-    mask = getattr(data, "train_mask", None)
-    fix = "Set data.train_mask[nodes] = True for the nodes to train on."
-    _need(mask is not None and bool(mask.any()), "train_mask must hold at least one training node", "none", fix)
+    for split in splits:
+        mask = getattr(data, f"{split}_mask", None)
+        fix = f"Set data.{split}_mask to a bool tensor that is True for the {split} nodes."
+        _need(mask is not None and bool(mask.any()), f"{split}_mask must hold at least one node", "none", fix)
 
 
 def _check_graph(data: Data) -> None:

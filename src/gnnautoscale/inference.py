@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale.autoscale import Autoscaler, attached
+from gnnautoscale.autoscale import Autoscaler, OpenSession, attached
 from gnnautoscale.errors import InputError, StaleHistoryWarning
 from gnnautoscale.loader import HaloLoader
-from gnnautoscale.record import map_tensors
+from gnnautoscale.record import map_tensors, tensors_in
 from gnnautoscale.session import Memory, Plan, Session, Sweep, evaluating, run_sweep
 
 CallModel = Callable[[nn.Module, Data], Any]
@@ -25,7 +25,9 @@ def _call_with_batch(model: nn.Module, batch: Data) -> Any:
 
 
 @torch.no_grad()
-def infer(model: nn.Module, loader: HaloLoader, *, call: CallModel = _call_with_batch) -> Any:
+def infer(
+    model: nn.Module, loader: HaloLoader, *, call: CallModel = _call_with_batch, update_histories: bool = True
+) -> Any:
     """Run a model on all nodes of a graph, exactly, one batch at a time.
 
     Histories are recomputed layer by layer: each sweep over the batches computes one layer for every node from
@@ -36,6 +38,8 @@ def infer(model: nn.Module, loader: HaloLoader, *, call: CallModel = _call_with_
         model: An autoscaled model; it runs in evaluation mode.
         loader: Cuts the graph into batches. It may be another graph than the one the model is trained on.
         call: How to call the model with a batch, if ``model(batch)`` is not right.
+        update_histories: Whether the histories of the training graph are refreshed on the way. If not, a second
+            set of histories is used and dropped, so that training goes on as if nothing had happened.
 
     Returns:
         The model's output in host memory, one row per node in the order of the data, ``[num_nodes, ...]``.
@@ -50,22 +54,30 @@ def infer(model: nn.Module, loader: HaloLoader, *, call: CallModel = _call_with_
         torch.Size([34, 4])
     """
     scaler = attached(model)
-    with evaluating(model), scaler.visiting(loader.graph) as memory:
-        open_session: Any = Session
-        if len(loader) > 1:
-            _sweep_all(model, scaler, memory, loader, call)
-            open_session = partial(Sweep, level=None)
-        collected: list[Tensor] = []
-        result: Any = None
-        with scaler.running(open_session):
-            for batch in loader.in_order():
-                out = call(model, _to_model(batch, model))
-                if not collected:
-                    result = map_tensors(partial(_room_for_all, collected, loader.graph.num_nodes), out)
-                rooms = iter(collected)
-                nodes = batch.n_id[: batch.batch_size].cpu()
-                map_tensors(lambda rows: next(rooms).index_copy_(0, nodes, rows.cpu()), out)  # noqa: B023
-    return result
+    with evaluating(model), scaler.visiting(loader.graph, apart=not update_histories) as memory:
+        if len(loader) == 1:
+            return _collect(model, scaler, loader, call, Session)
+        _sweep_all(model, scaler, memory, loader, call)
+        return _collect(model, scaler, loader, call, partial(Sweep, level=None))
+
+
+@torch.no_grad()
+def infer_from_histories(model: nn.Module, loader: HaloLoader, *, call: CallModel = _call_with_batch) -> Any:
+    """Run a model's last layer on all nodes of the training graph, over its histories as they are.
+
+    Args:
+        model: An autoscaled model; it runs in evaluation mode.
+        loader: Cuts the training graph into batches.
+        call: How to call the model with a batch, if ``model(batch)`` is not right.
+
+    Returns:
+        The model's output in host memory, ``[num_nodes, ...]``; as stale as the histories are.
+    """
+    scaler = attached(model)
+    with evaluating(model):
+        _plan(model, scaler, _to_model(next(loader.in_order()), model), call)
+        open_session = Session if len(loader) == 1 else partial(Sweep, level=None)
+        return _collect(model, scaler, loader, call, open_session)
 
 
 @torch.no_grad()
@@ -190,9 +202,26 @@ def _to_model(batch: Data, model: nn.Module) -> Data:
     return batch if device is None else batch.to(str(device))
 
 
-def _room_for_all(collected: list[Tensor], num_nodes: int, rows: Tensor) -> Tensor:
-    collected.append(torch.empty((num_nodes, *rows.shape[1:]), dtype=rows.dtype))
-    return collected[-1]
+def _collect(
+    model: nn.Module, scaler: Autoscaler, loader: HaloLoader, call: CallModel, open_session: OpenSession
+) -> Any:
+    """The model's output for every batch, put together in the order of the data."""
+    rooms: list[Tensor] = []
+    result: Any = None
+    with scaler.running(open_session):
+        for batch in loader.in_order():
+            out = call(model, _to_model(batch, model))
+            if not rooms:
+                result = map_tensors(partial(_room_for_all, rooms, loader.graph.num_nodes), out)
+            nodes = batch.n_id[: batch.batch_size].cpu()
+            for room, rows in zip(rooms, tensors_in(out), strict=True):
+                room[nodes] = rows.cpu()
+    return result
+
+
+def _room_for_all(rooms: list[Tensor], num_nodes: int, rows: Tensor) -> Tensor:
+    rooms.append(torch.empty((num_nodes, *rows.shape[1:]), dtype=rows.dtype))
+    return rooms[-1]
 
 
 def _check_nodes(nodes: Tensor, num_nodes: int) -> Tensor:

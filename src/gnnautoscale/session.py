@@ -105,6 +105,12 @@ class Memory:
         # Checksums of the weights that wrote all rows of all histories, or None if no single weights did.
         self.written_by: list[float] | None = None
 
+    def apart(self) -> Memory:
+        """A memory of the same graph with histories of its own; what is known about edges is shared."""
+        memory = Memory(None, self.num_nodes, self.storage, self.dtype)
+        memory.recorder, memory.events = self.recorder, self.events
+        return memory
+
     def history(self, slot: str, rows: Tensor) -> History:
         """The slot's history, created on first use for rows like these."""
         if slot not in self.histories:

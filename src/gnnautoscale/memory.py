@@ -1,0 +1,65 @@
+"""Measures how much memory a piece of work needs at its peak."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+_STATM = Path("/proc/self/statm")
+
+
+class PeakMemory:
+    """Watches memory while the context is open.
+
+    On a GPU it is what PyTorch's allocator held at its peak. On a CPU it is how far the process's resident memory
+    rose above where it stood on entry, sampled every few milliseconds; ``None`` where the system does not tell.
+
+    Args:
+        device: The compute device.
+
+    Example:
+        >>> with PeakMemory(torch.device("cpu")) as peak:
+        ...     _ = torch.ones(1000, 1000).sum()
+        >>> peak.num_bytes is None or peak.num_bytes >= 0
+        True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.num_bytes: int | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._start = self._highest = 0
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif _STATM.exists():
+            self._start = self._highest = _resident()
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.device.type == "cuda":
+            self.num_bytes = torch.cuda.max_memory_allocated(self.device)
+        elif self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self.num_bytes = self._highest - self._start
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.003):
+            self._highest = max(self._highest, _resident())
+
+
+def _resident() -> int:
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,411 @@
+"""The training loop: one loop for GAS, full batch and the naive history baseline."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
+
+from gnnautoscale.autoscale import attached, autoscale, is_autoscaled
+from gnnautoscale.datasets import Dataset
+from gnnautoscale.errors import InputError
+from gnnautoscale.files import check_data
+from gnnautoscale.history import Storage
+from gnnautoscale.inference import infer, infer_from_histories, refresh
+from gnnautoscale.loader import HaloLoader
+from gnnautoscale.memory import PeakMemory
+from gnnautoscale.regularize import LocalLipschitz
+
+Mode = Literal["gas", "full", "history"]
+Schedule = Literal["constant", "plateau", "cosine"]
+Evaluation = Literal["exact", "histories"]
+Partitioner = Literal["metis", "random"]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What an epoch gave.
+
+    Attributes:
+        number: From 1.
+        loss: Mean training loss over the epoch's training nodes, without penalties.
+        scores: Score on ``"train"``, ``"val"`` and ``"test"``; empty when the epoch was not evaluated.
+        learning_rate: The learning rate it was trained with.
+        seconds: Time of training, without evaluation and refresh.
+    """
+
+    number: int
+    loss: float
+    scores: dict[str, float]
+    learning_rate: float
+    seconds: float
+
+
+@dataclass
+class FitResult:
+    """What training gave.
+
+    Attributes:
+        epochs: The curves.
+        best_epoch: Number of the epoch with the best validation score, whose weights the model has now.
+        scores: Score of that epoch on ``"train"``, ``"val"`` and ``"test"``.
+        metric: ``"accuracy"`` or ``"micro-F1"``.
+        steps: Number of optimizer steps.
+        seconds: Time spent on ``"partition"``, ``"train"``, ``"refresh"`` and ``"evaluate"``.
+        peak_memory: Bytes in use at the peak of training, or ``None`` where that cannot be measured.
+        history_bytes: Bytes that the histories take.
+        connectivity: Halo nodes per batch node, the mean over the parts.
+        options: What :func:`fit` was called with.
+    """
+
+    metric: str
+    options: dict[str, Any]
+    epochs: list[Epoch] = field(default_factory=list)
+    best_epoch: int = 0
+    scores: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_memory: int | None = None
+    history_bytes: int = 0
+    connectivity: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return asdict(self)
+
+
+def fit(
+    model: nn.Module,
+    data: Data | Dataset,
+    *,
+    mode: Mode = "gas",
+    parts: int = 8,
+    batch_size: int = 1,
+    partition: Partitioner = "metis",
+    epochs: int = 200,
+    steps_per_epoch: int | None = None,
+    lr: float = 0.01,
+    schedule: Schedule = "constant",
+    weight_decay_conv: float = 0.0,
+    weight_decay_other: float = 0.0,
+    grad_norm: float | None = None,
+    lipschitz: float = 0.0,
+    lipschitz_radius: float = 0.1,
+    edge_dropout: float = 0.0,
+    refresh_every: str | int = "never",
+    evaluation: Evaluation = "exact",
+    evaluate_every: int = 1,
+    patience: int | None = None,
+    storage: Storage = "device",
+    device: str = "cpu",
+    num_workers: int = 0,
+    seed: int = 0,
+    cache_dir: str | None = None,
+    callback: Callable[[Epoch], None] | None = None,
+) -> FitResult:
+    """Train a model for node classification and leave it with the weights of its best epoch.
+
+    Args:
+        model: Any module of PyG layers that returns one row of class scores per node. It is autoscaled.
+        data: The graph, with ``x``, ``y`` and masks, or a data set.
+        mode: "gas"; "full" for full batch (one part, no penalty); "history" for the naive baseline (random parts,
+            neither penalty nor clipping).
+        parts: Number of parts to cut the graph into.
+        batch_size: Number of parts in a batch.
+        partition: How to cut: "metis" or "random".
+        epochs: Number of passes over the training graph.
+        steps_per_epoch: Number of batches after which an epoch ends early.
+        lr: Learning rate of Adam.
+        schedule: "constant"; "plateau" halves the rate after 10 evaluations without a better validation score;
+            "cosine" lowers it to zero over all epochs.
+        weight_decay_conv: Weight decay of the model's first group of weights: its message-passing layers, or what
+            the model's decayed_modules() names.
+        weight_decay_other: Weight decay of all other weights.
+        grad_norm: Norm that gradients are clipped to.
+        lipschitz: Weight of the local Lipschitz penalty.
+        lipschitz_radius: Radius of that penalty's disturbances.
+        edge_dropout: Share of the edges left out at random in each training step.
+        refresh_every: When to recompute all histories with the current weights: "never", "epoch", or a number of
+            steps.
+        evaluation: "exact", which leaves the histories alone, or "histories" for the last layer over histories as
+            they are.
+        evaluate_every: Number of epochs between evaluations.
+        patience: Number of evaluations without a better validation score after which training stops.
+        storage: Where histories live: "device" or "host" memory.
+        device: Where to compute, such as "cpu" or "cuda".
+        num_workers: Number of processes that prepare batches.
+        seed: Makes training reproducible.
+        cache_dir: Where partitions are kept between runs.
+        callback: Called after each epoch.
+
+    Example:
+        >>> from torch_geometric.datasets import KarateClub
+        >>> from gnnautoscale.models import GCN
+        >>> data = KarateClub()[0]
+        >>> data.val_mask = data.test_mask = ~data.train_mask
+        >>> result = fit(GCN(34, 4, hidden=16), data, parts=4, epochs=5)
+        >>> len(result.epochs)
+        5
+    """
+    options = {name: value for name, value in locals().items() if name not in ("model", "data", "callback")}
+    _check_options(options)
+    if is_autoscaled(model):
+        raise InputError(
+            "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
+        )
+    dataset = data if isinstance(data, Dataset) else Dataset.of(data)
+    if dataset.inductive:
+        for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
+            check_data(graph, splits=(split,))
+    else:
+        check_data(dataset.train, splits=("train", "val"))
+    if evaluation == "histories" and dataset.inductive:
+        raise InputError(
+            "evaluation from histories needs the validation nodes in the training graph",
+            got="a data set with graphs of its own for validation",
+            fix="Use evaluation='exact'.",
+        )
+    if mode == "full":
+        parts, batch_size, lipschitz = 1, 1, 0.0
+    elif mode == "history":
+        partition, lipschitz, grad_norm = "random", 0.0, None
+
+    torch.manual_seed(seed)
+    result = FitResult(metric="micro-F1" if dataset.multilabel else "accuracy", options=options)
+    clock = _Clock(result.seconds)
+    with clock("partition"):
+        loaders = _loaders(dataset, parts, batch_size, partition, seed, num_workers, cache_dir)
+    loader = loaders["train"]
+    result.connectivity = loader.connectivity
+    model = autoscale(model.to(device), dataset.train, storage=storage, edge_dropout=edge_dropout)
+    optimizer = torch.optim.Adam(_weight_groups(model, weight_decay_conv, weight_decay_other), lr=lr)
+    scheduler = _scheduler(optimizer, schedule, epochs)
+    penalty = LocalLipschitz(model, lipschitz_radius) if lipschitz else None
+    refresh_steps = int(refresh_every) if str(refresh_every).isdigit() else None
+    best_weights: dict[str, Tensor] = {}
+    batches_seen = 0
+
+    with PeakMemory(torch.device(device)) as peak:
+        for number in range(1, epochs + 1):
+            model.train()
+            rate = optimizer.param_groups[0]["lr"]
+            start = clock.total("train")
+            total, count = torch.zeros((), device=device), 0
+            for step, batch in enumerate(loader):
+                if step == steps_per_epoch:
+                    break
+                with clock("train"):
+                    loss, num_nodes = _step(model, batch.to(device), optimizer, penalty, lipschitz, grad_norm)
+                    result.steps += num_nodes > 0
+                    total, count = total + loss * num_nodes, count + num_nodes
+                batches_seen += 1
+                if refresh_steps is not None and batches_seen % refresh_steps == 0:
+                    with clock("refresh"):
+                        refresh(model, loader)
+            mean_loss = float(total) / max(count, 1)
+            if not math.isfinite(mean_loss):
+                raise FloatingPointError(
+                    f"the loss is {mean_loss} in epoch {number}: lower lr, which is {rate}, or clip with grad_norm"
+                )
+            if refresh_every == "epoch":
+                with clock("refresh"):
+                    refresh(model, loader)
+            scores: dict[str, float] = {}
+            if number % evaluate_every == 0 or number == epochs:
+                with clock("evaluate"):
+                    scores = _evaluate(model, dataset, loaders, evaluation, update=refresh_every == "epoch")
+            result.epochs.append(Epoch(number, mean_loss, scores, rate, clock.total("train") - start))
+            if callback is not None:
+                callback(result.epochs[-1])
+            if scores and (not result.scores or scores["val"] > result.scores["val"]):
+                result.best_epoch, result.scores = number, scores
+                best_weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+            if scheduler is not None and (scores or schedule == "cosine"):
+                scheduler(scores.get("val", 0.0))
+            evaluated = [epoch.number for epoch in result.epochs if epoch.scores]
+            if patience is not None and sum(epoch > result.best_epoch for epoch in evaluated) >= patience:
+                break
+    model.load_state_dict(best_weights)
+    result.peak_memory = peak.num_bytes
+    result.history_bytes = sum(history.num_bytes for history in attached(model).memory.histories.values())
+    return result
+
+
+def score(out: Tensor, y: Tensor, mask: Tensor) -> float:
+    """Accuracy of class scores, or micro-averaged F1 of multi-label scores, in percent.
+
+    Args:
+        out: Scores, ``[num_nodes, num_classes]``.
+        y: Classes ``[num_nodes]``, or labels 0 and 1 ``[num_nodes, num_classes]``.
+        mask: The nodes that count, ``[num_nodes]``.
+
+    Example:
+        >>> score(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, 1]), torch.tensor([True, True]))
+        50.0
+    """
+    out, y = out[mask], y[mask]
+    if not y.size(0):
+        return math.nan
+    if y.dim() == 1:
+        return 100.0 * float((out.argmax(dim=-1) == y).double().mean())
+    predicted, wanted = out > 0, y > 0.5
+    both = int((predicted & wanted).sum())
+    either = int(predicted.sum()) + int(wanted.sum())
+    return 100.0 * 2 * both / either if either else math.nan
+
+
+def _step(
+    model: nn.Module,
+    batch: Data,
+    optimizer: torch.optim.Optimizer,
+    penalty: LocalLipschitz | None,
+    weight: float,
+    grad_norm: float | None,
+) -> tuple[Tensor, int]:
+    """One training step; returns the loss and the number of training nodes it is the mean over."""
+    mask = batch.train_mask[: batch.batch_size]
+    num_nodes = int(mask.sum())
+    if not num_nodes:
+        # Nothing to learn here, but the histories move on.
+        with torch.no_grad():
+            model(batch)
+        return torch.zeros((), device=mask.device), 0
+    optimizer.zero_grad()
+    with penalty if penalty is not None else nullcontext():
+        out = model(batch)[mask]
+    y = batch.y[: batch.batch_size][mask]
+    loss = F.cross_entropy(out, y) if y.dim() == 1 else F.binary_cross_entropy_with_logits(out, y.to(out.dtype))
+    (loss if penalty is None else loss + weight * penalty.value()).backward()  # type: ignore[no-untyped-call]
+    if grad_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), grad_norm)
+    optimizer.step()
+    return loss.detach(), num_nodes
+
+
+def _evaluate(
+    model: nn.Module, dataset: Dataset, loaders: dict[str, HaloLoader], evaluation: Evaluation, *, update: bool
+) -> dict[str, float]:
+    scores: dict[str, float] = {}
+    outputs: dict[int, Tensor] = {}
+    for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
+        if id(graph) not in outputs:
+            if evaluation == "exact":
+                outputs[id(graph)] = infer(model, loaders[split], update_histories=update)
+            else:
+                outputs[id(graph)] = infer_from_histories(model, loaders[split])
+        scores[split] = score(outputs[id(graph)], graph.y.cpu(), graph[f"{split}_mask"].cpu())
+    return scores
+
+
+def _loaders(
+    dataset: Dataset,
+    parts: int,
+    batch_size: int,
+    partition: Partitioner,
+    seed: int,
+    num_workers: int,
+    cache_dir: str | None,
+) -> dict[str, HaloLoader]:
+    """A loader for each split; splits of the same graph share one."""
+    made: dict[int, HaloLoader] = {}
+    for graph in (dataset.train, dataset.val, dataset.test):
+        if id(graph) not in made:
+            train = graph is dataset.train
+            # Batches of other graphs have about as many nodes as those of the training graph.
+            share = graph.num_nodes / dataset.train.num_nodes
+            made[id(graph)] = HaloLoader(
+                graph,
+                parts if train else max(1, round(parts / batch_size * share)),
+                parts=partition,
+                batch_size=batch_size if train else 1,
+                shuffle=train,
+                seed=seed,
+                num_workers=num_workers,
+                cache_dir=cache_dir,
+            )
+    graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
+    return {split: made[id(graph)] for split, graph in graphs.items()}
+
+
+def _weight_groups(model: nn.Module, conv: float, other: float) -> list[dict[str, Any]]:
+    """The two weight-decay groups of the paper's experiments."""
+    named = getattr(model, "decayed_modules", None)
+    modules = named() if named else [module for module in model.modules() if isinstance(module, MessagePassing)]
+    first = {id(weight): weight for module in modules for weight in module.parameters()}
+    rest = [weight for weight in model.parameters() if id(weight) not in first]
+    groups = [{"params": list(first.values()), "weight_decay": conv}, {"params": rest, "weight_decay": other}]
+    return [group for group in groups if group["params"]]
+
+
+def _scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, epochs: int) -> Callable[[float], None] | None:
+    """What to call with the validation score to move the learning rate on."""
+    if schedule == "plateau":
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=10).step
+    if schedule == "cosine":
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
+        return lambda _: cosine.step()
+    return None
+
+
+class _Clock:
+    """Adds up the time of named pieces of work."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds = seconds
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self.total(name) + time.perf_counter() - start
+
+    def total(self, name: str) -> float:
+        return self._seconds.get(name, 0.0)
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": ("gas", "full", "history"),
+    "partition": ("metis", "random"),
+    "schedule": ("constant", "plateau", "cosine"),
+    "evaluation": ("exact", "histories"),
+    "storage": ("device", "host"),
+}
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse options that cannot work, before any work is done."""
+
+    def need(holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise InputError(f"{name} must be {rule}", got=repr(options[name]), fix="Change this option.")
+
+    for name, choices in _CHOICES.items():
+        need(options[name] in choices, name, f"one of {', '.join(choices)}")
+    for name in ("parts", "batch_size", "epochs", "evaluate_every"):
+        need(options[name] >= 1, name, "at least 1")
+    for name in ("steps_per_epoch", "patience"):
+        need(options[name] is None or options[name] >= 1, name, "at least 1")
+    for name in ("lr", "lipschitz_radius"):
+        need(options[name] > 0, name, "positive")
+    need(options["grad_norm"] is None or options["grad_norm"] > 0, "grad_norm", "positive")
+    for name in ("weight_decay_conv", "weight_decay_other", "lipschitz", "num_workers", "seed"):
+        need(options[name] >= 0, name, "at least 0")
+    need(0 <= options["edge_dropout"] < 1, "edge_dropout", "at least 0 and below 1")
+    every = str(options["refresh_every"])
+    need(every in ("never", "epoch") or (every.isdigit() and int(every) > 0), "refresh_every", "never, epoch, or steps")
+    need(options["mode"] == "full" or options["batch_size"] <= options["parts"], "batch_size", "at most parts")
+    if options["device"].startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(
+            "device must be one that PyTorch can use here", got=repr(options["device"]), fix="Use device='cpu'."
+        )
