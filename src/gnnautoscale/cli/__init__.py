@@ -1,0 +1,259 @@
+"""The command ``gas``."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from torch import nn
+
+from gnnautoscale import datasets
+from gnnautoscale.autoscale import autoscale
+from gnnautoscale.cli import demo as demonstration
+from gnnautoscale.cli.display import epochs_shown, errors, megabytes, percent, print_json, print_table
+from gnnautoscale.cli.saved import load_model, save_model
+from gnnautoscale.cli.schema import DATA, FILE_OPTIONS, GENERATOR_OPTIONS, PARTITION, TRAIN, fit_options, with_options
+from gnnautoscale.datasets import Dataset
+from gnnautoscale.errors import InputError
+from gnnautoscale.inference import infer as run_inference
+from gnnautoscale.loader import HaloLoader
+from gnnautoscale.models import build_model, model_options
+from gnnautoscale.partition import connectivity
+from gnnautoscale.partition import partition as cut
+from gnnautoscale.train import FitResult, fit, score
+
+app = typer.Typer(
+    help="Train graph neural networks on graphs that do not fit a GPU, with historical embeddings.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def train(
+    options: dict[str, Any],
+    *,
+    save: Annotated[Path | None, typer.Option(help="Where to write the trained model.")] = None,
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """Train a model on a graph, with histories, in full batch, or with the naive history baseline."""
+    if options["runs"] < 1:
+        raise InputError("runs must be at least 1", got=str(options["runs"]), fix="Change this option.")
+    model_name = options["model"]
+    known = model_options(model_name)
+    chosen = {
+        option.name: options[option.name]
+        for option in TRAIN
+        if option.panel == "Model" and option.name != "model" and options[option.name] is not None
+    }
+    refused = sorted(chosen.keys() - known.keys())
+    if refused:
+        raise InputError(
+            f"the model '{model_name}' takes the options {', '.join(sorted(known))}",
+            got=", ".join(refused),
+            fix="Leave these out, or choose another model.",
+        )
+    if save is not None and not save.parent.is_dir():
+        raise InputError("--save needs an existing folder", got=str(save.parent), fix="Create it first.")
+    training = {option.name: options[option.name] for option in fit_options()}
+    results: list[FitResult] = []
+    model: nn.Module | None = None
+    for run in range(options["runs"]):
+        dataset = _dataset({**options, "split": options["split"] + run})
+        seed = training["seed"] + run
+        torch.manual_seed(seed)
+        model = build_model(model_name, dataset.train, dataset.num_classes, **chosen)
+        title = f"{dataset.name} {model_name} {training['mode']} seed {seed}"
+        with epochs_shown(title, training["epochs"], quiet=quiet) as show:
+            results.append(fit(model, dataset, callback=show, **{**training, "seed": seed}))
+    if save is not None and model is not None:
+        save_model(save, model, options={"model": model_name, **chosen})
+    if json:
+        print_json({"options": options, "runs": [result.to_dict() for result in results]})
+    else:
+        _show_results(f"{options['data']} · {model_name} · {training['mode']}", results)
+
+
+def partition(
+    options: dict[str, Any],
+    *,
+    output: Annotated[Path | None, typer.Option(help="Where to write the part of each node, as .npy.")] = None,
+    json: Json = False,
+) -> None:
+    """Cut a graph into parts and show how well they are connected inside."""
+    graph = _dataset(options).train
+    start = time.perf_counter()
+    labels = cut(
+        graph.edge_index,
+        graph.num_nodes,
+        options["parts"],
+        method=options["partition"],
+        seed=options["seed"],
+        cache_dir=options["cache_dir"],
+    )
+    seconds = time.perf_counter() - start
+    sizes = torch.bincount(labels)
+    inside = (labels[graph.edge_index[0]] == labels[graph.edge_index[1]]).double().mean()
+    facts: dict[str, Any] = {
+        "nodes": graph.num_nodes,
+        "edges": graph.num_edges,
+        "parts": int(sizes.numel()),
+        "smallest part": int(sizes.min()),
+        "largest part": int(sizes.max()),
+        "edges inside parts": float(inside),
+        "halo nodes per batch node": float(connectivity(graph.edge_index, labels).mean()),
+        "seconds": seconds,
+    }
+    if output is not None:
+        _write(output, lambda stream: np.save(stream, labels.numpy()))
+    _show_facts(f"{options['data']} · {options['partition']}", facts, json)
+
+
+def infer(
+    options: dict[str, Any],
+    model: Annotated[Path, typer.Argument(help="What `gas train --save` wrote.")],
+    *,
+    parts: Annotated[int, typer.Option(help="Number of batches to compute in.")] = 8,
+    device: Annotated[str, typer.Option(help="Where to compute.")] = "cpu",
+    output: Annotated[Path | None, typer.Option(help="Where to write scores and classes, as .npz.")] = None,
+    json: Json = False,
+) -> None:
+    """Run a trained model on all nodes of a graph, exactly, in batches."""
+    dataset = _dataset(options)
+    graph = dataset.test
+    trained = load_model(model, graph, dataset.num_classes).to(device)
+    scaled = autoscale(trained, graph, storage="host")
+    start = time.perf_counter()
+    out = run_inference(scaled, HaloLoader(graph, min(parts, graph.num_nodes)))
+    facts: dict[str, Any] = {"nodes": graph.num_nodes, "seconds": time.perf_counter() - start}
+    splits = ("test",) if dataset.inductive else ("train", "val", "test")
+    for split in splits:
+        facts[f"{'micro-F1' if dataset.multilabel else 'accuracy'} {split}"] = score(
+            out, graph.y, graph[f"{split}_mask"]
+        )
+    if output is not None:
+        classes = out > 0 if dataset.multilabel else out.argmax(dim=1)
+        _write(output, lambda stream: np.savez(stream, scores=out.numpy(), classes=classes.numpy()))
+    _show_facts(f"{options['data']} · {model.name}", facts, json)
+
+
+def data(options: dict[str, Any], *, json: Json = False) -> None:
+    """Show a graph's size and splits, or, without --data, the names of all data sets."""
+    if options["data"] is None:
+        if json:
+            print_json(list(datasets.names()))
+        else:
+            print("\n".join(datasets.names()))
+        return
+    dataset = _dataset(options)
+    graphs = {"": dataset.train} if not dataset.inductive else {"train ": dataset.train, "test ": dataset.test}
+    facts: dict[str, Any] = {}
+    for prefix, graph in graphs.items():
+        facts[f"{prefix}nodes"] = graph.num_nodes
+        facts[f"{prefix}directed edges"] = graph.num_edges
+    facts |= {"features": dataset.num_features, "classes": dataset.num_classes, "multi-label": dataset.multilabel}
+    for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
+        facts[f"{split} nodes in split"] = int(graph[f"{split}_mask"].sum())
+    _show_facts(options["data"], facts, json)
+
+
+@app.command()
+def demo(
+    graphs: Annotated[int, typer.Option(help="Number of training graphs of CLUSTER.")] = demonstration.GRAPHS,
+    epochs: Annotated[int, typer.Option(help="Number of passes with histories.")] = demonstration.EPOCHS,
+    json: Json = False,
+) -> None:
+    """Train a 4-layer GIN on CLUSTER with GAS, in full batch and with the naive baseline, and compare them."""
+    rows = demonstration.compare(graphs, epochs, quiet=json)
+    if json:
+        print_json(rows)
+    else:
+        demonstration.show(rows)
+
+
+app.command()(with_options(TRAIN, train))
+app.command()(with_options(PARTITION, partition))
+app.command()(with_options(DATA, infer))
+app.command()(with_options(DATA, data))
+
+
+def main() -> None:
+    """Run the command line; bad input ends with a sentence, not a traceback."""
+    try:
+        app()
+    except (InputError, FloatingPointError) as error:
+        errors.print(f"error: {error}", style="bold red", markup=False, highlight=False)
+        sys.exit(2)
+
+
+def _dataset(options: dict[str, Any]) -> Dataset:
+    """The data set that the options name."""
+    source = options["data"]
+    if source is None:
+        raise InputError(
+            "--data names what to work on",
+            got="nothing",
+            fix="Pass a data set's name (`gas data` lists them) or a file.",
+        )
+    of_file = {name: options[name] for name in FILE_OPTIONS if options[name]}
+    of_generator = {name: options[name] for name in GENERATOR_OPTIONS if options[name] is not None}
+    is_file = Path(source).suffix != "" or Path(source).exists()
+    misplaced = of_generator if is_file else of_file
+    if misplaced:
+        raise InputError(
+            f"{', '.join('--' + name.replace('_', '-') for name in misplaced)} "
+            f"{'belong to generated data sets' if is_file else 'belong to files'}",
+            got=f"--data {source}",
+            fix="Leave them out.",
+        )
+    if is_file:
+        return datasets.from_file(source, split=options["split"], **of_file)
+    return datasets.load(source, options["root"], split=options["split"], **of_generator)
+
+
+def _show_results(title: str, results: list[FitResult]) -> None:
+    metric = results[0].metric
+    columns = ["run", *(f"{split} {metric}" for split in results[0].scores), "best epoch", "steps", "seconds", "memory"]
+    rows = [
+        [
+            str(result.options["seed"]),
+            *(percent(value) for value in result.scores.values()),
+            str(result.best_epoch),
+            str(result.steps),
+            f"{sum(result.seconds.values()):.1f}",
+            megabytes(result.peak_memory),
+        ]
+        for result in results
+    ]
+    if len(results) > 1:
+        spread = []
+        for split in results[0].scores:
+            values = [result.scores[split] for result in results]
+            spread.append(f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}")
+        total = sum(sum(result.seconds.values()) for result in results)
+        rows.append(["mean", *spread, "", "", f"{total / len(results):.1f}", ""])
+    print_table(title, columns, rows)
+
+
+def _show_facts(title: str, facts: dict[str, Any], json: bool) -> None:
+    if json:
+        print_json(facts)
+        return
+    texts = {name: f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" for name, value in facts.items()}
+    print_table(title, ["", "value"], [[name, text] for name, text in texts.items()])
+
+
+def _write(path: Path, write: Any) -> None:
+    try:
+        with path.open("wb") as stream:
+            write(stream)
+    except OSError as error:
+        raise InputError("the output file must be writable", got=f"{path} ({error})", fix="Check the path.") from None

@@ -1,0 +1,5 @@
+"""``python -m gnnautoscale.cli`` is the command ``gas``."""
+
+from gnnautoscale.cli import main
+
+main()

@@ -1,0 +1,89 @@
+"""How commands speak: bars and tables on a terminal, plain lines when piped, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from gnnautoscale.train import Epoch
+
+errors = Console(stderr=True)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON; numbers that JSON does not have become null."""
+    print(json.dumps(_plain(value)))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table on a terminal, or tab-separated lines when piped."""
+    if not sys.stdout.isatty():
+        for row in [columns, *rows]:
+            print("\t".join(row))
+        return
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+@contextmanager
+def epochs_shown(title: str, epochs: int, *, quiet: bool) -> Iterator[Callable[[Epoch], None]]:
+    """Show training as it goes on; gives what to call after each epoch. Goes to the error stream."""
+    if quiet:
+        yield lambda _: None
+    elif not errors.is_terminal:
+        every = max(1, epochs // 10)
+
+        def line(epoch: Epoch) -> None:
+            if epoch.number % every == 0 or epoch.number in (1, epochs):
+                print(f"{title}: epoch {epoch.number}/{epochs} {_state(epoch)}", file=sys.stderr, flush=True)
+
+        yield line
+    else:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[state]}"), console=errors) as progress:
+            task = progress.add_task(title, total=epochs, state="")
+            state = ""
+
+            def advance(epoch: Epoch) -> None:
+                nonlocal state
+                state = _state(epoch) if epoch.scores or not state else state
+                progress.update(task, completed=epoch.number, state=state)
+
+            yield advance
+
+
+def percent(value: float) -> str:
+    """A score for a table."""
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def megabytes(value: int | None) -> str:
+    """An amount of memory for a table."""
+    return "-" if value is None else f"{value / 2**20:,.0f} MB"
+
+
+def _state(epoch: Epoch) -> str:
+    scores = " ".join(f"{split} {percent(value)}" for split, value in epoch.scores.items())
+    return f"loss {epoch.loss:.4f} {scores}".strip()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,64 @@
+"""Trained models on disk: weights and what is needed to build the model again, and nothing that can run."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.errors import InputError
+from gnnautoscale.models import build_model
+
+_FORMAT = "gnnautoscale model 1"
+
+
+def save_model(path: Path, model: nn.Module, options: dict[str, Any]) -> None:
+    """Write a model's weights and options.
+
+    Args:
+        path: The file to write.
+        model: The trained model.
+        options: Its name as ``"model"``, and its options.
+    """
+    weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    temporary = path.with_name(path.name + ".part")
+    try:
+        torch.save({"format": _FORMAT, "options": options, "weights": weights}, temporary)
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise InputError("the model's file must be writable", got=f"{path} ({error})", fix="Check the path.") from None
+
+
+def load_model(path: Path, data: Data, num_classes: int) -> nn.Module:
+    """Build a saved model for a graph and give it its weights.
+
+    Args:
+        path: What :func:`save_model` wrote.
+        data: A graph with the features that the model was trained on.
+        num_classes: Number of outputs per node.
+    """
+    try:
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        if saved["format"] != _FORMAT:
+            raise KeyError("format")
+        options, weights = dict(saved["options"]), saved["weights"]
+    except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            "a model's file is one that `gas train --save` wrote", got=f"{path} ({reason})", fix="Train it again."
+        ) from None
+    model = build_model(options.pop("model"), data, num_classes, **options)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        raise InputError(
+            "a model runs on graphs with as many features and classes as it was trained on",
+            got=f"{data.num_features} features and {num_classes} classes",
+            fix="Use the data that it was trained on, or train it again.",
+        ) from None
+    return model

@@ -1,0 +1,211 @@
+"""One schema for flags and configuration files, read off the functions that take the options.
+
+The options of ``gas train`` are the arguments of :func:`gnnautoscale.fit`, of the models' classes and of
+:func:`gnnautoscale.load`: names, types, defaults and help come from there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import typer
+
+from gnnautoscale.errors import InputError
+from gnnautoscale.models import MODELS, model_options
+from gnnautoscale.train import fit
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option by its name in configuration files; its flag has dashes instead of underscores.
+
+    Attributes:
+        name: Its name.
+        kind: Its type: ``bool``, ``int``, ``float``, ``str`` or ``list`` (of words).
+        help: What it is for.
+        panel: The group it is shown in.
+        default: What it is if nobody says anything; ``None`` leaves it to the function that takes it.
+    """
+
+    name: str
+    kind: type
+    help: str
+    panel: str
+    default: Any = None
+
+
+DATA = [
+    Option("data", str, "A data set's name, or a file: .npz, .pt, or a table of nodes (.csv, .parquet).", "Data"),
+    Option("edges", str, "The table of edges that belongs to a table of nodes.", "Data"),
+    Option("root", str, "Where the published data sets are kept.", "Data", "data"),
+    Option("split", int, "Number of the split where a data set has several; each run takes the next.", "Data", 0),
+    Option("undirected", bool, "Add the reverse of every edge of a file.", "Data"),
+    Option("max_features", int, "Keep only so many features of a file.", "Data"),
+    Option("graphs", int, "Number of training graphs of cluster and pattern.", "Data"),
+    Option("nodes", int, "Number of nodes of communities.", "Data"),
+    Option("degree", float, "Mean degree of communities.", "Data"),
+    Option("features", int, "Number of features of communities.", "Data"),
+    Option("classes", int, "Number of classes of communities.", "Data"),
+    Option("homophily", float, "Share of edges inside a community.", "Data"),
+]
+FILE_OPTIONS = ("edges", "undirected", "max_features")
+GENERATOR_OPTIONS = ("graphs", "nodes", "degree", "features", "classes", "homophily")
+
+
+def fit_options() -> list[Option]:
+    """The keyword arguments of ``fit``."""
+    described = _described_arguments(fit.__doc__ or "")
+    hints = get_type_hints(fit)
+    options = []
+    for name, parameter in inspect.signature(fit).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and name != "callback":
+            options.append(Option(name, _kind(hints[name]), described[name], "Training", parameter.default))
+    return options
+
+
+def every_model_option() -> list[Option]:
+    """The options of all models together."""
+    found: dict[str, Option] = {}
+    for model, cls in MODELS.items():
+        described = _described_arguments(cls.__doc__ or "")
+        hints = get_type_hints(cls.__init__)
+        for name in model_options(model):
+            found.setdefault(name, Option(name, _kind(hints[name]), described[name], "Model"))
+    return list(found.values())
+
+
+def with_options(options: list[Option], command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the flags of the options; it is called with their values and its own arguments.
+
+    The command takes the resolved options as its first argument. ``--config`` names a TOML file with the same keys;
+    flags win over the file, the file over defaults.
+    """
+    own = list(inspect.signature(command).parameters.values())[1:]
+    hints = get_type_hints(command)
+
+    def run(**values: Any) -> None:
+        given = {option.name: values.pop(option.name) for option in options}
+        file = values.pop("config")
+        command(resolve(options, given, file), **values)
+
+    parameters = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=typer.Option(
+                None,
+                help=option.help + (f" [default: {option.default}]" if option.default is not None else ""),
+                rich_help_panel=option.panel,
+                show_default=False,
+            ),
+            annotation=(list[str] if option.kind is list else option.kind) | None,
+        )
+        for option in options
+    ]
+    config = inspect.Parameter(
+        "config",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=typer.Option(None, help="A TOML file with the same keys as the flags, which win over it."),
+        annotation=Path | None,
+    )
+    own = [parameter.replace(annotation=hints[parameter.name]) for parameter in own]
+    signature = [*(p for p in own if p.kind is not p.KEYWORD_ONLY), *parameters, config]
+    signature += [p for p in own if p.kind is p.KEYWORD_ONLY]
+    run.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+def resolve(options: list[Option], given: dict[str, Any], file: Path | None) -> dict[str, Any]:
+    """The values of options: what was given, else what the file says, else the default.
+
+    Args:
+        options: All options there are.
+        given: Values by name; ``None`` and empty lists count as not given.
+        file: A TOML file with further values.
+
+    Example:
+        >>> resolve([Option("lr", float, "", "", 0.01), Option("parts", int, "", "", 8)], {"lr": 0.1}, None)
+        {'lr': 0.1, 'parts': 8}
+    """
+    configured = _read_config(options, file) if file is not None else {}
+    given = {name: value for name, value in given.items() if value not in (None, [])}
+    return {option.name: given.get(option.name, configured.get(option.name, option.default)) for option in options}
+
+
+def _read_config(options: list[Option], file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            values = {name.replace("-", "_"): value for name, value in tomllib.load(stream).items()}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise InputError(
+            "--config needs a readable TOML file", got=f"{file} ({error})", fix="Check the file."
+        ) from None
+    known = {option.name: option for option in options}
+    for name, value in values.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise InputError(
+                f"{file.name} may hold the keys that this command has flags for",
+                got=f"the key '{name}'",
+                fix=f"Did you mean '{close[0]}'?" if close else "See --help for the keys.",
+            )
+        kind = known[name].kind
+        # In TOML, 1 is a fine way to write 1.0; words may stand for numbers nowhere else.
+        fits = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            values[name] = float(value)
+        elif name == "refresh_every" and isinstance(value, int) and not isinstance(value, bool):
+            values[name] = str(value)
+        elif not fits:
+            raise InputError(
+                f"{name} must be of type {kind.__name__}", got=repr(value), fix=f"Change it in {file.name}."
+            )
+    return values
+
+
+def _kind(hint: Any) -> type:
+    """The plain type behind an annotation."""
+    text = str(hint)
+    if hint in (bool, int, float, str):
+        return hint  # type: ignore[no-any-return]
+    if "Sequence" in text:
+        return list
+    if "float" in text:
+        return float
+    return int if "int" in text and "str" not in text and "Literal" not in text else str
+
+
+def _described_arguments(docstring: str) -> dict[str, str]:
+    """What a docstring says about each argument."""
+    section = re.search(r"Args:\n(.*?)(\n\s*\n|\Z)", inspect.cleandoc(docstring), re.DOTALL)
+    entries = re.findall(
+        r"^    (\w+): (.*?)(?=^    \w+:|\Z)", section[1] + "\n" if section else "", re.DOTALL | re.MULTILINE
+    )
+    return {name: " ".join(text.split()).replace("``", "") for name, text in entries}
+
+
+MODEL = [
+    Option("model", str, f"One of {', '.join(MODELS)}.", "Model", "gcn"),
+    *every_model_option(),
+]
+TRAIN = [
+    *DATA,
+    *MODEL,
+    *fit_options(),
+    Option("runs", int, "Number of runs, each with the next seed.", "Training", 1),
+]
+PARTITION = [*DATA, *(option for option in fit_options() if option.name in ("parts", "partition", "seed", "cache_dir"))]
