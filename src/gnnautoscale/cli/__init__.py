@@ -247,8 +247,13 @@ def _show_facts(title: str, facts: dict[str, Any], json: bool) -> None:
     if json:
         print_json(facts)
         return
-    texts = {name: f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" for name, value in facts.items()}
-    print_table(title, ["", "value"], [[name, text] for name, text in texts.items()])
+    print_table(title, ["", "value"], [[name, _text(value)] for name, value in facts.items()])
+
+
+def _text(value: bool | float) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
 
 
 def _write(path: Path, write: Any) -> None:

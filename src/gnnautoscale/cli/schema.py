@@ -93,7 +93,7 @@ def with_options(options: list[Option], command: Callable[..., None]) -> Callabl
     flags win over the file, the file over defaults.
     """
     own = list(inspect.signature(command).parameters.values())[1:]
-    hints = get_type_hints(command)
+    hints = get_type_hints(command, include_extras=True)
 
     def run(**values: Any) -> None:
         given = {option.name: values.pop(option.name) for option in options}
@@ -106,7 +106,7 @@ def with_options(options: list[Option], command: Callable[..., None]) -> Callabl
             inspect.Parameter.KEYWORD_ONLY,
             default=typer.Option(
                 None,
-                help=option.help + (f" [default: {option.default}]" if option.default is not None else ""),
+                help=option.help + (f" (default: {option.default})" if option.default is not None else ""),
                 rich_help_panel=option.panel,
                 show_default=False,
             ),

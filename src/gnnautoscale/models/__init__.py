@@ -16,12 +16,12 @@ __all__ = ["APPNP", "GAT", "GCN", "GCNII", "GIN", "MODELS", "PNA", "GraphSAGE", 
 
 #: Models by the name that commands and configurations use.
 MODELS: dict[str, type[nn.Module]] = {
-    "appnp": APPNP,
-    "gat": GAT,
     "gcn": GCN,
-    "gcnii": GCNII,
-    "gin": GIN,
     "graphsage": GraphSAGE,
+    "gin": GIN,
+    "gat": GAT,
+    "appnp": APPNP,
+    "gcnii": GCNII,
     "pna": PNA,
     "pna-jk": PNA,
 }
