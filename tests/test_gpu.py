@@ -1,0 +1,99 @@
+"""What must hold on a GPU as it does on the CPU; skipped without one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch_geometric import nn as pyg  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.utils import to_undirected  # type: ignore[import-untyped]
+
+import gnnautoscale as gas
+from gnnautoscale.history import Storage
+from gnnautoscale.models import MODELS, build_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def data() -> Data:
+    generator = torch.Generator().manual_seed(0)
+    edge_index = to_undirected(torch.randint(0, 300, (2, 1500), generator=generator), num_nodes=300)
+    x = torch.randn(300, 16, generator=generator)
+    y = torch.randint(0, 5, (300,), generator=generator)
+    mask = torch.rand(300, generator=generator) < 0.5
+    return Data(x=x, edge_index=edge_index, y=y, train_mask=mask, val_mask=~mask, test_mask=~mask)
+
+
+@pytest.mark.parametrize("storage", ["device", "host"])
+@pytest.mark.parametrize("name", MODELS)
+def test_inference_on_the_gpu_is_exact(name: str, storage: Storage, data: Data) -> None:
+    torch.manual_seed(1)
+    model = build_model(name, data, 5).cuda().eval()
+    with torch.no_grad():
+        expected = model(data.x.cuda(), data.edge_index.cuda()).cpu()
+    gas.autoscale(model, data, storage=storage)
+    out = gas.infer(model, gas.HaloLoader(data, num_parts=7, batch_size=2))
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("storage", ["device", "host"])
+def test_a_step_on_the_gpu_equals_one_on_the_cpu(storage: Storage, data: Data) -> None:
+    torch.manual_seed(1)
+    cpu = build_model("gin", data, 5, dropout=0.0)
+    gpu = copy.deepcopy(cpu).cuda()
+    gas.autoscale(cpu, data)
+    gas.autoscale(gpu, data, storage=storage)
+    loader = gas.HaloLoader(data, num_parts=5)
+    for batch in [*loader, *loader]:
+        losses = []
+        for model in (cpu, gpu):
+            device = next(model.parameters()).device
+            moved = copy.copy(batch).to(str(device))
+            model.zero_grad()
+            out = model(moved.x, moved.edge_index)
+            loss = nn.functional.cross_entropy(out, moved.y[: moved.batch_size])
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach().cpu())
+        torch.testing.assert_close(losses[0], losses[1], atol=1e-4, rtol=1e-4)
+        for a, b in zip(cpu.parameters(), gpu.parameters(), strict=True):
+            assert a.grad is not None
+            assert b.grad is not None
+            torch.testing.assert_close(a.grad, b.grad.cpu(), atol=1e-3, rtol=1e-3)
+
+
+def test_histories_in_host_memory_are_pinned(data: Data) -> None:
+    model = gas.autoscale(pyg.GCN(16, 8, num_layers=2, out_channels=5).cuda(), data, storage="host")
+    gas.refresh(model, gas.HaloLoader(data, num_parts=3))
+    (history,) = model._autoscaler.memory.histories.values()
+    assert history._rows.is_pinned()
+
+
+def test_batches_can_be_moved_piece_by_piece(data: Data) -> None:
+    model = gas.autoscale(pyg.GraphConv(16, 5).cuda(), data)
+    batch = next(iter(gas.HaloLoader(data, num_parts=3)))
+    assert model(batch.x.cuda(), batch.edge_index.cuda()).shape == (batch.batch_size, 5)
+
+
+def test_autocast_trains(data: Data) -> None:
+    model = gas.autoscale(pyg.GCN(16, 8, num_layers=3, out_channels=5).cuda(), data, dtype=torch.bfloat16)
+    for batch in gas.HaloLoader(data, num_parts=4):
+        batch = batch.to("cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = model(batch.x, batch.edge_index)
+            loss = nn.functional.cross_entropy(out, batch.y[: batch.batch_size])
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert torch.isfinite(loss)
+
+
+def test_fit_runs_on_the_gpu(data: Data) -> None:
+    torch.manual_seed(0)
+    result = gas.fit(build_model("gcn", data, 5), data, parts=4, epochs=3, device="cuda", storage="host", lipschitz=0.1)
+    assert result.peak_memory is not None
+    assert len(result.epochs) == 3

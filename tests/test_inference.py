@@ -1,0 +1,390 @@
+"""Exact inference layer by layer, and predictions from histories."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric import nn as pyg  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+import gnnautoscale as gas
+from conftest import CHANNELS, Counted, Stack, assert_same, call_whole, history_rows, odd_graph, undirected_graph, whole
+from gnnautoscale.errors import InputError, StaleHistoryWarning
+from gnnautoscale.history.device import DeviceHistory
+
+C = CHANNELS
+
+
+def counted(num_layers: int) -> tuple[Stack, list[Counted]]:
+    layers = [Counted() for _ in range(num_layers)]
+    return Stack(list(layers)), layers
+
+
+def forget(layers: list[Counted]) -> None:
+    for layer in layers:
+        layer.calls = layer.num_edges = 0
+
+
+def scaled(num_layers: int = 3, num_parts: int = 5) -> tuple[nn.Module, Data, gas.HaloLoader, Tensor]:
+    data = undirected_graph()
+    model = pyg.GraphSAGE(C, 6, num_layers=num_layers, out_channels=4, dropout=0.5)
+    expected = whole(model, data)
+    return gas.autoscale(model, data), data, gas.HaloLoader(data, num_parts, parts="random"), expected
+
+
+# infer ###############################################################################################################
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_layer_is_computed_once_per_node(num_layers: int, shuffle: bool) -> None:
+    data = undirected_graph()
+    model, layers = counted(num_layers)
+    expected = whole(model, data)
+    loader = gas.HaloLoader(data, 6, parts="random", batch_size=2, shuffle=shuffle)
+    gas.autoscale(model, data)
+    model(next(iter(loader)))  # the first call finds out how the model is run
+    forget(layers)
+    assert_same(gas.infer(model, loader), expected)
+    assert [layer.calls for layer in layers] == [len(loader)] * num_layers
+    assert [layer.num_edges for layer in layers] == [data.num_edges] * num_layers
+
+
+def test_histories_of_the_current_weights_are_used_again() -> None:
+    data = undirected_graph()
+    model, layers = counted(3)
+    loader = gas.HaloLoader(data, 4)
+    gas.autoscale(model, data)
+    first = gas.infer(model, loader)
+    forget(layers)
+    assert torch.equal(gas.infer(model, loader), first)
+    assert [layer.calls for layer in layers] == [0, 0, 4]
+    layers[0].lin.weight.data.mul_(2.0)
+    again = gas.infer(model, loader)
+    assert not torch.allclose(again, first)
+    gas.detach(model)
+    assert_same(again, whole(model, data))
+
+
+def test_modes_and_training_are_left_as_they_were() -> None:
+    model, _, loader, expected = scaled()
+    model.train()
+    frozen = next(module for module in model.modules() if isinstance(module, nn.Dropout))
+    frozen.eval()
+    out = gas.infer(model, loader)
+    assert_same(out, expected)
+    assert not out.requires_grad
+    assert model.training
+    assert not frozen.training
+
+
+def test_random_state_is_left_alone() -> None:
+    model, _, loader, _ = scaled()
+    model.train()
+    before = torch.get_rng_state()
+    gas.infer(model, loader)
+    gas.predict(model, loader, torch.tensor([0]))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_rows_come_in_the_order_of_the_data() -> None:
+    """A model that returns the number of each node: any other order would show."""
+    data = undirected_graph()
+    data.x = torch.arange(40.0).unsqueeze(1)
+
+    class Number(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = pyg.SimpleConv()
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            out: Tensor = x + 0.0 * self.conv(x, edge_index)
+            return out
+
+    model = gas.autoscale(Number(), data)
+    out = gas.infer(model, gas.HaloLoader(data, 7, parts="random", batch_size=2, shuffle=True))
+    assert torch.equal(out, data.x)
+
+
+class Several(nn.Module):
+    """Returns more than one tensor, with different shapes and types."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = pyg.GCNConv(C, 6), pyg.GATConv(6, 3, heads=2)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        hidden = self.first(x, edge_index)
+        out = self.second(hidden.relu(), edge_index)
+        cube = out.view(-1, 2, 3)
+        if self.kind == "tuple":
+            return hidden, cube
+        if self.kind == "dict":
+            return {"hidden": hidden, "nested": [cube, out.double()]}
+        return [hidden, (cube, out[:, 0])]
+
+
+def flat(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    return [tensor for item in items for tensor in flat(item)]
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "list"])
+@pytest.mark.parametrize("num_parts", [1, 5])
+def test_several_outputs(kind: str, num_parts: int) -> None:
+    data = odd_graph()
+    model = Several(kind)
+    expected = whole(model, data)
+    gas.autoscale(model, data)
+    loader = gas.HaloLoader(data, num_parts, parts="random")
+    out = gas.infer(model, loader)
+    assert type(out) is type(expected)
+    for got, want in zip(flat(out), flat(expected), strict=True):
+        assert got.dtype == want.dtype
+        assert_same(got, want)
+    gas.refresh(model, loader)
+    nodes = torch.tensor([3, 1, 3])
+    predicted = gas.predict(model, loader, nodes)
+    assert type(predicted) is type(expected)
+    for got, want in zip(flat(predicted), flat(expected), strict=True):
+        assert_same(got, want[nodes])
+
+
+def test_own_way_to_call_the_model() -> None:
+    data = undirected_graph()
+    model = pyg.GCN(C, 6, num_layers=3, out_channels=4).eval()
+    expected = model(data.x, data.edge_index).detach()
+    gas.autoscale(model, data)
+    loader = gas.HaloLoader(data, 4)
+
+    def call(model: nn.Module, batch: Data) -> Any:
+        return model(batch.x, batch.edge_index)
+
+    assert_same(gas.infer(model, loader, call=call), expected)
+    assert_same(gas.predict(model, loader, torch.tensor([5]), call=call), expected[5:6])
+
+
+def test_another_call_is_computed_anew() -> None:
+    data = undirected_graph()
+    model = pyg.GraphSAGE(C, 6, num_layers=3, out_channels=4).eval()
+    expected = model(data.x * 2, data.edge_index).detach()
+    gas.autoscale(model, data)
+    loader = gas.HaloLoader(data, 4, parts="random")
+    gas.infer(model, loader)
+    assert_same(gas.infer(model, loader, call=lambda model, batch: model(batch.x * 2, batch.edge_index)), expected)
+
+
+def test_other_features_on_the_same_edges_are_computed_anew() -> None:
+    """A second snapshot of a graph may differ in nothing but features."""
+    data = undirected_graph()
+    other = data.clone()
+    other.x = data.x * 2 + 1
+    model = pyg.GraphSAGE(C, 6, num_layers=3, out_channels=4)
+    expected = whole(model, other)
+    gas.autoscale(model, data)
+    gas.infer(model, gas.HaloLoader(data, 4, parts="random"))
+    assert_same(gas.infer(model, gas.HaloLoader(other, 4, parts="random")), expected)
+
+
+@pytest.mark.parametrize("make", [lambda: undirected_graph(60, 150, seed=3), lambda: odd_graph(5)])
+@pytest.mark.parametrize("num_parts", [1, 6])
+def test_second_graph(make: Callable[[], Data], num_parts: int) -> None:
+    model, _, loader, expected = scaled()
+    other = make()
+    gas.refresh(model, loader)
+    kept = history_rows(model)
+    second = gas.HaloLoader(other, num_parts, parts="random")
+    for _ in range(2):
+        out = gas.infer(model, second)
+        now = history_rows(model)
+        assert now.keys() == kept.keys()
+        assert all(torch.equal(now[name], rows) for name, rows in kept.items())
+        with torch.no_grad():
+            assert_same(gas.predict(model, loader, torch.arange(40)), expected)
+        assert out.shape == (other.num_nodes, 4)
+    gas.detach(model)
+    assert_same(out, whole(model, other))
+
+
+def test_second_graph_before_the_first() -> None:
+    model, _, loader, expected = scaled()
+    other = undirected_graph(60, 150, seed=3)
+    out = gas.infer(model, gas.HaloLoader(other, 5))
+    assert_same(gas.infer(model, loader), expected)
+    gas.detach(model)
+    assert_same(out, whole(model, other))
+
+
+@pytest.mark.parametrize("function", [gas.infer, gas.refresh])
+def test_plain_model_is_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises(InputError, match="needs an autoscaled model, but got GCN"):
+        function(pyg.GCN(C, 4, 2), gas.HaloLoader(undirected_graph(), 3))
+
+
+def test_refresh_is_for_the_training_graph() -> None:
+    model, _, _, _ = scaled()
+    with pytest.raises(InputError, match=r"graph that its histories belong to, which has 40 nodes.*33 nodes"):
+        gas.refresh(model, gas.HaloLoader(odd_graph(), 3))
+
+
+# predict #############################################################################################################
+
+
+@pytest.mark.parametrize("nodes", [[7], [5, 3, 5, 39, 0], list(range(39, -1, -1)), []])
+@pytest.mark.parametrize("renew", [gas.refresh, gas.infer])
+def test_predictions_are_rows_of_infer(nodes: list[int], renew: Callable[..., Any]) -> None:
+    model, _, loader, expected = scaled()
+    renew(model, loader)
+    model.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = gas.predict(model, loader, torch.tensor(nodes, dtype=torch.long))
+    assert out.shape == (len(nodes), 4)
+    assert_same(out, expected[nodes])
+    assert model.training
+
+
+def test_one_part_predicts_right_after_infer() -> None:
+    model, _, loader, expected = scaled(num_parts=1)
+    gas.infer(model, loader)
+    assert_same(gas.predict(model, loader, torch.tensor([4, 2])), expected[[4, 2]])
+
+
+def test_one_layer_needs_no_histories() -> None:
+    """With one layer there is nothing that could be stale."""
+    model, _, loader, expected = scaled(num_layers=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(gas.predict(model, loader, torch.tensor([4, 2])), expected[[4, 2]])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+        lambda model: model.convs[0].lin.weight.data.mul_(2),
+        lambda model: model.convs[0].lin.weight.data.copy_(model.convs[0].lin.weight.data.flip(0)),
+        lambda model: model.load_state_dict({key: value + 0.1 for key, value in model.state_dict().items()}),
+        lambda model: next(model.buffers()).add_(1.0),
+    ],
+    ids=["step", "scaled", "exchanged", "loaded", "buffer"],
+)
+def test_stale_histories_are_noticed(change: Callable[[nn.Module], Any]) -> None:
+    data = undirected_graph()
+    model = gas.autoscale(pyg.GCN(C, 6, num_layers=3, out_channels=4, norm="batch_norm"), data)
+    loader = gas.HaloLoader(data, 4)
+    gas.refresh(model, loader)
+    for value in model.parameters():
+        value.grad = torch.ones_like(value)
+    change(model)
+    with pytest.warns(StaleHistoryWarning, match=r"approximate. Call gas.refresh"):
+        gas.predict(model, loader, torch.tensor([1]))
+    gas.refresh(model, loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = gas.predict(model, loader, torch.arange(40))
+    gas.detach(model)
+    assert_same(out, whole(model, data))
+
+
+def test_histories_of_training_are_stale() -> None:
+    model, _, loader, _ = scaled()
+    gas.refresh(model, loader)
+    model.train()
+    model(next(iter(loader)))  # dropout has written rows that evaluation would not
+    with pytest.warns(StaleHistoryWarning):
+        gas.predict(model, loader, torch.tensor([1]))
+
+
+def test_empty_histories_are_refused() -> None:
+    model, _, loader, _ = scaled()
+    with pytest.raises(InputError, match=r"must have been written, but got empty histories.*gas.refresh"):
+        gas.predict(model, loader, torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ([1, 2], "nodes must be a tensor"),
+        (torch.tensor([1.0]), "nodes must be a tensor of node indices"),
+        (torch.tensor([1], dtype=torch.int32), "int64"),
+        (torch.tensor([[1]]), "one-dimensional"),
+        (torch.tensor(1), "one-dimensional"),
+        (torch.tensor([True, False]), "node indices"),
+        (torch.tensor([0, 40]), "from 0 to 39, but got values from 0 to 40"),
+        (torch.tensor([-1]), "from 0 to 39, but got values from -1 to -1"),
+    ],
+)
+def test_bad_nodes_are_refused(nodes: Any, message: str) -> None:
+    model, _, loader, _ = scaled()
+    gas.refresh(model, loader)
+    with pytest.raises(InputError, match=message):
+        gas.predict(model, loader, nodes)
+
+
+def test_predicting_on_another_graph_is_refused() -> None:
+    model, _, loader, _ = scaled()
+    gas.refresh(model, loader)
+    with pytest.raises(InputError, match="graph that its histories belong to"):
+        gas.predict(model, gas.HaloLoader(odd_graph(), 3), torch.tensor([1]))
+
+
+@pytest.fixture
+def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of every pull."""
+    seen: list[int] = []
+    original = DeviceHistory.pull
+
+    def pull(self: DeviceHistory, index: Tensor, **options: Any) -> Tensor:
+        seen.append(index.numel())
+        return original(self, index, **options)
+
+    monkeypatch.setattr(DeviceHistory, "pull", pull)
+    return seen
+
+
+@pytest.mark.parametrize("num_layers", [2, 3, 6])
+def test_prediction_costs_the_same_at_any_depth(num_layers: int, rows_read: list[int]) -> None:
+    data = undirected_graph()
+    model, layers = counted(num_layers)
+    expected = whole(model, data)
+    loader = gas.HaloLoader(data, 4)
+    gas.autoscale(model, data)
+    gas.refresh(model, loader)
+    forget(layers)
+    rows_read.clear()
+    nodes = torch.tensor([3, 17])
+    assert_same(gas.predict(model, loader, nodes), expected[nodes])
+    batch = loader.around(nodes)
+    assert rows_read == [batch.num_nodes]
+    assert [layer.calls for layer in layers] == [0] * (num_layers - 1) + [1]
+    assert layers[-1].num_edges == batch.num_edges
+
+
+def test_sweeps_read_each_row_of_a_batch_once_per_level(rows_read: list[int]) -> None:
+    data = undirected_graph()
+    model, _ = counted(3)
+    loader = gas.HaloLoader(data, 4)
+    gas.autoscale(model, data)
+    gas.infer(model, loader)
+    sizes = [batch.num_nodes for batch in loader]
+    assert rows_read == sizes * 2  # layers 2 and 3 read the layer before them
+
+
+def test_plain_calls_agree_with_predictions_afterwards() -> None:
+    model, data, loader, expected = scaled()
+    gas.refresh(model, loader)
+    model.eval()
+    with torch.no_grad():
+        for batch in loader:
+            assert_same(model(batch), expected[batch.n_id[: batch.batch_size]])
+    gas.detach(model)
+    assert_same(call_whole(model, data), expected)
