@@ -22,6 +22,7 @@ ORDER = [
     "scalable",
     "regularize",
     "inference",
+    "memory",
     "models",
     "generate",
     "files",

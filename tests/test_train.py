@@ -431,11 +431,10 @@ def test_constant_schedule() -> None:
 
 def test_plateau_schedule_halves_after_ten_evaluations_without_a_better_score(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, [50.0, 60.0] + [60.0] * 30)
-    result = run(schedule="plateau", lr=0.08, epochs=26, mode="full").result
+    result = run(schedule="plateau", lr=0.08, epochs=14, mode="full").result
     # The second epoch is the best; the tenth evaluation after it is that of epoch 12.
-    expected = [0.08] * 12 + [0.04] * 10 + [0.02] * 4
-    assert [epoch.learning_rate for epoch in result.epochs][:12] == pytest.approx(expected[:12])
-    assert [epoch.learning_rate for epoch in result.epochs][12] == pytest.approx(0.04)
+    rates = [epoch.learning_rate for epoch in result.epochs]
+    assert rates == pytest.approx([0.08] * 12 + [0.04] * 2)
 
 
 def test_plateau_schedule_goes_on_while_scores_rise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,19 +502,17 @@ def test_a_batch_without_training_nodes_moves_histories_only() -> None:
     assert bool((rows.abs().sum(1) > 0).all())
 
 
-def test_histories_of_a_batch_without_training_nodes_are_the_weights_of_its_step() -> None:
-    data = two_cliques()
-    model = gcn(dropout=0.0)
+def test_a_batch_without_training_nodes_pushes_what_its_weights_give() -> None:
+    data, model = two_cliques(), gcn(dropout=0.0)
     with torch.no_grad():
         before = model.convs[0](data.x, data.edge_index)
-    got = run(model, data, parts=2, batch_size=1, epochs=1)
+    fit(model, data, parts=2, batch_size=1, epochs=1)
+    rows = history_of(model, "convs.0")
     with torch.no_grad():
-        after = GCN.__call__(gas.detach(got.model), data.x, data.edge_index)
-    assert after.shape == (8, CLASSES)
-    run_again = gcn(dropout=0.0)
-    fit(run_again, data, parts=2, batch_size=1, epochs=1)
-    rows = history_of(run_again, "convs.0")
-    torch.testing.assert_close(rows[:4], before[:4])  # pushed before the first step
+        after = gas.detach(model).convs[0](data.x, data.edge_index)
+    # The first clique is pushed before the only step, the second before or after it.
+    torch.testing.assert_close(rows[:4], before[:4])
+    assert any(torch.allclose(rows[4:], given[4:], atol=1e-6) for given in (before, after))
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "plateau"])

@@ -24,6 +24,9 @@ from gnnautoscale.session import Memory, Penalty, Plan, Session, describe
 
 M = TypeVar("M", bound=nn.Module)
 
+# How many graphs besides the training graph are remembered: enough for validation and test in turn.
+_MOST_OTHERS = 4
+
 OpenSession = Callable[[BatchInfo, Plan, Memory, torch.device], Session]
 
 
@@ -46,12 +49,15 @@ class Autoscaler:
         self.edge_dropout = edge_dropout
         self.explicit = explicit
         self.plan: Plan | None = None
+        self._planned_for: set[torch.dtype] = set()
         self.session: Session | None = None
         self.penalty: Penalty | None = None
         # What is known about the edges of further graphs that the model was evaluated on.
         self._others: dict[str, Memory] = {}
         self._visited: tuple[str, Memory] | None = None
         self._open: OpenSession | None = None
+        self._signature = inspect.signature(model.forward)
+        self._overridden: list[tuple[nn.Module, str, Any]] = []
         self._attach(model)
 
     # Attaching #######################################################################################################
@@ -64,6 +70,14 @@ class Autoscaler:
                 got=f"{type(model).__name__} without one",
                 fix="A model that does not pass messages needs no histories: train it on batches of nodes.",
             )
+        for module in model.modules():
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, partial) and isinstance(getattr(forward.func, "__self__", None), Autoscaler):
+                raise InputError(
+                    "a model is autoscaled once and as a whole",
+                    got=f"{type(module).__name__}, which is autoscaled or belongs to a model that is",
+                    fix="Call gas.detach on the model that was autoscaled first.",
+                )
         for name, layer in layers:
             if getattr(layer, "cached", False):
                 raise UnsupportedModelError(
@@ -72,32 +86,46 @@ class Autoscaler:
                     fix="Create it with cached=False; what it derives from edges is recorded once anyway.",
                 )
         for name, layer in layers:
-            _override(layer, "forward", partial(self._layer, layer, name or type(layer).__name__, layer.forward))
+            self._override(layer, "forward", partial(self._layer, layer, name or type(layer).__name__, layer.forward))
             for method in EDGE_METHODS:
-                _override(layer, method, partial(self._edges, method, getattr(layer, method)))
+                self._override(layer, method, partial(self._edges, method, getattr(layer, method)))
         for module in model.modules():
             if isinstance(module, _BatchNorm):
-                _override(module, "forward", partial(self._batch_norm, module, module.forward))
-        _override(model, "forward", partial(self._forward, model, model.forward))
-        _override(model, "_autoscaler", self)
+                self._override(module, "forward", partial(self._batch_norm, module, module.forward))
+        self._override(model, "forward", partial(self._forward, model, model.forward))
+        self._override(model, "_autoscaler", self)
 
-    @staticmethod
-    def detach(model: nn.Module) -> None:
-        """Remove everything that was attached; what the classes define comes back into view."""
-        del model._autoscaler
-        for module in model.modules():
-            for name in ("forward", *EDGE_METHODS):
-                module.__dict__.pop(name, None)
+    def _override(self, module: nn.Module, name: str, value: Any) -> None:
+        """Put something before what a module or its class defines."""
+        self._overridden.append((module, name, module.__dict__.get(name)))
+        module.__dict__[name] = value
+
+    def detach(self) -> None:
+        """Remove everything that was attached; what was there before comes back into view."""
+        for module, name, before in reversed(self._overridden):
+            if before is None:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = before
+        self._overridden.clear()
 
     def _layer(self, layer: MessagePassing, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs) if self.session is None else self.session.layer(layer, name, run, args, kwargs)
+        if self.session is None:
+            raise UnsupportedModelError(
+                f"{describe(name, layer)} of an autoscaled model runs in the model's forward pass",
+                got="a call outside of it, by hand or by gradient checkpointing",
+                fix="Call the model as a whole; detach it to use its layers by themselves; histories make "
+                "checkpointing unnecessary.",
+            )
+        return self.session.layer(layer, name, run, args, kwargs)
 
     def _edges(self, method: str, run: Callable[..., Any], edge_index: Tensor, size: Any = None, **values: Any) -> Any:
         if self.session is None:
             return run(edge_index, size=size, **values)
         return getattr(self.session, method)(run, edge_index, size, values)
 
-    def _batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], *args: Tensor, **kwargs: Tensor) -> Tensor:
+        (x,) = (*args, *kwargs.values())
         return run(x) if self.session is None else self.session.batch_norm(norm, run, x)
 
     # Running #########################################################################################################
@@ -105,12 +133,15 @@ class Autoscaler:
     def _forward(self, model: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.session is not None:  # the model calls itself, or is being rehearsed
             return run(*args, **kwargs)
-        args, kwargs = _unpack_batch(run, args, kwargs)
+        args, kwargs = _unpack_batch(self._signature, type(model).__name__, args, kwargs)
         info = _find_batch(args, kwargs)
         memory = self.memory_of(info.graph)
         device = next(iter(model.parameters()), info.n_id).device
-        if self.plan is None:
-            self.plan = make_plan(model, partial(self._run, run), info, args, kwargs, explicit=self.explicit)
+        dtypes = {weight.dtype for weight in model.parameters()}
+        if self.plan is None or self._planned_for != dtypes:
+            arguments = self._signature.bind(*args, **kwargs)
+            self.plan = make_plan(model, partial(self._run, run), info, arguments, explicit=self.explicit)
+            self._planned_for = dtypes
         session = (self._open or partial(self._step, model))(info, self.plan, memory, device)
         return session.finish(self._run(run, session, args, kwargs))
 
@@ -163,8 +194,10 @@ class Autoscaler:
         if graph.key == self.key:
             memory = self.memory.apart() if apart else self.memory
         else:
-            known = Memory(graph, graph.num_nodes, self.memory.storage, self.memory.dtype)
-            memory = self._others.setdefault(graph.key, known).apart()
+            known = self._others.pop(graph.key, None)
+            known = known or Memory(graph, graph.num_nodes, self.memory.storage, self.memory.dtype)
+            self._others = {**dict(list(self._others.items())[1 - _MOST_OTHERS :]), graph.key: known}
+            memory = known.apart()
         self._visited = graph.key, memory
         try:
             yield memory
@@ -208,10 +241,6 @@ def autoscale(
         raise InputError(
             "autoscale takes a torch.nn.Module", got=type(model).__name__, fix="Pass an instance of the model."
         )
-    if is_autoscaled(model):
-        raise InputError(
-            "a model is autoscaled once", got="a model that is already", fix="Call gas.detach(model) first."
-        )
     if dtype is not None and not dtype.is_floating_point:
         raise InputError("dtype must be a floating-point type", got=f"{dtype}", fix="Use e.g. torch.float32.")
     if not 0.0 <= edge_dropout < 1.0:
@@ -238,8 +267,7 @@ def detach(model: M) -> M:
         >>> from torch_geometric.nn import GCN
         >>> model = detach(autoscale(GCN(8, 16, num_layers=2), 100))
     """
-    attached(model)
-    Autoscaler.detach(model)
+    attached(model).detach()
     return model
 
 
@@ -256,11 +284,6 @@ def attached(model: nn.Module) -> Autoscaler:
 def is_autoscaled(model: nn.Module) -> bool:
     """Whether histories are attached to the model."""
     return isinstance(getattr(model, "_autoscaler", None), Autoscaler)
-
-
-def _override(module: nn.Module, name: str, value: Any) -> None:
-    """Put something before what the module's class defines; deleting it brings that back."""
-    module.__dict__[name] = value
 
 
 def _find_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchInfo:
@@ -289,7 +312,7 @@ def _find_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchInfo:
 
 
 def _unpack_batch(
-    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    signature: inspect.Signature, model: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Turn ``model(batch)`` into the arguments that the model's forward names, unless it wants the batch itself."""
     if len(args) != 1 or not isinstance(args[0], Data):
@@ -297,7 +320,7 @@ def _unpack_batch(
     batch = args[0]
     parameters = [
         parameter
-        for parameter in inspect.signature(run).parameters.values()
+        for parameter in signature.parameters.values()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and parameter.name not in kwargs
     ]
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
@@ -308,7 +331,7 @@ def _unpack_batch(
         return args, kwargs
     if missing:
         raise InputError(
-            f"model(batch) passes each argument of {type(_owner(run)).__name__}.forward that the batch has by its name",
+            f"model(batch) passes each argument of {model}.forward that the batch has by its name",
             got=f"a batch without {', '.join(missing)}",
             fix="Call the model with its arguments, e.g. model(batch.x, batch.edge_index).",
         )
@@ -323,9 +346,3 @@ def _unpack_batch(
         )
     }
     return (), {**chosen, **kwargs}
-
-
-def _owner(run: Callable[..., Any]) -> Any:
-    while isinstance(run, partial):
-        run = run.func
-    return getattr(run, "__self__", run)

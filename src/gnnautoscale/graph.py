@@ -56,7 +56,7 @@ class EdgesByTarget:
 
 
 class Graph:
-    """A graph's edges and edge-level attributes in host memory, and a key that recognises it.
+    """A graph's edges and edge-level attributes in host memory, and a key that recognises it and its features.
 
     Args:
         data: The graph as PyG holds it, with ``edge_index`` ``[2, num_edges]``.
@@ -91,18 +91,29 @@ class Graph:
             if name != "edge_index" and isinstance(value, Tensor) and data.is_edge_attr(name)
         }
         _check_attributes(data, self.num_nodes, self.edge_attributes)
+        self._features = {
+            name: value
+            for name, value in data
+            if isinstance(value, Tensor) and data.is_node_attr(name) and name != "y" and not name.endswith("_mask")
+        }
         self._local = torch.full((self.num_nodes,), -1, dtype=torch.long)
 
     @cached_property
     def key(self) -> str:
-        """A fingerprint of nodes, edges and edge-level attributes."""
-        names = sorted(self.edge_attributes)
-        return fingerprint(
-            self.edge_index,
-            *(self.edge_attributes[name] for name in names),
-            nodes=self.num_nodes,
-            names=",".join(names),
-        )
+        """A fingerprint of edges, features and edge-level attributes: what histories depend on besides weights."""
+        named = sorted({**self._features, **self.edge_attributes}.items())
+        names = ",".join(name for name, _ in named)
+        return fingerprint(self.edge_index, *(value for _, value in named), nodes=self.num_nodes, names=names)
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        """Whether the reverse of every edge is an edge too."""
+        # The sum of a random hash of (source, target) over all edges equals that of (target, source) if the edges
+        # are the same in both directions, and by chance hardly ever: no sorting is needed.
+        generator = torch.Generator().manual_seed(0)
+        first, second = (torch.randint(-(2**62), 2**62, (self.num_nodes,), generator=generator) for _ in range(2))
+        source, target = self.edge_index
+        return bool((first[source] * second[target]).sum() == (first[target] * second[source]).sum())
 
     @cached_property
     def incoming(self) -> EdgesByTarget:

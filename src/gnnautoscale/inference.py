@@ -31,8 +31,8 @@ def infer(
     """Run a model on all nodes of a graph, exactly, one batch at a time.
 
     Histories are recomputed layer by layer: each sweep over the batches computes one layer for every node from
-    the layer before it, so that nothing is stale and no layer is computed twice. Histories that the current
-    weights wrote already are used as they are. Device memory is bounded by one batch and the histories.
+    the layer before it, so that nothing is stale and no layer is computed twice. Device memory is bounded by one
+    batch and the histories.
 
     Args:
         model: An autoscaled model; it runs in evaluation mode.
@@ -55,10 +55,13 @@ def infer(
     """
     scaler = attached(model)
     with evaluating(model), scaler.visiting(loader.graph, apart=not update_histories) as memory:
-        if len(loader) == 1:
-            return _collect(model, scaler, loader, call, Session)
-        _sweep_all(model, scaler, memory, loader, call)
-        return _collect(model, scaler, loader, call, partial(Sweep, level=None))
+        if len(loader) > 1:
+            _sweep_all(model, scaler, memory, loader, call)
+            return _collect(model, scaler, loader, call, partial(Sweep, level=None))
+        out = _collect(model, scaler, loader, call, partial(Session, push_all=update_histories))
+        if update_histories:
+            memory.written_by = weights_checksum(model)
+        return out
 
 
 @torch.no_grad()
@@ -143,7 +146,7 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
                 got="empty histories",
                 fix="Train the model, or call gas.refresh(model, loader) first.",
             )
-        if memory.written_by != weights_checksum(model):
+        if plan.live and memory.written_by != weights_checksum(model):
             warnings.warn(
                 "The histories were not all written by the model's current weights, so these predictions are "
                 "approximate. Call gas.refresh(model, loader) for exact ones.",
@@ -166,16 +169,13 @@ def weights_checksum(model: nn.Module) -> list[float]:
 
 
 def _sweep_all(model: nn.Module, scaler: Autoscaler, memory: Memory, loader: HaloLoader, call: CallModel) -> None:
-    """Bring all histories up to date, level by level, unless the current weights wrote them."""
+    """Bring all histories up to date, level by level."""
     plan = _plan(model, scaler, _to_model(next(loader.in_order()), model), call)
-    checksum = weights_checksum(model)
-    if memory.written_by == checksum and plan.live <= memory.histories.keys():
-        return
     for level in plan.levels:
         with scaler.running(partial(Sweep, level=level)):
             for batch in loader.in_order():
                 run_sweep(partial(call, model, _to_model(batch, model)))
-    memory.written_by = checksum
+    memory.written_by = weights_checksum(model)
 
 
 class _Planned(BaseException):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,14 +28,14 @@ class BatchInfo:
         n_id: Node index of each row, the batch's nodes first, then the halo, ``[num_rows]``, in host memory.
         batch_size: How many of the rows are the batch's own nodes.
         e_id: Edge index of each edge of the batch, ``[num_edges]``, in host memory.
-        memo: Results that depend on this batch alone, kept as long as the batch is.
+        memo: What was computed for this batch alone, for as long as what it was computed from is in use.
     """
 
     graph: Graph
     n_id: Tensor
     batch_size: int
     e_id: Tensor
-    memo: dict[Any, Any] = field(default_factory=dict)
+    memo: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)
 
     @property
     def num_rows(self) -> int:
@@ -88,6 +89,10 @@ class BatchTensor(Tensor):
     def plain(self) -> Tensor:
         """The same values without the tag."""
         return self.as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = self.plain.clone()
+        return BatchTensor.tag(copied, self.info, self.attribute) if self.is_original else copied
 
     @classmethod
     def __torch_function__(
@@ -236,7 +241,9 @@ class HaloLoader:
         members = list(torch.split(order, torch.bincount(self.labels).tolist()))
         self._assembly = _Assembly(data, self.graph, members, bidirectional)
         self._generator = torch.Generator().manual_seed(seed)
-        self._ready: dict[tuple[int, ...], tuple[Data, BatchInfo]] = {}
+        # Workers draw their seeds from here and not from the user's random state.
+        self._worker_seeds = torch.Generator().manual_seed(seed)
+        self._ready: dict[tuple[int, ...], _Ready] = {}
 
     def __len__(self) -> int:
         return -(-self.num_parts // self.batch_size)
@@ -262,20 +269,23 @@ class HaloLoader:
     def _batches(self, order: Tensor, *, keep: bool) -> Iterator[Data]:
         # Ascending inside a batch, so that the same parts give the same batch however they were drawn.
         groups = [tuple(sorted(group.tolist())) for group in torch.split(order, self.batch_size)]
+        # Decided now: another iteration may add to what is ready while this one goes on.
+        ready = {group: self._ready[group] for group in groups if group in self._ready and self._ready[group].intact()}
         fetched = iter(
             DataLoader(
                 self._assembly,
-                sampler=[group for group in groups if group not in self._ready],
+                sampler=[group for group in groups if group not in ready],
                 batch_size=None,
                 num_workers=self.num_workers,
                 collate_fn=_hand_over,
+                generator=self._worker_seeds,
             )
         )
         for group in groups:
-            ready = self._ready.get(group) or self._wrap(next(fetched))
+            batch = ready[group] if group in ready else self._wrap(next(fetched))
             if keep:
-                self._ready[group] = ready
-            yield _tagged_copy(*ready)
+                self._ready[group] = batch
+            yield batch.tagged_copy()
 
     @cached_property
     def connectivity(self) -> float:
@@ -295,21 +305,36 @@ class HaloLoader:
             tensor([3, 0])
         """
         single = _Assembly(self.data, self.graph, [nodes], self._assembly.bidirectional)
-        return _tagged_copy(*self._wrap(single[(0,)]))
+        return self._wrap(single[(0,)]).tagged_copy()
 
-    def _wrap(self, pieces: _Pieces) -> tuple[Data, BatchInfo]:
+    def _wrap(self, pieces: _Pieces) -> _Ready:
         batch = Data.from_dict(pieces.attributes)
         batch.num_nodes = pieces.n_id.numel()
-        batch.n_id, batch.e_id, batch.batch_size = pieces.n_id, pieces.e_id, pieces.batch_size
-        return batch, BatchInfo(self.graph, pieces.n_id, pieces.batch_size, pieces.e_id)
+        # Copies, since a user may write into the batch's.
+        batch.n_id, batch.e_id, batch.batch_size = pieces.n_id.clone(), pieces.e_id.clone(), pieces.batch_size
+        return _Ready(batch, BatchInfo(self.graph, pieces.n_id, pieces.batch_size, pieces.e_id))
 
 
-def _tagged_copy(batch: Data, info: BatchInfo) -> Data:
-    """A copy that the user may move and change without touching the kept batch; tensors are shared."""
-    batch = copy.copy(batch)
-    for name in ("edge_index", "n_id", *info.graph.edge_attributes):
-        batch[name] = BatchTensor.tag(batch[name], info, name)
-    return batch
+class _Ready:
+    """A batch that may be yielded many times."""
+
+    def __init__(self, batch: Data, info: BatchInfo) -> None:
+        self._batch, self._info = batch, info
+        self._versions = self._current_versions()
+
+    def intact(self) -> bool:
+        """Whether nobody wrote into its tensors."""
+        return self._versions == self._current_versions()
+
+    def tagged_copy(self) -> Data:
+        """A copy that the user may move and change without touching this one; tensors are shared."""
+        batch = copy.copy(self._batch)
+        for name in ("edge_index", "n_id", *self._info.graph.edge_attributes):
+            batch[name] = BatchTensor.tag(batch[name], self._info, name)
+        return batch
+
+    def _current_versions(self) -> list[int]:
+        return [value._version for _, value in self._batch if isinstance(value, Tensor)]
 
 
 def _labels(graph: Graph, num_parts: int | None, parts: str | Tensor, seed: int, cache_dir: str | None) -> Tensor:

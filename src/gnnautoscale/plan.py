@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import BoundArguments
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
@@ -26,27 +28,24 @@ from gnnautoscale.loader import BatchInfo, BatchTensor, HaloLoader
 from gnnautoscale.record import ArgumentKind, Event, map_tensors, tensors_in
 from gnnautoscale.session import LayerCall, Memory, Plan, Session, Sweep, _Frame, describe, evaluating, run_sweep
 
-# A ring with chords and one self-loop, in both directions. Halo nodes have neighbours beyond the halo, so that
-# their degrees inside a batch are wrong; no count of edges equals a count of nodes.
+# A ring with chords and one self-loop. Halo nodes have neighbours beyond the halo, so that their degrees inside a
+# batch are wrong; no count of edges equals a count of nodes.
 _NUM_NODES = 13
 _PAIRS = [(i, (i + 1) % _NUM_NODES) for i in range(_NUM_NODES)]
-_PAIRS += [(0, 5), (1, 7), (2, 9), (3, 11), (4, 8), (6, 12), (0, 10)]
+_PAIRS += [(0, 5), (1, 7), (2, 9), (11, 3), (8, 4), (12, 6), (0, 10)]
 _PARTS = (0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2)
 
 RunModel = Callable[[Session, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def make_plan(
-    model: nn.Module, run: RunModel, info: BatchInfo, args: tuple[Any, ...], kwargs: dict[str, Any], *, explicit: bool
-) -> Plan:
+def make_plan(model: nn.Module, run: RunModel, info: BatchInfo, arguments: BoundArguments, *, explicit: bool) -> Plan:
     """Find out how a model must be run, and check that its batches agree with the whole graph.
 
     Args:
         model: The attached model.
         run: Calls the model inside a session.
         info: The batch that the arguments come from.
-        args: Positional arguments of a call with that batch.
-        kwargs: Keyword arguments of that call.
+        arguments: The arguments of a call with that batch.
         explicit: Whether the model names its own slots.
 
     Raises:
@@ -57,12 +56,12 @@ def make_plan(
     with evaluating(model), torch.autocast(device.type, enabled=False):
         with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(0)
-            stage = _Stage(info, args, kwargs, device)
+            stage = _Stage(info, arguments, device)
         rehearsals = _Rehearsals(model, run, stage, explicit)
         if any(is_lazy(parameter) for parameter in model.parameters()):
             # Weights that are drawn now must come from the user's own random state.
             rehearsals.observe(set())
-        with torch.random.fork_rng(devices=cuda):
+        with torch.random.fork_rng(devices=cuda), _stirred(model):
             return rehearsals.plan()
 
 
@@ -78,7 +77,7 @@ class _Rehearsals:
         everything_needed = False
         while True:
             plan, truth = self.observe(inner, everything_needed=everything_needed)
-            deviation = self._rehearse(plan, truth)
+            deviation = self._rehearse(plan, truth) or self._sweep(plan, truth)
             if deviation is None:
                 break
             call = plan.calls.get(deviation.name)
@@ -90,8 +89,6 @@ class _Rehearsals:
             else:
                 raise deviation.error()
         self._check_training_mode(plan, truth)
-        plan.skip_empty = True
-        plan.skip_empty = self._can_skip(plan, truth)
         return plan
 
     def observe(self, inner: set[str], *, everything_needed: bool = False) -> tuple[Plan, _Truth]:
@@ -113,7 +110,7 @@ class _Rehearsals:
         try:
             for batch in self.stage.parts:
                 session = _Rehearsal(self.stage, batch, plan, truth)
-                with torch.no_grad(), _watching(self.model, session.check):
+                with torch.no_grad(), _watching(self.model, session.check_numbered):
                     out = self.run(session, *self.stage.arguments(batch))
                 session.check(Plan.OUTPUT, None, out)
         except _DeviationError as deviation:
@@ -133,55 +130,77 @@ class _Rehearsals:
             session.checking = False  # dropout inside of layers may change their output
             with torch.no_grad():
                 self.run(session, *self.stage.arguments(batch))
-            seen.append(session.local_constants)
+            seen.append(session.local_edges)
         for (name, before), (_, after) in zip(*seen, strict=True):
             if before.shape != after.shape or not torch.equal(before, after):
                 raise UnsupportedModelError(
-                    f"{name} must hand the same edge weights to propagate in training as in evaluation",
-                    got="weights that it changes at random while it trains",
+                    f"{name} must hand the same edges and edge weights to propagate in training as in evaluation",
+                    got="some that it changes at random while it trains",
                     fix="Set the layer's own dropout to 0 and use autoscale(..., edge_dropout=p).",
                 )
 
-    def _can_skip(self, plan: Plan, truth: _Truth) -> bool:
-        """Whether the model runs when rows that a sweep does not need are left out."""
-        batch = next(iter(self.stage.parts))
-        try:
-            for level in (*plan.levels, None):
-                session = _TinySweep(self.stage, batch, plan, truth, level)
-                with torch.no_grad():
-                    run_sweep(partial(self.run, session, *self.stage.arguments(batch)))
-        except (RuntimeError, ValueError, IndexError):
-            return False
-        return True
+    def _sweep(self, plan: Plan, truth: _Truth) -> _DeviationError | None:
+        """Compute each level from the levels below, without the rows that nothing needs if the model runs so."""
+        deviation: _DeviationError | None = None
+        for skip_empty in (True, False):
+            plan.skip_empty = skip_empty
+            try:
+                for batch in self.stage.parts:
+                    for level in (*plan.levels, None):
+                        session = _TinySweep(self.stage, batch, plan, truth, level)
+                        with torch.no_grad():
+                            out = run_sweep(partial(self.run, session, *self.stage.arguments(batch)))
+                        if level is None:
+                            session.check(Plan.OUTPUT, None, out)
+                return None
+            except _DeviationError as error:
+                deviation = error
+            except (RuntimeError, ValueError, IndexError):
+                if not plan.skip_empty:
+                    raise
+        return deviation
 
 
 class _Stage:
     """The tiny graph, and the arguments of the model's call recast for it."""
 
-    def __init__(self, info: BatchInfo, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
-        self.info, self.call, self.device = info, (args, kwargs), device
-        edge_index = torch.tensor([*_PAIRS, *((b, a) for a, b in _PAIRS), (2, 2)]).t().contiguous()
+    def __init__(self, info: BatchInfo, arguments: BoundArguments, device: torch.device) -> None:
+        self.info, self.call, self.device = info, arguments, device
+        # As symmetric as the real graph, since a model may rely on that.
+        pairs = [*_PAIRS, *((b, a) for a, b in _PAIRS)] if info.graph.is_symmetric else _PAIRS
+        # Sorted by target, which some aggregations ask for.
+        edge_index = torch.tensor(sorted([*pairs, (2, 2)], key=lambda pair: pair[1])).t().contiguous()
         data = Data(edge_index=edge_index, num_nodes=_NUM_NODES)
         for name, value in info.graph.edge_attributes.items():
             data[name] = _sample(value, edge_index.size(1), edge_level=True)
         self._names: dict[int, str] = {}
-        for value in _leaves(self.call):
-            if isinstance(value, Data):
-                for name, attribute in value:
-                    if isinstance(attribute, Tensor) and not isinstance(attribute, BatchTensor) and name != "e_id":
-                        self._add(data, name, attribute)
-            elif not isinstance(value, BatchTensor):
-                self._add(data, f"argument {len(self._names)}", value)
+        for parameter, value in arguments.arguments.items():
+            for leaf in _leaves(value):
+                if isinstance(leaf, Data):
+                    self._add_batch(data, leaf)
+                elif not isinstance(leaf, BatchTensor):
+                    self._add(data, f"{parameter} {len(self._names)}", leaf)
         self.whole = HaloLoader(data, parts=torch.zeros(_NUM_NODES, dtype=torch.long))
-        self.parts = HaloLoader(data, parts=torch.tensor(_PARTS))
+        # Both ways, since the real loader's halo may be; if it is not although a layer needs it, that layer says so.
+        self.parts = HaloLoader(data, parts=torch.tensor(_PARTS), bidirectional=True)
         self.memory = Memory(self.parts.graph, _NUM_NODES, "device", None)
 
-    def _add(self, data: Data, name: str, value: Tensor) -> None:
-        kind = _kind(value, self.info.num_rows, self.info.e_id.numel())
-        if kind in ("node", "edge"):
-            num_rows = _NUM_NODES if kind == "node" else data.edge_index.size(1)
-            data[name] = _sample(value, num_rows, edge_level=kind == "edge").cpu()
-            self._names[id(value)] = name
+    def _add_batch(self, data: Data, batch: Data) -> None:
+        for name, value in batch:
+            if isinstance(value, BatchTensor) or name in ("e_id", "batch_size", "num_nodes"):
+                continue
+            if not isinstance(value, Tensor) or not self._add(data, name, value):
+                data[name] = value
+
+    def _add(self, data: Data, name: str, value: Tensor) -> bool:
+        """Put rows like the given ones into the tiny graph, if they belong to nodes or edges."""
+        kind = _kind(value, self.info.num_rows, self.info.e_id.numel(), name)
+        if kind == "other":
+            return False
+        num_rows = _NUM_NODES if kind == "node" else data.edge_index.size(1)
+        data[name] = _sample(value, num_rows, edge_level=kind == "edge").cpu()
+        self._names[id(value)] = name
+        return True
 
     def arguments(self, batch: Data) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments, taken from a batch of the tiny graph."""
@@ -190,7 +209,8 @@ class _Stage:
         def recast(value: Any) -> Any:
             if isinstance(value, BatchTensor):
                 # A node may index a table of the real graph's size, which can be smaller than the tiny graph.
-                return batch.n_id % self.info.graph.num_nodes if value.attribute == "n_id" else batch[value.attribute]
+                own = batch.n_id % self.info.graph.num_nodes if value.attribute == "n_id" else batch[value.attribute]
+                return own if value.is_original and not value.requires_grad else own.clone().detach().mul(1)
             if isinstance(value, Tensor):
                 name = self._names.get(id(value))
                 if name is None:
@@ -205,8 +225,7 @@ class _Stage:
                 return {name: recast(item) for name, item in value.items()}
             return value
 
-        args, kwargs = self.call
-        return recast(args), recast(kwargs)
+        return recast(self.call.args), recast(self.call.kwargs)
 
 
 @dataclass
@@ -224,7 +243,7 @@ class _Observation(Session):
         super().__init__(batch.edge_index.info, plan, stage.memory, stage.device)
         self.truth = _Truth()
         self._slot_of: dict[int, str] = {}
-        self._kept: list[Tensor] = []
+        self._leaves: list[Tensor] = []
         self._seen: Counter[str] = Counter()
 
     def note(self, name: str, module: nn.Module | None, out: Any) -> None:
@@ -257,7 +276,7 @@ class _Observation(Session):
         self.plan.rows[slot] = out.detach()[:0]
         self.truth.slots[slot] = out.detach().clone()
         leaf = out.detach().requires_grad_()
-        self._kept.append(leaf)
+        self._leaves.append(leaf)
         self._slot_of[id(leaf)] = slot
         # A copy, since what follows may write into it, which autograd forbids on the leaf itself.
         return leaf.clone()
@@ -268,11 +287,13 @@ class _Observation(Session):
         return out
 
     def _known_call(self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+        tensors = tensors_in((args, kwargs))
+        own = [self._own_attribute(value) for value in tensors]
         kinds: list[ArgumentKind] = [
-            "own" if self._is_own(value) else _kind(value, _NUM_NODES, self.info.e_id.numel())
-            for value in tensors_in((args, kwargs))
+            "own" if attribute is not None else _kind(value, _NUM_NODES, self.info.e_id.numel())
+            for value, attribute in zip(tensors, own, strict=True)
         ]
-        return self.plan.calls.setdefault(call, LayerCall(kinds))
+        return self.plan.calls.setdefault(call, LayerCall(kinds, own))
 
     def _events(self, *_: Any) -> list[Event] | None:
         return None
@@ -288,39 +309,36 @@ class _Observation(Session):
         )
         return edge_index, values
 
+    def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if not self._inside_propagate and x.size(0) == _NUM_NODES:
+            self.plan.node_norms.add(norm)
+        return run(x)
+
     def propagate(self, run: Callable[..., Any], edge_index: Tensor, size: Any, values: dict[str, Any]) -> Any:
         self._frames[-1].call.num_propagations += 1
         return super().propagate(run, edge_index, size, values)
 
 
 class _ExactHistories(Session):
-    """A session on the tiny graph whose histories hold the exact rows."""
+    """A session on the tiny graph whose histories hold the exact rows; what is pushed is compared with them."""
 
     truth: _Truth
+    checking = True
 
     def push(self, slot: str, out: Tensor) -> None:
-        """Exact histories stay as they are."""
+        self._compare(slot, None, out, self.truth.slots[slot])
 
     def pull(self, slot: str, index: Tensor, like: Tensor) -> Tensor:
         return self.truth.slots[slot][index.to(self.device)]
 
-
-class _Rehearsal(_ExactHistories):
-    """Runs a batch of the tiny graph and compares it with the whole."""
-
-    def __init__(self, stage: _Stage, batch: Data, plan: Plan, truth: _Truth) -> None:
-        super().__init__(batch.edge_index.info, plan, stage.memory, stage.device)
-        self.truth = truth
-        self.checking = True
-        self.local_constants: list[tuple[str, Tensor]] = []
-        self._seen: Counter[str] = Counter()
-
     def check(self, name: str, module: nn.Module | None, out: Any) -> None:
         """Compare the batch's rows with the whole graph's; the halo's may be meaningless after the last layer."""
+        self._compare(name, module, out, self.truth.outputs[name])
+
+    def _compare(self, name: str, module: nn.Module | None, out: Any, whole: Any) -> None:
         if not self.checking:
             return
-        name = _numbered(self._seen, name)
-        for value, expected in zip(tensors_in(out), tensors_in(self.truth.outputs[name]), strict=True):
+        for value, expected in zip(tensors_in(out), tensors_in(whole), strict=True):
             if value.dim() == 0 or value.size(0) != self.info.num_rows or expected.size(0) != _NUM_NODES:
                 continue
             got = value[: self.info.batch_size].double()
@@ -329,6 +347,23 @@ class _Rehearsal(_ExactHistories):
             bound = tolerance * want.nan_to_num().abs().amax().clamp(min=1e-6) if want.numel() else 1.0
             if got.shape != want.shape or not torch.allclose(got, want, rtol=0.0, atol=float(bound), equal_nan=True):
                 raise _DeviationError(name, module)
+
+
+class _Rehearsal(_ExactHistories):
+    """Runs a batch of the tiny graph and compares it with the whole."""
+
+    def __init__(self, stage: _Stage, batch: Data, plan: Plan, truth: _Truth) -> None:
+        super().__init__(batch.edge_index.info, plan, stage.memory, stage.device)
+        self.truth = truth
+        self.local_edges: list[tuple[str, Tensor]] = []
+        self._seen: Counter[str] = Counter()
+
+    def check_numbered(self, name: str, module: nn.Module | None, out: Any) -> None:
+        """Compare a module's output, which may be called several times."""
+        self.check(_numbered(self._seen, name), module, out)
+
+    def push(self, slot: str, out: Tensor) -> None:
+        """Layers are compared as a whole."""
 
     def _run_layer(self, call: str, layer: MessagePassing, *rest: Any) -> Any:
         try:
@@ -347,9 +382,10 @@ class _Rehearsal(_ExactHistories):
     def _recorded(self, frame: _Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         if frame.events is not None and frame.num_events < len(frame.events):
             name = describe(frame.name, frame.layer)
-            for constant in frame.events[frame.num_events].constants:
-                if isinstance(values.get(constant), Tensor):
-                    self.local_constants.append((name, values[constant].detach().clone()))
+            constants = [values.get(constant) for constant in frame.events[frame.num_events].constants]
+            for value in (edge_index, *constants):
+                if isinstance(value, Tensor):
+                    self.local_edges.append((name, value.detach().clone()))
         return super()._recorded(frame, edge_index, values)
 
 
@@ -409,17 +445,33 @@ def _watching(model: nn.Module, note: Callable[[str, nn.Module, Any], None]) -> 
             handle.remove()
 
 
+@contextmanager
+def _stirred(model: nn.Module) -> Iterator[None]:
+    """Give weights that are all the same, such as gates that start at zero, values that let nothing hide."""
+    originals = {
+        weight: weight.data
+        for weight in model.parameters()
+        if weight.numel() and bool((weight == weight.flatten()[0]).all())
+    }
+    try:
+        for weight, value in originals.items():
+            weight.data = value + 0.3 * torch.randn_like(value) if value.is_floating_point() else value
+        yield
+    finally:
+        for weight, value in originals.items():
+            weight.data = value
+
+
 def _numbered(seen: Counter[str], name: str) -> str:
     seen[name] += 1
     return name if seen[name] == 1 else f"{name}#{seen[name]}"
 
 
-def _kind(value: Tensor, num_nodes: int, num_edges: int) -> ArgumentKind:
-    if value.dim() == 0:
+def _kind(value: Tensor, num_nodes: int, num_edges: int, name: str = "") -> ArgumentKind:
+    if value.dim() == 0 or value.size(0) not in (num_nodes, num_edges):
         return "other"
-    if value.size(0) == num_nodes and not (num_nodes == num_edges and value.dim() == 1):
-        return "node"
-    return "edge" if value.size(0) == num_edges else "other"
+    # In a graph with as many edges as nodes only the name can tell.
+    return "node" if value.size(0) == num_nodes and not (num_nodes == num_edges and "edge" in name) else "edge"
 
 
 def _leaves(value: Any) -> Iterator[Any]:

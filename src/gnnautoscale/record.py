@@ -40,10 +40,8 @@ class Slice:
     constants: dict[str, Tensor]
     kept: Tensor | None = None
 
-    def drop_edges(self, probability: float) -> Slice:
-        """Leave out a random share of the edges; self-loops stay."""
-        loop = self.edge_index[0] == self.edge_index[1]
-        kept = (loop | (torch.rand(loop.shape, device=loop.device) >= probability)).nonzero().squeeze(1)
+    def take(self, kept: Tensor) -> Slice:
+        """Some of the edges."""
         constants = {name: value[kept] for name, value in self.constants.items()}
         return Slice(self.edge_index[:, kept], constants, kept)
 
@@ -62,8 +60,8 @@ class Event:
 
     def cut(self, info: BatchInfo, device: torch.device, layer: str) -> Slice:
         """The edges that point into a batch, with their constants."""
-        key = (self, device)
-        if key not in info.memo:
+        slices = info.memo.setdefault(self, {})
+        if device not in slices:
             target, source, edge = self.edges.into(info.nodes)
             local = info.graph.locate(info.n_id, source)
             if local.numel() and int(local.min()) < 0:
@@ -74,8 +72,14 @@ class Event:
                 )
             ends = [local, target] if self.edges.target_row == 1 else [target, local]
             constants = {name: value[edge].to(device) for name, value in self.constants.items()}
-            info.memo[key] = Slice(torch.stack(ends).to(device), constants)
-        return cast(Slice, info.memo[key])
+            slices[device] = Slice(torch.stack(ends).to(device), constants)
+        return cast(Slice, slices[device])
+
+
+def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:
+    """Draw which edges stay when a share of them is dropped; self-loops always do."""
+    loop = edge_index[0] == edge_index[1]
+    return (loop | (torch.rand(loop.shape, device=loop.device) >= dropout)).nonzero().squeeze(1)
 
 
 class Recorder:

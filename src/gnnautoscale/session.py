@@ -7,6 +7,7 @@ follows sees all rows as the whole graph would give them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,10 +22,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.graph import Graph
-from gnnautoscale.history import History, Storage, open_history
+from gnnautoscale.graph import EdgesByTarget, Graph
+from gnnautoscale.history import History, Storage, check_storage, open_history
 from gnnautoscale.loader import BatchInfo, BatchTensor
-from gnnautoscale.record import ArgumentKind, Event, Recorder, Slice, align, map_tensors, tensors_in
+from gnnautoscale.record import ArgumentKind, Event, Recorder, Slice, align, keep_edges, map_tensors, tensors_in
 
 
 @dataclass
@@ -33,11 +34,13 @@ class LayerCall:
 
     Attributes:
         kinds: What each tensor among the arguments is, in order.
+        own: Which attribute of the batch each of these tensors is, or ``None``.
         edge_names: For each call of ``propagate`` or ``edge_updater``, the arguments that have one row per edge.
         num_propagations: How many of these calls are ``propagate``.
     """
 
     kinds: list[ArgumentKind]
+    own: list[str | None]
     edge_names: list[frozenset[str]] = field(default_factory=list)
     num_propagations: int = 0
 
@@ -58,6 +61,7 @@ class Plan:
         needs: For each slot, and for ``OUTPUT``, the slots whose rows it is computed from.
         rows: For each slot a tensor of no rows that has the shape and type of its rows.
         skip_empty: Whether rows that nothing needs may be left out when histories are swept.
+        node_norms: The batch norms that see one row per node.
     """
 
     calls: dict[str, LayerCall] = field(default_factory=dict)
@@ -66,13 +70,17 @@ class Plan:
     needs: dict[str, frozenset[str]] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
     skip_empty: bool = False
+    node_norms: set[nn.Module] = field(default_factory=set)
 
-    OUTPUT = "output"
+    OUTPUT = "the model's output"
 
     @cached_property
     def live(self) -> frozenset[str]:
         """The slots that another slot is computed from; only these have a history."""
-        return frozenset().union(*(needed for slot, needed in self.needs.items() if slot != self.OUTPUT))
+        # A layer whose output is a slot reads only what other slots need. Where the model names its own slots, layers
+        # after the last one read histories too.
+        readers = (slot for slot in self.needs if slot != self.OUTPUT or self.explicit)
+        return frozenset().union(*(self.needs[slot] for slot in readers))
 
     @cached_property
     def levels(self) -> list[frozenset[str]]:
@@ -96,6 +104,7 @@ class Memory:
     """
 
     def __init__(self, graph: Graph | None, num_nodes: int, storage: Storage, dtype: torch.dtype | None) -> None:
+        check_storage(storage)
         self.num_nodes = num_nodes
         self.storage = storage
         self.dtype = dtype
@@ -117,7 +126,7 @@ class Memory:
             self.histories[slot] = open_history(
                 self.storage,
                 self.num_nodes,
-                rows[:1].numel() if rows.size(0) else int(torch.tensor(rows.shape[1:]).prod()),
+                math.prod(rows.shape[1:]),
                 self.dtype or rows.dtype,
                 device=rows.device,
             )
@@ -143,6 +152,8 @@ class _Frame:
     call: LayerCall
     num_events: int = 0
     num_propagations: int = 0
+    # Edges that a layer derived itself, and those of them that dropout keeps.
+    dropped: tuple[Tensor, Tensor] | None = None
 
 
 class Session:
@@ -155,6 +166,7 @@ class Session:
         device: The compute device.
         edge_dropout: Share of the edges that is left out at random.
         penalty: Called with every layer's output.
+        push_all: Push even rows that no other batch can pull.
     """
 
     def __init__(
@@ -166,6 +178,7 @@ class Session:
         *,
         edge_dropout: float = 0.0,
         penalty: Penalty | None = None,
+        push_all: bool = False,
     ) -> None:
         self.info = info
         self.plan = plan
@@ -173,10 +186,12 @@ class Session:
         self.device = device
         self.edge_dropout = edge_dropout
         self.penalty = penalty
+        self.push_all = push_all
         self._repeating = False
         self._frames: list[_Frame] = []
         self._counts: Counter[str] = Counter()
         self._slices: dict[Event, Slice] = {}
+        self._kept: dict[EdgesByTarget, Tensor] = {}
         self._inside_propagate = 0
 
     # What the attached model calls ###################################################################################
@@ -192,7 +207,8 @@ class Session:
     ) -> Any:
         known = self._known_call(call, layer, args, kwargs)
         events = self._events(call, layer, known, args, kwargs)
-        args, kwargs = map_tensors(_plain, (args, kwargs))
+        if not _has_layers_inside(layer):
+            args, kwargs = map_tensors(_plain, (args, kwargs))
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             self._frames.append(_Frame(call, layer, events, known))
@@ -204,7 +220,7 @@ class Session:
         def compute_and_compare() -> Any:
             if self.penalty is None:
                 return compute(*args, **kwargs)
-            again = partial(self._repeat, torch.get_rng_state(), _cuda_rng_state(self.device), compute)
+            again = partial(self._repeat, _RandomState(self.device), self._counts.copy(), compute)
             out = compute(*args, **kwargs)
             self.penalty.compare(out, again, args, kwargs, self.info)
             return out
@@ -239,25 +255,26 @@ class Session:
 
     def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Normalize all rows by the statistics of the batch's own rows."""
-        rows = self.info.num_rows
-        if not norm.training or self._inside_propagate or x.dim() != 2 or x.size(0) != rows:
+        if not norm.training:
+            return run(x)
+        if self._repeating:
+            run = partial(_batch_norm_without_tracking, norm)
+        if self._inside_propagate or norm not in self.plan.node_norms or x.size(0) != self.info.num_rows:
             return run(x)
         inside, halo = x[: self.info.batch_size], x[self.info.batch_size :]
-        if self._repeating:
-            normalized = F.batch_norm(inside, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
-        else:
-            normalized = run(inside)
+        normalized = run(inside)
         if not halo.size(0):
             return normalized
         with torch.no_grad():
-            variance, mean = torch.var_mean(inside, dim=0, correction=0)
+            variance, mean = torch.var_mean(inside, dim=[0, *range(2, x.dim())], correction=0)
         outside = F.batch_norm(halo, mean, variance, norm.weight, norm.bias, False, 0.0, norm.eps)
         return torch.cat([normalized, outside])
 
     def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
         """Compute a slot's rows, push the batch's, and pull the halo's."""
         out = compute()
-        if slot not in self.plan.live or self.info.batch_size == self.memory.num_nodes:
+        alone = self.info.batch_size == self.memory.num_nodes and not self.push_all
+        if slot not in self.plan.live or alone:
             return out
         self._check_rows(slot, out)
         if not self._repeating:
@@ -291,27 +308,24 @@ class Session:
         return out
 
     def _repeat(
-        self, state: Tensor, cuda_state: Tensor | None, run: Callable[..., Any], *args: Any, **kwargs: Any
+        self, state: _RandomState, counts: Counter[str], run: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a layer once more, with the same dropout as before; nothing is pushed, counted or averaged."""
-        counts = self._counts.copy()
+        """Run a layer once more, with the same dropout and names as before; nothing is pushed or averaged."""
+        counts_after, self._counts = self._counts, counts.copy()
         self._repeating = True
         try:
-            with torch.random.fork_rng(devices=[self.device] if cuda_state is not None else []):
-                torch.set_rng_state(state)
-                if cuda_state is not None:
-                    torch.cuda.set_rng_state(cuda_state, self.device)
+            with state.again():
                 return run(*args, **kwargs)
         finally:
             self._repeating = False
-            self._counts = counts
+            self._counts = counts_after
 
     # Histories #######################################################################################################
 
     def push(self, slot: str, out: Tensor) -> None:
         """Write the batch's rows to the slot's history."""
         rows = out[: self.info.batch_size].detach()
-        self.memory.history(slot, rows).push(rows.flatten(1), self.info.nodes)
+        self.memory.history(slot, rows).push(rows.reshape(rows.size(0), -1), self.info.nodes)
         self.memory.written_by = None
 
     def pull(self, slot: str, index: Tensor, like: Tensor) -> Tensor:
@@ -328,9 +342,8 @@ class Session:
         return prefix if self._counts[prefix] == 1 else f"{prefix}#{self._counts[prefix]}"
 
     def _known_call(self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        own = [self._is_own(value) for value in tensors_in((args, kwargs))]
         known = self.plan.calls.get(call)
-        if known is not None and own == [kind == "own" for kind in known.kinds]:
+        if known is not None and known.own == [self._own_attribute(value) for value in tensors_in((args, kwargs))]:
             return known
         raise UnsupportedModelError(
             f"{describe(call, layer)} must be called in the same way every time, with the batch's own edges",
@@ -339,21 +352,23 @@ class Session:
             "in-place changes out of batches.",
         )
 
-    def _is_own(self, value: Tensor) -> bool:
+    def _own_attribute(self, value: Tensor) -> str | None:
+        """Which attribute of the batch a tensor is; none if it was changed or is to be trained."""
         if not isinstance(value, BatchTensor):
-            return False
+            return None
         if value.info is not self.info:
             raise InputError(
                 "all arguments of a call must come from the same batch",
                 got=f"{value.attribute} of another batch",
                 fix="Pass the attributes of one batch of one HaloLoader.",
             )
-        return value.is_original
+        return value.attribute if value.is_original and not value.requires_grad else None
 
     def _events(
         self, call: str, layer: MessagePassing, known: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Event] | None:
-        if not has_own_edges(args, kwargs) or not known.edge_names:
+        own_edges = any(attribute is not None and attribute.endswith("edge_index") for attribute in known.own)
+        if not own_edges or not known.edge_names:
             return None
         if call not in self.memory.events:
             if self.memory.recorder is None:
@@ -368,7 +383,7 @@ class Session:
         position = frame.num_events
         frame.num_events += 1
         if frame.events is None:
-            return edge_index, values
+            return self._drop_derived(frame, position, edge_index, values)
         if position >= len(frame.events):
             raise UnsupportedModelError(
                 f"{describe(frame.name, frame.layer)} must propagate as often in every call",
@@ -390,8 +405,30 @@ class Session:
     def _slice(self, event: Event, frame: _Frame) -> Slice:
         if event not in self._slices:
             part = event.cut(self.info, self.device, describe(frame.name, frame.layer))
-            self._slices[event] = part.drop_edges(self.edge_dropout) if self.edge_dropout else part
+            if self.edge_dropout:
+                if event.edges not in self._kept:
+                    self._kept[event.edges] = keep_edges(part.edge_index, self.edge_dropout)
+                part = part.take(self._kept[event.edges])
+            self._slices[event] = part
         return self._slices[event]
+
+    def _drop_derived(
+        self, frame: _Frame, position: int, edge_index: Tensor, values: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Drop edges that the model derived from the batch's; once per layer, for all that it does with them."""
+        if not self.edge_dropout:
+            return edge_index, values
+        if frame.dropped is None or frame.dropped[0] is not edge_index:
+            frame.dropped = edge_index, keep_edges(edge_index, self.edge_dropout)
+        kept = frame.dropped[1]
+        names = frame.call.edge_names[position]
+        # What edge_updater returned has lost the dropped edges already.
+        reduced = {
+            name: values[name][kept]
+            for name in names
+            if isinstance(values[name], Tensor) and values[name].size(0) == edge_index.size(1)
+        }
+        return edge_index[:, kept], {**values, **reduced}
 
     def _alignment(self, event: Event, frame: _Frame, local: Tensor, part: Slice) -> Tensor:
         name = describe(frame.name, frame.layer)
@@ -400,7 +437,8 @@ class Session:
         return position if part.kept is None else position[part.kept]
 
     def _check_rows(self, slot: str, out: Any) -> None:
-        if not isinstance(out, Tensor) or not out.is_floating_point() or out.size(0) != self.info.num_rows:
+        right = isinstance(out, Tensor) and out.is_floating_point() and out.dim() > 0
+        if not right or out.size(0) != self.info.num_rows:
             got = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise UnsupportedModelError(
                 f"layer '{slot}' must return one floating-point row for each of the {self.info.num_rows} nodes of the "
@@ -474,21 +512,35 @@ def run_sweep(run: Callable[[], Any]) -> Any:
         return None
 
 
-def has_own_edges(args: Any, kwargs: Any) -> bool:
-    """Whether a batch's own ``edge_index`` is among the arguments."""
-    return any(
-        isinstance(value, BatchTensor) and value.attribute.endswith("edge_index") and value.is_original
-        for value in tensors_in((args, kwargs))
-    )
-
-
 def describe(call: str, layer: nn.Module) -> str:
     """A layer call as messages name it."""
     return f"{type(layer).__name__} ('{call}')"
 
 
-def _cuda_rng_state(device: torch.device) -> Tensor | None:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+class _RandomState:
+    """The random state of host and device at the time it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Go back to that state; afterwards everything goes on from where it was."""
+        with torch.random.fork_rng(devices=[self._device] if self._cuda is not None else []):
+            torch.set_rng_state(self._host)
+            if self._cuda is not None:
+                torch.cuda.set_rng_state(self._cuda, self._device)
+            yield
+
+
+def _batch_norm_without_tracking(norm: _BatchNorm, x: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+
+def _has_layers_inside(layer: MessagePassing) -> bool:
+    return any(isinstance(module, MessagePassing) for module in layer.modules() if module is not layer)
 
 
 def _plain(value: Tensor) -> Tensor:

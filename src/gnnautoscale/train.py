@@ -222,7 +222,9 @@ def fit(
             scores: dict[str, float] = {}
             if number % evaluate_every == 0 or number == epochs:
                 with clock("evaluate"):
-                    scores = _evaluate(model, dataset, loaders, evaluation, update=refresh_every == "epoch")
+                    # Right after a refresh the histories are exact.
+                    fresh = refresh_every == "epoch" and not dataset.inductive
+                    scores = _evaluate(model, dataset, loaders, "histories" if fresh else evaluation)
             result.epochs.append(Epoch(number, mean_loss, scores, rate, clock.total("train") - start))
             if callback is not None:
                 callback(result.epochs[-1])
@@ -292,14 +294,14 @@ def _step(
 
 
 def _evaluate(
-    model: nn.Module, dataset: Dataset, loaders: dict[str, HaloLoader], evaluation: Evaluation, *, update: bool
+    model: nn.Module, dataset: Dataset, loaders: dict[str, HaloLoader], evaluation: Evaluation
 ) -> dict[str, float]:
     scores: dict[str, float] = {}
     outputs: dict[int, Tensor] = {}
     for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
         if id(graph) not in outputs:
             if evaluation == "exact":
-                outputs[id(graph)] = infer(model, loaders[split], update_histories=update)
+                outputs[id(graph)] = infer(model, loaders[split], update_histories=False)
             else:
                 outputs[id(graph)] = infer_from_histories(model, loaders[split])
         scores[split] = score(outputs[id(graph)], graph.y.cpu(), graph[f"{split}_mask"].cpu())

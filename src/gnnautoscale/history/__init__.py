@@ -11,7 +11,7 @@ from gnnautoscale.history.base import History
 from gnnautoscale.history.device import DeviceHistory
 from gnnautoscale.history.host import HostHistory
 
-__all__ = ["History", "Storage", "open_history"]
+__all__ = ["History", "Storage", "check_storage", "open_history"]
 
 Storage = Literal["device", "host"]
 
@@ -34,10 +34,15 @@ def open_history(storage: Storage, num_nodes: int, width: int, dtype: torch.dtyp
         tensor([[1., 1.],
                 [0., 0.]])
     """
+    check_storage(storage)
     if storage == "device":
         return DeviceHistory(num_nodes, width, dtype, device=device)
-    if storage == "host":
-        return HostHistory(num_nodes, width, dtype, pinned=device.type == "cuda")
-    raise InputError(
-        f"storage must be one of {', '.join(get_args(Storage))}", got=repr(storage), fix="Choose one of these."
-    )
+    return HostHistory(num_nodes, width, dtype, pinned=device.type == "cuda")
+
+
+def check_storage(storage: str) -> None:
+    """Refuse the name of a medium that there is not."""
+    if storage not in get_args(Storage):
+        raise InputError(
+            f"storage must be one of {', '.join(get_args(Storage))}", got=repr(storage), fix="Choose one of these."
+        )
