@@ -106,7 +106,7 @@ def test_weights_are_trained_in_place() -> None:
 def test_attaching_twice_is_refused_and_again_after_detaching_is_not() -> None:
     data = undirected_graph()
     model = gas.autoscale(gcn(), data)
-    with pytest.raises(InputError, match="autoscaled once, but got a model that is already"):
+    with pytest.raises(InputError, match="autoscaled once and as a whole, but got GCN, which already is"):
         gas.autoscale(model, data)
     gas.detach(model)
     with pytest.raises(InputError, match="needs an autoscaled model, but got GCN"):

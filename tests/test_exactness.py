@@ -730,10 +730,8 @@ class Scalars(pyg.MessagePassing):  # type: ignore[misc]
         ByKeyword,
         lambda: Stack([Inside(), Inside()]),
         lambda: Stack([Scalars(), Scalars(), Scalars()]),
-        # PyG asks for edges sorted by target, which batches always are.
-        lambda: Stack([pyg.SAGEConv(C, C, aggr="lstm") for _ in range(3)]),
     ],
-    ids=["norm called by keyword", "layer inside of a layer", "one number per node", "LSTM aggregation"],
+    ids=["norm called by keyword", "layer inside of a layer", "one number per node"],
 )
 def test_less_common_models_are_exact(make: Callable[[], nn.Module]) -> None:
     data = undirected_graph()

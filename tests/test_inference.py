@@ -55,22 +55,6 @@ def test_each_layer_is_computed_once_per_node(num_layers: int, shuffle: bool) ->
     assert [layer.num_edges for layer in layers] == [data.num_edges] * num_layers
 
 
-def test_histories_of_the_current_weights_are_used_again() -> None:
-    data = undirected_graph()
-    model, layers = counted(3)
-    loader = gas.HaloLoader(data, 4)
-    gas.autoscale(model, data)
-    first = gas.infer(model, loader)
-    forget(layers)
-    assert torch.equal(gas.infer(model, loader), first)
-    assert [layer.calls for layer in layers] == [0, 0, 4]
-    layers[0].lin.weight.data.mul_(2.0)
-    again = gas.infer(model, loader)
-    assert not torch.allclose(again, first)
-    gas.detach(model)
-    assert_same(again, whole(model, data))
-
-
 def test_modes_and_training_are_left_as_they_were() -> None:
     model, _, loader, expected = scaled()
     model.train()

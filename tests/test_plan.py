@@ -151,23 +151,23 @@ def refused(model: nn.Module, match: str, *, call: Callable[..., Any] | None = N
 
 
 @pytest.mark.parametrize(
-    "norm",
+    "make",
     [
-        pyg.GraphNorm(C),
-        pyg.LayerNorm(C, mode="graph"),
-        pyg.PairNorm(),
-        pyg.InstanceNorm(C),
-        pyg.MeanSubtractionNorm(),
-        pyg.GraphSizeNorm(),
-        pyg.BatchNorm(C, track_running_stats=False),
-        nn.BatchNorm1d(C, track_running_stats=False),
-        GlobalMean(),
-        nn.Softmax(dim=0),
+        lambda: pyg.GraphNorm(C),
+        lambda: pyg.LayerNorm(C, mode="graph"),
+        lambda: pyg.PairNorm(),
+        lambda: pyg.InstanceNorm(C),
+        lambda: pyg.MeanSubtractionNorm(),
+        lambda: pyg.GraphSizeNorm(),
+        lambda: pyg.BatchNorm(C, track_running_stats=False),
+        lambda: nn.BatchNorm1d(C, track_running_stats=False),
+        lambda: GlobalMean(),
+        lambda: nn.Softmax(dim=0),
     ],
-    ids=lambda norm: type(norm).__name__,
 )
 @pytest.mark.parametrize("after", [False, True])
-def test_norms_over_all_nodes_are_refused(norm: nn.Module, after: bool) -> None:
+def test_norms_over_all_nodes_are_refused(make: Callable[[], nn.Module], after: bool) -> None:
+    norm = make()
     names = type(norm).__name__ if type(norm) is not pyg.BatchNorm else "BatchNorm1?d?"
     refused(Between(norm, after=after), rf"{names} \('middle.*must give a node the same row.*mixes all nodes")
 
@@ -283,7 +283,7 @@ def test_models_without_message_passing_are_refused_at_once(model: nn.Module) ->
 def test_edge_dropout_of_a_layer_is_refused() -> None:
     refused(
         Stack([pyg.APPNP(3, 0.1, dropout=0.5)]),
-        r"APPNP \('layers\.0'\) must hand the same edge weights.*edge_dropout=p",
+        r"APPNP \('layers\.0'\) must hand the same edges and edge weights.*edge_dropout=p",
     )
 
 
@@ -478,3 +478,13 @@ def test_state_of_the_model_survives_its_trial() -> None:
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
     assert all(value.grad is None for value in model.parameters())
+
+
+def test_lstm_aggregation_is_refused() -> None:
+    """PyG pads it to the largest degree of all nodes, and the padding changes its result."""
+    data = undirected_graph()
+    order = data.edge_index[1].argsort(stable=True)
+    data.edge_index = data.edge_index[:, order]
+    model = gas.autoscale(Stack([pyg.SAGEConv(C, C, aggr="lstm")]), data)
+    with pytest.raises(UnsupportedModelError, match=r"SAGEConv \('layers.0'\) must give a node the same row"):
+        model(next(iter(gas.HaloLoader(data, 4))))

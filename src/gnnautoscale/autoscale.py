@@ -75,7 +75,7 @@ class Autoscaler:
             if isinstance(forward, partial) and isinstance(getattr(forward.func, "__self__", None), Autoscaler):
                 raise InputError(
                     "a model is autoscaled once and as a whole",
-                    got=f"{type(module).__name__}, which is autoscaled or belongs to a model that is",
+                    got=f"{type(module).__name__}, which already is or belongs to a model that is",
                     fix="Call gas.detach on the model that was autoscaled first.",
                 )
         for name, layer in layers:

@@ -204,7 +204,8 @@ class _Stage:
 
     def arguments(self, batch: Data) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments, taken from a batch of the tiny graph."""
-        batch = batch.to(str(self.device))
+        # A copy, since the model may write into its inputs.
+        batch = batch.clone().to(str(self.device))
 
         def recast(value: Any) -> Any:
             if isinstance(value, BatchTensor):

@@ -474,7 +474,9 @@ class Sweep(Session):
         """Read the rows of slots below the level, compute and push those of the level, leave out the rest."""
         if slot in self._done and slot in self._needed:
             return self.pull(slot, self.info.n_id, self._rows(slot, 0))
-        if slot in self._done or (self._level is not None and slot in self.plan.needs and slot not in self._level):
+        later = self._level is not None and slot in self.plan.needs and slot not in self._level
+        holds_missing = any(missing.startswith(f"{slot}>") for missing in self._missing)
+        if slot in self._done or (later and not holds_missing):
             # Nothing that this sweep computes depends on these rows.
             return self._rows(slot, 0 if self.plan.skip_empty else self.info.num_rows)
         out = compute()
