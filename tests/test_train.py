@@ -153,7 +153,7 @@ def loop_by_hand(
     [{}, {"weight_decay_conv": 0.3, "weight_decay_other": 0.05}, {"grad_norm": 0.05, "lr": 0.05}],
     ids=["plain", "decay", "clipped"],
 )
-def test_full_batch_is_the_loop_everyone_writes(dropout: float, options: dict[str, float]) -> None:
+def test_full_batch_is_the_loop_everyone_writes(dropout: float, options: dict[str, Any]) -> None:
     data = community_graph()
     reference = Reference(dropout)
     groups = [
@@ -161,7 +161,7 @@ def test_full_batch_is_the_loop_everyone_writes(dropout: float, options: dict[st
         {"params": list(reference.conv2.parameters()), "weight_decay": options.get("weight_decay_other", 0.0)},
     ]
     rest = {name: value for name, value in options.items() if not name.startswith("weight")}
-    expected = loop_by_hand(reference, data, groups, epochs=8, seed=3, **rest)  # type: ignore[arg-type]
+    expected = loop_by_hand(reference, data, groups, epochs=8, seed=3, **rest)
     got = run(gcn(dropout=dropout), data, mode="full", epochs=8, seed=3, **options)
     assert got.losses == pytest.approx(expected, abs=1e-6)
     for name, value in reference.state_dict().items():
@@ -172,7 +172,8 @@ def test_full_batch_is_the_loop_everyone_writes(dropout: float, options: dict[st
 def test_weight_decay_and_clipping_matter() -> None:
     plain = run(mode="full", epochs=2).weights[-1]
     for option in ("weight_decay_conv", "weight_decay_other", "grad_norm"):
-        other = run(mode="full", epochs=2, **{option: 0.01}).weights[-1]
+        options: dict[str, Any] = {option: 0.01}
+        other = run(mode="full", epochs=2, **options).weights[-1]
         assert not same_bits(plain, other), option
 
 
@@ -674,6 +675,12 @@ def test_edge_weights_are_used_or_refused(model: type[nn.Module], taken: bool) -
 def test_a_loss_that_is_no_number_ends_training(lr: float) -> None:
     with pytest.raises(FloatingPointError, match=r"the loss is .* in epoch .* lower lr"):
         run(lr=lr, epochs=6)
+
+
+def test_weights_that_end_as_no_numbers_are_not_returned_as_a_result() -> None:
+    """The loss of the only step is fine; what the step leaves behind is not."""
+    with pytest.raises(FloatingPointError, match="outputs are not finite"):
+        run(lr=1e30, epochs=1, parts=1, batch_size=1)
 
 
 # Results #############################################################################################################

@@ -5,7 +5,6 @@ from gnnautoscale.datasets import Dataset, load
 from gnnautoscale.errors import InputError, StaleHistoryWarning, UnsupportedModelError
 from gnnautoscale.inference import infer, predict, refresh
 from gnnautoscale.loader import HaloLoader
-from gnnautoscale.partition import connectivity, partition
 from gnnautoscale.regularize import LocalLipschitz
 from gnnautoscale.scalable import ScalableGNN
 from gnnautoscale.train import FitResult, fit
@@ -20,12 +19,10 @@ __all__ = [
     "StaleHistoryWarning",
     "UnsupportedModelError",
     "autoscale",
-    "connectivity",
     "detach",
     "fit",
     "infer",
     "load",
-    "partition",
     "predict",
     "refresh",
 ]

@@ -6,6 +6,7 @@ int64, or [N, C] float32 when a node has several labels) and ``train_mask``, ``v
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import pickle
@@ -51,7 +52,7 @@ class Dataset:
     @property
     def inductive(self) -> bool:
         """Whether validation and test nodes are unseen while training."""
-        return self.train is not self.test
+        return not self.train is self.val is self.test
 
     @staticmethod
     def of(data: Data, name: str = "data") -> Dataset:
@@ -65,7 +66,13 @@ class Dataset:
             2
         """
         files.check_data(data, splits=("train", "val"))
-        return _dataset(name, data)
+        graph = copy.copy(data)  # everything else that a model may use stays
+        if "test_mask" not in graph:
+            graph.test_mask = torch.zeros_like(graph.train_mask)
+        graph.y = graph.y.float() if graph.y.dim() == 2 else graph.y.long()
+        multilabel = graph.y.dim() == 2
+        num_classes = graph.y.size(1) if multilabel else int(graph.y.max()) + 1
+        return Dataset(name, graph, graph, graph, graph.x.size(1), num_classes, multilabel)
 
 
 def load(name: str, root: str | Path = "data", *, split: int = 0, seed: int = 0, **options: Any) -> Dataset:

@@ -138,6 +138,8 @@ class _Assembly(Dataset[_Pieces]):
     def __len__(self) -> int:
         return len(self.members)
 
+    # Batches are kept for later, so they must be ordinary tensors even if the first use is inference only.
+    @torch.inference_mode(False)
     def __getitem__(self, parts: Any) -> _Pieces:
         nodes = torch.cat([self.members[part] for part in parts])
         target, source, e_id = self.graph.incoming.into(nodes)
@@ -307,6 +309,7 @@ class HaloLoader:
         single = _Assembly(self.data, self.graph, [nodes], self._assembly.bidirectional)
         return self._wrap(single[(0,)]).tagged_copy()
 
+    @torch.inference_mode(False)
     def _wrap(self, pieces: _Pieces) -> _Ready:
         batch = Data.from_dict(pieces.attributes)
         batch.num_nodes = pieces.n_id.numel()

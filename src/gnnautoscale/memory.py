@@ -38,6 +38,7 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
+        self._stop.clear()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif _STATM.exists():
@@ -54,6 +55,7 @@ class PeakMemory:
         elif self._thread is not None:
             self._stop.set()
             self._thread.join()
+            self._highest = max(self._highest, _resident())
             self.num_bytes = self._highest - self._start
 
     def _watch(self) -> None:

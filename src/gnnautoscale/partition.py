@@ -1,5 +1,6 @@
 """Splits the nodes of a graph into parts, and says how well a split keeps edges inside them."""
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -289,11 +290,15 @@ def _load(path: Path, num_nodes: int, num_parts: int) -> Tensor | None:
 
 def _save(path: Path, labels: Tensor) -> None:
     """Writes labels so that no reader ever sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{uuid4().hex}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             np.save(file, labels.numpy(), allow_pickle=False)
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise InputError(
+            "cache_dir must be a folder to write to", got=f"{path.parent} ({error})", fix="Choose another."
+        ) from None

@@ -53,7 +53,7 @@ def make_plan(model: nn.Module, run: RunModel, info: BatchInfo, arguments: Bound
     """
     device = next((value.device for value in model.parameters()), info.n_id.device)
     cuda = [device] if device.type == "cuda" else []
-    with evaluating(model), torch.autocast(device.type, enabled=False):
+    with evaluating(model), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
         with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(0)
             stage = _Stage(info, arguments, device)

@@ -58,6 +58,7 @@ class Event:
     edges: EdgesByTarget
     constants: dict[str, Tensor]
 
+    @torch.inference_mode(False)  # kept for training too
     def cut(self, info: BatchInfo, device: torch.device, layer: str) -> Slice:
         """The edges that point into a batch, with their constants."""
         slices = info.memo.setdefault(self, {})
@@ -93,6 +94,7 @@ class Recorder:
         self.graph = graph
         self._events: list[Event] = []
 
+    @torch.inference_mode(False)  # kept for training too
     def record(
         self,
         layer: MessagePassing,

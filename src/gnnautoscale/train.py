@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale.autoscale import attached, autoscale, is_autoscaled
+from gnnautoscale.autoscale import attached, autoscale, detach, is_autoscaled
 from gnnautoscale.datasets import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.files import check_data
@@ -29,6 +29,8 @@ Mode = Literal["gas", "full", "history"]
 Schedule = Literal["constant", "plateau", "cosine"]
 Evaluation = Literal["exact", "histories"]
 Partitioner = Literal["metis", "random"]
+
+_CALM_DOWN = "lower lr, or clip gradients with grad_norm"
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,19 @@ class FitResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
-        return asdict(self)
+        values: dict[str, Any] = jsonable(asdict(self))
+        return values
+
+
+def jsonable(value: Any) -> Any:
+    """The value with numbers that JSON does not have replaced by ``None``."""
+    if isinstance(value, dict):
+        return {key: jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def fit(
@@ -157,7 +171,7 @@ def fit(
         5
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "data", "callback")}
-    _check_options(options)
+    check_options(options)
     if is_autoscaled(model):
         raise InputError(
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
@@ -166,6 +180,12 @@ def fit(
     if dataset.inductive:
         for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
             check_data(graph, splits=(split,))
+            if graph.x.size(1) != dataset.num_features:
+                raise InputError(
+                    f"all graphs of a data set must have {dataset.num_features} features",
+                    got=f"{graph.x.size(1)} in the {split} graph",
+                    fix="Prepare all graphs in the same way.",
+                )
     else:
         check_data(dataset.train, splits=("train", "val"))
     if evaluation == "histories" and dataset.inductive:
@@ -187,14 +207,16 @@ def fit(
     loader = loaders["train"]
     result.connectivity = loader.connectivity
     model = autoscale(model.to(device), dataset.train, storage=storage, edge_dropout=edge_dropout)
+    on_failure = ExitStack()
+    on_failure.callback(detach, model)
     optimizer = torch.optim.Adam(_weight_groups(model, weight_decay_conv, weight_decay_other), lr=lr)
     scheduler = _scheduler(optimizer, schedule, epochs)
     penalty = LocalLipschitz(model, lipschitz_radius) if lipschitz else None
-    refresh_steps = int(refresh_every) if str(refresh_every).isdigit() else None
+    refresh_steps = int(refresh_every) if str(refresh_every).isdecimal() else None
     best_weights: dict[str, Tensor] = {}
     batches_seen = 0
 
-    with PeakMemory(torch.device(device)) as peak:
+    with on_failure, PeakMemory(torch.device(device)) as peak:
         for number in range(1, epochs + 1):
             model.train()
             rate = optimizer.param_groups[0]["lr"]
@@ -204,7 +226,8 @@ def fit(
                 if step == steps_per_epoch:
                     break
                 with clock("train"):
-                    loss, num_nodes = _step(model, batch.to(device), optimizer, penalty, lipschitz, grad_norm)
+                    batch = batch.to(device)
+                    loss, num_nodes = _step(model, batch, dataset, optimizer, penalty, lipschitz, grad_norm)
                     result.steps += num_nodes > 0
                     total, count = total + loss * num_nodes, count + num_nodes
                 batches_seen += 1
@@ -213,9 +236,7 @@ def fit(
                         refresh(model, loader)
             mean_loss = float(total) / max(count, 1)
             if not math.isfinite(mean_loss):
-                raise FloatingPointError(
-                    f"the loss is {mean_loss} in epoch {number}: lower lr, which is {rate}, or clip with grad_norm"
-                )
+                raise FloatingPointError(f"the loss is {mean_loss} in epoch {number}: {_CALM_DOWN}")
             if refresh_every == "epoch":
                 with clock("refresh"):
                     refresh(model, loader)
@@ -228,14 +249,15 @@ def fit(
             result.epochs.append(Epoch(number, mean_loss, scores, rate, clock.total("train") - start))
             if callback is not None:
                 callback(result.epochs[-1])
-            if scores and (not result.scores or scores["val"] > result.scores["val"]):
+            if scores and not scores["val"] <= result.scores.get("val", -math.inf):
                 result.best_epoch, result.scores = number, scores
                 best_weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-            if scheduler is not None and (scores or schedule == "cosine"):
+            if scheduler is not None and result.steps and (scores or schedule == "cosine"):
                 scheduler(scores.get("val", 0.0))
             evaluated = [epoch.number for epoch in result.epochs if epoch.scores]
             if patience is not None and sum(epoch > result.best_epoch for epoch in evaluated) >= patience:
                 break
+        on_failure.pop_all()
     model.load_state_dict(best_weights)
     result.peak_memory = peak.num_bytes
     result.history_bytes = sum(history.num_bytes for history in attached(model).memory.histories.values())
@@ -268,6 +290,7 @@ def score(out: Tensor, y: Tensor, mask: Tensor) -> float:
 def _step(
     model: nn.Module,
     batch: Data,
+    dataset: Dataset,
     optimizer: torch.optim.Optimizer,
     penalty: LocalLipschitz | None,
     weight: float,
@@ -283,7 +306,14 @@ def _step(
         return torch.zeros((), device=mask.device), 0
     optimizer.zero_grad()
     with penalty if penalty is not None else nullcontext():
-        out = model(batch)[mask]
+        out = model(batch)
+    if not isinstance(out, Tensor) or out.dim() != 2 or out.size(1) != dataset.num_classes:
+        raise InputError(
+            f"the model must return a tensor of {dataset.num_classes} scores per node, one for each class",
+            got=f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__,
+            fix="Give its last layer as many outputs as there are classes.",
+        )
+    out = out[mask]
     y = batch.y[: batch.batch_size][mask]
     loss = F.cross_entropy(out, y) if y.dim() == 1 else F.binary_cross_entropy_with_logits(out, y.to(out.dtype))
     (loss if penalty is None else loss + weight * penalty.value()).backward()  # type: ignore[no-untyped-call]
@@ -304,6 +334,8 @@ def _evaluate(
                 outputs[id(graph)] = infer(model, loaders[split], update_histories=False)
             else:
                 outputs[id(graph)] = infer_from_histories(model, loaders[split])
+            if not bool(torch.isfinite(outputs[id(graph)]).all()):
+                raise FloatingPointError(f"the model's outputs are not finite any more: {_CALM_DOWN}")
         scores[split] = score(outputs[id(graph)], graph.y.cpu(), graph[f"{split}_mask"].cpu())
     return scores
 
@@ -351,7 +383,9 @@ def _weight_groups(model: nn.Module, conv: float, other: float) -> list[dict[str
 def _scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, epochs: int) -> Callable[[float], None] | None:
     """What to call with the validation score to move the learning rate on."""
     if schedule == "plateau":
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=10).step
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, mode="max", factor=0.5, patience=9, threshold=0.0
+        ).step
     if schedule == "cosine":
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
         return lambda _: cosine.step()
@@ -385,29 +419,54 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def check_options(options: dict[str, Any]) -> None:
     """Refuse options that cannot work, before any work is done."""
 
     def need(holds: bool, name: str, rule: str) -> None:
         if not holds:
             raise InputError(f"{name} must be {rule}", got=repr(options[name]), fix="Change this option.")
 
+    def whole(name: str, least: int) -> None:
+        value = options[name]
+        need(
+            isinstance(value, int) and not isinstance(value, bool) and value >= least, name, f"an integer from {least}"
+        )
+
+    def real(name: str, *, positive: bool = False) -> None:
+        value = options[name]
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        need(number and (value > 0 if positive else value >= 0), name, "positive" if positive else "at least 0")
+
     for name, choices in _CHOICES.items():
         need(options[name] in choices, name, f"one of {', '.join(choices)}")
     for name in ("parts", "batch_size", "epochs", "evaluate_every"):
-        need(options[name] >= 1, name, "at least 1")
+        whole(name, 1)
+    for name in ("num_workers", "seed"):
+        whole(name, 0)
     for name in ("steps_per_epoch", "patience"):
-        need(options[name] is None or options[name] >= 1, name, "at least 1")
+        if options[name] is not None:
+            whole(name, 1)
     for name in ("lr", "lipschitz_radius"):
-        need(options[name] > 0, name, "positive")
-    need(options["grad_norm"] is None or options["grad_norm"] > 0, "grad_norm", "positive")
-    for name in ("weight_decay_conv", "weight_decay_other", "lipschitz", "num_workers", "seed"):
-        need(options[name] >= 0, name, "at least 0")
-    need(0 <= options["edge_dropout"] < 1, "edge_dropout", "at least 0 and below 1")
+        real(name, positive=True)
+    for name in ("weight_decay_conv", "weight_decay_other", "lipschitz", "edge_dropout"):
+        real(name)
+    if options["grad_norm"] is not None:
+        real("grad_norm", positive=True)
+    need(options["edge_dropout"] < 1, "edge_dropout", "at least 0 and below 1")
     every = str(options["refresh_every"])
-    need(every in ("never", "epoch") or (every.isdigit() and int(every) > 0), "refresh_every", "never, epoch, or steps")
+    need(
+        every in ("never", "epoch") or (every.isdecimal() and int(every) > 0), "refresh_every", "never, epoch, or steps"
+    )
     need(options["mode"] == "full" or options["batch_size"] <= options["parts"], "batch_size", "at most parts")
-    if options["device"].startswith("cuda") and not torch.cuda.is_available():
+    check_device(options["device"])
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that PyTorch does not know or cannot use here."""
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0]
         raise InputError(
-            "device must be one that PyTorch can use here", got=repr(options["device"]), fix="Use device='cpu'."
-        )
+            "device must be one that PyTorch can use here", got=f"{device!r} ({reason})", fix="Use 'cpu'."
+        ) from None

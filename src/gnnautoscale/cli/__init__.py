@@ -26,7 +26,7 @@ from gnnautoscale.loader import HaloLoader
 from gnnautoscale.models import build_model, model_options
 from gnnautoscale.partition import connectivity
 from gnnautoscale.partition import partition as cut
-from gnnautoscale.train import FitResult, fit, score
+from gnnautoscale.train import FitResult, check_device, check_options, fit, score
 
 app = typer.Typer(
     help="Train graph neural networks on graphs that do not fit a GPU, with historical embeddings.",
@@ -61,9 +61,10 @@ def train(
             got=", ".join(refused),
             fix="Leave these out, or choose another model.",
         )
-    if save is not None and not save.parent.is_dir():
-        raise InputError("--save needs an existing folder", got=str(save.parent), fix="Create it first.")
+    if save is not None and (save.is_dir() or not save.parent.is_dir()):
+        raise InputError("--save names a file in an existing folder", got=str(save), fix="Check the path.")
     training = {option.name: options[option.name] for option in fit_options()}
+    check_options(training)
     results: list[FitResult] = []
     model: nn.Module | None = None
     for run in range(options["runs"]):
@@ -71,6 +72,8 @@ def train(
         seed = training["seed"] + run
         torch.manual_seed(seed)
         model = build_model(model_name, dataset.train, dataset.num_classes, **chosen)
+        if run == 0 and "edge_attr" in dataset.train and not quiet:
+            errors.print("note: none of these models uses edge features (edge_attr)", soft_wrap=True)
         title = f"{dataset.name} {model_name} {training['mode']} seed {seed}"
         with epochs_shown(title, training["epochs"], quiet=quiet) as show:
             results.append(fit(model, dataset, callback=show, **{**training, "seed": seed}))
@@ -127,6 +130,9 @@ def infer(
     json: Json = False,
 ) -> None:
     """Run a trained model on all nodes of a graph, exactly, in batches."""
+    check_device(device)
+    if parts < 1:
+        raise InputError("parts must be at least 1", got=str(parts), fix="Change this option.")
     dataset = _dataset(options)
     graph = dataset.test
     trained = load_model(model, graph, dataset.num_classes).to(device)
@@ -172,6 +178,8 @@ def demo(
     json: Json = False,
 ) -> None:
     """Train a 4-layer GIN on CLUSTER with GAS, in full batch and with the naive baseline, and compare them."""
+    if graphs < 1 or epochs < 1:
+        raise InputError("graphs and epochs must be at least 1", got=f"{graphs} and {epochs}", fix="Change them.")
     rows = demonstration.compare(graphs, epochs, quiet=json)
     if json:
         print_json(rows)
@@ -190,7 +198,7 @@ def main() -> None:
     try:
         app()
     except (InputError, FloatingPointError) as error:
-        errors.print(f"error: {error}", style="bold red", markup=False, highlight=False)
+        errors.print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
 
 
@@ -203,9 +211,9 @@ def _dataset(options: dict[str, Any]) -> Dataset:
             got="nothing",
             fix="Pass a data set's name (`gas data` lists them) or a file.",
         )
-    of_file = {name: options[name] for name in FILE_OPTIONS if options[name]}
+    of_file = {name: options[name] for name in FILE_OPTIONS if options[name] is not None}
     of_generator = {name: options[name] for name in GENERATOR_OPTIONS if options[name] is not None}
-    is_file = Path(source).suffix != "" or Path(source).exists()
+    is_file = source.lower() not in datasets.names() and (Path(source).suffix != "" or Path(source).exists())
     misplaced = of_generator if is_file else of_file
     if misplaced:
         raise InputError(

@@ -19,9 +19,10 @@ def compare(graphs: int, epochs: int, *, quiet: bool) -> list[dict[str, Any]]:
     """Train in all three modes with as many steps each; every mode in a process of its own, to measure its memory."""
     rows = []
     for mode in _MODES:
-        # Full batch takes one step per epoch where the others take several.
-        passes = epochs * _STEPS if mode == "full" else epochs
         parts = 2 * graphs
+        batch_size = max(1, parts // _STEPS)
+        # Full batch takes one step per epoch where the others take several.
+        passes = epochs * -(-parts // batch_size) if mode == "full" else epochs
         flags: dict[str, Any] = {
             "data": "cluster",
             "graphs": graphs,
@@ -30,7 +31,7 @@ def compare(graphs: int, epochs: int, *, quiet: bool) -> list[dict[str, Any]]:
             "hidden": 32,
             "mode": mode,
             "parts": parts,
-            "batch-size": max(1, parts // _STEPS),
+            "batch-size": batch_size,
             "epochs": passes,
             "evaluate-every": max(1, passes // 6),
             "lr": 0.01,

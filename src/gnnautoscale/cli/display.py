@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gnnautoscale.train import Epoch
+from gnnautoscale.train import Epoch, jsonable
 
 errors = Console(stderr=True)
 
 
 def print_json(value: Any) -> None:
     """Print a value as JSON; numbers that JSON does not have become null."""
-    print(json.dumps(_plain(value)))
+    print(json.dumps(jsonable(value)))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -77,13 +77,3 @@ def megabytes(value: int | None) -> str:
 def _state(epoch: Epoch) -> str:
     scores = " ".join(f"{split} {percent(value)}" for split, value in epoch.scores.items())
     return f"loss {epoch.loss:.4f} {scores}".strip()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

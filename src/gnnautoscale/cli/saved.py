@@ -47,12 +47,13 @@ def load_model(path: Path, data: Data, num_classes: int) -> nn.Module:
         if saved["format"] != _FORMAT:
             raise KeyError("format")
         options, weights = dict(saved["options"]), saved["weights"]
+        name = options.pop("model")
     except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
             "a model's file is one that `gas train --save` wrote", got=f"{path} ({reason})", fix="Train it again."
         ) from None
-    model = build_model(options.pop("model"), data, num_classes, **options)
+    model = build_model(name, data, num_classes, **options)
     try:
         model.load_state_dict(weights)
     except RuntimeError:

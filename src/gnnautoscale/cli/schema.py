@@ -149,23 +149,28 @@ def resolve(options: list[Option], given: dict[str, Any], file: Path | None) -> 
 def _read_config(options: list[Option], file: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as stream:
-            values = {name.replace("-", "_"): value for name, value in tomllib.load(stream).items()}
-    except (OSError, tomllib.TOMLDecodeError) as error:
+            read = tomllib.load(stream)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(
             "--config needs a readable TOML file", got=f"{file} ({error})", fix="Check the file."
         ) from None
+    values = {name.replace("-", "_"): value for name, value in read.items()}
+    if len(values) < len(read):
+        raise InputError("a key may stand in a file once", got="one with dashes and underscores", fix="Remove one.")
     known = {option.name: option for option in options}
     for name, value in values.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             raise InputError(
-                f"{file.name} may hold the keys that this command has flags for",
+                f"{file.name} may hold this command's options for data, model and training",
                 got=f"the key '{name}'",
                 fix=f"Did you mean '{close[0]}'?" if close else "See --help for the keys.",
             )
         kind = known[name].kind
         # In TOML, 1 is a fine way to write 1.0; words may stand for numbers nowhere else.
         fits = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+        if kind is list:
+            fits = fits and all(isinstance(item, str) for item in value)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             values[name] = float(value)
         elif name == "refresh_every" and isinstance(value, int) and not isinstance(value, bool):

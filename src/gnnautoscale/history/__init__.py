@@ -16,6 +16,7 @@ __all__ = ["History", "Storage", "check_storage", "open_history"]
 Storage = Literal["device", "host"]
 
 
+@torch.inference_mode(False)  # training goes on with what inference may have opened
 def open_history(storage: Storage, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device) -> History:
     """Create an empty history in the given medium.
 

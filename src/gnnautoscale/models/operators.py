@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch.nn.functional as F
@@ -9,7 +10,14 @@ from torch import Tensor, nn
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.models.stack import Stack, check_probability, check_sizes
+from gnnautoscale.models.stack import (
+    Stack,
+    check_names,
+    check_probability,
+    check_share,
+    check_sizes,
+    refuse_edge_weight,
+)
 
 
 class GCN(Stack):
@@ -196,6 +204,9 @@ class GCNII(Stack):
         batch_norm: bool = False,
         residual: bool = False,
     ) -> None:
+        check_share("alpha", alpha)
+        if not 0.0 <= theta < math.inf:
+            raise InputError("theta must not be negative", got=f"{theta}", fix="Values around 0.5 are usual.")
         super().__init__(
             lambda width, _, i: pyg.GCN2Conv(width, alpha, theta, layer=i + 1, shared_weights=shared_weights),
             in_channels,
@@ -230,7 +241,7 @@ class PNA(Stack):
         degrees: How many nodes have each in-degree, ``[max_degree + 1]``.
         hidden: Width of the layers in between.
         layers: Number of layers.
-        aggregators: Any of ``"mean"``, ``"min"``, ``"max"``, ``"std"``, ``"sum"``.
+        aggregators: Any of ``"mean"``, ``"min"``, ``"max"``, ``"std"``, ``"var"``, ``"sum"``.
         scalers: Any of ``"identity"``, ``"amplification"``, ``"attenuation"``.
         jumping_knowledge: Whether a last linear layer sees the outputs of all layers.
         dropout: Probability of dropout.
@@ -260,6 +271,8 @@ class PNA(Stack):
         batch_norm: bool = True,
         residual: bool = False,
     ) -> None:
+        check_names("aggregators", aggregators, ("mean", "min", "max", "std", "var", "sum"))
+        check_names("scalers", scalers, ("identity", "amplification", "attenuation"))
         super().__init__(
             lambda width_in, width_out, _: pyg.PNAConv(width_in, width_out, [*aggregators], [*scalers], degrees),
             in_channels,
@@ -312,8 +325,9 @@ class GAT(nn.Module):
         self.convs = nn.ModuleList(pyg.GATConv(width, hidden, heads, dropout=dropout) for width in widths[:-1])
         self.convs.append(pyg.GATConv(widths[-1], out_channels, out_heads, concat=False, dropout=dropout))
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
         """Compute the output of every node, ``[num_nodes, out_channels]``; arguments as in :class:`Stack`."""
+        refuse_edge_weight(self, edge_weight)
         for conv in self.convs[:-1]:
             x = F.elu(conv(F.dropout(x, self.dropout, self.training), edge_index))
         out: Tensor = self.convs[-1](F.dropout(x, self.dropout, self.training), edge_index)
@@ -355,8 +369,7 @@ class APPNP(nn.Module):
         super().__init__()
         check_sizes(in_channels=in_channels, out_channels=out_channels, hidden=hidden, layers=layers)
         check_probability("dropout", dropout)
-        if not 0.0 <= alpha <= 1.0:
-            raise InputError("alpha must lie between 0 and 1", got=f"{alpha}", fix="Pass a probability.")
+        check_share("alpha", alpha)
         self.dropout = dropout
         self.first, self.second = nn.Linear(in_channels, hidden), nn.Linear(hidden, out_channels)
         self.propagation = pyg.APPNP(layers, alpha)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -80,10 +80,8 @@ class Stack(nn.Module):
         Returns:
             Outputs, ``[num_nodes, out_channels]``.
         """
-        if edge_weight is not None and not self.takes_edge_weight:
-            raise InputError(
-                f"{type(self).__name__} has no use for edge weights", got="some", fix="Leave out data.edge_weight."
-            )
+        if not self.takes_edge_weight:
+            refuse_edge_weight(self, edge_weight)
         if self.drop_input:
             x = self._drop(x)
         if self.first is not None:
@@ -113,6 +111,30 @@ class Stack(nn.Module):
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)
+
+
+def refuse_edge_weight(model: nn.Module, edge_weight: Tensor | None) -> None:
+    """Refuse weights of edges that a model would not use."""
+    if edge_weight is not None:
+        raise InputError(
+            f"{type(model).__name__} has no use for edge weights",
+            got="some",
+            fix="Leave out data.edge_weight, or use GCN, GCNII or APPNP.",
+        )
+
+
+def check_share(name: str, value: float) -> None:
+    """Refuse shares outside of [0, 1]."""
+    if not 0.0 <= value <= 1.0:
+        raise InputError(f"{name} must lie between 0 and 1", got=f"{value}", fix="Pass a share.")
+
+
+def check_names(name: str, values: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse an empty choice and names that there are not."""
+    if not values or not set(values) <= set(known):
+        raise InputError(
+            f"{name} must be one or more of {', '.join(known)}", got=repr([*values]), fix="Choose among these."
+        )
 
 
 def check_sizes(**sizes: int) -> None:
