@@ -9,8 +9,8 @@ from typing import Any
 
 from gnnautoscale.cli.display import megabytes, percent, print_table
 
-GRAPHS = 100
-EPOCHS = 30
+GRAPHS = 80
+EPOCHS = 25
 _STEPS = 10
 _MODES = {"gas": "GAS", "full": "full batch", "history": "naive history"}
 
@@ -37,6 +37,7 @@ def compare(graphs: int, epochs: int, *, quiet: bool) -> list[dict[str, Any]]:
             "lr": 0.01,
             "schedule": "cosine",
             "grad-norm": 1.0,
+            "lipschitz": 0.05,
         }
         command = [sys.executable, "-m", "gnnautoscale.cli", "train", "--json"]
         command += [f"--{name}={value}" for name, value in flags.items()]
