@@ -1,4 +1,3 @@
-import doctest
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -47,12 +46,6 @@ def metis_graph(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(pymetis, "part_graph", spy)
     return seen
-
-
-def test_examples_in_docstrings() -> None:
-    result = doctest.testmod(gnnautoscale.partition)
-    assert result.attempted > 8
-    assert result.failed == 0
 
 
 # --- METIS ------------------------------------------------------------------------------------------------------------

@@ -140,8 +140,10 @@ def from_file(
 
     Example:
         >>> import numpy as np
-        >>> np.savez("/tmp/ring.npz", edge_index=[range(5), [1, 2, 3, 4, 0]], x=np.eye(5), y=[0, 1, 0, 1, 0])
-        >>> dataset = from_file("/tmp/ring.npz", undirected=True)
+        >>> from tempfile import mkdtemp
+        >>> file = Path(mkdtemp()) / "ring.npz"
+        >>> np.savez(file, edge_index=[range(5), [1, 2, 3, 4, 0]], x=np.eye(5), y=[0, 1, 0, 1, 0])
+        >>> dataset = from_file(file, undirected=True)
         >>> dataset.name, dataset.num_classes, int(dataset.train.train_mask.sum())
         ('ring', 2, 3)
     """

@@ -69,8 +69,10 @@ def load_file(
 
     Example:
         >>> import numpy as np
-        >>> np.savez("/tmp/tiny.npz", edge_index=[[0, 1], [1, 2]], x=np.eye(3), y=[0, 1, 1])
-        >>> load_file("/tmp/tiny.npz", undirected=True)
+        >>> from tempfile import mkdtemp
+        >>> file = Path(mkdtemp()) / "tiny.npz"
+        >>> np.savez(file, edge_index=[[0, 1], [1, 2]], x=np.eye(3), y=[0, 1, 1])
+        >>> load_file(file, undirected=True)
         Data(x=[3, 3], edge_index=[2, 4], y=[3])
     """
     path, kind = Path(path), Path(path).suffix.lower()
