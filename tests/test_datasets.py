@@ -318,7 +318,7 @@ def test_from_file_draws_a_split(tmp_path: Path) -> None:
 
 
 def test_from_file_refuses(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="at least one training node"):
+    with pytest.raises(InputError, match="must hold at least one node"):
         from_file(own_file(tmp_path, y=np.zeros(10, dtype=int), split=[2] * 10))
 
 
