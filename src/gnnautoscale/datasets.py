@@ -10,6 +10,7 @@ import copy
 import difflib
 import importlib
 import pickle
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -295,9 +296,11 @@ def _ogbn(root: Path, split: int, seed: int, *, title: str) -> list[Data]:
     except ImportError as error:
         fix = "Run: pip install 'gnnautoscale[ogb]'"
         raise InputError(f"{title} needs the package ogb", got="an environment without it", fix=fix) from error
-    with torch.serialization.safe_globals(files.DATA_PARTS):  # OGB saves `Data` and opens it with torch's defaults
+    # OGB saves `Data` and opens it with torch's defaults, and makes tensors of arrays that pandas locks.
+    with torch.serialization.safe_globals(files.DATA_PARTS), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         source = _read(lambda: ogb.PygNodePropPredDataset(title, root=str(folder)), folder / title.replace("-", "_"))
-    data, index = source[0], source.get_idx_split()
+        data, index = source[0], source.get_idx_split()
     data.y = data.y.squeeze(1)
     for name, part in zip(files.MASKS, ("train", "valid", "test"), strict=True):
         data[name] = index_to_mask(index[part], size=data.y.numel())

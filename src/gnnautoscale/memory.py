@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import threading
@@ -42,6 +44,7 @@ class PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif _STATM.exists():
+            _return_free_memory()
             self._start = self._highest = _resident()
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
@@ -61,6 +64,12 @@ class PeakMemory:
     def _watch(self) -> None:
         while not self._stop.wait(0.003):
             self._highest = max(self._highest, _resident())
+
+
+def _return_free_memory() -> None:
+    """Hand memory that was freed earlier back to the system, so that using it again counts."""
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has this
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident() -> int:
