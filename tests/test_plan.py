@@ -17,7 +17,7 @@ import gnnautoscale as gas
 from conftest import CHANNELS, EDGE_CHANNELS, Stack, assert_same, odd_graph, undirected_graph, whole
 from gnnautoscale.autoscale import attached
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.session import Plan
+from gnnautoscale.slots import Plan
 
 C = CHANNELS
 

@@ -20,7 +20,8 @@ from gnnautoscale.history import Storage
 from gnnautoscale.loader import BatchInfo, BatchTensor
 from gnnautoscale.plan import make_plan
 from gnnautoscale.record import EDGE_METHODS, tensors_in
-from gnnautoscale.session import Memory, Penalty, Plan, Session, describe
+from gnnautoscale.session import Penalty, Session, describe
+from gnnautoscale.slots import Memory, Plan
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -167,8 +168,7 @@ class Autoscaler:
 
     def memory_of(self, graph: Graph) -> Memory:
         """The histories of a graph: the one to train on, or another that is being evaluated."""
-        if self.key is None and graph.num_nodes == self.memory.num_nodes:
-            self.key = graph.key
+        self._recognise(graph)
         if self._visited is not None and graph.key == self._visited[0]:
             return self._visited[1]
         if graph.key == self.key:
@@ -176,10 +176,16 @@ class Autoscaler:
         raise InputError(
             f"an autoscaled model takes batches of the graph that its histories belong to, which has "
             f"{self.memory.num_nodes} nodes",
-            got=f"a batch of another graph, with {graph.num_nodes} nodes and {graph.edge_index.size(1)} edges",
+            got=f"a batch of another graph, with {graph.num_nodes} nodes and {graph.edge_index.size(1)} edges, or of "
+            "the same one with other features",
             fix="Use gas.infer(model, other_loader) to evaluate on a second graph; to train on it, detach the model "
             "and autoscale it again.",
         )
+
+    def _recognise(self, graph: Graph) -> None:
+        """The first graph of the right size is the training graph if only its size was given."""
+        if self.key is None and graph.num_nodes == self.memory.num_nodes:
+            self.key = graph.key
 
     @contextmanager
     def visiting(self, graph: Graph, *, apart: bool) -> Iterator[Memory]:
@@ -189,8 +195,7 @@ class Autoscaler:
             graph: The training graph, or any other.
             apart: Leave the training graph's histories alone; another graph's are always dropped afterwards.
         """
-        if self.key is None and graph.num_nodes == self.memory.num_nodes:
-            self.key = graph.key
+        self._recognise(graph)
         if graph.key == self.key:
             memory = self.memory.apart() if apart else self.memory
         else:

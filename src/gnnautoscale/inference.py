@@ -15,7 +15,8 @@ from gnnautoscale.autoscale import Autoscaler, OpenSession, attached
 from gnnautoscale.errors import InputError, StaleHistoryWarning
 from gnnautoscale.loader import HaloLoader
 from gnnautoscale.record import map_tensors, tensors_in
-from gnnautoscale.session import Memory, Plan, Session, Sweep, evaluating, run_sweep
+from gnnautoscale.session import Session, Sweep, evaluating, run_sweep
+from gnnautoscale.slots import Memory, Plan
 
 CallModel = Callable[[nn.Module, Data], Any]
 

@@ -192,7 +192,7 @@ class HaloLoader:
         cache_dir: Where METIS partitions are kept between runs.
 
     Batches that come back unchanged every epoch (one part each, no shuffling, or all parts at once) are cut once
-    and kept in host memory.
+    and kept in host memory: changes of ``data`` after that are not seen.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub

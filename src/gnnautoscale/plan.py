@@ -24,16 +24,11 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import UnsupportedModelError
-from gnnautoscale.loader import BatchInfo, BatchTensor, HaloLoader
+from gnnautoscale.loader import BatchInfo
 from gnnautoscale.record import ArgumentKind, Event, map_tensors, tensors_in
-from gnnautoscale.session import LayerCall, Memory, Plan, Session, Sweep, _Frame, describe, evaluating, run_sweep
-
-# A ring with chords and one self-loop. Halo nodes have neighbours beyond the halo, so that their degrees inside a
-# batch are wrong; no count of edges equals a count of nodes.
-_NUM_NODES = 13
-_PAIRS = [(i, (i + 1) % _NUM_NODES) for i in range(_NUM_NODES)]
-_PAIRS += [(0, 5), (1, 7), (2, 9), (11, 3), (8, 4), (12, 6), (0, 10)]
-_PARTS = (0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2)
+from gnnautoscale.session import Session, Sweep, _Frame, describe, evaluating, run_sweep
+from gnnautoscale.slots import LayerCall, Plan
+from gnnautoscale.tiny import NUM_NODES, TinyGraph, kind_of
 
 RunModel = Callable[[Session, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -56,8 +51,8 @@ def make_plan(model: nn.Module, run: RunModel, info: BatchInfo, arguments: Bound
     with evaluating(model), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
         with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(0)
-            stage = _Stage(info, arguments, device)
-        rehearsals = _Rehearsals(model, run, stage, explicit)
+            tiny = TinyGraph(info, arguments, device)
+        rehearsals = _Rehearsals(model, run, tiny, explicit)
         if any(is_lazy(parameter) for parameter in model.parameters()):
             # Weights that are drawn now must come from the user's own random state.
             rehearsals.observe(set())
@@ -68,8 +63,8 @@ def make_plan(model: nn.Module, run: RunModel, info: BatchInfo, arguments: Bound
 class _Rehearsals:
     """The runs on the tiny graph that lead to a plan."""
 
-    def __init__(self, model: nn.Module, run: RunModel, stage: _Stage, explicit: bool) -> None:
-        self.model, self.run, self.stage, self.explicit = model, run, stage, explicit
+    def __init__(self, model: nn.Module, run: RunModel, tiny: TinyGraph, explicit: bool) -> None:
+        self.model, self.run, self.tiny, self.explicit = model, run, tiny, explicit
 
     def plan(self) -> Plan:
         """Try histories at the layers' outputs, and at inner propagations where these deviate."""
@@ -94,10 +89,10 @@ class _Rehearsals:
     def observe(self, inner: set[str], *, everything_needed: bool = False) -> tuple[Plan, _Truth]:
         """Run the whole tiny graph; note how every layer is called and what each slot is computed from."""
         plan = Plan(inner=inner, explicit=self.explicit)
-        batch = next(iter(self.stage.whole))
-        session = _Observation(self.stage, batch, plan)
+        batch = next(iter(self.tiny.whole))
+        session = _Observation(self.tiny, batch, plan)
         with torch.enable_grad(), _watching(self.model, session.note):
-            out = self.run(session, *self.stage.arguments(batch))
+            out = self.run(session, *self.tiny.arguments(batch))
         plan.needs[Plan.OUTPUT] = session.sources(out)
         session.note(Plan.OUTPUT, None, out)
         if everything_needed:
@@ -108,10 +103,10 @@ class _Rehearsals:
     def _rehearse(self, plan: Plan, truth: _Truth) -> _DeviationError | None:
         """Run the tiny graph in batches with exact histories; returns the first deviation."""
         try:
-            for batch in self.stage.parts:
-                session = _Rehearsal(self.stage, batch, plan, truth)
+            for batch in self.tiny.parts:
+                session = _Rehearsal(self.tiny, batch, plan, truth)
                 with torch.no_grad(), _watching(self.model, session.check_numbered):
-                    out = self.run(session, *self.stage.arguments(batch))
+                    out = self.run(session, *self.tiny.arguments(batch))
                 session.check(Plan.OUTPUT, None, out)
         except _DeviationError as deviation:
             return deviation
@@ -119,17 +114,17 @@ class _Rehearsals:
 
     def _check_training_mode(self, plan: Plan, truth: _Truth) -> None:
         """Refuse layers that change recorded values at random while they train: the record would undo that."""
-        batch = next(iter(self.stage.parts))
+        batch = next(iter(self.tiny.parts))
         seen = []
         for training in (False, True):
             # The layers alone: norms inside of them must not take statistics from the tiny graph.
             for module in self.model.modules():
                 if isinstance(module, MessagePassing):
                     module.training = training
-            session = _Rehearsal(self.stage, batch, plan, truth)
+            session = _Rehearsal(self.tiny, batch, plan, truth)
             session.checking = False  # dropout inside of layers may change their output
             with torch.no_grad():
-                self.run(session, *self.stage.arguments(batch))
+                self.run(session, *self.tiny.arguments(batch))
             seen.append(session.local_edges)
         for (name, before), (_, after) in zip(*seen, strict=True):
             if before.shape != after.shape or not torch.equal(before, after):
@@ -145,11 +140,11 @@ class _Rehearsals:
         for skip_empty in (True, False):
             plan.skip_empty = skip_empty
             try:
-                for batch in self.stage.parts:
+                for batch in self.tiny.parts:
                     for level in (*plan.levels, None):
-                        session = _TinySweep(self.stage, batch, plan, truth, level)
+                        session = _TinySweep(self.tiny, batch, plan, truth, level)
                         with torch.no_grad():
-                            out = run_sweep(partial(self.run, session, *self.stage.arguments(batch)))
+                            out = run_sweep(partial(self.run, session, *self.tiny.arguments(batch)))
                         if level is None:
                             session.check(Plan.OUTPUT, None, out)
                 return None
@@ -159,74 +154,6 @@ class _Rehearsals:
                 if not plan.skip_empty:
                     raise
         return deviation
-
-
-class _Stage:
-    """The tiny graph, and the arguments of the model's call recast for it."""
-
-    def __init__(self, info: BatchInfo, arguments: BoundArguments, device: torch.device) -> None:
-        self.info, self.call, self.device = info, arguments, device
-        # As symmetric as the real graph, since a model may rely on that.
-        pairs = [*_PAIRS, *((b, a) for a, b in _PAIRS)] if info.graph.is_symmetric else _PAIRS
-        # Sorted by target, which some aggregations ask for.
-        edge_index = torch.tensor(sorted([*pairs, (2, 2)], key=lambda pair: pair[1])).t().contiguous()
-        data = Data(edge_index=edge_index, num_nodes=_NUM_NODES)
-        for name, value in info.graph.edge_attributes.items():
-            data[name] = _sample(value, edge_index.size(1), edge_level=True)
-        self._names: dict[int, str] = {}
-        for parameter, value in arguments.arguments.items():
-            for leaf in _leaves(value):
-                if isinstance(leaf, Data):
-                    self._add_batch(data, leaf)
-                elif not isinstance(leaf, BatchTensor):
-                    self._add(data, f"{parameter} {len(self._names)}", leaf)
-        self.whole = HaloLoader(data, parts=torch.zeros(_NUM_NODES, dtype=torch.long))
-        # Both ways, since the real loader's halo may be; if it is not although a layer needs it, that layer says so.
-        self.parts = HaloLoader(data, parts=torch.tensor(_PARTS), bidirectional=True)
-        self.memory = Memory(self.parts.graph, _NUM_NODES, "device", None)
-
-    def _add_batch(self, data: Data, batch: Data) -> None:
-        for name, value in batch:
-            if isinstance(value, BatchTensor) or name in ("e_id", "batch_size", "num_nodes"):
-                continue
-            if not isinstance(value, Tensor) or not self._add(data, name, value):
-                data[name] = value
-
-    def _add(self, data: Data, name: str, value: Tensor) -> bool:
-        """Put rows like the given ones into the tiny graph, if they belong to nodes or edges."""
-        kind = _kind(value, self.info.num_rows, self.info.e_id.numel(), name)
-        if kind == "other":
-            return False
-        num_rows = _NUM_NODES if kind == "node" else data.edge_index.size(1)
-        data[name] = _sample(value, num_rows, edge_level=kind == "edge").cpu()
-        self._names[id(value)] = name
-        return True
-
-    def arguments(self, batch: Data) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments, taken from a batch of the tiny graph."""
-        # A copy, since the model may write into its inputs.
-        batch = batch.clone().to(str(self.device))
-
-        def recast(value: Any) -> Any:
-            if isinstance(value, BatchTensor):
-                # A node may index a table of the real graph's size, which can be smaller than the tiny graph.
-                own = batch.n_id % self.info.graph.num_nodes if value.attribute == "n_id" else batch[value.attribute]
-                return own if value.is_original and not value.requires_grad else own.clone().detach().mul(1)
-            if isinstance(value, Tensor):
-                name = self._names.get(id(value))
-                if name is None:
-                    return value
-                found = batch[name]
-                return found.plain if isinstance(found, BatchTensor) else found
-            if isinstance(value, Data):
-                return batch
-            if isinstance(value, (tuple, list)):
-                return type(value)(recast(item) for item in value)
-            if isinstance(value, dict):
-                return {name: recast(item) for name, item in value.items()}
-            return value
-
-        return recast(self.call.args), recast(self.call.kwargs)
 
 
 @dataclass
@@ -240,8 +167,8 @@ class _Truth:
 class _Observation(Session):
     """Runs the whole tiny graph as it is and fills in the plan."""
 
-    def __init__(self, stage: _Stage, batch: Data, plan: Plan) -> None:
-        super().__init__(batch.edge_index.info, plan, stage.memory, stage.device)
+    def __init__(self, tiny: TinyGraph, batch: Data, plan: Plan) -> None:
+        super().__init__(batch.edge_index.info, plan, tiny.memory, tiny.device)
         self.truth = _Truth()
         self._slot_of: dict[int, str] = {}
         self._leaves: list[Tensor] = []
@@ -291,7 +218,7 @@ class _Observation(Session):
         tensors = tensors_in((args, kwargs))
         own = [self._own_attribute(value) for value in tensors]
         kinds: list[ArgumentKind] = [
-            "own" if attribute is not None else _kind(value, _NUM_NODES, self.info.e_id.numel())
+            "own" if attribute is not None else kind_of(value, NUM_NODES, self.info.e_id.numel())
             for value, attribute in zip(tensors, own, strict=True)
         ]
         return self.plan.calls.setdefault(call, LayerCall(kinds, own))
@@ -311,7 +238,7 @@ class _Observation(Session):
         return edge_index, values
 
     def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        if not self._inside_propagate and x.size(0) == _NUM_NODES:
+        if not self._inside_propagate and x.size(0) == NUM_NODES:
             self.plan.node_norms.add(norm)
         return run(x)
 
@@ -340,7 +267,7 @@ class _ExactHistories(Session):
         if not self.checking:
             return
         for value, expected in zip(tensors_in(out), tensors_in(whole), strict=True):
-            if value.dim() == 0 or value.size(0) != self.info.num_rows or expected.size(0) != _NUM_NODES:
+            if value.dim() == 0 or value.size(0) != self.info.num_rows or expected.size(0) != NUM_NODES:
                 continue
             got = value[: self.info.batch_size].double()
             want = expected[self.info.nodes.to(expected.device)].double()
@@ -353,8 +280,8 @@ class _ExactHistories(Session):
 class _Rehearsal(_ExactHistories):
     """Runs a batch of the tiny graph and compares it with the whole."""
 
-    def __init__(self, stage: _Stage, batch: Data, plan: Plan, truth: _Truth) -> None:
-        super().__init__(batch.edge_index.info, plan, stage.memory, stage.device)
+    def __init__(self, tiny: TinyGraph, batch: Data, plan: Plan, truth: _Truth) -> None:
+        super().__init__(batch.edge_index.info, plan, tiny.memory, tiny.device)
         self.truth = truth
         self.local_edges: list[tuple[str, Tensor]] = []
         self._seen: Counter[str] = Counter()
@@ -393,8 +320,8 @@ class _Rehearsal(_ExactHistories):
 class _TinySweep(Sweep, _ExactHistories):
     """A sweep over the tiny graph."""
 
-    def __init__(self, stage: _Stage, batch: Data, plan: Plan, truth: _Truth, level: frozenset[str] | None) -> None:
-        super().__init__(batch.edge_index.info, plan, stage.memory, stage.device, level=level)
+    def __init__(self, tiny: TinyGraph, batch: Data, plan: Plan, truth: _Truth, level: frozenset[str] | None) -> None:
+        super().__init__(batch.edge_index.info, plan, tiny.memory, tiny.device, level=level)
         self.truth = truth
 
 
@@ -466,32 +393,3 @@ def _stirred(model: nn.Module) -> Iterator[None]:
 def _numbered(seen: Counter[str], name: str) -> str:
     seen[name] += 1
     return name if seen[name] == 1 else f"{name}#{seen[name]}"
-
-
-def _kind(value: Tensor, num_nodes: int, num_edges: int, name: str = "") -> ArgumentKind:
-    if value.dim() == 0 or value.size(0) not in (num_nodes, num_edges):
-        return "other"
-    # In a graph with as many edges as nodes only the name can tell.
-    return "node" if value.size(0) == num_nodes and not (num_nodes == num_edges and "edge" in name) else "edge"
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (Tensor, Data)):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-
-
-def _sample(value: Tensor, num_rows: int, *, edge_level: bool) -> Tensor:
-    """Rows like the given ones: random where they are real numbers, drawn from them where they are anything else."""
-    shape = (num_rows, *value.shape[1:])
-    if value.is_floating_point():
-        # Edge weights are positive, since layers take roots of their sums.
-        rows = torch.rand(shape) + 0.5 if edge_level else torch.randn(shape)
-        return rows.to(value.device, value.dtype)
-    if not value.size(0):
-        return value.new_zeros(shape)
-    return value.detach()[torch.arange(num_rows, device=value.device) % value.size(0)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gnnautoscale.autoscale import Autoscaler, attached, is_autoscaled
 from gnnautoscale.errors import InputError
 from gnnautoscale.history import Storage
-from gnnautoscale.session import Memory
+from gnnautoscale.slots import Memory
 
 
 @dataclass(frozen=True)

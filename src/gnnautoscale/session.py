@@ -1,18 +1,16 @@
 """One forward pass over one batch: which layer runs on which edges, what is pushed, what is pulled.
 
-A *slot* is a place in the model that has a history: the output of a layer, or of each propagation inside a layer
-that propagates several times. At a slot the batch's rows are pushed and the halo's rows are pulled, so that what
-follows sees all rows as the whole graph would give them.
+At a slot of the model the batch's rows are pushed and the halo's rows are pulled, so that what follows sees all rows
+as the whole graph would give them.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,115 +20,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.graph import EdgesByTarget, Graph
-from gnnautoscale.history import History, Storage, check_storage, open_history
+from gnnautoscale.graph import EdgesByTarget
 from gnnautoscale.loader import BatchInfo, BatchTensor
-from gnnautoscale.record import ArgumentKind, Event, Recorder, Slice, align, keep_edges, map_tensors, tensors_in
-
-
-@dataclass
-class LayerCall:
-    """What is known about one call of a layer in the model's forward pass.
-
-    Attributes:
-        kinds: What each tensor among the arguments is, in order.
-        own: Which attribute of the batch each of these tensors is, or ``None``.
-        edge_names: For each call of ``propagate`` or ``edge_updater``, the arguments that have one row per edge.
-        num_propagations: How many of these calls are ``propagate``.
-    """
-
-    kinds: list[ArgumentKind]
-    own: list[str | None]
-    edge_names: list[frozenset[str]] = field(default_factory=list)
-    num_propagations: int = 0
-
-    @property
-    def has_edge_updater(self) -> bool:
-        """Whether the layer computes edge-level values through ``edge_updater``."""
-        return len(self.edge_names) > self.num_propagations
-
-
-@dataclass
-class Plan:
-    """How a model is run with histories; found out once, by ``gnnautoscale.plan``.
-
-    Attributes:
-        calls: The model's layer calls in the order they are made.
-        inner: The calls that need a history at each of their propagations instead of at their output.
-        explicit: Whether the model names its own slots, as the paper's interface does.
-        needs: For each slot, and for ``OUTPUT``, the slots whose rows it is computed from.
-        rows: For each slot a tensor of no rows that has the shape and type of its rows.
-        skip_empty: Whether rows that nothing needs may be left out when histories are swept.
-        node_norms: The batch norms that see one row per node.
-    """
-
-    calls: dict[str, LayerCall] = field(default_factory=dict)
-    inner: set[str] = field(default_factory=set)
-    explicit: bool = False
-    needs: dict[str, frozenset[str]] = field(default_factory=dict)
-    rows: dict[str, Tensor] = field(default_factory=dict)
-    skip_empty: bool = False
-    node_norms: set[nn.Module] = field(default_factory=set)
-
-    OUTPUT = "the model's output"
-
-    @cached_property
-    def live(self) -> frozenset[str]:
-        """The slots that another slot is computed from; only these have a history."""
-        # A layer whose output is a slot reads only what other slots need. Where the model names its own slots, layers
-        # after the last one read histories too.
-        readers = (slot for slot in self.needs if slot != self.OUTPUT or self.explicit)
-        return frozenset().union(*(self.needs[slot] for slot in readers))
-
-    @cached_property
-    def levels(self) -> list[frozenset[str]]:
-        """The live slots, grouped so that each group is computed from the groups before it."""
-        depth: dict[str, int] = {}
-        for slot, needed in self.needs.items():
-            depth[slot] = max((depth[other] + 1 for other in needed), default=0)
-        live = self.live
-        groups = (frozenset(slot for slot in live if depth[slot] == level) for level in range(len(live)))
-        return [group for group in groups if group]
-
-
-class Memory:
-    """What is remembered about one graph: a history for each slot, and what layers do with its edges.
-
-    Args:
-        graph: The graph, or ``None`` if only its size is known so far.
-        num_nodes: Number of nodes.
-        storage: Where histories live.
-        dtype: The type histories are kept in, or ``None`` for the type of the embeddings.
-    """
-
-    def __init__(self, graph: Graph | None, num_nodes: int, storage: Storage, dtype: torch.dtype | None) -> None:
-        check_storage(storage)
-        self.num_nodes = num_nodes
-        self.storage = storage
-        self.dtype = dtype
-        self.histories: dict[str, History] = {}
-        self.recorder = Recorder(graph) if graph is not None else None
-        self.events: dict[str, list[Event]] = {}
-        # Checksums of the weights that wrote all rows of all histories, or None if no single weights did.
-        self.written_by: list[float] | None = None
-
-    def apart(self) -> Memory:
-        """A memory of the same graph with histories of its own; what is known about edges is shared."""
-        memory = Memory(None, self.num_nodes, self.storage, self.dtype)
-        memory.recorder, memory.events = self.recorder, self.events
-        return memory
-
-    def history(self, slot: str, rows: Tensor) -> History:
-        """The slot's history, created on first use for rows like these."""
-        if slot not in self.histories:
-            self.histories[slot] = open_history(
-                self.storage,
-                self.num_nodes,
-                math.prod(rows.shape[1:]),
-                self.dtype or rows.dtype,
-                device=rows.device,
-            )
-        return self.histories[slot]
+from gnnautoscale.record import Event, Recorder, Slice, align, keep_edges, map_tensors, tensors_in
+from gnnautoscale.slots import LayerCall, Memory, Plan
 
 
 class Penalty(Protocol):

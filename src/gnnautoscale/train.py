@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,9 @@ from gnnautoscale.files import check_data
 from gnnautoscale.history import Storage
 from gnnautoscale.inference import infer, infer_from_histories, refresh
 from gnnautoscale.loader import HaloLoader
-from gnnautoscale.memory import PeakMemory
+from gnnautoscale.options import Evaluation, Mode, Partitioner, Schedule, check_options
+from gnnautoscale.peak_memory import PeakMemory
 from gnnautoscale.regularize import LocalLipschitz
-
-Mode = Literal["gas", "full", "history"]
-Schedule = Literal["constant", "plateau", "cosine"]
-Evaluation = Literal["exact", "histories"]
-Partitioner = Literal["metis", "random"]
 
 _CALM_DOWN = "lower lr, or clip gradients with grad_norm"
 
@@ -408,65 +404,3 @@ class _Clock:
 
     def total(self, name: str) -> float:
         return self._seconds.get(name, 0.0)
-
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": ("gas", "full", "history"),
-    "partition": ("metis", "random"),
-    "schedule": ("constant", "plateau", "cosine"),
-    "evaluation": ("exact", "histories"),
-    "storage": ("device", "host"),
-}
-
-
-def check_options(options: dict[str, Any]) -> None:
-    """Refuse options that cannot work, before any work is done."""
-
-    def need(holds: bool, name: str, rule: str) -> None:
-        if not holds:
-            raise InputError(f"{name} must be {rule}", got=repr(options[name]), fix="Change this option.")
-
-    def whole(name: str, least: int) -> None:
-        value = options[name]
-        need(
-            isinstance(value, int) and not isinstance(value, bool) and value >= least, name, f"an integer from {least}"
-        )
-
-    def real(name: str, *, positive: bool = False) -> None:
-        value = options[name]
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        need(number and (value > 0 if positive else value >= 0), name, "positive" if positive else "at least 0")
-
-    for name, choices in _CHOICES.items():
-        need(options[name] in choices, name, f"one of {', '.join(choices)}")
-    for name in ("parts", "batch_size", "epochs", "evaluate_every"):
-        whole(name, 1)
-    for name in ("num_workers", "seed"):
-        whole(name, 0)
-    for name in ("steps_per_epoch", "patience"):
-        if options[name] is not None:
-            whole(name, 1)
-    for name in ("lr", "lipschitz_radius"):
-        real(name, positive=True)
-    for name in ("weight_decay_conv", "weight_decay_other", "lipschitz", "edge_dropout"):
-        real(name)
-    if options["grad_norm"] is not None:
-        real("grad_norm", positive=True)
-    need(options["edge_dropout"] < 1, "edge_dropout", "at least 0 and below 1")
-    every = str(options["refresh_every"])
-    need(
-        every in ("never", "epoch") or (every.isdecimal() and int(every) > 0), "refresh_every", "never, epoch, or steps"
-    )
-    need(options["mode"] == "full" or options["batch_size"] <= options["parts"], "batch_size", "at most parts")
-    check_device(options["device"])
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that PyTorch does not know or cannot use here."""
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            "device must be one that PyTorch can use here", got=f"{device!r} ({reason})", fix="Use 'cpu'."
-        ) from None

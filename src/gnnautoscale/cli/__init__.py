@@ -24,9 +24,10 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.inference import infer as run_inference
 from gnnautoscale.loader import HaloLoader
 from gnnautoscale.models import build_model, model_options
+from gnnautoscale.options import check_device, check_options
 from gnnautoscale.partition import connectivity
 from gnnautoscale.partition import partition as cut
-from gnnautoscale.train import FitResult, check_device, check_options, fit, score
+from gnnautoscale.train import FitResult, fit, score
 
 app = typer.Typer(
     help="Train graph neural networks on graphs that do not fit a GPU, with historical embeddings.",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import gnnautoscale.memory
-from gnnautoscale.memory import PeakMemory
+import gnnautoscale.peak_memory
+from gnnautoscale.peak_memory import PeakMemory
 
 CPU = torch.device("cpu")
 MEGABYTE = 2**20
@@ -77,7 +77,7 @@ def test_an_error_passes_and_ends_the_watch() -> None:
 
 
 def test_nothing_is_said_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gnnautoscale.memory, "_STATM", tmp_path / "statm")
+    monkeypatch.setattr(gnnautoscale.peak_memory, "_STATM", tmp_path / "statm")
     with PeakMemory(CPU) as peak:
         pass
     assert peak.num_bytes is None
