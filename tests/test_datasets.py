@@ -376,3 +376,14 @@ def test_wordnet() -> None:
     dataset = datasets.from_file(path, undirected=True, max_features=1000)
     assert (dataset.name, dataset.num_features, dataset.num_classes) == ("wordnet3", 1000, 45)
     assert sum(counts(dataset.train)) == 117_659
+
+
+def test_a_download_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(root: str, name: str) -> None:
+        (Path(root) / name / "raw").mkdir(parents=True)
+        raise OSError("no network")
+
+    monkeypatch.setattr("torch_geometric.datasets.Planetoid", offline)
+    with pytest.raises(InputError, match="no network"):
+        load("cora", tmp_path / "new" / "root")
+    assert list(tmp_path.iterdir()) == []

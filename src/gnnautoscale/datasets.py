@@ -10,6 +10,7 @@ import copy
 import difflib
 import importlib
 import pickle
+import shutil
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
@@ -185,12 +186,15 @@ def _plain(data: Data) -> Data:
 
 def _read(make: Callable[[], Any], folder: Path) -> Any:
     """What ``make`` gives; it reads or downloads the files of a data set below ``folder``."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         return make()
     except ImportError as error:
         fix = f"Run: pip install {error.name}"
         raise InputError("PyG needs a package to read this data set", got=str(error), fix=fix) from error
     except (OSError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        if missing:  # folders that were made for a download that did not come
+            shutil.rmtree(missing[-1], ignore_errors=True)
         raise InputError(
             f"the files of this data set must lie in {folder} or be at hand to download",
             got=f"{type(error).__name__}: {error}",
