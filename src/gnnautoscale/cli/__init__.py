@@ -23,7 +23,7 @@ from gnnautoscale.datasets import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.inference import infer as run_inference
 from gnnautoscale.loader import HaloLoader
-from gnnautoscale.models import build_model, model_options
+from gnnautoscale.models import build_model, check_model_options
 from gnnautoscale.options import check_device, check_options
 from gnnautoscale.partition import connectivity
 from gnnautoscale.partition import partition as cut
@@ -49,19 +49,12 @@ def train(
     if options["runs"] < 1:
         raise InputError("runs must be at least 1", got=str(options["runs"]), fix="Change this option.")
     model_name = options["model"]
-    known = model_options(model_name)
     chosen = {
         option.name: options[option.name]
         for option in TRAIN
         if option.panel == "Model" and option.name != "model" and options[option.name] is not None
     }
-    refused = sorted(chosen.keys() - known.keys())
-    if refused:
-        raise InputError(
-            f"the model '{model_name}' takes the options {', '.join(sorted(known))}",
-            got=", ".join(refused),
-            fix="Leave these out, or choose another model.",
-        )
+    check_model_options(model_name, chosen)
     if save is not None and (save.is_dir() or not save.parent.is_dir()):
         raise InputError("--save names a file in an existing folder", got=str(save), fix="Check the path.")
     training = {option.name: options[option.name] for option in fit_options()}

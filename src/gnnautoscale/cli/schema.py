@@ -82,7 +82,8 @@ def every_model_option() -> list[Option]:
         described = _described_arguments(cls.__doc__ or "")
         hints = get_type_hints(cls.__init__)
         for name in model_options(model):
-            found.setdefault(name, Option(name, _kind(hints[name]), described[name], "Model"))
+            if name not in found:
+                found[name] = Option(name, _kind(hints[name]), described[name], "Model")
     return list(found.values())
 
 

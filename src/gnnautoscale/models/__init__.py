@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +13,19 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale.errors import InputError
 from gnnautoscale.models.operators import APPNP, GAT, GCN, GCNII, GIN, PNA, GraphSAGE
 
-__all__ = ["APPNP", "GAT", "GCN", "GCNII", "GIN", "MODELS", "PNA", "GraphSAGE", "build_model", "model_options"]
+__all__ = [
+    "APPNP",
+    "GAT",
+    "GCN",
+    "GCNII",
+    "GIN",
+    "MODELS",
+    "PNA",
+    "GraphSAGE",
+    "build_model",
+    "check_model_options",
+    "model_options",
+]
 
 #: Models by the name that commands and configurations use.
 MODELS: dict[str, type[nn.Module]] = {
@@ -41,6 +54,22 @@ def model_options(name: str) -> dict[str, inspect.Parameter]:
     return {key: value for key, value in parameters.items() if key not in _GIVEN}
 
 
+def check_model_options(name: str, options: Iterable[str]) -> None:
+    """Refuse names of options that a model does not take.
+
+    Example:
+        >>> check_model_options("gat", ["heads", "dropout"])
+    """
+    known = model_options(name)
+    unknown = sorted(set(options) - known.keys())
+    if unknown:
+        raise InputError(
+            f"the model '{name}' takes the options {', '.join(sorted(known))}",
+            got=", ".join(unknown),
+            fix="Leave these out, or choose another model.",
+        )
+
+
 def build_model(name: str, data: Data, num_classes: int, **options: Any) -> nn.Module:
     """Build one of the paper's models for a graph.
 
@@ -55,14 +84,7 @@ def build_model(name: str, data: Data, num_classes: int, **options: Any) -> nn.M
         >>> type(build_model("gcn", KarateClub()[0], 4, hidden=16)).__name__
         'GCN'
     """
-    known = model_options(name)
-    unknown = sorted(options.keys() - known.keys())
-    if unknown:
-        raise InputError(
-            f"the model '{name}' takes the options {', '.join(sorted(known))}",
-            got=", ".join(unknown),
-            fix="Leave these out, or choose another model.",
-        )
+    check_model_options(name, options)
     if PNA is _find(name):
         in_degree = torch.bincount(data.edge_index[1].cpu(), minlength=data.num_nodes)
         options = {"jumping_knowledge": name == "pna-jk", **options, "degrees": torch.bincount(in_degree)}

@@ -40,6 +40,7 @@ class GCN(Stack):
     """
 
     takes_edge_weight = True
+    layer_class = pyg.GCNConv
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class GCN(Stack):
         linear: bool = False,
     ) -> None:
         super().__init__(
-            lambda width_in, width_out, _: pyg.GCNConv(width_in, width_out),
+            lambda width_in, width_out, _: self.layer_class(width_in, width_out),
             in_channels,
             out_channels,
             hidden=hidden,
@@ -68,50 +69,16 @@ class GCN(Stack):
         )
 
 
-class GraphSAGE(Stack):
-    r"""GraphSAGE: :math:`h_v = W_1 h_v + W_2 \, \textrm{mean}_w h_w`.
-
-    Args:
-        in_channels: Width of the input features.
-        out_channels: Width of the output.
-        hidden: Width of the layers in between.
-        layers: Number of layers.
-        dropout: Probability of dropout.
-        drop_input: Whether dropout acts on the input features too.
-        batch_norm: Whether layers are followed by batch norm.
-        residual: Whether layers of equal input and output width are bridged.
-        linear: Whether linear layers come before and after.
+class GraphSAGE(GCN):
+    r"""GraphSAGE: :math:`h_v = W_1 h_v + W_2 \, \textrm{mean}_w h_w`, with the options of :class:`GCN`.
 
     Example:
         >>> GraphSAGE(8, 3, hidden=16, layers=2).convs[1]
         SAGEConv(16, 3, aggr=mean)
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        hidden: int = 64,
-        layers: int = 2,
-        dropout: float = 0.5,
-        drop_input: bool = False,
-        batch_norm: bool = False,
-        residual: bool = False,
-        linear: bool = False,
-    ) -> None:
-        super().__init__(
-            lambda width_in, width_out, _: pyg.SAGEConv(width_in, width_out),
-            in_channels,
-            out_channels,
-            hidden=hidden,
-            layers=layers,
-            dropout=dropout,
-            drop_input=drop_input,
-            batch_norm=batch_norm,
-            residual=residual,
-            linear=linear,
-        )
+    takes_edge_weight = False
+    layer_class = pyg.SAGEConv
 
 
 class GIN(Stack):
