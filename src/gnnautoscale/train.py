@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Epoch:
         loss: Mean training loss over the epoch's training nodes, without penalties.
         scores: Score on ``"train"``, ``"val"`` and ``"test"``; empty when the epoch was not evaluated.
         learning_rate: The learning rate it was trained with.
-        seconds: Time of training, without evaluation and refresh.
+        seconds: Time of training, with waiting for batches, without evaluation and refresh.
     """
 
     number: int
@@ -173,23 +174,7 @@ def fit(
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
         )
     dataset = data if isinstance(data, Dataset) else Dataset.of(data)
-    if dataset.inductive:
-        for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
-            check_data(graph, splits=(split,))
-            if graph.x.size(1) != dataset.num_features:
-                raise InputError(
-                    f"all graphs of a data set must have {dataset.num_features} features",
-                    got=f"{graph.x.size(1)} in the {split} graph",
-                    fix="Prepare all graphs in the same way.",
-                )
-    else:
-        check_data(dataset.train, splits=("train", "val"))
-    if evaluation == "histories" and dataset.inductive:
-        raise InputError(
-            "evaluation from histories needs the validation nodes in the training graph",
-            got="a data set with graphs of its own for validation",
-            fix="Use evaluation='exact'.",
-        )
+    _check_dataset(dataset, evaluation)
     if mode == "full":
         parts, batch_size, lipschitz = 1, 1, 0.0
     elif mode == "history":
@@ -218,9 +203,7 @@ def fit(
             rate = optimizer.param_groups[0]["lr"]
             start = clock.total("train")
             total, count = torch.zeros((), device=device), 0
-            for step, batch in enumerate(loader):
-                if step == steps_per_epoch:
-                    break
+            for batch in clock.waiting("train", islice(loader, steps_per_epoch)):
                 with clock("train"):
                     batch = batch.to(device)
                     loss, num_nodes = _step(model, batch, dataset, optimizer, penalty, lipschitz, grad_norm)
@@ -258,6 +241,26 @@ def fit(
     result.peak_memory = peak.num_bytes
     result.history_bytes = sum(history.num_bytes for history in attached(model).memory.histories.values())
     return result
+
+
+def _check_dataset(dataset: Dataset, evaluation: Evaluation) -> None:
+    if dataset.inductive:
+        for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
+            check_data(graph, splits=(split,))
+            if graph.x.size(1) != dataset.num_features:
+                raise InputError(
+                    f"all graphs of a data set must have {dataset.num_features} features",
+                    got=f"{graph.x.size(1)} in the {split} graph",
+                    fix="Prepare all graphs in the same way.",
+                )
+    else:
+        check_data(dataset.train, splits=("train", "val"))
+    if evaluation == "histories" and dataset.inductive:
+        raise InputError(
+            "evaluation from histories needs the validation nodes in the training graph",
+            got="a data set with graphs of its own for validation",
+            fix="Use evaluation='exact'.",
+        )
 
 
 def score(out: Tensor, y: Tensor, mask: Tensor) -> float:
@@ -402,5 +405,16 @@ class _Clock:
         finally:
             self._seconds[name] = self.total(name) + time.perf_counter() - start
 
+    def waiting(self, name: str, items: Iterable[Data]) -> Iterator[Data]:
+        """Add the time until each item is there."""
+        iterator = iter(items)
+        while True:
+            with self(name):
+                item = next(iterator, None)
+            if item is None:
+                return
+            yield item
+
     def total(self, name: str) -> float:
+        """The time of a piece of work so far."""
         return self._seconds.get(name, 0.0)
