@@ -32,11 +32,6 @@ class EdgesByTarget:
         count = torch.bincount(target, minlength=num_nodes)
         self._ptr = torch.cat([count.new_zeros(1), count.cumsum(0)])
 
-    @property
-    def num_edges(self) -> int:
-        """Number of edges."""
-        return self.edge_index.size(1)
-
     def into(self, nodes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Every edge that points to one of the nodes, grouped by node in the order of ``nodes``.
 
