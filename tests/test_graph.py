@@ -29,7 +29,6 @@ def test_edges_out_of_nodes() -> None:
     edges = EdgesByTarget(EDGES, 5, target_row=0)
     target, source, edge = edges.into(torch.tensor([0, 2]))
     assert (target.tolist(), source.tolist(), edge.tolist()) == ([0, 0, 1], [1, 1, 1], [0, 4, 1])
-    assert edges.num_edges == 5
 
 
 def test_no_nodes_and_no_edges() -> None:
