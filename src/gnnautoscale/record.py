@@ -28,7 +28,7 @@ ArgumentKind = Literal["own", "node", "edge", "other"]
 
 @dataclass(eq=False)
 class Slice:
-    """A batch's part of a record, on the compute device.
+    """A batch's part of a record.
 
     Attributes:
         edge_index: Edges between rows of the batch, ``[2, num_edges]``, grouped by target.
@@ -39,6 +39,11 @@ class Slice:
     edge_index: Tensor
     constants: dict[str, Tensor]
     kept: Tensor | None = None
+
+    def to(self, device: torch.device) -> Slice:
+        """The same on another device."""
+        constants = {name: value.to(device) for name, value in self.constants.items()}
+        return Slice(self.edge_index.to(device), constants, self.kept)
 
     def take(self, kept: Tensor) -> Slice:
         """Some of the edges."""
@@ -59,10 +64,9 @@ class Event:
     constants: dict[str, Tensor]
 
     @torch.inference_mode(False)  # kept for training too
-    def cut(self, info: BatchInfo, device: torch.device, layer: str) -> Slice:
-        """The edges that point into a batch, with their constants."""
-        slices = info.memo.setdefault(self, {})
-        if device not in slices:
+    def cut(self, info: BatchInfo, layer: str) -> Slice:
+        """The edges that point into a batch, with their constants; in host memory, of which there is plenty."""
+        if self not in info.memo:
             target, source, edge = self.edges.into(info.nodes)
             local = info.graph.locate(info.n_id, source)
             if local.numel() and int(local.min()) < 0:
@@ -72,9 +76,9 @@ class Event:
                     fix="Build the loader with HaloLoader(..., bidirectional=True).",
                 )
             ends = [local, target] if self.edges.target_row == 1 else [target, local]
-            constants = {name: value[edge].to(device) for name, value in self.constants.items()}
-            slices[device] = Slice(torch.stack(ends).to(device), constants)
-        return cast(Slice, slices[device])
+            constants = {name: value[edge] for name, value in self.constants.items()}
+            info.memo[self] = Slice(torch.stack(ends), constants)
+        return cast(Slice, info.memo[self])
 
 
 def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:

@@ -297,7 +297,7 @@ class Session:
 
     def _slice(self, event: Event, frame: _Frame) -> Slice:
         if event not in self._slices:
-            part = event.cut(self.info, self.device, describe(frame.name, frame.layer))
+            part = event.cut(self.info, describe(frame.name, frame.layer)).to(self.device)
             if self.edge_dropout:
                 if event.edges not in self._kept:
                     self._kept[event.edges] = keep_edges(part.edge_index, self.edge_dropout)
@@ -325,7 +325,7 @@ class Session:
 
     def _alignment(self, event: Event, frame: _Frame, local: Tensor, part: Slice) -> Tensor:
         name = describe(frame.name, frame.layer)
-        wanted = event.cut(self.info, self.device, name).edge_index
+        wanted = event.cut(self.info, name).edge_index.to(self.device)
         position = align(local, wanted, event.edges.target_row, self.info.batch_size, name)
         return position if part.kept is None else position[part.kept]
 
