@@ -125,7 +125,7 @@ class Recorder:
             whole = self._whole_graph_arguments(args, kwargs, kinds, edge_features)
             try:
                 caught = _run_without_weights(layer, whole[0], whole[1], num_events)
-            except (RuntimeError, NotImplementedError) as error:
+            except RuntimeError as error:
                 failures.append(error)
                 continue
             return [self._event(layer, edge_index, constants) for edge_index, constants in caught]
