@@ -11,6 +11,7 @@ PACKAGE = "gnnautoscale"
 ROOT = Path(__file__).parent.parent / "src" / PACKAGE
 ORDER = [
     "errors",
+    "atomic",
     "partition",
     "graph",
     "history",

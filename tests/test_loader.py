@@ -270,7 +270,8 @@ def test_around_keeps_the_order_of_the_nodes() -> None:
         ({}, "needs the number of parts"),
         ({"num_parts": 0}, "num_parts must be between 1 and num_nodes"),
         ({"num_parts": 7}, "num_parts must be between 1 and num_nodes, but got 7 for 6"),
-        ({"num_parts": 2, "batch_size": 0}, "batch_size must be at least 1"),
+        ({"num_parts": 2, "batch_size": 0}, "batch_size must be an integer of at least 1"),
+        ({"num_parts": 2, "batch_size": 1.5}, "batch_size must be an integer of at least 1"),
         ({"num_parts": 2, "batch_size": 3}, "at most the number of parts, 2, but got 3"),
         ({"num_parts": 2, "num_workers": -1}, "num_workers at least 0"),
         ({"num_parts": 2, "parts": "louvain"}, "'metis', 'random' or a tensor of labels, but got 'louvain'"),
@@ -396,3 +397,18 @@ def test_batches_can_be_copied_and_printed() -> None:
     assert "tensor" in repr(batch.edge_index).lower()
     assert isinstance(copy.copy(batch).edge_index, BatchTensor)
     assert isinstance(batch.clone().edge_index, BatchTensor)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        (torch.tensor([1, 1]), "each node once"),
+        (torch.tensor([1.0]), "int64"),
+        (torch.tensor([[1]]), "one-dimensional"),
+        (torch.tensor([40]), "from 0 to 39"),
+        (torch.tensor([-1]), "from 0 to 39"),
+    ],
+)
+def test_batches_around_odd_nodes_are_refused(nodes: Tensor, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        HaloLoader(undirected_graph(), 3).around(nodes)

@@ -13,7 +13,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.autoscale import Autoscaler, OpenSession, attached
 from gnnautoscale.errors import InputError, StaleHistoryWarning
-from gnnautoscale.loader import HaloLoader
+from gnnautoscale.loader import HaloLoader, check_nodes
 from gnnautoscale.record import map_tensors, tensors_in
 from gnnautoscale.session import Session, Sweep, evaluating, run_sweep
 from gnnautoscale.slots import Memory, Plan
@@ -135,7 +135,7 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
         torch.Size([2, 4])
     """
     scaler = attached(model)
-    nodes = _check_nodes(nodes, loader.graph.num_nodes)
+    nodes = check_nodes(nodes, loader.graph.num_nodes)
     memory = scaler.memory_of(loader.graph)
     distinct, position = torch.unique(nodes, return_inverse=True)
     batch = _to_model(loader.around(distinct), model)
@@ -223,18 +223,3 @@ def _collect(
 def _room_for_all(rooms: list[Tensor], num_nodes: int, rows: Tensor) -> Tensor:
     rooms.append(torch.empty((num_nodes, *rows.shape[1:]), dtype=rows.dtype))
     return rooms[-1]
-
-
-def _check_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
-    if not isinstance(nodes, Tensor) or nodes.dtype != torch.long or nodes.dim() != 1:
-        got = f"{nodes.dtype} {tuple(nodes.shape)}" if isinstance(nodes, Tensor) else type(nodes).__name__
-        raise InputError(
-            "nodes must be a tensor of node indices, int64 and one-dimensional", got=got, fix="Convert it."
-        )
-    if nodes.numel() and (int(nodes.min()) < 0 or int(nodes.max()) >= num_nodes):
-        raise InputError(
-            f"nodes must hold indices from 0 to {num_nodes - 1}",
-            got=f"values from {int(nodes.min())} to {int(nodes.max())}",
-            fix="Check the node numbering.",
-        )
-    return nodes.cpu()

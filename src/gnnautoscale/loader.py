@@ -220,9 +220,10 @@ class HaloLoader:
                 got=type(data).__name__,
                 fix="Convert a heterogeneous graph with to_homogeneous(), join several with Batch.from_data_list.",
             )
-        if batch_size < 1 or num_workers < 0:
+        counts = isinstance(batch_size, int) and isinstance(num_workers, int)
+        if not counts or batch_size < 1 or num_workers < 0:
             raise InputError(
-                "batch_size must be at least 1 and num_workers at least 0",
+                "batch_size must be an integer of at least 1 and num_workers at least 0",
                 got=f"batch_size={batch_size}, num_workers={num_workers}",
                 fix="batch_size counts parts, not nodes.",
             )
@@ -306,6 +307,9 @@ class HaloLoader:
             >>> loader.around(torch.tensor([3, 0])).n_id[:2]
             tensor([3, 0])
         """
+        nodes = check_nodes(nodes, self.graph.num_nodes)
+        if torch.unique(nodes).numel() != nodes.numel():
+            raise InputError("a batch holds each node once", got="the same node twice", fix="Pass torch.unique(nodes).")
         single = _Assembly(self.data, self.graph, [nodes], self._assembly.bidirectional)
         return self._wrap(single[(0,)]).tagged_copy()
 
@@ -338,6 +342,22 @@ class _Ready:
 
     def _current_versions(self) -> list[int]:
         return [value._version for _, value in self._batch if isinstance(value, Tensor)]
+
+
+def check_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
+    """Refuse what is not a list of node indices; returns it in host memory."""
+    if not isinstance(nodes, Tensor) or nodes.dtype != torch.long or nodes.dim() != 1:
+        got = f"{nodes.dtype} {tuple(nodes.shape)}" if isinstance(nodes, Tensor) else type(nodes).__name__
+        raise InputError(
+            "nodes must be a tensor of node indices, int64 and one-dimensional", got=got, fix="Use nodes.long()."
+        )
+    if nodes.numel() and (int(nodes.min()) < 0 or int(nodes.max()) >= num_nodes):
+        raise InputError(
+            f"nodes must hold indices from 0 to {num_nodes - 1}",
+            got=f"values from {int(nodes.min())} to {int(nodes.max())}",
+            fix="Check the node numbering.",
+        )
+    return nodes.cpu()
 
 
 def _labels(graph: Graph, num_parts: int | None, parts: str | Tensor, seed: int, cache_dir: str | None) -> Tensor:

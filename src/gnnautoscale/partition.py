@@ -1,17 +1,15 @@
 """Splits the nodes of a graph into parts, and says how well a split keeps edges inside them."""
 
-import contextlib
 import hashlib
-import os
 from pathlib import Path
 from typing import Literal
-from uuid import uuid4
 
 import numpy as np
 import pymetis
 import torch
 from torch import Tensor
 
+from gnnautoscale.atomic import write_atomically
 from gnnautoscale.errors import InputError
 
 __all__ = ["check_labels", "connectivity", "fingerprint", "partition"]
@@ -290,15 +288,9 @@ def _load(path: Path, num_nodes: int, num_parts: int) -> Tensor | None:
 
 def _save(path: Path, labels: Tensor) -> None:
     """Writes labels so that no reader ever sees half a file."""
-    temporary = path.with_suffix(f".{uuid4().hex}.tmp")
+    rule = "cache_dir must be a folder to write to"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            np.save(file, labels.numpy(), allow_pickle=False)
-        os.replace(temporary, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise InputError(
-            "cache_dir must be a folder to write to", got=f"{path.parent} ({error})", fix="Choose another."
-        ) from None
+        raise InputError(rule, got=f"{path.parent} ({error})", fix="Choose another.") from None
+    write_atomically(path, lambda stream: np.save(stream, labels.numpy(), allow_pickle=False), rule=rule)

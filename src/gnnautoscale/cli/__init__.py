@@ -14,6 +14,7 @@ import typer
 from torch import nn
 
 from gnnautoscale import datasets
+from gnnautoscale.atomic import write_atomically
 from gnnautoscale.autoscale import autoscale
 from gnnautoscale.cli import demo as demonstration
 from gnnautoscale.cli.display import epochs_shown, errors, megabytes, percent, print_json, print_table
@@ -55,8 +56,7 @@ def train(
         if option.panel == "Model" and option.name != "model" and options[option.name] is not None
     }
     check_model_options(model_name, chosen)
-    if save is not None and (save.is_dir() or not save.parent.is_dir()):
-        raise InputError("--save names a file in an existing folder", got=str(save), fix="Check the path.")
+    _check_target("--save", save)
     training = {option.name: options[option.name] for option in fit_options()}
     check_options(training)
     results: list[FitResult] = []
@@ -86,6 +86,7 @@ def partition(
     json: Json = False,
 ) -> None:
     """Cut a graph into parts and show how well they are connected inside."""
+    _check_target("--output", output)
     graph = _dataset(options).train
     start = time.perf_counter()
     labels = cut(
@@ -110,7 +111,7 @@ def partition(
         "seconds": seconds,
     }
     if output is not None:
-        _write(output, lambda stream: np.save(stream, labels.numpy()))
+        write_atomically(output, lambda stream: np.save(stream, labels.numpy()), rule="--output must be writable")
     _show_facts(f"{options['data']} · {options['partition']}", facts, json)
 
 
@@ -125,6 +126,7 @@ def infer(
 ) -> None:
     """Run a trained model on all nodes of a graph, exactly, in batches."""
     check_device(device)
+    _check_target("--output", output)
     if parts < 1:
         raise InputError("parts must be at least 1", got=str(parts), fix="Change this option.")
     dataset = _dataset(options)
@@ -141,7 +143,8 @@ def infer(
         )
     if output is not None:
         classes = out > 0 if dataset.multilabel else out.argmax(dim=1)
-        _write(output, lambda stream: np.savez(stream, scores=out.numpy(), classes=classes.numpy()))
+        arrays = {"scores": out.numpy(), "classes": classes.numpy()}
+        write_atomically(output, lambda stream: np.savez(stream, **arrays), rule="--output must be writable")
     _show_facts(f"{options['data']} · {model.name}", facts, json)
 
 
@@ -258,9 +261,7 @@ def _text(value: bool | float) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
 
 
-def _write(path: Path, write: Any) -> None:
-    try:
-        with path.open("wb") as stream:
-            write(stream)
-    except OSError as error:
-        raise InputError("the output file must be writable", got=f"{path} ({error})", fix="Check the path.") from None
+def _check_target(flag: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written before there is anything to write."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise InputError(f"{flag} names a file in an existing folder", got=str(path), fix="Check the path.")

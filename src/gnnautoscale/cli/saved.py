@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale.atomic import write_atomically
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import build_model
 
@@ -25,13 +26,8 @@ def save_model(path: Path, model: nn.Module, options: dict[str, Any]) -> None:
         options: Its name as ``"model"``, and its options.
     """
     weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
-    temporary = path.with_name(path.name + ".part")
-    try:
-        torch.save({"format": _FORMAT, "options": options, "weights": weights}, temporary)
-        temporary.replace(path)
-    except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
-        raise InputError("the model's file must be writable", got=f"{path} ({error})", fix="Check the path.") from None
+    content = {"format": _FORMAT, "options": options, "weights": weights}
+    write_atomically(path, lambda stream: torch.save(content, stream), rule="the model's file must be writable")
 
 
 def load_model(path: Path, data: Data, num_classes: int) -> nn.Module:

@@ -1,0 +1,39 @@
+"""Writes files whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
+
+from gnnautoscale.errors import InputError
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, rule: str) -> None:
+    """Write a file beside its place and move it there once it is complete, so that nobody ever sees half of it.
+
+    Args:
+        path: The file; what was there before is replaced.
+        write: Called with the open file.
+        rule: What to say if that cannot be done: what the path has to be.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> file = Path(mkdtemp()) / "greeting"
+        >>> write_atomically(file, lambda stream: stream.write(b"hello"), rule="it must be writable")
+        >>> file.read_text()
+        'hello'
+    """
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}.part")
+    try:
+        with temporary.open("wb") as stream:
+            write(stream)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(rule, got=f"{path} ({error})", fix="Check the path and the free space.") from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
