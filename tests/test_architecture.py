@@ -12,10 +12,13 @@ ROOT = Path(__file__).parent.parent / "src" / PACKAGE
 ORDER = [
     "errors",
     "atomic",
+    "kernels",
     "partition",
     "graph",
     "history",
     "loader",
+    "transfer",
+    "fused",
     "record",
     "slots",
     "session",

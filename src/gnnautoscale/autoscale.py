@@ -19,7 +19,7 @@ from gnnautoscale.graph import Graph
 from gnnautoscale.history import Storage
 from gnnautoscale.loader import BatchInfo, BatchTensor
 from gnnautoscale.plan import make_plan
-from gnnautoscale.record import EDGE_METHODS, tensors_in
+from gnnautoscale.record import EDGE_METHODS, map_tensors, tensors_in
 from gnnautoscale.session import Penalty, Session, describe
 from gnnautoscale.slots import Memory, Plan
 
@@ -88,6 +88,7 @@ class Autoscaler:
                 )
         for name, layer in layers:
             self._override(layer, "forward", partial(self._layer, layer, name or type(layer).__name__, layer.forward))
+            self._override(layer, "SUPPORTS_FUSED_EDGE_INDEX", True)
             for method in EDGE_METHODS:
                 self._override(layer, method, partial(self._edges, method, getattr(layer, method)))
         for module in model.modules():
@@ -144,9 +145,12 @@ class Autoscaler:
             self.plan = make_plan(model, partial(self._run, run), info, arguments, explicit=self.explicit)
             self._planned_for = dtypes
         session = (self._open or partial(self._step, model))(info, self.plan, memory, device)
+        session.begin()
         return session.finish(self._run(run, session, args, kwargs))
 
     def _run(self, run: Callable[..., Any], session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if session.plan.bare:
+            args, kwargs = map_tensors(_without_edges, (args, kwargs))
         self.session = session
         try:
             return run(*args, **kwargs)
@@ -314,6 +318,11 @@ def _find_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchInfo:
             "all arguments of a call must come from the same batch", got="two batches", fix="Pass one batch at a time."
         )
     return found[0]
+
+
+def _without_edges(value: Tensor) -> Tensor:
+    """An edge-level tensor of a batch as one without edges, which costs no time to look at."""
+    return value.emptied() if isinstance(value, BatchTensor) and value.is_own_edges else value
 
 
 def _unpack_batch(

@@ -29,6 +29,8 @@ class BatchInfo:
         batch_size: How many of the rows are the batch's own nodes.
         e_id: Edge index of each edge of the batch, ``[num_edges]``, in host memory.
         memo: What was computed for this batch alone, for as long as what it was computed from is in use.
+        placed: Pieces of the batch that are on the compute device already, by what they are pieces of.
+        upcoming: The batch that is likely to follow, so that its rows can be pulled ahead; a hint.
     """
 
     graph: Graph
@@ -36,11 +38,18 @@ class BatchInfo:
     batch_size: int
     e_id: Tensor
     memo: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)
+    placed: dict[Any, Any] = field(default_factory=dict)
+    upcoming: BatchInfo | None = None
 
     @property
     def num_rows(self) -> int:
         """Number of nodes of batch and halo together."""
         return self.n_id.numel()
+
+    @property
+    def num_halo(self) -> int:
+        """Number of nodes of the halo."""
+        return self.num_rows - self.batch_size
 
     @cached_property
     def nodes(self) -> Tensor:
@@ -51,6 +60,17 @@ class BatchInfo:
     def halo(self) -> Tensor:
         """The halo's nodes, ``[num_rows - batch_size]``."""
         return self.n_id[self.batch_size :]
+
+    def index(self, device: torch.device) -> Tensor:
+        """``n_id`` on a device, without waiting for work that is under way there."""
+        if "n_id" in self.placed:
+            placed: Tensor = self.placed["n_id"]
+            return placed
+        return self.n_id if device.type == "cpu" else self._pinned.to(device, non_blocking=True)
+
+    @cached_property
+    def _pinned(self) -> Tensor:
+        return self.n_id.pin_memory()
 
 
 # Layers that pass messages both ways flip the edges; a flipped edge_index is still known to be the batch's own.
@@ -89,6 +109,17 @@ class BatchTensor(Tensor):
     def plain(self) -> Tensor:
         """The same values without the tag."""
         return self.as_subclass(Tensor)
+
+    @property
+    def is_own_edges(self) -> bool:
+        """Whether these are the batch's own edges or edge attributes, as constants."""
+        return self.attribute != "n_id" and self.is_original and not self.requires_grad
+
+    def emptied(self) -> BatchTensor:
+        """The same attribute of the same batch with no edges in it."""
+        # Edges lie along the last dimension of an edge_index and along the first of everything else.
+        dim = -1 if self.attribute.endswith("edge_index") else 0
+        return BatchTensor.tag(self.plain.narrow(dim, 0, 0).contiguous(), self.info, self.attribute)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied = self.plain.clone()
@@ -284,11 +315,16 @@ class HaloLoader:
                 generator=self._worker_seeds,
             )
         )
+        previous: _Ready | None = None
         for group in groups:
             batch = ready[group] if group in ready else self._wrap(next(fetched))
             if keep:
                 self._ready[group] = batch
-            yield batch.tagged_copy()
+            if previous is not None:
+                yield from previous.followed_by(batch)
+            previous = batch
+        if previous is not None:
+            yield previous.tagged_copy()
 
     @cached_property
     def connectivity(self) -> float:
@@ -332,6 +368,14 @@ class _Ready:
     def intact(self) -> bool:
         """Whether nobody wrote into its tensors."""
         return self._versions == self._current_versions()
+
+    def followed_by(self, other: _Ready) -> Iterator[Data]:
+        """Yield a copy that knows, for as long as it is being used, which batch comes next."""
+        self._info.upcoming = other._info
+        try:
+            yield self.tagged_copy()
+        finally:
+            self._info.upcoming = None
 
     def tagged_copy(self) -> Data:
         """A copy that the user may move and change without touching this one; tensors are shared."""

@@ -27,7 +27,7 @@ from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.loader import BatchInfo
 from gnnautoscale.record import ArgumentKind, Event, map_tensors, tensors_in
 from gnnautoscale.session import Session, Sweep, _Frame, describe, evaluating, run_sweep
-from gnnautoscale.slots import LayerCall, Plan
+from gnnautoscale.slots import SHORTCUTS, LayerCall, Plan, Shortcut
 from gnnautoscale.tiny import NUM_NODES, TinyGraph, kind_of
 
 RunModel = Callable[[Session, tuple[Any, ...], dict[str, Any]], Any]
@@ -83,8 +83,39 @@ class _Rehearsals:
                 everything_needed = True
             else:
                 raise deviation.error()
-        self._check_training_mode(plan, truth)
+        with evaluating(self.model):
+            self._check_training_mode(plan, truth)
+        self._take_shortcuts(plan, truth)
         return plan
+
+    def _take_shortcuts(self, plan: Plan, truth: _Truth) -> None:
+        """Leave out whatever work turns out not to matter for the batch's rows."""
+        for call in plan.calls.values():
+            call.shortcuts = call.possible_shortcuts
+        plan.short_tail = plan.bare = True
+        while True:
+            culprit = None
+            try:
+                deviation = self._rehearse(plan, truth) or self._sweep(plan, truth)
+                if deviation is None:
+                    return
+                culprit = deviation.name
+            except _LayerError as error:
+                culprit = error.call
+            except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
+                pass  # somewhere between the layers
+            blamed = plan.calls.get(culprit or "")
+            if blamed is not None and blamed.shortcuts:
+                blamed.shortcuts -= {next(name for name in SHORTCUTS if name in blamed.shortcuts)}
+            elif plan.short_tail:
+                plan.short_tail = False
+            elif plan.bare:
+                plan.bare = False
+            elif any(call.shortcuts for call in plan.calls.values()):
+                for call in plan.calls.values():
+                    call.shortcuts = frozenset()
+            else:
+                raise RuntimeError("a plan that was right has become wrong")
 
     def observe(self, inner: set[str], *, everything_needed: bool = False) -> tuple[Plan, _Truth]:
         """Run the whole tiny graph; note how every layer is called and what each slot is computed from."""
@@ -210,9 +241,37 @@ class _Observation(Session):
         return leaf.clone()
 
     def _run_layer(self, call: str, layer: MessagePassing, *rest: Any) -> Any:
-        out = super()._run_layer(call, layer, *rest)
+        with self._watching_inside(layer) as dense_after:
+            out = super()._run_layer(call, layer, *rest)
         self.note(call, layer, out)
+        self.plan.calls[call].possible_shortcuts = self._possible_shortcuts(call, layer, bool(dense_after))
         return out
+
+    @contextmanager
+    def _watching_inside(self, layer: MessagePassing) -> Iterator[list[nn.Module]]:
+        """Note which modules of a layer compute on nodes once it has aggregated."""
+        found: list[nn.Module] = []
+
+        def note(module: nn.Module, _: Any, out: Any) -> None:
+            rows = isinstance(out, Tensor) and out.dim() > 0 and out.size(0) == NUM_NODES
+            if rows and not self._inside_propagate and self._frames and self._frames[-1].num_propagations:
+                found.append(module)
+
+        inside = [module for module in layer.modules() if not isinstance(module, MessagePassing)]
+        handles = [module.register_forward_hook(note) for module in inside]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _possible_shortcuts(self, call: str, layer: MessagePassing, dense_after: bool) -> frozenset[Shortcut]:
+        known = self.plan.calls[call]
+        shortcuts: set[Shortcut] = {"fused"} if layer.fuse else set()
+        if call not in self.plan.inner and known.num_propagations == 1:
+            shortcuts |= {"short"} if layer.fuse else set()
+            shortcuts |= {"pair"} if dense_after and known.kinds.count("node") == 1 else set()
+        return frozenset(shortcuts)
 
     def _known_call(self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
         tensors = tensors_in((args, kwargs))
@@ -256,8 +315,8 @@ class _ExactHistories(Session):
     def push(self, slot: str, out: Tensor) -> None:
         self._compare(slot, None, out, self.truth.slots[slot])
 
-    def pull(self, slot: str, index: Tensor, like: Tensor) -> Tensor:
-        return self.truth.slots[slot][index.to(self.device)]
+    def pull(self, slot: str, like: Tensor) -> Tensor:
+        return self.truth.slots[slot][self.info.halo.to(self.device)]
 
     def check(self, name: str, module: nn.Module | None, out: Any) -> None:
         """Compare the batch's rows with the whole graph's; the halo's may be meaningless after the last layer."""
@@ -267,7 +326,8 @@ class _ExactHistories(Session):
         if not self.checking:
             return
         for value, expected in zip(tensors_in(out), tensors_in(whole), strict=True):
-            if value.dim() == 0 or value.size(0) != self.info.num_rows or expected.size(0) != NUM_NODES:
+            rows = (self.info.num_rows, self.info.batch_size)
+            if value.dim() == 0 or value.size(0) not in rows or expected.size(0) != NUM_NODES:
                 continue
             got = value[: self.info.batch_size].double()
             want = expected[self.info.nodes.to(expected.device)].double()
@@ -296,10 +356,11 @@ class _Rehearsal(_ExactHistories):
     def _run_layer(self, call: str, layer: MessagePassing, *rest: Any) -> Any:
         try:
             out = super()._run_layer(call, layer, *rest)
-        except (RuntimeError, IndexError, ValueError) as error:
+        except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
             if isinstance(error, UnsupportedModelError):
                 raise
-            raise UnsupportedModelError(
+            raise _LayerError(
+                call,
                 f"{describe(call, layer)} must run on a batch as it does on the whole graph",
                 got=f"the error '{error}'",
                 fix="Replace it by a layer that computes each node from its neighbours.",
@@ -323,6 +384,17 @@ class _TinySweep(Sweep, _ExactHistories):
     def __init__(self, tiny: TinyGraph, batch: Data, plan: Plan, truth: _Truth, level: frozenset[str] | None) -> None:
         super().__init__(batch.edge_index.info, plan, tiny.memory, tiny.device, level=level)
         self.truth = truth
+
+    def pull_all(self, slot: str, like: Tensor) -> Tensor:
+        return self.truth.slots[slot][self.info.n_id.to(self.device)]
+
+
+class _LayerError(UnsupportedModelError):
+    """A layer that does not run on a batch."""
+
+    def __init__(self, call: str, rule: str, *, got: str, fix: str) -> None:
+        super().__init__(rule, got=got, fix=fix)
+        self.call = call
 
 
 class _DeviationError(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import UnsupportedModelError
+from gnnautoscale.fused import FusedEdges
 from gnnautoscale.graph import EdgesByTarget, Graph
+from gnnautoscale.kernels import Adjacency
 from gnnautoscale.loader import BatchInfo, BatchTensor
 
 # The methods of a layer that take edges; instances of them are overridden on an attached layer.
@@ -31,24 +33,47 @@ class Slice:
     """A batch's part of a record.
 
     Attributes:
-        edge_index: Edges between rows of the batch, ``[2, num_edges]``, grouped by target.
+        edge_index: Edges between rows of the batch, ``[2, num_edges]``, grouped by target; ``None`` once only fused
+            edges are needed.
         constants: Edge-level values by argument name, each ``[num_edges, ...]``.
+        fused: The same edges for layers that aggregate in one go, by the name of the constant that weighs them.
         kept: Which edges of the full slice these are, or ``None`` for all of them.
     """
 
-    edge_index: Tensor
+    edge_index: Tensor | None
     constants: dict[str, Tensor]
+    fused: dict[str | None, FusedEdges] = field(default_factory=dict)
     kept: Tensor | None = None
 
     def to(self, device: torch.device) -> Slice:
         """The same on another device."""
         constants = {name: value.to(device) for name, value in self.constants.items()}
-        return Slice(self.edge_index.to(device), constants, self.kept)
+        return Slice(None if self.edge_index is None else self.edge_index.to(device), constants, kept=self.kept)
 
     def take(self, kept: Tensor) -> Slice:
         """Some of the edges."""
         constants = {name: value[kept] for name, value in self.constants.items()}
-        return Slice(self.edge_index[:, kept], constants, kept)
+        return Slice(self.edges[:, kept], constants, kept=kept)
+
+    @property
+    def edges(self) -> Tensor:
+        """The edges themselves."""
+        if self.edge_index is None:
+            raise RuntimeError("this slice was prepared for layers that aggregate in one go")
+        return self.edge_index
+
+    def fuse(self, weight: str | None, target_row: int, info: BatchInfo) -> FusedEdges:
+        """The edges for layers that aggregate in one go, weighed by one of the constants or not at all."""
+        if weight not in self.fused:
+            adjacency = Adjacency.build(
+                self.edges[target_row],
+                self.edges[1 - target_row],
+                info.batch_size,
+                info.num_rows,
+                None if weight is None else self.constants[weight],
+            )
+            self.fused[weight] = FusedEdges.of(adjacency)
+        return self.fused[weight]
 
 
 @dataclass(eq=False)

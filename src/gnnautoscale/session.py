@@ -24,6 +24,7 @@ from gnnautoscale.graph import EdgesByTarget
 from gnnautoscale.loader import BatchInfo, BatchTensor
 from gnnautoscale.record import Event, Recorder, Slice, align, keep_edges, map_tensors, tensors_in
 from gnnautoscale.slots import LayerCall, Memory, Plan
+from gnnautoscale.transfer import Direct, Transfer
 
 
 class Penalty(Protocol):
@@ -86,6 +87,7 @@ class Session:
         self._slices: dict[Event, Slice] = {}
         self._kept: dict[EdgesByTarget, Tensor] = {}
         self._inside_propagate = 0
+        self._transfer: Transfer = memory.transfer(device)
 
     # What the attached model calls ###################################################################################
 
@@ -105,6 +107,8 @@ class Session:
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             self._frames.append(_Frame(call, layer, events, known))
+            if "pair" in known.shortcuts:
+                args, kwargs = self._paired(known, args, kwargs)
             try:
                 return run(*args, **kwargs)
             finally:
@@ -163,18 +167,34 @@ class Session:
         outside = F.batch_norm(halo, mean, variance, norm.weight, norm.bias, False, 0.0, norm.eps)
         return torch.cat([normalized, outside])
 
+    def begin(self) -> None:
+        """Start the step: rows that it needs are on their way."""
+        self._transfer.begin(self.info, self.memory.histories)
+
     def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
         """Compute a slot's rows, push the batch's, and pull the halo's."""
         out = compute()
         alone = self.info.batch_size == self.memory.num_nodes and not self.push_all
         if slot not in self.plan.live or alone:
-            return out
+            return self._widened(out)
         self._check_rows(slot, out)
         if not self._repeating:
             self.push(slot, out)
-        if not self.info.halo.numel():
+        if not self.info.num_halo:
             return out
-        return torch.cat([out[: self.info.batch_size], self.pull(slot, self.info.halo, out)])
+        return torch.cat([out[: self.info.batch_size], self.pull(slot, out)])
+
+    def _widened(self, out: Any) -> Any:
+        """Give rows that were computed for the batch alone the halo's rows again, where what follows needs them."""
+        if self.plan.short_tail or not self.info.num_halo:
+            return out
+
+        def widen(value: Tensor) -> Tensor:
+            short = value.dim() > 0 and value.size(0) == self.info.batch_size
+            missing = value.new_zeros((self.info.num_halo, *value.shape[1:])) if short else value
+            return torch.cat([value, missing]) if short else value
+
+        return map_tensors(widen, out)
 
     def finish(self, out: Any) -> Any:
         """Cut the model's output to the batch's rows: the halo's are meaningless."""
@@ -182,7 +202,7 @@ class Session:
 
         def cut(value: Tensor) -> Tensor:
             nonlocal rows
-            if value.dim() == 0 or value.size(0) != self.info.num_rows:
+            if value.dim() == 0 or value.size(0) not in (self.info.num_rows, self.info.batch_size):
                 raise UnsupportedModelError(
                     "an autoscaled model returns one row per node",
                     got=f"an output of shape {tuple(value.shape)} for {self.info.num_rows} nodes",
@@ -218,13 +238,13 @@ class Session:
     def push(self, slot: str, out: Tensor) -> None:
         """Write the batch's rows to the slot's history."""
         rows = out[: self.info.batch_size].detach()
-        self.memory.history(slot, rows).push(rows.reshape(rows.size(0), -1), self.info.nodes)
+        self._transfer.push(slot, self.memory.history(slot, rows), rows.reshape(rows.size(0), -1))
         self.memory.written_by = None
 
-    def pull(self, slot: str, index: Tensor, like: Tensor) -> Tensor:
-        """Read rows from the slot's history, as constants, in shape and type like the given ones."""
+    def pull(self, slot: str, like: Tensor) -> Tensor:
+        """Read the halo's rows from the slot's history, as constants, in shape and type like the given ones."""
         history = self.memory.history(slot, like)
-        return history.pull(index, device=like.device, dtype=like.dtype).view(-1, *like.shape[1:])
+        return self._transfer.pull(slot, history, like.dtype).view(-1, *like.shape[1:])
 
     # Edges ###########################################################################################################
 
@@ -285,6 +305,8 @@ class Session:
             )
         event = frame.events[position]
         part = self._slice(event, frame)
+        if self._fuses(frame, position, part, values):
+            return self._fused(frame, position, event, part, values)
         replaced = dict(values)
         for name in frame.call.edge_names[position]:
             value = values.get(name)
@@ -293,14 +315,46 @@ class Session:
                 replaced[name] = constant.to(value.dtype) if isinstance(value, Tensor) else constant
             elif isinstance(value, Tensor) and not frame.call.has_edge_updater:
                 replaced[name] = value[self._alignment(event, frame, edge_index, part)]
-        return part.edge_index, replaced
+        return part.edges, replaced
+
+    def _fuses(self, frame: _Frame, position: int, part: Slice, values: dict[str, Any]) -> bool:
+        """Whether a propagation aggregates in one go: all it needs besides rows is recorded, as one weight at most."""
+        given = [name for name in frame.call.edge_names[position] if values.get(name) is not None]
+        return (
+            "fused" in frame.call.shortcuts
+            and part.kept is None
+            and len(given) <= 1
+            and all(name in part.constants and part.constants[name].dim() == 1 for name in given)
+        )
+
+    def _fused(
+        self, frame: _Frame, position: int, event: Event, part: Slice, values: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        weight = next((name for name in frame.call.edge_names[position] if values.get(name) is not None), None)
+        edges = part.fuse(weight, event.edges.target_row, self.info)
+        if weight is not None:
+            values = {**values, weight: edges.adjacency.weight}
+        return edges if "short" in frame.call.shortcuts else edges.widened(), values
+
+    def _paired(
+        self, known: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pass the node-level rows as (all rows, the batch's rows)."""
+        rows = next(x for x, kind in zip(tensors_in((args, kwargs)), known.kinds, strict=True) if kind == "node")
+
+        def pair(value: Any) -> Any:
+            return (value, value[: self.info.batch_size]) if value is rows else value
+
+        return tuple(pair(value) for value in args), {name: pair(value) for name, value in kwargs.items()}
 
     def _slice(self, event: Event, frame: _Frame) -> Slice:
         if event not in self._slices:
-            part = event.cut(self.info, describe(frame.name, frame.layer)).to(self.device)
+            part = self.info.placed.get(event)
+            if part is None:
+                part = event.cut(self.info, describe(frame.name, frame.layer)).to(self.device)
             if self.edge_dropout:
                 if event.edges not in self._kept:
-                    self._kept[event.edges] = keep_edges(part.edge_index, self.edge_dropout)
+                    self._kept[event.edges] = keep_edges(part.edges, self.edge_dropout)
                 part = part.take(self._kept[event.edges])
             self._slices[event] = part
         return self._slices[event]
@@ -325,13 +379,13 @@ class Session:
 
     def _alignment(self, event: Event, frame: _Frame, local: Tensor, part: Slice) -> Tensor:
         name = describe(frame.name, frame.layer)
-        wanted = event.cut(self.info, name).edge_index.to(self.device)
+        wanted = event.cut(self.info, name).edges.to(self.device)
         position = align(local, wanted, event.edges.target_row, self.info.batch_size, name)
         return position if part.kept is None else position[part.kept]
 
     def _check_rows(self, slot: str, out: Any) -> None:
         right = isinstance(out, Tensor) and out.is_floating_point() and out.dim() > 0
-        if not right or out.size(0) != self.info.num_rows:
+        if not right or out.size(0) not in (self.info.num_rows, self.info.batch_size):
             got = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise UnsupportedModelError(
                 f"layer '{slot}' must return one floating-point row for each of the {self.info.num_rows} nodes of the "
@@ -356,6 +410,7 @@ class Sweep(Session):
         self, info: BatchInfo, plan: Plan, memory: Memory, device: torch.device, *, level: frozenset[str] | None
     ) -> None:
         super().__init__(info, plan, memory, device)
+        self._transfer = Direct(device)
         self._level = level
         self._missing = set(level or ())
         wanted = level if level is not None else plan.needs.keys() - self.plan.live
@@ -363,10 +418,15 @@ class Sweep(Session):
         self._depth = plan.levels.index(level) if level is not None else len(plan.levels)
         self._done = frozenset().union(*plan.levels[: self._depth])
 
+    def begin(self) -> None:
+        """Sweeps read and write in order, after all training steps."""
+        self.memory.settle()
+        super().begin()
+
     def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
         """Read the rows of slots below the level, compute and push those of the level, leave out the rest."""
         if slot in self._done and slot in self._needed:
-            return self.pull(slot, self.info.n_id, self._rows(slot, 0))
+            return self.pull_all(slot, self._rows(slot, 0))
         later = self._level is not None and slot in self.plan.needs and slot not in self._level
         holds_missing = any(missing.startswith(f"{slot}>") for missing in self._missing)
         if slot in self._done or (later and not holds_missing):
@@ -374,13 +434,19 @@ class Sweep(Session):
             return self._rows(slot, 0 if self.plan.skip_empty else self.info.num_rows)
         out = compute()
         if slot not in self._missing:
-            return out
+            return self._widened(out)
         self._check_rows(slot, out)
         self.push(slot, out)
         self._missing.discard(slot)
         if not self._missing:
             raise _SweepDone
         return out
+
+    def pull_all(self, slot: str, like: Tensor) -> Tensor:
+        """Read the rows of batch and halo."""
+        history = self.memory.history(slot, like)
+        rows = history.pull(self.info.index(self.device), device=self.device, dtype=like.dtype)
+        return rows.view(-1, *like.shape[1:])
 
     def _rows(self, slot: str, count: int) -> Tensor:
         rows = self.plan.rows[slot]

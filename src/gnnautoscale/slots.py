@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,15 @@ from torch import Tensor, nn
 from gnnautoscale.graph import Graph
 from gnnautoscale.history import History, Storage, check_storage, open_history
 from gnnautoscale.record import ArgumentKind, Event, Recorder
+from gnnautoscale.transfer import Transfer, transfer_for
+
+# Ways to do less work in a layer, from the most daring to the plainest:
+# "pair":  it is called with (all rows, the batch's rows), PyG's convention for messages between two sets of nodes,
+#          so that what follows its aggregation is computed for the batch only;
+# "short": it aggregates into the batch's rows only;
+# "fused": it aggregates in one go, without a row for every edge.
+Shortcut = Literal["pair", "short", "fused"]
+SHORTCUTS: tuple[Shortcut, ...] = get_args(Shortcut)
 
 
 @dataclass
@@ -27,12 +37,16 @@ class LayerCall:
         own: Which attribute of the batch each of these tensors is, or ``None``.
         edge_names: For each call of ``propagate`` or ``edge_updater``, the arguments that have one row per edge.
         num_propagations: How many of these calls are ``propagate``.
+        possible_shortcuts: The shortcuts that could apply, before they are tried.
+        shortcuts: What may be left out without changing the batch's rows; see :data:`Shortcut`.
     """
 
     kinds: list[ArgumentKind]
     own: list[str | None]
     edge_names: list[frozenset[str]] = field(default_factory=list)
     num_propagations: int = 0
+    possible_shortcuts: frozenset[Shortcut] = frozenset()
+    shortcuts: frozenset[Shortcut] = frozenset()
 
     @property
     def has_edge_updater(self) -> bool:
@@ -52,6 +66,8 @@ class Plan:
         rows: For each slot a tensor of no rows that has the shape and type of its rows.
         skip_empty: Whether rows that nothing needs may be left out when histories are swept.
         node_norms: The batch norms that see one row per node.
+        short_tail: Whether what follows the last layer runs on the batch's rows only.
+        bare: Whether the model never looks at edges itself, so that only what was recorded is needed.
     """
 
     calls: dict[str, LayerCall] = field(default_factory=dict)
@@ -61,6 +77,8 @@ class Plan:
     rows: dict[str, Tensor] = field(default_factory=dict)
     skip_empty: bool = False
     node_norms: set[nn.Module] = field(default_factory=set)
+    short_tail: bool = False
+    bare: bool = False
 
     OUTPUT = "the model's output"
 
@@ -103,6 +121,21 @@ class Memory:
         self.events: dict[str, list[Event]] = {}
         # Checksums of the weights that wrote all rows of all histories, or None if no single weights did.
         self.written_by: list[float] | None = None
+        # Whether rows in host memory move while a step computes.
+        self.overlap = True
+        self._transfer: tuple[torch.device, Transfer] | None = None
+
+    def transfer(self, device: torch.device) -> Transfer:
+        """How training steps on a device reach these histories."""
+        if self._transfer is None or self._transfer[0] != device:
+            self.settle()
+            self._transfer = device, transfer_for(device, host=self.storage == "host" and self.overlap)
+        return self._transfer[1]
+
+    def settle(self) -> None:
+        """Let what follows see all pushes of training steps; afterwards it may change histories itself."""
+        if self._transfer is not None:
+            self._transfer[1].settle()
 
     def apart(self) -> Memory:
         """A memory of the same graph with histories of its own; what is known about edges is shared."""

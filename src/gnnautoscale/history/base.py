@@ -13,8 +13,8 @@ from gnnautoscale.errors import InputError
 class History(ABC):
     """One row per node: the last known embeddings after one layer.
 
-    Rows are zero until they are pushed. A pull sees every push that was made before it. Rows may be kept in
-    another precision than they are pushed in; a pull converts back.
+    Rows are zero until they are pushed. A pull sees every push that was made before it, on the same stream of a GPU.
+    Rows may be kept in another precision than they are pushed in; a pull converts back.
 
     Args:
         num_nodes: Number of rows.
@@ -31,17 +31,30 @@ class History(ABC):
         self.width = width
         self.dtype = dtype
 
-    @abstractmethod
     def pull(self, index: Tensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Read rows.
 
         Args:
-            index: The rows to read, ``[count]``, in host memory.
+            index: The rows to read, ``[count]``.
             device: Where the rows are wanted.
             dtype: The type they are wanted in.
 
         Returns:
             The rows, ``[count, width]``.
+        """
+        # Converted where they arrive, so that narrow rows travel narrow.
+        rows = torch.empty(index.numel(), self.width, dtype=self.dtype, device=device)
+        self.read(index, rows)
+        return rows.to(dtype)
+
+    @abstractmethod
+    def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
+        """Read rows into a tensor.
+
+        Args:
+            index: The rows to read, ``[count]``.
+            out: Where to write them, ``[count, width]``, in the history's own type.
+            skip: Rows with a value of at least 0 here are not read, ``[count]`` of int32.
         """
 
     @abstractmethod
@@ -50,7 +63,7 @@ class History(ABC):
 
         Args:
             rows: New rows, ``[count, width]``, on any device.
-            where: The rows they replace, ``[count]``, distinct, in host memory.
+            where: The rows they replace, ``[count]``, distinct.
         """
 
     @property

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gnnautoscale.history.base import History
+from gnnautoscale.kernels import gather_rows
 
 
 class DeviceHistory(History):
@@ -15,9 +16,12 @@ class DeviceHistory(History):
         super().__init__(num_nodes, width, dtype)
         self._rows = torch.zeros(num_nodes, width, dtype=dtype, device=device)
 
-    def pull(self, index: Tensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """See :meth:`History.pull`."""
-        return self._rows.index_select(0, index.to(self._rows.device)).to(device, dtype)
+    def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
+        """See :meth:`History.read`."""
+        if skip is None:
+            torch.index_select(self._rows, 0, index.to(self._rows.device), out=out)
+        else:
+            gather_rows(self._rows, index.to(self._rows.device), out, skip=skip)
 
     def push(self, rows: Tensor, where: Tensor) -> None:
         """See :meth:`History.push`."""

@@ -6,24 +6,38 @@ import torch
 from torch import Tensor
 
 from gnnautoscale.history.base import History
+from gnnautoscale.kernels import gather_rows, scatter_rows, use_triton
 
 
 class HostHistory(History):
-    """Rows in host memory, page-locked when a GPU computes, so that its copies need no extra buffer."""
+    """Rows in host memory, page-locked when a GPU computes, so that it reads and writes them over the bus itself."""
 
     def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, pinned: bool) -> None:
         super().__init__(num_nodes, width, dtype)
+        self._pinned = pinned
         self._rows = torch.zeros(num_nodes, width, dtype=dtype, pin_memory=pinned)
 
-    def pull(self, index: Tensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """See :meth:`History.pull`."""
-        # Converted on the device, so that narrow rows cross the bus narrow.
-        return self._rows.index_select(0, index).to(device).to(dtype)
+    def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
+        """See :meth:`History.read`."""
+        if use_triton(out) or not out.is_cuda:
+            self._finish_writing(out)
+            gather_rows(self._rows, index.to(out.device), out, skip=skip)
+        else:
+            out.copy_(self._rows.index_select(0, index.cpu()))
 
     def push(self, rows: Tensor, where: Tensor) -> None:
         """See :meth:`History.push`."""
         self._check_rows(rows, where)
-        self._rows.index_copy_(0, where, rows.detach().to(self.dtype).cpu())
+        if use_triton(rows) or not rows.is_cuda:
+            self._finish_writing(rows)
+            scatter_rows(rows.detach(), where.to(rows.device), self._rows)
+        else:
+            self._rows.index_copy_(0, where.cpu(), rows.detach().to(self.dtype).cpu())
+
+    def _finish_writing(self, rows: Tensor) -> None:
+        """Before the host itself touches rows that a GPU may be writing."""
+        if self._pinned and not rows.is_cuda:
+            torch.cuda.synchronize()
 
     @property
     def num_bytes(self) -> int:

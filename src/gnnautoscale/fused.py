@@ -1,0 +1,52 @@
+"""Hands PyG's layers edges that they aggregate over in one go, instead of a row for every edge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric import EdgeIndex  # type: ignore[import-untyped]
+
+from gnnautoscale.kernels import Adjacency, spmm
+
+
+class FusedEdges(EdgeIndex):  # type: ignore[misc]
+    """Looks to PyG like edges sorted by target; a layer that can fuse its messages multiplies with it.
+
+    There are no edges to see in it: whatever a layer does besides multiplying fails rather than costs time.
+    """
+
+    adjacency: Adjacency
+    num_targets: int
+
+    @staticmethod
+    def of(adjacency: Adjacency, num_targets: int | None = None) -> FusedEdges:
+        """Wrap an adjacency; with more targets than it has, the rest gets rows of zeros."""
+        none = torch.empty(2, 0, dtype=torch.long, device=adjacency.ptr.device)
+        num_targets = adjacency.ptr.numel() - 1 if num_targets is None else num_targets
+        edges: FusedEdges = FusedEdges(none, sparse_size=(adjacency.num_sources, num_targets), sort_order="col")
+        edges.adjacency, edges.num_targets = adjacency, num_targets
+        return edges
+
+    def widened(self) -> FusedEdges:
+        """The same with as many targets as sources."""
+        return FusedEdges.of(self.adjacency, self.adjacency.num_sources)
+
+    def matmul(
+        self,
+        other: Any,
+        input_value: Tensor | None = None,
+        other_value: Tensor | None = None,
+        reduce: str = "sum",
+        transpose: bool = False,
+    ) -> Tensor:
+        """Aggregate the rows of ``other``, ``[num_sources, width]``, into ``[num_targets, width]``."""
+        if not isinstance(other, Tensor) or other.dim() != 2 or other_value is not None:
+            raise RuntimeError("these edges multiply with a matrix only")
+        if input_value is not None and input_value is not self.adjacency.weight:
+            raise RuntimeError("these edges have weights of their own")
+        out = spmm(self.adjacency, other, "sum" if reduce == "add" else reduce)
+        missing = self.num_targets - out.size(0)
+        return F.pad(out, (0, 0, 0, missing)) if missing else out

@@ -1,0 +1,135 @@
+"""The sums, maxima and minima over neighbours that define what the Triton kernels compute, in plain torch.
+
+All functions take edges in CSR form: those of row ``i`` are ``ptr[i]`` to ``ptr[i + 1]``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+def sum_neighbours(
+    ptr: Tensor, col: Tensor, weight: Tensor | None, x: Tensor, *, mean: bool = False, degrees: Tensor | None = None
+) -> Tensor:
+    """Sum the rows of ``x`` that the edges of each row name.
+
+    Args:
+        ptr: First edge of each row, ``[num_rows + 1]``.
+        col: The row of ``x`` that each edge names, ``[num_edges]``.
+        weight: What each edge multiplies with, ``[num_edges]``.
+        x: ``[num_columns, width]``.
+        mean: Whether to divide each sum by its number of edges.
+        degrees: A ``ptr`` over the rows of ``x``, ``[num_columns + 1]``: each is divided by its own number of edges
+            first. This is the gradient of ``mean``.
+
+    Returns:
+        ``[num_rows, width]`` in the type of ``x``.
+    """
+    wide = x.to(_wide(x.dtype))
+    if degrees is not None:
+        wide = wide / _degree(degrees, wide.dtype)
+    if x.is_cuda:
+        # The order in which cuSPARSE adds is not fixed, and it refuses more edges than pairs of nodes.
+        out = _segment_sum(ptr, _weighted(weight, wide.index_select(0, col)))
+    else:
+        values = wide.new_ones(col.numel()) if weight is None else weight.to(wide.dtype)
+        _silence_csr()
+        matrix = torch.sparse_csr_tensor(ptr, col, values, (ptr.numel() - 1, x.size(0)), check_invariants=False)
+        # Autocast would multiply in half precision.
+        with torch.autocast(x.device.type, enabled=False):
+            out = matrix @ wide
+    if mean:
+        out = out / _degree(ptr, out.dtype)
+    return out.to(x.dtype)
+
+
+def extreme_neighbours(
+    ptr: Tensor, col: Tensor, weight: Tensor | None, x: Tensor, *, largest: bool, count: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The largest or smallest value among the rows of ``x`` that the edges of each row name; 0 without edges.
+
+    Args:
+        ptr: First edge of each row, ``[num_rows + 1]``.
+        col: The row of ``x`` that each edge names, ``[num_edges]``.
+        weight: What each edge multiplies with, ``[num_edges]``.
+        x: ``[num_columns, width]``.
+        largest: Whether the largest is wanted, else the smallest.
+        count: Whether to count how many edges reach that value.
+
+    Returns:
+        ``[num_rows, width]`` in the type of ``x``, and the counts, ``[num_rows, width]``, if they are wanted.
+    """
+    messages = _messages(weight, x.index_select(0, col))
+    row = _rows(ptr, col)
+    out = messages.new_zeros(ptr.numel() - 1, x.size(1))
+    index = row.unsqueeze(1).expand_as(messages)
+    out.scatter_reduce_(0, index, messages, "amax" if largest else "amin", include_self=False)
+    ties = None
+    if count:
+        hits = (messages == out.index_select(0, row)).to(torch.int32)
+        ties = hits.new_zeros(out.shape).index_add_(0, row, hits)
+    return out.to(x.dtype), ties
+
+
+def extreme_gradient(
+    ptr_t: Tensor, col_t: Tensor, weight_t: Tensor | None, x: Tensor, out: Tensor, share: Tensor
+) -> Tensor:
+    """The gradient of :func:`extreme_neighbours`: each edge that reached the extreme value passes its share on.
+
+    Args:
+        ptr_t: First edge of each row of ``x``, ``[num_columns + 1]``.
+        col_t: The row of ``out`` that each edge leads to, ``[num_edges]``.
+        weight_t: What each edge multiplies with, ``[num_edges]``.
+        x: What went in, ``[num_columns, width]``.
+        out: What came out, ``[num_rows, width]``.
+        share: The gradient of ``out``, divided by the number of edges that share it, ``[num_rows, width]``, in at
+            least single precision.
+
+    Returns:
+        The gradient of ``x``, ``[num_columns, width]``.
+    """
+    messages = _messages(weight_t, x.index_select(0, _rows(ptr_t, col_t)))
+    passed = _weighted(weight_t, share.index_select(0, col_t))
+    passed = torch.where(messages == out.index_select(0, col_t).to(messages.dtype), passed, 0)
+    return _segment_sum(ptr_t, passed).to(x.dtype)
+
+
+def _messages(weight: Tensor | None, gathered: Tensor) -> Tensor:
+    """Weighted rows, rounded to their type so that ties are found again, in at least single precision."""
+    wide = gathered.to(_wide(gathered.dtype))
+    return _weighted(weight, wide).to(gathered.dtype).to(wide.dtype)
+
+
+def _weighted(weight: Tensor | None, gathered: Tensor) -> Tensor:
+    return gathered if weight is None else gathered * weight.to(gathered.dtype).unsqueeze(1)
+
+
+def _segment_sum(ptr: Tensor, values: Tensor) -> Tensor:
+    """Sums of neighbouring rows; the order of index_add_ is not fixed on a GPU, that of these is."""
+    return torch.segment_reduce(values, "sum", offsets=ptr, axis=0, unsafe=True)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _degree(ptr: Tensor, dtype: torch.dtype) -> Tensor:
+    return ptr.diff().clamp(min=1).to(dtype).unsqueeze(1)
+
+
+def _rows(ptr: Tensor, col: Tensor) -> Tensor:
+    """The row of each edge, ``[num_edges]``."""
+    rows: Tensor = torch._convert_indices_from_csr_to_coo(ptr, col)[0]
+    return rows.to(torch.int64)
+
+
+@cache
+def _silence_csr() -> None:
+    """Torch warns at the first CSR matrix of a process that they are new: make that one here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], [], torch.ones(0), (1, 1), check_invariants=False)

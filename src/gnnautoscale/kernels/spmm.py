@@ -1,0 +1,233 @@
+"""Sums, means, maxima and minima over neighbours, as one sparse-dense product with a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gnnautoscale.errors import InputError
+from gnnautoscale.kernels import plain_spmm
+from gnnautoscale.kernels.available import use_triton
+
+REDUCES = ("sum", "mean", "max", "min")
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Transposed: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+
+
+@dataclass(eq=False)
+class Adjacency:
+    """Edges grouped by target, and grouped by source once a gradient needs that.
+
+    Attributes:
+        ptr: First edge of each target, ``[num_targets + 1]``, int32.
+        col: Source of each edge, ``[num_edges]``, int32.
+        weight: What each edge multiplies its message with, ``[num_edges]``, or ``None`` for one.
+        num_sources: Number of rows that sources are taken from.
+
+    Example:
+        >>> target, source = torch.tensor([0, 0, 2]), torch.tensor([3, 1, 3])
+        >>> adjacency = Adjacency.build(target, source, num_targets=3, num_sources=4)
+        >>> adjacency.ptr.tolist(), adjacency.col.tolist()
+        ([0, 2, 2, 3], [3, 1, 3])
+        >>> ptr_t, col_t, _ = adjacency.transposed
+        >>> ptr_t.tolist(), col_t.tolist()
+        ([0, 0, 1, 1, 3], [0, 0, 2])
+    """
+
+    ptr: Tensor
+    col: Tensor
+    weight: Tensor | None
+    num_sources: int
+    _transposed: Transposed | None = field(default=None, repr=False)
+
+    @classmethod
+    def build(
+        cls, target: Tensor, source: Tensor, num_targets: int, num_sources: int, weight: Tensor | None = None
+    ) -> Adjacency:
+        """Group edges by target.
+
+        Args:
+            target: Target of each edge, ``[num_edges]``, ascending.
+            source: Source of each edge, ``[num_edges]``.
+            num_targets: Number of rows to compute.
+            num_sources: Number of rows that sources are taken from.
+            weight: What each edge multiplies its message with, ``[num_edges]``.
+        """
+        for name, value in (("source", source), ("weight", weight)):
+            if value is not None and value.shape != target.shape:
+                raise InputError(
+                    "target, source and weight have one value per edge",
+                    got=f"{name} of shape {tuple(value.shape)} for target of shape {tuple(target.shape)}",
+                    fix="Pass tensors of shape [num_edges].",
+                )
+        # Wrong indices would read foreign memory. Looking at them on a GPU would wait for it.
+        if not target.is_cuda and target.numel():
+            if bool((target[1:] < target[:-1]).any()):
+                raise InputError("target is ascending", got="edges in another order", fix="Sort the edges by target.")
+            for name, value, size in (("target", target, num_targets), ("source", source, num_sources)):
+                low, high = (int(bound) for bound in value.aminmax())
+                if low < 0 or high >= size:
+                    raise InputError(
+                        f"{name} is between 0 and {size - 1}",
+                        got=f"values between {low} and {high}",
+                        fix=f"Check num_{name}s and the edges.",
+                    )
+        ptr: Tensor = torch._convert_indices_from_coo_to_csr(target, num_targets, out_int32=True)
+        return cls(ptr, source.to(torch.int32), weight, num_sources)
+
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor], num_sources: int) -> Adjacency:
+        """Put together again what :meth:`tensors` took apart.
+
+        Args:
+            tensors: The tensors by name, on any device. Those of the transpose may be missing.
+            num_sources: Number of rows that sources are taken from.
+        """
+        transposed = None
+        if "ptr_t" in tensors:
+            transposed = (tensors["ptr_t"], tensors["col_t"], tensors.get("weight_t"))
+        return cls(tensors["ptr"], tensors["col"], tensors.get("weight"), num_sources, transposed)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, with the transpose: ``ptr``, ``col``, ``ptr_t``, ``col_t``, and weights if it has any.
+
+        Example:
+            >>> loop = Adjacency.build(torch.tensor([0]), torch.tensor([0]), 1, 1)
+            >>> sorted(loop.tensors())
+            ['col', 'col_t', 'ptr', 'ptr_t']
+            >>> Adjacency.of(loop.tensors(), num_sources=1).col_t
+            tensor([0], dtype=torch.int32)
+        """
+        tensors = {
+            "ptr": self.ptr,
+            "col": self.col,
+            "weight": self.weight,
+            "ptr_t": self.ptr_t,
+            "col_t": self.col_t,
+            "weight_t": self.weight_t,
+        }
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    @property
+    def num_targets(self) -> int:
+        """Number of rows to compute."""
+        return self.ptr.numel() - 1
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges."""
+        return self.col.numel()
+
+    @property
+    def transposed(self) -> Transposed:
+        """The same edges grouped by source: ``ptr_t``, ``col_t``, ``weight_t``. Built when first asked for."""
+        if self._transposed is None:
+            by_source = self.col.argsort(stable=True)
+            target: Tensor = torch._convert_indices_from_csr_to_coo(self.ptr, self.col, out_int32=True)[0]
+            ptr: Tensor = torch._convert_indices_from_coo_to_csr(self.col[by_source], self.num_sources, out_int32=True)
+            weight = None if self.weight is None else self.weight[by_source]
+            self._transposed = (ptr, target[by_source], weight)
+        return self._transposed
+
+    @property
+    def ptr_t(self) -> Tensor:
+        """First edge of each source, ``[num_sources + 1]``, int32."""
+        return self.transposed[0]
+
+    @property
+    def col_t(self) -> Tensor:
+        """Target of each edge, grouped by source, ``[num_edges]``, int32."""
+        return self.transposed[1]
+
+    @property
+    def weight_t(self) -> Tensor | None:
+        """Weight of each edge, grouped by source, ``[num_edges]``."""
+        return self.transposed[2]
+
+
+def spmm(adjacency: Adjacency, x: Tensor, reduce: str = "sum") -> Tensor:
+    r"""Combine the rows of each target's neighbours.
+
+    .. math:: \mathbf{y}_t = \bigoplus_{s \to t} w_{st} \, \mathbf{x}_s
+
+    Values add up in single precision at least, and in the same order every time. Targets without edges get 0. The
+    gradient of a maximum or minimum is shared evenly by all edges that reach it, by the rule of
+    :func:`torch.scatter_reduce` that PyG follows. A gradient needs the transpose: ask for
+    :attr:`Adjacency.transposed` once before this runs in a CUDA graph.
+
+    Args:
+        adjacency: The edges, with constant weights.
+        x: A row per source, ``[num_sources, width]``.
+        reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
+
+    Returns:
+        A row per target, ``[num_targets, width]``, in the type of ``x``.
+
+    Example:
+        >>> target, source = torch.tensor([0, 0, 2]), torch.tensor([3, 1, 3])
+        >>> adjacency = Adjacency.build(target, source, num_targets=3, num_sources=4)
+        >>> spmm(adjacency, torch.tensor([[1.0], [2.0], [4.0], [8.0]])).tolist()
+        [[10.0], [0.0], [8.0]]
+    """
+    if reduce not in REDUCES:
+        raise InputError(f"reduce is one of {', '.join(REDUCES)}", got=f"{reduce!r}", fix="Pass one of these.")
+    if x.dim() != 2 or x.size(0) != adjacency.num_sources or not x.is_floating_point():
+        raise InputError(
+            f"x holds floating-point values of shape [{adjacency.num_sources}, width]",
+            got=f"{x.dtype} of shape {tuple(x.shape)}",
+            fix="Pass one row for each source of the adjacency.",
+        )
+    if adjacency.weight is not None and adjacency.weight.requires_grad:
+        raise InputError(
+            "the weights of an adjacency are constants",
+            got="weights that need a gradient",
+            fix="Multiply messages with learned weights outside of spmm, or detach the weights.",
+        )
+    out: Tensor = _SpMM.apply(x, adjacency, reduce)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _SpMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, adjacency: Adjacency, reduce: str) -> Tensor:
+        ctx.adjacency, ctx.reduce = adjacency, reduce
+        backend = _backend(x)
+        edges = (adjacency.ptr, adjacency.col, adjacency.weight)
+        out: Tensor
+        if reduce in ("sum", "mean"):
+            out = backend.sum_neighbours(*edges, x, mean=reduce == "mean")
+            return out
+        count = ctx.needs_input_grad[0]
+        out, ties = backend.extreme_neighbours(*edges, x, largest=reduce == "max", count=count)
+        if count:
+            ctx.save_for_backward(x, out, ties)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        adjacency: Adjacency = ctx.adjacency
+        backend = _backend(grad)
+        if ctx.reduce in ("sum", "mean"):
+            degrees = adjacency.ptr if ctx.reduce == "mean" else None
+            return backend.sum_neighbours(*adjacency.transposed, grad, degrees=degrees), None, None
+        x, out, ties = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        # Torch starts from rows of zeros and counts those as one more tie where the result is 0. PyG has that too.
+        share = grad.to(wide) / (ties + (out == 0))
+        return backend.extreme_gradient(*adjacency.transposed, x, out, share), None, None
+
+
+def _backend(x: Tensor) -> ModuleType:
+    """The module that computes: both have the same functions."""
+    if use_triton(x) and x.dtype in TRITON_DTYPES:
+        from gnnautoscale.kernels import triton_spmm
+
+        return triton_spmm
+    return plain_spmm

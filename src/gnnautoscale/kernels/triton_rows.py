@@ -1,0 +1,100 @@
+"""Row gather, scatter and merge as Triton kernels; :mod:`gnnautoscale.kernels.rows` says what they compute.
+
+A GPU reads and writes pinned host memory over the bus, so one kernel serves both places. A small grid whose
+programs loop over the rows keeps the bus busy and leaves the GPU to others.
+"""
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from gnnautoscale.kernels.triton_launch import compiled, launch
+
+BYTES = 32 * 1024  # what a program has in flight over the bus
+MERGE_BYTES = 8 * 1024
+WARPS = 8
+MERGE_WARPS = 4
+MOST_COLUMNS = 1024
+MOST_ROWS = 128
+
+
+def _gather(source, index, skip, out, count, width, rows_each: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    for start in range(tl.program_id(0) * rows_each, count, tl.num_programs(0) * rows_each):
+        row = start + tl.arange(0, rows_each)
+        wanted = row < count
+        if skip is not None:
+            wanted = wanted & (tl.load(skip + row, mask=wanted, other=0) < 0)
+        origin = tl.load(index + row, mask=wanted, other=0).to(tl.int64) * width
+        goal = row.to(tl.int64) * width
+        for first in range(0, width, columns):
+            column = first + tl.arange(0, columns)
+            mask = wanted[:, None] & (column < width)[None, :]
+            value = tl.load(source + origin[:, None] + column[None, :], mask=mask)
+            tl.store(out + goal[:, None] + column[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+def _scatter(rows, index, target, count, width, rows_each: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    for start in range(tl.program_id(0) * rows_each, count, tl.num_programs(0) * rows_each):
+        row = start + tl.arange(0, rows_each)
+        wanted = row < count
+        origin = row.to(tl.int64) * width
+        goal = tl.load(index + row, mask=wanted, other=0).to(tl.int64) * width
+        for first in range(0, width, columns):
+            column = first + tl.arange(0, columns)
+            mask = wanted[:, None] & (column < width)[None, :]
+            value = tl.load(rows + origin[:, None] + column[None, :], mask=mask)
+            tl.store(target + goal[:, None] + column[None, :], value.to(target.dtype.element_ty), mask=mask)
+
+
+def _merge(staged, recent, where, out, count, width, rows_each: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0) * rows_each + tl.arange(0, rows_each)
+    wanted = row < count
+    choice = tl.load(where + row, mask=wanted, other=-1).to(tl.int64)
+    fresh = choice >= 0
+    goal = row.to(tl.int64) * width
+    origin = tl.where(fresh, choice, 0) * width
+    for first in range(0, width, columns):
+        column = first + tl.arange(0, columns)
+        mask = wanted[:, None] & (column < width)[None, :]
+        # Each row is read from one place only.
+        old = tl.load(staged + goal[:, None] + column[None, :], mask=mask & (~fresh)[:, None])
+        new = tl.load(recent + origin[:, None] + column[None, :], mask=mask & fresh[:, None])
+        value = tl.where(fresh[:, None], new.to(out.dtype.element_ty), old.to(out.dtype.element_ty))
+        tl.store(out + goal[:, None] + column[None, :], value, mask=mask)
+
+
+_gather_kernels = compiled(_gather, counts=["count"], indices=["index", "skip"], rows=["source", "out"])
+_scatter_kernels = compiled(_scatter, counts=["count"], indices=["index"], rows=["rows", "target"])
+_merge_kernels = compiled(_merge, counts=["count"], indices=["where"], rows=["staged", "recent", "out"])
+
+
+def gather_rows(source: Tensor, index: Tensor, out: Tensor, skip: Tensor | None, programs: int) -> None:
+    """See :func:`gnnautoscale.kernels.gather_rows`."""
+    count, width = out.shape
+    block = _block(width, source.element_size(), BYTES)
+    programs = min(programs, triton.cdiv(count, block[0]))
+    launch(_gather_kernels, programs, out, source, index, skip, out, count, width, *block, warps=WARPS)
+
+
+def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, programs: int) -> None:
+    """See :func:`gnnautoscale.kernels.scatter_rows`."""
+    count, width = rows.shape
+    block = _block(width, target.element_size(), BYTES)
+    programs = min(programs, triton.cdiv(count, block[0]))
+    launch(_scatter_kernels, programs, rows, rows, index, target, count, width, *block, warps=WARPS)
+
+
+def merge_rows(staged: Tensor, recent: Tensor, where: Tensor, out: Tensor) -> None:
+    """See :func:`gnnautoscale.kernels.merge_rows`."""
+    count, width = out.shape
+    block = _block(width, out.element_size(), MERGE_BYTES)
+    programs = triton.cdiv(count, block[0])
+    launch(_merge_kernels, programs, out, staged, recent, where, out, count, width, *block, warps=MERGE_WARPS)
+
+
+def _block(width: int, item_bytes: int, num_bytes: int) -> tuple[int, int]:
+    """How many rows and columns a program takes at once, both powers of two."""
+    columns = min(triton.next_power_of_2(max(width, 1)), MOST_COLUMNS)
+    return max(1, min(MOST_ROWS, num_bytes // (columns * item_bytes))), columns

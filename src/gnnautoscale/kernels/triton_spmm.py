@@ -1,0 +1,187 @@
+"""Sums, maxima and minima over neighbours as Triton kernels; the functions mirror ``plain_spmm``.
+
+One program of one warp computes a few columns of one row: it gathers many edges' values at once, to have many loads
+in flight, and adds them up in a fixed order. Programs of one row are next to each other, so that they share its
+edges in the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from gnnautoscale.kernels.triton_launch import Kernels, compiled, launch
+
+COLUMNS = 64  # at most; of one program
+UNROLL = 32  # edges that a program gathers at once
+WARPS = 1
+
+
+def _sum(  # type: ignore[no-untyped-def]
+    ptr,
+    col,
+    weight,
+    degrees,
+    x,
+    out,
+    width,
+    mean: tl.constexpr,
+    columns: tl.constexpr,
+    unroll: tl.constexpr,
+):
+    num_blocks = tl.cdiv(width, columns)
+    row = tl.program_id(0) // num_blocks
+    column = (tl.program_id(0) % num_blocks) * columns + tl.arange(0, columns)
+    inside = column < width
+    begin = tl.load(ptr + row)
+    end = tl.load(ptr + row + 1)
+    total = tl.zeros((columns,), dtype=tl.float32)
+    for start in range(begin, end, unroll):
+        edge = start + tl.arange(0, unroll)
+        valid = edge < end
+        source = tl.load(col + edge, mask=valid, other=0)
+        place = source.to(tl.int64) * width
+        value = tl.load(x + place[:, None] + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+        value = value.to(tl.float32)
+        if weight is not None:
+            value *= tl.load(weight + edge, mask=valid, other=0.0).to(tl.float32)[:, None]
+        if degrees is not None:
+            degree = tl.load(degrees + source + 1, mask=valid, other=1) - tl.load(degrees + source, mask=valid, other=0)
+            value *= (1.0 / tl.maximum(degree, 1).to(tl.float32))[:, None]
+        total += tl.sum(value, axis=0)
+    if mean:
+        total = total / tl.maximum(end - begin, 1).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _extreme(  # type: ignore[no-untyped-def]
+    ptr,
+    col,
+    weight,
+    x,
+    out,
+    ties,
+    width,
+    largest: tl.constexpr,
+    columns: tl.constexpr,
+    unroll: tl.constexpr,
+):
+    num_blocks = tl.cdiv(width, columns)
+    row = tl.program_id(0) // num_blocks
+    column = (tl.program_id(0) % num_blocks) * columns + tl.arange(0, columns)
+    inside = column < width
+    begin = tl.load(ptr + row)
+    end = tl.load(ptr + row + 1)
+    # A minimum is the maximum of the negated values.
+    sign = 1.0 if largest else -1.0
+    best = tl.full((columns,), float("-inf"), dtype=tl.float32)
+    count = tl.zeros((columns,), dtype=tl.int32)
+    broken = tl.zeros((columns,), dtype=tl.int32)
+    for start in range(begin, end, unroll):
+        edge = start + tl.arange(0, unroll)
+        valid = edge < end
+        place = tl.load(col + edge, mask=valid, other=0).to(tl.int64) * width
+        mask = valid[:, None] & inside[None, :]
+        value = tl.load(x + place[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        if weight is not None:
+            value *= tl.load(weight + edge, mask=valid, other=0.0).to(tl.float32)[:, None]
+            value = value.to(x.dtype.element_ty).to(tl.float32)  # rounded, so that the gradient finds ties again
+        value = tl.where(mask, value * sign, float("-inf"))
+        here = tl.max(value, axis=0)
+        # A comparison drops a value that is not a number; the result must show it.
+        broken += tl.sum((value != value).to(tl.int32), axis=0)
+        if ties is not None:
+            reached = tl.sum((mask & (value == here[None, :])).to(tl.int32), axis=0)
+            count = tl.where(best >= here, count, 0) + tl.where(here >= best, reached, 0)
+        best = tl.maximum(best, here)
+    best = tl.where(broken > 0, float("nan"), best * sign)
+    best = tl.where(end > begin, best, 0.0)
+    place = row.to(tl.int64) * width + column
+    tl.store(out + place, best.to(out.dtype.element_ty), mask=inside)
+    if ties is not None:
+        tl.store(ties + place, count, mask=inside)
+
+
+def _extreme_gradient(  # type: ignore[no-untyped-def]
+    ptr,
+    col,
+    weight,
+    x,
+    out,
+    share,
+    grad,
+    width,
+    columns: tl.constexpr,
+    unroll: tl.constexpr,
+):
+    num_blocks = tl.cdiv(width, columns)
+    row = tl.program_id(0) // num_blocks
+    column = (tl.program_id(0) % num_blocks) * columns + tl.arange(0, columns)
+    inside = column < width
+    begin = tl.load(ptr + row)
+    end = tl.load(ptr + row + 1)
+    own = row.to(tl.int64) * width + column
+    value = tl.load(x + own, mask=inside, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros((columns,), dtype=tl.float32)
+    for start in range(begin, end, unroll):
+        edge = start + tl.arange(0, unroll)
+        valid = edge < end
+        place = tl.load(col + edge, mask=valid, other=0).to(tl.int64) * width
+        mask = valid[:, None] & inside[None, :]
+        place = place[:, None] + column[None, :]
+        extreme = tl.load(out + place, mask=mask, other=0.0).to(tl.float32)
+        passed = tl.load(share + place, mask=mask, other=0.0)
+        if weight is None:
+            message = value
+        else:
+            factor = tl.load(weight + edge, mask=valid, other=0.0).to(tl.float32)[:, None]
+            message = (value * factor).to(x.dtype.element_ty).to(tl.float32)
+            passed = passed * factor
+        total += tl.sum(tl.where(mask & (message == extreme), passed, 0.0), axis=0)
+    tl.store(grad + own, total.to(grad.dtype.element_ty), mask=inside)
+
+
+_EDGES = ["ptr", "col", "weight"]
+_sum_kernels = compiled(_sum, counts=[], indices=[*_EDGES, "degrees"], rows=["x", "out"])
+_extreme_kernels = compiled(_extreme, counts=[], indices=_EDGES, rows=["x", "out", "ties"])
+_gradient_kernels = compiled(_extreme_gradient, counts=[], indices=_EDGES, rows=["x", "out", "share", "grad"])
+
+
+def sum_neighbours(
+    ptr: Tensor, col: Tensor, weight: Tensor | None, x: Tensor, *, mean: bool = False, degrees: Tensor | None = None
+) -> Tensor:
+    """See :func:`gnnautoscale.kernels.plain_spmm.sum_neighbours`."""
+    x = x.contiguous()
+    out = x.new_empty(ptr.numel() - 1, x.size(1))
+    _launch(_sum_kernels, out, ptr, col, weight, degrees, x, out, x.size(1), mean)
+    return out
+
+
+def extreme_neighbours(
+    ptr: Tensor, col: Tensor, weight: Tensor | None, x: Tensor, *, largest: bool, count: bool
+) -> tuple[Tensor, Tensor | None]:
+    """See :func:`gnnautoscale.kernels.plain_spmm.extreme_neighbours`."""
+    x = x.contiguous()
+    out = x.new_empty(ptr.numel() - 1, x.size(1))
+    ties = torch.empty_like(out, dtype=torch.int32) if count else None
+    _launch(_extreme_kernels, out, ptr, col, weight, x, out, ties, x.size(1), largest)
+    return out, ties
+
+
+def extreme_gradient(
+    ptr_t: Tensor, col_t: Tensor, weight_t: Tensor | None, x: Tensor, out: Tensor, share: Tensor
+) -> Tensor:
+    """See :func:`gnnautoscale.kernels.plain_spmm.extreme_gradient`."""
+    x = x.contiguous()
+    grad = torch.empty_like(x)
+    _launch(_gradient_kernels, grad, ptr_t, col_t, weight_t, x, out.contiguous(), share.contiguous(), grad, x.size(1))
+    return grad
+
+
+def _launch(kernels: Kernels, result: Tensor, *arguments: Tensor | int | bool | None) -> None:
+    """Run a kernel with one program for each block of columns of each row of the result."""
+    num_rows, width = result.shape
+    columns = min(triton.next_power_of_2(max(width, 1)), COLUMNS)
+    launch(kernels, num_rows * triton.cdiv(width, columns), result, *arguments, columns, UNROLL, warps=WARPS)

@@ -1,0 +1,574 @@
+"""The kernels against dense math and PyG: the plain versions, and Triton's on a GPU or else in its interpreter."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric.utils import scatter  # type: ignore[import-untyped]
+
+from gnnautoscale import kernels
+from gnnautoscale.errors import InputError
+from gnnautoscale.kernels import Adjacency, available, gather_rows, merge_rows, scatter_rows, spmm, use_triton
+
+ON_GPU = torch.cuda.is_available()
+NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+IMPLEMENTATIONS = [
+    "plain",
+    pytest.param("triton", marks=[NEEDS_TRITON, *([pytest.mark.gpu] if ON_GPU else [])]),
+    *([pytest.param("plain on a gpu", marks=pytest.mark.gpu)] if ON_GPU else []),
+]
+WIDTHS = [1, 3, 47, 64, 100, 256, 300]
+REDUCES = ["sum", "mean", "max", "min"]
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[None]:
+    """Load Triton and its kernels anew, so that they run on the CPU: Triton decides that when it is imported."""
+
+    def loaded() -> list[str]:
+        # The compiled part cannot be loaded twice, and need not be.
+        return [
+            name
+            for name in sys.modules
+            if (name.split(".")[0] == "triton" and not name.startswith("triton._C"))
+            or name.startswith("gnnautoscale.kernels.triton_")
+        ]
+
+    before = {name: sys.modules.pop(name) for name in loaded()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        interpreted: Any = importlib.import_module("triton.runtime.interpreter")
+        prepare = interpreted._patch_lang_tensor
+
+        def prepare_for_new_numpy(tensor: Any, scope: Any) -> None:
+            prepare(tensor, scope)
+            # Triton 3.6 calls int() on arrays of one value, which NumPy 2.4 refuses.
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+        patch.setattr(interpreted, "_patch_lang_tensor", prepare_for_new_numpy)
+        for name in ("triton_launch", "triton_rows", "triton_spmm"):
+            importlib.import_module(f"gnnautoscale.kernels.{name}")
+        assert type(kernels.triton_rows._gather_kernels[True]).__name__ == "InterpretedFunction"
+        yield
+    for name in loaded():
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where tensors must be for one of the implementations to run; the public functions then go to it."""
+    if request.param == "triton" and not ON_GPU:
+        request.getfixturevalue("interpreter")
+    for module in ("rows", "spmm"):
+        path = sys.modules[f"gnnautoscale.kernels.{module}"]
+        monkeypatch.setattr(path, "use_triton", lambda tensor: request.param == "triton")
+    return "cuda" if ON_GPU and request.param != "plain" else "cpu"
+
+
+class Graph:
+    """Random edges, also as a matrix; one target has many, some have none, and some edges are there twice."""
+
+    def __init__(self, device: str, *, weighted: bool, num_targets: int = 6, num_sources: int = 8) -> None:
+        generator = torch.Generator().manual_seed(3)
+        target = torch.cat([torch.randint(num_targets - 2, (50,), generator=generator), torch.full((70,), 2)])
+        self.target = torch.cat([target, torch.tensor([0, 0])]).sort().values.to(device)
+        source = torch.randint(num_sources - 2, (122,), generator=generator)
+        source[:2] = 1
+        self.source = source.to(device)
+        self.num_targets, self.num_sources = num_targets, num_sources
+        # Powers of two: products and sums of small integers with these are exact in every type.
+        exact = torch.tensor([-1.0, 0.5, 1.0, 2.0])[torch.randint(4, (122,), generator=generator)]
+        self.weight = exact.to(device) if weighted else None
+
+    def adjacency(self) -> Adjacency:
+        return Adjacency.build(self.target, self.source, self.num_targets, self.num_sources, self.weight)
+
+    def expected(self, x: Tensor, grad: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
+        """Result and gradient by PyG's scatter, in double precision on the CPU."""
+        wide = x.detach().double().cpu().requires_grad_()
+        messages = wide[self.source.cpu()]
+        if self.weight is not None:
+            messages = messages * self.weight.double().cpu().unsqueeze(1)
+        out = scatter(messages, self.target.cpu(), 0, self.num_targets, reduce=reduce)
+        (gradient,) = torch.autograd.grad(out, wide, grad.double().cpu())
+        return out.detach(), gradient
+
+
+def integers(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Small whole numbers, so that there are ties and zeros and no rounding."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def run(adjacency: Adjacency, x: Tensor, grad: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    out = spmm(adjacency, x, reduce)
+    (gradient,) = torch.autograd.grad(out, x, grad)
+    assert out.dtype == gradient.dtype == x.dtype
+    return out.detach(), gradient
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_tiny_graph(device: str, weighted: bool, reduce: str) -> None:
+    """Targets 0 and 2 have the sources 3, 1 and 3; the weights are 1, 4, -2; target 1 has none."""
+    weight = torch.tensor([1.0, 4.0, -2.0], device=device) if weighted else None
+    target, source = torch.tensor([0, 0, 2], device=device), torch.tensor([3, 1, 3], device=device)
+    x = torch.tensor([[1.0, -1.0], [2.0, -2.0], [4.0, -4.0], [8.0, -8.0]], device=device)
+    grad = torch.tensor([[1.0, 2.0], [100.0, 100.0], [4.0, 8.0]], device=device)
+    out, gradient = run(Adjacency.build(target, source, 3, 4, weight), x, grad, reduce)
+    expected: dict[tuple[str, bool], tuple[list[list[float]], list[list[float]]]] = {
+        ("sum", False): ([[10, -10], [0, 0], [8, -8]], [[0, 0], [1, 2], [0, 0], [5, 10]]),
+        ("mean", False): ([[5, -5], [0, 0], [8, -8]], [[0, 0], [0.5, 1], [0, 0], [4.5, 9]]),
+        ("max", False): ([[8, -2], [0, 0], [8, -8]], [[0, 0], [0, 2], [0, 0], [5, 8]]),
+        ("min", False): ([[2, -8], [0, 0], [8, -8]], [[0, 0], [1, 0], [0, 0], [4, 10]]),
+        ("sum", True): ([[16, -16], [0, 0], [-16, 16]], [[0, 0], [4, 8], [0, 0], [-7, -14]]),
+        ("mean", True): ([[8, -8], [0, 0], [-16, 16]], [[0, 0], [2, 4], [0, 0], [-7.5, -15]]),
+        # 1 * 8 and 4 * 2 tie: each gets half.
+        ("max", True): ([[8, -8], [0, 0], [-16, 16]], [[0, 0], [2, 4], [0, 0], [-7.5, -15]]),
+        ("min", True): ([[8, -8], [0, 0], [-16, 16]], [[0, 0], [2, 4], [0, 0], [-7.5, -15]]),
+    }
+    assert (out.tolist(), gradient.tolist()) == expected[reduce, weighted]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_equals_scatter_with_its_gradient(device: str, weighted: bool, reduce: str, width: int) -> None:
+    graph = Graph(device, weighted=weighted)
+    x = integers(8, width, device=device)
+    grad = integers(6, width, device=device, seed=1)
+    out, gradient = run(graph.adjacency(), x, grad, reduce)
+    expected_out, expected_gradient = graph.expected(x, grad, reduce)
+    # Only divisions round: by a number of edges or of ties.
+    tolerance = 1e-5 if reduce == "mean" else 0.0
+    torch.testing.assert_close(out.double().cpu(), expected_out, rtol=tolerance, atol=tolerance)
+    tolerance = 0.0 if reduce == "sum" else 1e-5
+    torch.testing.assert_close(gradient.double().cpu(), expected_gradient, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_half_precision(device: str, weighted: bool, reduce: str, dtype: torch.dtype) -> None:
+    graph = Graph(device, weighted=weighted)
+    x, grad = integers(8, 5, device=device, dtype=dtype), integers(6, 5, device=device, dtype=dtype, seed=1)
+    out, gradient = run(graph.adjacency(), x, grad, reduce)
+    expected_out, expected_gradient = graph.expected(x, grad, reduce)
+    ulp = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double().cpu(), expected_out, rtol=ulp, atol=0.0)
+    torch.testing.assert_close(gradient.double().cpu(), expected_gradient, rtol=ulp, atol=ulp / 8)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_adds_in_single(device: str, dtype: torch.dtype) -> None:
+    """In half precision 2048 + 1 is 2048, so a running sum would stay there."""
+    target, source = torch.zeros(2049, dtype=torch.int64), torch.cat([torch.zeros(1), torch.ones(2048)]).long()
+    adjacency = Adjacency.build(target.to(device), source.to(device), 1, 2)
+    out = spmm(adjacency, torch.tensor([[2048.0], [1.0]], device=device, dtype=dtype))
+    assert out.item() == 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_gradient_finds_the_extreme_again_after_rounding(device: str, reduce: str, dtype: torch.dtype) -> None:
+    graph = Graph(device, weighted=False)
+    graph.weight = torch.full((122,), 0.3, device=device)
+    x = torch.randn(8, 7, device=device).to(dtype)
+    _, gradient = run(graph.adjacency(), x, torch.ones(6, 7, device=device, dtype=dtype), reduce)
+    reached = len(set(graph.target.tolist()))
+    torch.testing.assert_close(
+        gradient.float().sum(0), torch.full((7,), 0.3 * reached, device=device), rtol=0.02, atol=0
+    )
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_double_precision(reduce: str) -> None:
+    graph = Graph("cpu", weighted=True)
+    x = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    adjacency = graph.adjacency()
+    assert torch.autograd.gradcheck(lambda x: spmm(adjacency, x, reduce), x)
+    grad = torch.randn(6, 3, dtype=torch.float64)
+    for got, expected in zip(run(adjacency, x, grad, reduce), graph.expected(x, grad, reduce), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 0, 5), (0, 4, 0, 5), (3, 0, 0, 5), (0, 0, 0, 5), (3, 4, 6, 0)])
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_nothing_to_do(device: str, weighted: bool, reduce: str, sizes: tuple[int, int, int, int]) -> None:
+    num_targets, num_sources, num_edges, width = sizes
+    edges = torch.zeros(num_edges, dtype=torch.int64, device=device)
+    weight = torch.ones(num_edges, device=device) if weighted else None
+    adjacency = Adjacency.build(edges, edges, num_targets, num_sources, weight)
+    x, grad = torch.ones(num_sources, width, device=device), torch.ones(num_targets, width, device=device)
+    out, gradient = run(adjacency, x, grad, reduce)
+    assert torch.equal(out, torch.zeros(num_targets, width, device=device))
+    assert torch.equal(gradient, torch.zeros(num_sources, width, device=device))
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_values_that_are_not_finite(device: str, reduce: str) -> None:
+    """The last targets have no edges, so they stay finite."""
+    graph = Graph(device, weighted=False)
+    x = integers(8, 3, device=device)
+    x[:, 0], x[graph.source[5], 1], x[:, 2] = torch.inf, torch.nan, -torch.inf
+    out = spmm(graph.adjacency(), x, reduce)
+    expected, _ = graph.expected(x, torch.zeros(6, 3), reduce)
+    torch.testing.assert_close(out.double().cpu(), expected, equal_nan=True, rtol=1e-6, atol=0.0)
+    assert bool(out[:, 1].isnan().any())
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_same_bits_every_time(device: str, reduce: str) -> None:
+    graph = Graph(device, weighted=False)
+    graph.weight = torch.randn(122, device=device)
+    x, grad = torch.randn(8, 33, device=device), torch.randn(6, 33, device=device)
+    first = run(graph.adjacency(), x, grad, reduce)
+    second = run(graph.adjacency(), x, grad, reduce)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_any_memory_layout(device: str, reduce: str) -> None:
+    adjacency = Graph(device, weighted=True).adjacency()
+    x, grad = integers(8, 5, device=device), integers(1, 5, device=device, seed=1).expand(6, 5)
+    expected = run(adjacency, x, grad.contiguous(), reduce)
+    got = run(adjacency, x.t().contiguous().t(), grad, reduce)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_autocast_changes_nothing(device: str, reduce: str) -> None:
+    adjacency = Graph(device, weighted=False).adjacency()
+    x, grad = torch.randn(8, 5, device=device), torch.randn(6, 5, device=device)
+    expected = run(adjacency, x, grad, reduce)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got = run(adjacency, x, grad, reduce)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_adjacency_holds_both_directions(dtype: torch.dtype) -> None:
+    target, source = torch.tensor([0, 0, 2, 2, 2], dtype=dtype), torch.tensor([3, 1, 0, 3, 1], dtype=dtype)
+    adjacency = Adjacency.build(target, source, 4, 5, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
+    assert (adjacency.num_targets, adjacency.num_sources, adjacency.num_edges) == (4, 5, 5)
+    got = {name: (tensor.dtype, tensor.tolist()) for name, tensor in adjacency.tensors().items()}
+    assert got == {
+        "ptr": (torch.int32, [0, 2, 2, 5, 5]),
+        "col": (torch.int32, [3, 1, 0, 3, 1]),
+        "weight": (torch.float32, [1, 2, 3, 4, 5]),
+        "ptr_t": (torch.int32, [0, 1, 3, 3, 5, 5]),
+        "col_t": (torch.int32, [2, 0, 2, 0, 2]),
+        "weight_t": (torch.float32, [3, 2, 5, 1, 4]),
+    }
+
+
+def test_only_a_gradient_builds_the_transpose() -> None:
+    adjacency = Graph("cpu", weighted=True).adjacency()
+    spmm(adjacency, torch.ones(8, 2))
+    assert adjacency._transposed is None
+    run(adjacency, torch.ones(8, 2), torch.ones(6, 2), "sum")
+    built = adjacency._transposed
+    assert built is not None
+    run(adjacency, torch.ones(8, 2), torch.ones(6, 2), "sum")
+    assert adjacency._transposed is built
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_adjacency_travels_as_tensors(weighted: bool) -> None:
+    adjacency = Graph("cpu", weighted=weighted).adjacency()
+    tensors = adjacency.tensors()
+    assert ("weight" in tensors) == ("weight_t" in tensors) == weighted
+    again = Adjacency.of(tensors, 8)
+    assert again._transposed is not None
+    assert again.tensors().keys() == tensors.keys()
+    assert all(again.tensors()[name] is tensors[name] for name in tensors)
+    forward_only = Adjacency.of({name: value for name, value in tensors.items() if not name.endswith("_t")}, 8)
+    assert torch.equal(forward_only.col_t, adjacency.col_t)
+
+
+def test_adjacency_refuses_wrong_edges() -> None:
+    ends = torch.tensor([0, 1, 2])
+    with pytest.raises(InputError, match=r"one value per edge, but got source of shape \(2,\)"):
+        Adjacency.build(ends, ends[:2], 3, 3)
+    with pytest.raises(InputError, match=r"one value per edge, but got weight of shape \(3, 1\)"):
+        Adjacency.build(ends, ends, 3, 3, torch.ones(3, 1))
+    with pytest.raises(InputError, match="target is ascending"):
+        Adjacency.build(ends.flip(0), ends, 3, 3)
+    with pytest.raises(InputError, match="target is between 0 and 1, but got values between 0 and 2"):
+        Adjacency.build(ends, ends, 2, 3)
+    with pytest.raises(InputError, match="source is between 0 and 1, but got values between 0 and 2"):
+        Adjacency.build(ends, ends, 3, 2)
+    with pytest.raises(InputError, match="source is between 0 and 2, but got values between -1 and 1"):
+        Adjacency.build(ends, ends - 1, 3, 3)
+
+
+def test_spmm_refuses_wrong_input() -> None:
+    adjacency = Graph("cpu", weighted=True).adjacency()
+    with pytest.raises(InputError, match="reduce is one of sum, mean, max, min, but got 'add'"):
+        spmm(adjacency, torch.ones(8, 2), "add")
+    for x in (torch.ones(7, 2), torch.ones(8), torch.ones(8, 2, dtype=torch.int64)):
+        with pytest.raises(InputError, match=r"shape \[8, width\]"):
+            spmm(adjacency, x)
+    adjacency.weight = torch.ones(122, requires_grad=True)
+    with pytest.raises(InputError, match="constants"):
+        spmm(adjacency, torch.ones(8, 2))
+
+
+DTYPE_PAIRS = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float16, torch.float32),
+]
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, 1500])
+@pytest.mark.parametrize("skipping", [False, True])
+def test_gather_rows(device: str, skipping: bool, width: int) -> None:
+    source = integers(40, width, device=device)
+    index = torch.randint(40, (150,), device=device)
+    expected = source[index]
+    skip = None
+    if skipping:
+        skip = torch.randint(-1, 2, (150,), dtype=torch.int32, device=device)
+        expected[skip >= 0] = 77
+        index[skip >= 0] = 1 << 40  # must not be looked at
+    for programs in (1, 3, 1000):
+        out = torch.full((150, width), 77.0, device=device)
+        gather_rows(source, index, out, skip=skip, programs=programs)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, 1500])
+def test_scatter_rows(device: str, width: int) -> None:
+    new = integers(150, width, device=device)
+    index = torch.randperm(400, device=device)[:150]
+    expected = torch.full((400, width), 77.0, device=device)
+    expected[index] = new
+    for programs in (1, 3, 1000):
+        target = torch.full((400, width), 77.0, device=device)
+        scatter_rows(new, index, target, programs=programs)
+        assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, 1500])
+def test_merge_rows(device: str, width: int) -> None:
+    staged, recent = integers(150, width, device=device), 10 + integers(20, width, device=device)
+    where = torch.randint(-20, 20, (150,), dtype=torch.int32, device=device)
+    expected = torch.stack([recent[w] if w >= 0 else staged[i] for i, w in enumerate(where.tolist())])
+    out = torch.empty(150, width, device=device)
+    merge_rows(staged, recent, where, out)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids=str)
+def test_rows_are_converted(device: str, dtypes: tuple[torch.dtype, torch.dtype], index_dtype: torch.dtype) -> None:
+    first, second = dtypes
+    old, recent = integers(20, 5, device=device, dtype=first), integers(8, 5, device=device, dtype=second, seed=1)
+    index = torch.randperm(20, device=device).to(index_dtype)
+    out = torch.empty(20, 5, dtype=second, device=device)
+    gather_rows(old, index, out)
+    assert torch.equal(out, old[index.long()].to(second))
+    scatter_rows(old, index, out)
+    assert torch.equal(out[index.long()], old.to(second))
+    where = torch.arange(-12, 8, device=device).to(index_dtype)
+    merge_rows(old, recent, where, out)
+    assert torch.equal(out, torch.cat([old[:12].to(second), recent]))
+
+
+def test_no_rows_at_all(device: str) -> None:
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, device=device)
+
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    for count, width in ((0, 4), (0, 0)):
+        gather_rows(empty(3, width), none, empty(count, width))
+        gather_rows(empty(3, width), none, empty(count, width), skip=none.int())
+        scatter_rows(empty(count, width), none, empty(3, width))
+        merge_rows(empty(count, width), empty(2, width), none, empty(count, width))
+    staged, out = torch.ones(3, 4, device=device), empty(3, 4)
+    merge_rows(staged, empty(0, 4), torch.full((3,), -1, device=device), out)
+    assert torch.equal(out, staged)
+    index = torch.zeros(3, dtype=torch.int64, device=device)
+    gather_rows(empty(3, 0), index, empty(3, 0))
+
+
+def test_rows_are_constants_to_autograd(device: str) -> None:
+    learned, index = torch.ones(3, 2, device=device, requires_grad=True), torch.arange(3, device=device)
+    out = torch.zeros(3, 2, device=device)
+    gather_rows(learned, index, out)
+    scatter_rows(learned, index, out)
+    merge_rows(learned, learned, index, out)
+    assert not out.requires_grad
+
+
+def test_rows_refuse_wrong_shapes() -> None:
+    ten, index = torch.ones(10, 4), torch.arange(10)
+    with pytest.raises(InputError, match=r"same width .* got shapes \(10, 4\) and \(10, 3\)"):
+        gather_rows(ten, index, torch.ones(10, 3))
+    with pytest.raises(InputError, match="same width"):
+        scatter_rows(ten, index, torch.ones(10, 4, 1))
+    with pytest.raises(InputError, match="same width"):
+        merge_rows(ten, torch.ones(10, 5), index, torch.ones(10, 4))
+    with pytest.raises(InputError, match=r"each of 10 rows, but got indices of shape \(9,\)"):
+        gather_rows(ten, index[:9], ten)
+    with pytest.raises(InputError, match=r"each of 10 rows, but got indices of shape \(9,\)"):
+        gather_rows(ten, index, torch.ones(10, 4), skip=index[:9])
+    with pytest.raises(InputError, match="each of 9 rows"):
+        scatter_rows(ten[:9], index, ten)
+    with pytest.raises(InputError, match="each of 9 rows"):
+        merge_rows(ten[:9], ten, index, torch.ones(10, 4))
+    with pytest.raises(InputError, match="one behind the other"):
+        gather_rows(ten, index[:4], ten.t()[:, :4])
+
+
+def test_triton_is_for_gpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not use_triton(torch.ones(1))
+    for installed in (True, False):
+        available._triton_is_installed.cache_clear()
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=installed: object() if found else None)
+        assert available._triton_is_installed() == installed
+    available._triton_is_installed.cache_clear()
+
+
+def test_triton_is_imported_only_when_it_is_used() -> None:
+    sources = sorted(Path(kernels.__file__).parent.glob("*.py"))
+    at_the_top = set()
+    for source in sources:
+        for node in ast.parse(source.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any("triton" in name and name != "use_triton" for name in names):
+                at_the_top.add(source.stem)
+    assert at_the_top == {"triton_launch", "triton_rows", "triton_spmm"}
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids=str)
+@pytest.mark.parametrize("width", [3, 100, 256])
+def test_pinned_memory(width: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    kept, used = dtypes
+    history = torch.randn(5000, width).to(kept).pin_memory()
+    index = torch.randperm(5000)[:1234]
+    out = torch.empty(1234, width, dtype=used, device="cuda")
+    gather_rows(history, index.cuda(), out)
+    assert torch.equal(out.cpu(), history[index].to(used))
+    new = torch.randn(1234, width, device="cuda").to(used)
+    expected = history.clone()
+    expected[index] = new.cpu().to(kept)
+    scatter_rows(new, index.cuda(), history)
+    torch.cuda.synchronize()
+    assert torch.equal(history, expected)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_rows_beyond_two_billion_values() -> None:
+    source = torch.empty(9_000_000, 256, dtype=torch.bfloat16, device="cuda")
+    source[-1] = 3
+    out = torch.zeros(1, 256, device="cuda")
+    last = torch.tensor([8_999_999], device="cuda", dtype=torch.int32)
+    gather_rows(source, last, out)
+    assert bool((out == 3).all())
+    scatter_rows(out + 2, last, source)
+    assert bool((source[-1] == 5).all())
+    adjacency = Adjacency.build(torch.zeros(1, device="cuda", dtype=torch.int64), last, 1, 9_000_000)
+    for reduce in REDUCES:
+        assert bool((spmm(adjacency, source, reduce) == 5).all())
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_runs_in_a_cuda_graph(reduce: str) -> None:
+    graph = Graph("cuda", weighted=True)
+    adjacency = graph.adjacency()
+    history = torch.randn(50, 48).pin_memory()
+    index = torch.randint(50, (8,), device="cuda")
+    skip = torch.tensor([-1, 0] * 4, dtype=torch.int32, device="cuda")
+    staged, x = torch.zeros(8, 48, device="cuda"), torch.zeros(8, 48, device="cuda", requires_grad=True)
+    recent, grad = torch.randn(8, 48, device="cuda"), torch.randn(6, 48, device="cuda")
+    where = torch.where(skip < 0, -1, torch.arange(8, device="cuda"))
+    goal = torch.arange(6, device="cuda")
+    pushed = torch.zeros(6, 48).pin_memory()
+
+    def step() -> tuple[Tensor, Tensor]:
+        gather_rows(history, index, staged, skip=skip)
+        merge_rows(staged, recent, where, x.detach())
+        out = spmm(adjacency, x, reduce)
+        (gradient,) = torch.autograd.grad(out, x, grad)
+        scatter_rows(out, goal, pushed)
+        return out, gradient
+
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        results = step()
+    history.copy_(torch.randn(50, 48))
+    recent.normal_()
+    captured.replay()
+    torch.cuda.synchronize()
+    rows = torch.where((skip < 0).cpu().unsqueeze(1), history[index.cpu()], recent.cpu())
+    expected = graph.expected(rows, grad, reduce)
+    for got, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(got.double().cpu(), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(pushed, results[0].detach().cpu())
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("width", [1, 47, 64])
+def test_compiles_once_for_all_sizes(width: int) -> None:
+    from gnnautoscale.kernels import triton_rows, triton_spmm
+
+    def variants() -> int:
+        found = (*vars(triton_rows).values(), *vars(triton_spmm).values())
+        kernels = [kernel for value in found if isinstance(value, dict) for kernel in value.values()]
+        compiled = [kernel for kernel in kernels if type(kernel).__name__ == "JITFunction"]
+        assert len(compiled) == 12
+        return sum(len(kernel.device_caches[0][0]) for kernel in compiled)
+
+    def work(count: int, offset: int) -> None:
+        # One buffer, so that the slices of it are aligned in different ways.
+        buffer = torch.zeros(4 * (count + offset), dtype=torch.int32, device="cuda")
+        index = buffer[offset : offset + count]
+        rows = torch.ones(count + offset, width, device="cuda")[offset:]
+        out = torch.zeros(count + offset, width, device="cuda")[offset:]
+        gather_rows(rows, index, out)
+        gather_rows(rows, index, out, skip=index)
+        scatter_rows(rows[:1], index[:1], out)
+        merge_rows(rows, rows, index, out)
+        adjacency = Adjacency.build(index, index, count, count)
+        adjacency = Adjacency.of({name: shifted(tensor, offset) for name, tensor in adjacency.tensors().items()}, count)
+        for reduce in REDUCES:
+            x = rows.detach().requires_grad_()
+            torch.autograd.grad(spmm(adjacency, x, reduce), x, out)
+
+    def shifted(tensor: Tensor, offset: int) -> Tensor:
+        buffer = torch.empty(tensor.numel() + offset, dtype=tensor.dtype, device="cuda")
+        buffer[offset:] = tensor
+        return buffer[offset:]
+
+    work(48, 0)
+    before = variants()
+    for count, offset in ((1, 0), (2, 1), (17, 3), (1000, 2), (1024, 4)):
+        work(count, offset)
+    assert variants() == before
