@@ -156,7 +156,7 @@ def products(table: Table) -> None:
 def main() -> None:
     """Prints a table and writes it to the path given on the command line."""
     torch.manual_seed(0)
-    warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+    warnings.filterwarnings("ignore", "Sparse ")
     table = Table()
     bus(table)
     products(table)

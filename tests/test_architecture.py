@@ -27,6 +27,8 @@ ORDER = [
     "autoscale",
     "scalable",
     "regularize",
+    "feed",
+    "engine",
     "inference",
     "peak_memory",
     "models",

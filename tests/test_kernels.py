@@ -45,8 +45,13 @@ def interpreter() -> Iterator[None]:
             or name.startswith("gnnautoscale.kernels.triton_")
         ]
 
+    modules = ("triton_launch", "triton_rows", "triton_spmm")
+    for name in modules:
+        importlib.import_module(f"gnnautoscale.kernels.{name}")  # so that all are there to come back to
     before = {name: sys.modules.pop(name) for name in loaded()}
     with pytest.MonkeyPatch.context() as patch:
+        for name in modules:
+            patch.delattr(kernels, name)
         patch.setenv("TRITON_INTERPRET", "1")
         interpreted: Any = importlib.import_module("triton.runtime.interpreter")
         prepare = interpreted._patch_lang_tensor
@@ -57,9 +62,10 @@ def interpreter() -> Iterator[None]:
             scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
         patch.setattr(interpreted, "_patch_lang_tensor", prepare_for_new_numpy)
-        for name in ("triton_launch", "triton_rows", "triton_spmm"):
+        for name in modules:
             importlib.import_module(f"gnnautoscale.kernels.{name}")
-        assert type(kernels.triton_rows._gather_kernels[True]).__name__ == "InterpretedFunction"
+        rows: Any = sys.modules["gnnautoscale.kernels.triton_rows"]
+        assert type(rows._gather_kernels[True]).__name__ == "InterpretedFunction"
         yield
     for name in loaded():
         del sys.modules[name]
@@ -75,6 +81,39 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         path = sys.modules[f"gnnautoscale.kernels.{module}"]
         monkeypatch.setattr(path, "use_triton", lambda tensor: request.param == "triton")
     return "cuda" if ON_GPU and request.param != "plain" else "cpu"
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("dtype", "width"), [("fp32", 1), ("bf16", 3), ("fp32", 256)])
+def test_kernels_compile_for_a_gpu(
+    dtype: str, width: int, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Needs no GPU, and sees what the interpreter does not. Comes first: the interpreter replaces the kernels."""
+    triton: Any = importlib.import_module("triton")
+    source: Any = importlib.import_module("triton.compiler").ASTSource
+    target: Any = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    rows: Any = importlib.import_module("gnnautoscale.kernels.triton_rows")
+    sums: Any = importlib.import_module("gnnautoscale.kernels.triton_spmm")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+    block = dict(zip(("rows_each", "columns"), rows._block(width, 4, rows.BYTES), strict=True))
+    edges = {"columns": min(triton.next_power_of_2(width), 256), "unroll": 8}
+    types = dict.fromkeys(("source", "staged", "rows", "x"), f"*{dtype}")
+    types |= dict.fromkeys(("recent", "target", "out", "weight", "share", "grad"), "*fp32")
+    types |= dict.fromkeys(("index", "skip", "where", "ptr", "col", "degrees", "ties"), "*i32")
+    types |= {"count": "i32", "width": "i32"}
+    for variants, fixed in (
+        (rows._gather_kernels, block),
+        (rows._scatter_kernels, block),
+        (rows._merge_kernels, block),
+        (sums._sum_kernels, {**edges, "mean": True}),
+        (sums._extreme_kernels, {**edges, "largest": True}),
+        (sums._gradient_kernels, edges),
+    ):
+        kernel = variants[False]
+        names = [parameter.name for parameter in kernel.params]
+        signature = {name: types.get(name, "constexpr") for name in names}
+        constants = {(names.index(name),): value for name, value in fixed.items()}
+        triton.compile(source(fn=kernel, signature=signature, constexprs=constants), target=target)
 
 
 class Graph:
@@ -142,9 +181,10 @@ def test_tiny_graph(device: str, weighted: bool, reduce: str) -> None:
     assert (out.tolist(), gradient.tolist()) == expected[reduce, weighted]
 
 
-@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("reduce", REDUCES)
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("weighted", "width"), [*((False, width) for width in WIDTHS), *((True, width) for width in (3, 64, 300))]
+)
 def test_equals_scatter_with_its_gradient(device: str, weighted: bool, reduce: str, width: int) -> None:
     graph = Graph(device, weighted=weighted)
     x = integers(8, width, device=device)

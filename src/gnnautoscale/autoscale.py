@@ -21,7 +21,7 @@ from gnnautoscale.loader import BatchInfo, BatchTensor
 from gnnautoscale.plan import make_plan
 from gnnautoscale.record import EDGE_METHODS, map_tensors, tensors_in
 from gnnautoscale.session import Penalty, Session, describe
-from gnnautoscale.slots import Memory, Plan
+from gnnautoscale.slots import LayerCall, Memory, Plan
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -160,6 +160,22 @@ class Autoscaler:
     def _step(self, model: nn.Module, info: BatchInfo, plan: Plan, memory: Memory, device: torch.device) -> Session:
         dropout = self.edge_dropout if model.training else 0.0
         return Session(info, plan, memory, device, edge_dropout=dropout, penalty=self.penalty)
+
+    @property
+    def calls(self) -> dict[str, LayerCall]:
+        """What is known about the model's layer calls."""
+        return self.plan.calls if self.plan is not None else {}
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether the model is run without the batch's own edges."""
+        return self.plan is not None and self.plan.bare
+
+    def attributes(self, batch: Data) -> list[str]:
+        """The attributes of a batch that ``model(batch)`` may look at."""
+        args, kwargs = _unpack_batch(self._signature, "the model", (batch,), {})
+        names = set(batch.keys()) if args else {"edge_index" if name == "adj_t" else name for name in kwargs}
+        return [name for name in batch.keys() if name in names | {"edge_index"}]  # noqa: SIM118
 
     @contextmanager
     def running(self, open_session: OpenSession) -> Iterator[None]:

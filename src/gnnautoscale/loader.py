@@ -286,8 +286,12 @@ class HaloLoader:
         order = torch.arange(self.num_parts)
         if self.shuffle:
             order = torch.randperm(self.num_parts, generator=self._generator)
-        fixed = not self.shuffle or self.batch_size in (1, self.num_parts)
-        return self._batches(order, keep=fixed)
+        return self._batches(order, keep=self.is_fixed)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the same batches come back every epoch, in whatever order."""
+        return not self.shuffle or self.batch_size in (1, self.num_parts)
 
     def in_order(self) -> Iterator[Data]:
         """The batches of a sweep: every part once, always in the same order and grouping.

@@ -7,13 +7,16 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from gnnautoscale.engine import Precision
 from gnnautoscale.errors import InputError
+from gnnautoscale.feed import Placement
 from gnnautoscale.history import Storage
 
 Mode = Literal["gas", "full", "history"]
 Schedule = Literal["constant", "plateau", "cosine"]
 Evaluation = Literal["exact", "histories"]
 Partitioner = Literal["metis", "random"]
+HistoryDtype = Literal["same", "float32", "bfloat16", "float16"]
 
 
 _CHOICES = {
@@ -22,6 +25,9 @@ _CHOICES = {
     "schedule": get_args(Schedule),
     "evaluation": get_args(Evaluation),
     "storage": get_args(Storage),
+    "history_dtype": get_args(HistoryDtype),
+    "precision": get_args(Precision),
+    "batches_on": get_args(Placement),
 }
 
 

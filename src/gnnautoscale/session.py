@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -117,8 +117,12 @@ class Session:
         def compute_and_compare() -> Any:
             if self.penalty is None:
                 return compute(*args, **kwargs)
-            again = partial(self._repeat, _RandomState(self.device), self._counts.copy(), compute)
+            # A captured step cannot go back to an earlier random state; most layers need not.
+            state = _RandomState(self.device) if known.draws is not False else None
+            again = partial(self._repeat, state, self._counts.copy(), compute)
             out = compute(*args, **kwargs)
+            if known.draws is None and state is not None:
+                known.draws = state.has_moved
             self.penalty.compare(out, again, args, kwargs, self.info)
             return out
 
@@ -221,13 +225,13 @@ class Session:
         return out
 
     def _repeat(
-        self, state: _RandomState, counts: Counter[str], run: Callable[..., Any], *args: Any, **kwargs: Any
+        self, state: _RandomState | None, counts: Counter[str], run: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Run a layer once more, with the same dropout and names as before; nothing is pushed or averaged."""
         counts_after, self._counts = self._counts, counts.copy()
         self._repeating = True
         try:
-            with state.again():
+            with state.again() if state is not None else nullcontext():
                 return run(*args, **kwargs)
         finally:
             self._repeating = False
@@ -305,7 +309,7 @@ class Session:
             )
         event = frame.events[position]
         part = self._slice(event, frame)
-        if self._fuses(frame, position, part, values):
+        if part.kept is None and frame.call.fuses(position, event.constants):
             return self._fused(frame, position, event, part, values)
         replaced = dict(values)
         for name in frame.call.edge_names[position]:
@@ -317,20 +321,11 @@ class Session:
                 replaced[name] = value[self._alignment(event, frame, edge_index, part)]
         return part.edges, replaced
 
-    def _fuses(self, frame: _Frame, position: int, part: Slice, values: dict[str, Any]) -> bool:
-        """Whether a propagation aggregates in one go: all it needs besides rows is recorded, as one weight at most."""
-        given = [name for name in frame.call.edge_names[position] if values.get(name) is not None]
-        return (
-            "fused" in frame.call.shortcuts
-            and part.kept is None
-            and len(given) <= 1
-            and all(name in part.constants and part.constants[name].dim() == 1 for name in given)
-        )
-
     def _fused(
         self, frame: _Frame, position: int, event: Event, part: Slice, values: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        weight = next((name for name in frame.call.edge_names[position] if values.get(name) is not None), None)
+        """The edges in the form that a layer aggregates over in one go, and their weight."""
+        weight = frame.call.weight(position)
         edges = part.fuse(weight, event.edges.target_row, self.info)
         if weight is not None:
             values = {**values, weight: edges.adjacency.weight}
@@ -351,7 +346,9 @@ class Session:
         if event not in self._slices:
             part = self.info.placed.get(event)
             if part is None:
-                part = event.cut(self.info, describe(frame.name, frame.layer)).to(self.device)
+                part = event.cut(self.info, describe(frame.name, frame.layer))
+                # On the CPU as it is, so that what is computed from it is kept with it.
+                part = part if self.device.type == "cpu" else part.to(self.device)
             if self.edge_dropout:
                 if event.edges not in self._kept:
                     self._kept[event.edges] = keep_edges(part.edges, self.edge_dropout)
@@ -485,6 +482,13 @@ class _RandomState:
         self._device = device
         self._host = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether random numbers were drawn since."""
+        if not torch.equal(self._host, torch.get_rng_state()):
+            return True
+        return self._cuda is not None and not torch.equal(self._cuda, torch.cuda.get_rng_state(self._device))
 
     @contextmanager
     def again(self) -> Iterator[None]:

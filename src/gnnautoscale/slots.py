@@ -7,6 +7,7 @@ that propagates several times.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
@@ -39,6 +40,7 @@ class LayerCall:
         num_propagations: How many of these calls are ``propagate``.
         possible_shortcuts: The shortcuts that could apply, before they are tried.
         shortcuts: What may be left out without changing the batch's rows; see :data:`Shortcut`.
+        draws: Whether the layer draws random numbers in training; ``None`` as long as nobody looked.
     """
 
     kinds: list[ArgumentKind]
@@ -47,11 +49,22 @@ class LayerCall:
     num_propagations: int = 0
     possible_shortcuts: frozenset[Shortcut] = frozenset()
     shortcuts: frozenset[Shortcut] = frozenset()
+    draws: bool | None = None
 
     @property
     def has_edge_updater(self) -> bool:
         """Whether the layer computes edge-level values through ``edge_updater``."""
         return len(self.edge_names) > self.num_propagations
+
+    def fuses(self, position: int, constants: Mapping[str, Tensor]) -> bool:
+        """Whether a propagation aggregates in one go: all it needs besides rows is recorded, as one weight at most."""
+        names = self.edge_names[position]
+        recorded = all(name in constants and constants[name].dim() == 1 for name in names)
+        return "fused" in self.shortcuts and len(names) <= 1 and recorded
+
+    def weight(self, position: int) -> str | None:
+        """The argument that weighs the edges of a fused propagation."""
+        return next(iter(self.edge_names[position]), None)
 
 
 @dataclass

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,12 +19,14 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.autoscale import attached, autoscale, detach, is_autoscaled
 from gnnautoscale.datasets import Dataset
+from gnnautoscale.engine import Engine, Precision
 from gnnautoscale.errors import InputError
+from gnnautoscale.feed import Feed, Placement
 from gnnautoscale.files import check_data
 from gnnautoscale.history import Storage
 from gnnautoscale.inference import infer, infer_from_histories, refresh
 from gnnautoscale.loader import HaloLoader
-from gnnautoscale.options import Evaluation, Mode, Partitioner, Schedule, check_options
+from gnnautoscale.options import Evaluation, HistoryDtype, Mode, Partitioner, Schedule, check_options
 from gnnautoscale.peak_memory import PeakMemory
 from gnnautoscale.regularize import LocalLipschitz
 
@@ -64,6 +67,7 @@ class FitResult:
         history_bytes: Bytes that the histories take.
         connectivity: Halo nodes per batch node, the mean over the parts.
         options: What :func:`fit` was called with.
+        how: How training steps were run, in words.
     """
 
     metric: str
@@ -76,6 +80,7 @@ class FitResult:
     peak_memory: int | None = None
     history_bytes: int = 0
     connectivity: float = 0.0
+    how: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
@@ -117,6 +122,10 @@ def fit(
     evaluate_every: int = 1,
     patience: int | None = None,
     storage: Storage = "device",
+    history_dtype: HistoryDtype = "same",
+    precision: Precision = "float32",
+    batches_on: Placement = "auto",
+    capture: bool = True,
     device: str = "cpu",
     num_workers: int = 0,
     seed: int = 0,
@@ -152,6 +161,11 @@ def fit(
         evaluate_every: Number of epochs between evaluations.
         patience: Number of evaluations without a better validation score after which training stops.
         storage: Where histories live: "device" or "host" memory.
+        history_dtype: The type histories are kept in: "same" as the embeddings, "float32", "bfloat16" or "float16".
+        precision: Of matrix products: "float32", "tf32" (on a GPU), or "bfloat16" (autocast).
+        batches_on: Where a GPU's batches live: on the "device", in "host" memory from where they are copied ahead, or
+            "auto" for the device if they fit. Parts that are drawn into new batches every epoch are always copied.
+        capture: Whether a GPU's training steps are captured as CUDA graphs where that is possible.
         device: Where to compute, such as "cpu" or "cuda".
         num_workers: Number of processes that prepare batches.
         seed: Makes training reproducible.
@@ -187,33 +201,42 @@ def fit(
         loaders = _loaders(dataset, parts, batch_size, partition, seed, num_workers, cache_dir)
     loader = loaders["train"]
     result.connectivity = loader.connectivity
-    model = autoscale(model.to(device), dataset.train, storage=storage, edge_dropout=edge_dropout)
+    dtype = None if history_dtype == "same" else getattr(torch, history_dtype)
+    model = autoscale(model.to(device), dataset.train, storage=storage, dtype=dtype, edge_dropout=edge_dropout)
     on_failure = ExitStack()
     on_failure.callback(detach, model)
-    optimizer = torch.optim.Adam(_weight_groups(model, weight_decay_conv, weight_decay_other), lr=lr)
+    optimizer = make_optimizer(model, lr, weight_decay_conv, weight_decay_other)
     scheduler = _scheduler(optimizer, schedule, epochs)
-    penalty = LocalLipschitz(model, lipschitz_radius) if lipschitz else None
+    engine = Engine(
+        model,
+        optimizer,
+        Feed(model, torch.device(device), placement=batches_on, fixed=loader.is_fixed, num_batches=len(loader)),
+        partial(_objective, dataset.num_classes),
+        grad_norm=grad_norm,
+        penalty=LocalLipschitz(model, lipschitz_radius) if lipschitz else None,
+        penalty_weight=lipschitz,
+        precision=precision,
+        capture=capture,
+    )
     refresh_steps = int(refresh_every) if str(refresh_every).isdecimal() else None
     best_weights: dict[str, Tensor] = {}
     batches_seen = 0
 
-    with on_failure, PeakMemory(torch.device(device)) as peak:
+    def after_step() -> None:
+        nonlocal batches_seen
+        batches_seen += 1
+        if refresh_steps is not None and batches_seen % refresh_steps == 0:
+            with clock("refresh"):
+                refresh(model, loader)
+
+    with on_failure, PeakMemory(torch.device(device)) as peak, engine.running():
         for number in range(1, epochs + 1):
             model.train()
-            rate = optimizer.param_groups[0]["lr"]
+            rate = float(optimizer.param_groups[0]["lr"])
             start = clock.total("train")
-            total, count = torch.zeros((), device=device), 0
-            for batch in clock.waiting("train", islice(loader, steps_per_epoch)):
-                with clock("train"):
-                    batch = batch.to(device)
-                    loss, num_nodes = _step(model, batch, dataset, optimizer, penalty, lipschitz, grad_norm)
-                    result.steps += num_nodes > 0
-                    total, count = total + loss * num_nodes, count + num_nodes
-                batches_seen += 1
-                if refresh_steps is not None and batches_seen % refresh_steps == 0:
-                    with clock("refresh"):
-                        refresh(model, loader)
-            mean_loss = float(total) / max(count, 1)
+            with clock("train"):
+                mean_loss = engine.epoch(islice(loader, steps_per_epoch), after_step)
+            result.steps = engine.steps
             if not math.isfinite(mean_loss):
                 raise FloatingPointError(f"the loss is {mean_loss} in epoch {number}: {_CALM_DOWN}")
             if refresh_every == "epoch":
@@ -236,6 +259,7 @@ def fit(
             evaluated = [epoch.number for epoch in result.epochs if epoch.scores]
             if patience is not None and sum(epoch > result.best_epoch for epoch in evaluated) >= patience:
                 break
+        result.how = engine.how
         on_failure.pop_all()
     model.load_state_dict(best_weights)
     result.peak_memory = peak.num_bytes
@@ -286,40 +310,16 @@ def score(out: Tensor, y: Tensor, mask: Tensor) -> float:
     return 100.0 * 2 * both / either if either else math.nan
 
 
-def _step(
-    model: nn.Module,
-    batch: Data,
-    dataset: Dataset,
-    optimizer: torch.optim.Optimizer,
-    penalty: LocalLipschitz | None,
-    weight: float,
-    grad_norm: float | None,
-) -> tuple[Tensor, int]:
-    """One training step; returns the loss and the number of training nodes it is the mean over."""
-    mask = batch.train_mask[: batch.batch_size]
-    num_nodes = int(mask.sum())
-    if not num_nodes:
-        # Nothing to learn here, but the histories move on.
-        with torch.no_grad():
-            model(batch)
-        return torch.zeros((), device=mask.device), 0
-    optimizer.zero_grad()
-    with penalty if penalty is not None else nullcontext():
-        out = model(batch)
-    if not isinstance(out, Tensor) or out.dim() != 2 or out.size(1) != dataset.num_classes:
+def _objective(num_classes: int, out: Any, y: Tensor) -> Tensor:
+    """Cross entropy over classes, or over each label by itself."""
+    if not isinstance(out, Tensor) or out.dim() != 2 or out.size(1) != num_classes:
         raise InputError(
-            f"the model must return a tensor of {dataset.num_classes} scores per node, one for each class",
+            f"the model must return a tensor of {num_classes} scores per node, one for each class",
             got=f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__,
             fix="Give its last layer as many outputs as there are classes.",
         )
-    out = out[mask]
-    y = batch.y[: batch.batch_size][mask]
-    loss = F.cross_entropy(out, y) if y.dim() == 1 else F.binary_cross_entropy_with_logits(out, y.to(out.dtype))
-    (loss if penalty is None else loss + weight * penalty.value()).backward()  # type: ignore[no-untyped-call]
-    if grad_norm is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), grad_norm)
-    optimizer.step()
-    return loss.detach(), num_nodes
+    out = out.to(torch.promote_types(out.dtype, torch.float32))
+    return F.cross_entropy(out, y) if y.dim() == 1 else F.binary_cross_entropy_with_logits(out, y.to(out.dtype))
 
 
 def _evaluate(
@@ -369,14 +369,30 @@ def _loaders(
     return {split: made[id(graph)] for split, graph in graphs.items()}
 
 
-def _weight_groups(model: nn.Module, conv: float, other: float) -> list[dict[str, Any]]:
-    """The two weight-decay groups of the paper's experiments."""
+def make_optimizer(model: nn.Module, lr: float, decay_conv: float, decay_other: float) -> torch.optim.Optimizer:
+    """Adam with the two weight-decay groups of the paper's experiments; on a GPU such that steps can be captured.
+
+    Args:
+        model: The model, on its device.
+        lr: Learning rate.
+        decay_conv: Weight decay of the message-passing layers, or of what ``model.decayed_modules()`` names.
+        decay_other: Weight decay of all other weights.
+    """
     named = getattr(model, "decayed_modules", None)
     modules = named() if named else [module for module in model.modules() if isinstance(module, MessagePassing)]
     first = {id(weight): weight for module in modules for weight in module.parameters()}
     rest = [weight for weight in model.parameters() if id(weight) not in first]
-    groups = [{"params": list(first.values()), "weight_decay": conv}, {"params": rest, "weight_decay": other}]
-    return [group for group in groups if group["params"]]
+    groups = [
+        {"params": list(first.values()), "weight_decay": decay_conv},
+        {"params": rest, "weight_decay": decay_other},
+    ]
+    groups = [group for group in groups if group["params"]]
+    device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
+    if device.type != "cuda":
+        return torch.optim.Adam(groups, lr=lr)
+    # A captured step reads the learning rate from memory; each group has its own, since schedules write into it.
+    groups = [{**group, "lr": torch.tensor(lr, device=device)} for group in groups]
+    return torch.optim.Adam(groups, lr=torch.tensor(lr, device=device), fused=True, capturable=True)
 
 
 def _scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, epochs: int) -> Callable[[float], None] | None:
@@ -392,28 +408,30 @@ def _scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, epochs: int
 
 
 class _Clock:
-    """Adds up the time of named pieces of work."""
+    """Adds up the time of named pieces of work; a piece inside of another one is not counted twice."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self._seconds = seconds
+        self._running: list[str] = []
+        self._since = 0.0
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        self._switch()
+        self._running.append(name)
         try:
             yield
         finally:
-            self._seconds[name] = self.total(name) + time.perf_counter() - start
+            self._switch()
+            self._running.pop()
 
-    def waiting(self, name: str, items: Iterable[Data]) -> Iterator[Data]:
-        """Add the time until each item is there."""
-        iterator = iter(items)
-        while True:
-            with self(name):
-                item = next(iterator, None)
-            if item is None:
-                return
-            yield item
+    def _switch(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # work that was launched belongs to the piece that launched it
+        now = time.perf_counter()
+        if self._running:
+            self._seconds[self._running[-1]] = self.total(self._running[-1]) + now - self._since
+        self._since = now
 
     def total(self, name: str) -> float:
         """The time of a piece of work so far."""

@@ -43,6 +43,14 @@ class Transfer(ABC):
     def settle(self) -> None:
         """Let everything that follows see all pushes, and forget what was pulled ahead."""
 
+    #: Changes when rows move to another address on the device.
+    version = 0
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """A step inside of this context is captured: it has begun already, and ends with its pushes."""
+        yield
+
 
 class Direct(Transfer):
     """Reads and writes when asked, in the order of the calls.
@@ -106,7 +114,7 @@ class Ahead(Transfer):
         self._shared = torch.empty(0, dtype=torch.int32, device=device)
         self._staged_for: BatchInfo | None = None
         self._staged: frozenset[str] = frozenset()
-        self._begun_elsewhere = False
+        self._begun_already = False
 
     def reserve(self, batch_size: int, num_halo: int, histories: Mapping[str, History]) -> None:
         """Make room for batches of this size; where there is room already, no address changes."""
@@ -115,6 +123,7 @@ class Ahead(Transfer):
             self._buffers.clear()
             self._most_batch, self._most_halo = max(batch_size, self._most_batch), max(num_halo, self._most_halo)
             self._shared = self._room(self._most_halo + 1, dtype=torch.int32)
+            self.version += 1
         for slot, history in histories.items():
             if slot not in self._buffers:
                 sizes = self._most_halo, self._most_halo, self._most_batch
@@ -128,7 +137,7 @@ class Ahead(Transfer):
 
     def begin(self, info: BatchInfo, histories: Mapping[str, History]) -> None:
         """See :meth:`Transfer.begin`; also starts to pull for the batch that is announced to follow."""
-        if self._begun_elsewhere:
+        if self._begun_already:
             return
         batches = [info] if info.upcoming is None else [info, info.upcoming]
         self.reserve(max(b.batch_size for b in batches), max(b.num_halo for b in batches), histories)
@@ -174,10 +183,6 @@ class Ahead(Transfer):
         # A history that did not exist when the step began.
         return history.pull(self._halo(info), device=self._device, dtype=dtype)
 
-    def join(self) -> None:
-        """Let the step's stream wait for its pushes, which a captured step must before it ends."""
-        self._main.wait_stream(self._pushes)
-
     def settle(self) -> None:
         """See :meth:`Transfer.settle`."""
         self._main.wait_stream(self._pushes)
@@ -185,13 +190,14 @@ class Ahead(Transfer):
         self._staged_for = None
 
     @contextmanager
-    def begun(self) -> Iterator[None]:
-        """Steps inside of this context use what the last :meth:`begin` prepared: they are being captured."""
-        self._begun_elsewhere = True
+    def captured(self) -> Iterator[None]:
+        """See :meth:`Transfer.captured`."""
+        self._begun_already = True
         try:
             yield
+            self._main.wait_stream(self._pushes)
         finally:
-            self._begun_elsewhere = False
+            self._begun_already = False
 
     @property
     def _main(self) -> torch.cuda.Stream:

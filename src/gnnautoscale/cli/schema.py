@@ -190,9 +190,11 @@ def _kind(hint: Any) -> type:
         return hint  # type: ignore[no-any-return]
     if "Sequence" in text:
         return list
+    if "Literal" in text:
+        return str
     if "float" in text:
         return float
-    return int if "int" in text and "str" not in text and "Literal" not in text else str
+    return int if "int" in text and "str" not in text else str
 
 
 def _described_arguments(docstring: str) -> dict[str, str]:

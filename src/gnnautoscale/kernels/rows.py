@@ -40,9 +40,9 @@ def gather_rows(
     _check_rows(out, source)
     _check_index(out, index, skip)
     if use_triton(out):
-        from gnnautoscale.kernels import triton_rows
+        from gnnautoscale.kernels.triton_rows import gather_rows as on_gpu
 
-        triton_rows.gather_rows(source, index, out, skip, programs)
+        on_gpu(source, index, out, skip, programs)
     else:
         plain_gather_rows(source, index, out, skip)
 
@@ -67,9 +67,9 @@ def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, *, programs: int =
     _check_rows(rows, target)
     _check_index(rows, index)
     if use_triton(rows):
-        from gnnautoscale.kernels import triton_rows
+        from gnnautoscale.kernels.triton_rows import scatter_rows as on_gpu
 
-        triton_rows.scatter_rows(rows, index, target, programs)
+        on_gpu(rows, index, target, programs)
     else:
         plain_scatter_rows(rows, index, target)
 
@@ -95,9 +95,9 @@ def merge_rows(staged: Tensor, recent: Tensor, where: Tensor, out: Tensor) -> No
     _check_index(out, where)
     _check_index(staged, where)
     if use_triton(out):
-        from gnnautoscale.kernels import triton_rows
+        from gnnautoscale.kernels.triton_rows import merge_rows as on_gpu
 
-        triton_rows.merge_rows(staged, recent, where, out)
+        on_gpu(staged, recent, where, out)
     else:
         plain_merge_rows(staged, recent, where, out)
 

@@ -54,7 +54,7 @@ def _merge(staged, recent, where, out, count, width, rows_each: tl.constexpr, co
     choice = tl.load(where + row, mask=wanted, other=-1).to(tl.int64)
     fresh = choice >= 0
     goal = row.to(tl.int64) * width
-    origin = tl.where(fresh, choice, 0) * width
+    origin = tl.maximum(choice, 0) * width  # a tl.where here breaks Triton 3.6's compiler for narrow rows
     for first in range(0, width, columns):
         column = first + tl.arange(0, columns)
         mask = wanted[:, None] & (column < width)[None, :]

@@ -1,0 +1,232 @@
+"""Runs training steps: one after the other in Python, or on a GPU captured once per batch and replayed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.autoscale import attached
+from gnnautoscale.feed import Feed, Item
+from gnnautoscale.loader import BatchInfo
+from gnnautoscale.regularize import LocalLipschitz
+
+Precision = Literal["float32", "tf32", "bfloat16"]
+Objective = Callable[[Any, Tensor], Tensor]
+
+# Every graph takes memory on the GPU that does not depend on the batch's size; batches beyond run uncaptured.
+MOST_GRAPHS = 512
+# Training steps before the first capture: they compile kernels and give the optimizer its state.
+_WARM_UP = 2
+
+
+class Engine:
+    """Trains a model on the batches of a feed.
+
+    A step is forward pass, loss, backward pass, clipping and optimizer. On a GPU it is captured as one CUDA graph per
+    batch if the batches come back unchanged and the model does the same in every step; :attr:`how` says what is done.
+
+    Args:
+        model: The autoscaled model.
+        optimizer: Updates its weights; with ``capturable=True`` on a GPU.
+        feed: Gives the batches.
+        objective: Computes the loss of training rows from the model's output and their labels.
+        grad_norm: Norm that gradients are clipped to.
+        penalty: Local Lipschitz penalty.
+        penalty_weight: Its weight in the loss.
+        precision: Of matrix products: full, TF32 inside of products, or bfloat16 by autocast.
+        capture: Whether steps may be captured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        feed: Feed,
+        objective: Objective,
+        *,
+        grad_norm: float | None = None,
+        penalty: LocalLipschitz | None = None,
+        penalty_weight: float = 0.0,
+        precision: Precision = "float32",
+        capture: bool = True,
+    ) -> None:
+        self._model, self._optimizer, self._feed, self._objective = model, optimizer, feed, objective
+        self._grad_norm, self._penalty, self._penalty_weight = grad_norm, penalty, penalty_weight
+        self._precision: Precision = precision
+        self._scaler = attached(model)
+        self._device = feed.device
+        self._total = torch.zeros((), device=self._device)
+        self._graphs: dict[BatchInfo, torch.cuda.CUDAGraph] = {}
+        self._versions: tuple[int, int] | None = None
+        self._pool: Any = None
+        #: Number of optimizer steps so far.
+        self.steps = 0
+        self._why_not = self._obstacle(capture)
+
+    @property
+    def how(self) -> str:
+        """How steps are run, in words."""
+        if self._device.type != "cuda":
+            return "uncaptured: CUDA graphs need a GPU"
+        where = "on the GPU" if self._feed.resident else "copied ahead from host memory"
+        if self._why_not is not None:
+            return f"uncaptured, since {self._why_not}; batches {where}"
+        return f"captured as {len(self._graphs)} CUDA graphs; batches {where}"
+
+    def _obstacle(self, capture: bool) -> str | None:
+        if not capture:
+            return "this was asked for"
+        if self._device.type != "cuda":
+            return "there is no GPU"
+        if not self._feed.fixed:
+            return "parts are drawn into new batches every epoch (use one part per batch, or no shuffling)"
+        if self._scaler.edge_dropout:
+            return "edge dropout changes the number of edges in every step"
+        return None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Everything that touches the model while it trains happens in this context: on a GPU it has its own stream."""
+        if self._device.type != "cuda":
+            yield
+            return
+        before, main = torch.get_float32_matmul_precision(), torch.cuda.current_stream(self._device)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(main)
+        if self._precision == "tf32":
+            torch.set_float32_matmul_precision("high")
+        try:
+            with torch.cuda.stream(stream):
+                yield
+                self._scaler.memory.settle()
+        finally:
+            main.wait_stream(stream)
+            torch.set_float32_matmul_precision(before)
+            self._graphs.clear()
+
+    def epoch(self, batches: Iterable[Data], after_step: Callable[[], None] | None = None) -> float:
+        """Train on some batches.
+
+        Args:
+            batches: Batches of the training graph, in order.
+            after_step: Called after each of them.
+
+        Returns:
+            The mean loss over all training rows, without the penalty.
+        """
+        self._total.zero_()
+        count = 0
+        for item in self._feed.items(batches):
+            self._run(item)
+            count += item.y.size(0)
+            self.steps += item.y.size(0) > 0
+            if after_step is not None:
+                after_step()
+        return float(self._total) / max(count, 1)
+
+    def _run(self, item: Item) -> None:
+        if self._why_not is not None or self.steps < _WARM_UP - 1 or item.version is None:
+            self._step(item)
+            return
+        if self.steps < _WARM_UP:
+            with _watching_the_host(self._model) as reasons:
+                self._step(item)
+            self._why_not = next(iter(reasons), None)
+            return
+        memory = self._scaler.memory
+        transfer = memory.transfer(self._device)
+        transfer.begin(item.info, memory.histories)
+        versions = self._feed.version, transfer.version
+        if versions != self._versions:
+            self._graphs.clear()
+            self._versions = versions
+        graph = self._graphs.get(item.info)
+        if graph is None and item.version == self._feed.version and len(self._graphs) < MOST_GRAPHS:
+            graph = self._capture(item)
+        if graph is not None:
+            graph.replay()
+            memory.written_by = None
+        else:
+            self._step(item)
+
+    def _capture(self, item: Item) -> torch.cuda.CUDAGraph | None:
+        if self._pool is None:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        transfer = self._scaler.memory.transfer(self._device)
+        self._optimizer.zero_grad()
+        try:
+            # Other threads, such as a progress bar's, may go on.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                with transfer.captured():
+                    self._step(item)
+            finally:
+                graph.capture_end()
+        except RuntimeError as error:
+            self._why_not = f"the model cannot be captured ({str(error).splitlines()[0]})"
+            torch.cuda.synchronize(self._device)
+            self._optimizer.zero_grad()
+            self._graphs.clear()
+            transfer.settle()
+            return None
+        self._graphs[item.info] = graph
+        return graph
+
+    def _step(self, item: Item) -> None:
+        if not item.y.size(0):
+            # Nothing to learn here, but the histories move on.
+            with torch.no_grad(), self._autocast():
+                self._model(item.batch)
+            return
+        self._optimizer.zero_grad()
+        with self._penalty if self._penalty is not None else nullcontext(), self._autocast():
+            out = self._model(item.batch)
+        loss = self._objective(out if item.rows is None else out[item.rows], item.y)
+        total = loss if self._penalty is None else loss + self._penalty_weight * self._penalty.value()
+        total.backward()  # type: ignore[no-untyped-call]
+        if self._grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._grad_norm)
+        self._optimizer.step()
+        self._total += loss.detach() * item.y.size(0)
+
+    def _autocast(self) -> torch.autocast:
+        # Casts are not kept, since a captured step must make its own.
+        enabled = self._precision == "bfloat16"
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+
+@contextmanager
+def _watching_the_host(model: nn.Module) -> Iterator[list[str]]:
+    """Notice what a step does on the host, which a captured step would not do again; lists reasons."""
+    reasons: list[str] = []
+    before = _host_state(model)
+    yield reasons
+    after = _host_state(model)
+    reasons += [reason for reason, value in before.items() if value != after[reason]]
+
+
+def _host_state(model: nn.Module) -> dict[str, Any]:
+    plain = {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str))
+    }
+    return {
+        "the model draws random numbers on the host": (
+            random.getstate(),
+            repr(np.random.get_state(legacy=False)["state"]),  # noqa: NPY002
+            torch.get_rng_state().numpy().tobytes(),
+        ),
+        "the model's attributes change from step to step": plain,
+    }
