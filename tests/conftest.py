@@ -145,6 +145,14 @@ class Counted(MessagePassing):  # type: ignore[misc]
         return x_j
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture
 def undirected() -> Data:
     """A connected undirected graph of 40 nodes."""

@@ -15,10 +15,7 @@ import gnnautoscale as gas
 from gnnautoscale.history import Storage
 from gnnautoscale.models import MODELS, build_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture

@@ -233,6 +233,19 @@ def test_gradient_finds_the_extreme_again_after_rounding(device: str, reduce: st
     )
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_messages_that_round_to_the_same_value_tie(device: str, reduce: str, dtype: torch.dtype) -> None:
+    step = torch.finfo(dtype).eps
+    x = torch.tensor([[1.0], [1 + step]], device=device, dtype=dtype)
+    weight = torch.tensor([1.0, (1 + step / 4) / (1 + step)], device=device)  # the second message is 1 + step / 4
+    target, source = torch.tensor([0, 0], device=device), torch.tensor([0, 1], device=device)
+    adjacency = Adjacency.build(target, source, 1, 2, weight)
+    out, gradient = run(adjacency, x, torch.ones(1, 1, device=device, dtype=dtype), reduce)
+    assert out.item() == 1
+    torch.testing.assert_close(gradient.squeeze(1).float(), weight / 2, rtol=step, atol=0.0)
+
+
 @pytest.mark.parametrize("reduce", REDUCES)
 def test_double_precision(reduce: str) -> None:
     graph = Graph("cpu", weighted=True)
@@ -264,9 +277,14 @@ def test_values_that_are_not_finite(device: str, reduce: str) -> None:
     graph = Graph(device, weighted=False)
     x = integers(8, 3, device=device)
     x[:, 0], x[graph.source[5], 1], x[:, 2] = torch.inf, torch.nan, -torch.inf
-    out = spmm(graph.adjacency(), x, reduce)
-    expected, _ = graph.expected(x, torch.zeros(6, 3), reduce)
+    grad = integers(6, 3, device=device, seed=1)
+    out, gradient = run(graph.adjacency(), x, grad, reduce)
+    expected, expected_gradient = graph.expected(x, grad, reduce)
     torch.testing.assert_close(out.double().cpu(), expected, equal_nan=True, rtol=1e-6, atol=0.0)
+    infinite = [0, 2]  # a gradient through what is not a number means nothing
+    torch.testing.assert_close(
+        gradient[:, infinite].double().cpu(), expected_gradient[:, infinite], rtol=1e-5, atol=1e-5
+    )
     assert bool(out[:, 1].isnan().any())
 
 
@@ -278,6 +296,21 @@ def test_same_bits_every_time(device: str, reduce: str) -> None:
     first = run(graph.adjacency(), x, grad, reduce)
     second = run(graph.adjacency(), x, grad, reduce)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("grad_rows", [0, 3, 8])
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradient_of_the_first_rows_only(device: str, weighted: bool, reduce: str, grad_rows: int) -> None:
+    adjacency = Graph(device, weighted=weighted).adjacency()
+    x, grad = integers(8, 5, device=device), integers(6, 5, device=device, seed=1)
+    expected_out, expected_gradient = run(adjacency, x, grad, reduce)
+    expected_gradient[grad_rows:] = 0
+    x.requires_grad_()
+    out = spmm(adjacency, x, reduce, grad_rows=grad_rows)
+    (gradient,) = torch.autograd.grad(out, x, grad)
+    assert torch.equal(out, expected_out)
+    assert torch.equal(gradient, expected_gradient)
 
 
 @pytest.mark.parametrize("reduce", REDUCES)

@@ -58,6 +58,7 @@ class Autoscaler:
         self._visited: tuple[str, Memory] | None = None
         self._open: OpenSession | None = None
         self._signature = inspect.signature(model.forward)
+        self._weights = list(model.parameters())  # walking through all modules takes time in every step
         self._overridden: list[tuple[nn.Module, str, Any]] = []
         self._attach(model)
 
@@ -138,13 +139,14 @@ class Autoscaler:
         args, kwargs = _unpack_batch(self._signature, type(model).__name__, args, kwargs)
         info = _find_batch(args, kwargs)
         memory = self.memory_of(info.graph)
-        device = next(iter(model.parameters()), info.n_id).device
-        dtypes = {weight.dtype for weight in model.parameters()}
+        device = next(iter(self._weights), info.n_id).device
+        dtypes = {weight.dtype for weight in self._weights}
         if self.plan is None or self._planned_for != dtypes:
             arguments = self._signature.bind(*args, **kwargs)
             self.plan = make_plan(model, partial(self._run, run), info, arguments, explicit=self.explicit)
             self._planned_for = dtypes
-        session = (self._open or partial(self._step, model))(info, self.plan, memory, device)
+        open_session = self._open or partial(self._step, model, _any_needs_gradient(args, kwargs))
+        session = open_session(info, self.plan, memory, device)
         session.begin()
         return session.finish(self._run(run, session, args, kwargs))
 
@@ -157,9 +159,24 @@ class Autoscaler:
         finally:
             self.session = None
 
-    def _step(self, model: nn.Module, info: BatchInfo, plan: Plan, memory: Memory, device: torch.device) -> Session:
-        dropout = self.edge_dropout if model.training else 0.0
-        return Session(info, plan, memory, device, edge_dropout=dropout, penalty=self.penalty)
+    def _step(
+        self,
+        model: nn.Module,
+        input_gradients: bool,
+        info: BatchInfo,
+        plan: Plan,
+        memory: Memory,
+        device: torch.device,
+    ) -> Session:
+        return Session(
+            info,
+            plan,
+            memory,
+            device,
+            edge_dropout=self.edge_dropout if model.training else 0.0,
+            penalty=self.penalty,
+            input_gradients=input_gradients,
+        )
 
     @property
     def calls(self) -> dict[str, LayerCall]:
@@ -334,6 +351,12 @@ def _find_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchInfo:
             "all arguments of a call must come from the same batch", got="two batches", fix="Pass one batch at a time."
         )
     return found[0]
+
+
+def _any_needs_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Data)]
+    tensors = [value for batch in batches for _, value in batch if isinstance(value, Tensor)]
+    return any(value.requires_grad for value in (*tensors_in((args, kwargs)), *tensors))
 
 
 def _without_edges(value: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
@@ -16,6 +18,7 @@ from gnnautoscale.autoscale import attached
 from gnnautoscale.feed import Feed, Item
 from gnnautoscale.loader import BatchInfo
 from gnnautoscale.regularize import LocalLipschitz
+from gnnautoscale.transfer import Transfer
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 Objective = Callable[[Any, Tensor], Tensor]
@@ -110,6 +113,7 @@ class Engine:
             main.wait_stream(stream)
             torch.set_float32_matmul_precision(before)
             self._graphs.clear()
+            self._feed.clear()
 
     def epoch(self, batches: Iterable[Data], after_step: Callable[[], None] | None = None) -> float:
         """Train on some batches.
@@ -136,7 +140,7 @@ class Engine:
             self._step(item)
             return
         if self.steps < _WARM_UP:
-            with _watching_the_host(self._model) as reasons:
+            with _watching(self._model) as reasons:
                 self._step(item)
             self._why_not = next(iter(reasons), None)
             return
@@ -149,38 +153,40 @@ class Engine:
             self._versions = versions
         graph = self._graphs.get(item.info)
         if graph is None and item.version == self._feed.version and len(self._graphs) < MOST_GRAPHS:
-            graph = self._capture(item)
+            graph = self._capture(item, transfer)
         if graph is not None:
             graph.replay()
             memory.written_by = None
         else:
             self._step(item)
 
-    def _capture(self, item: Item) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, item: Item, transfer: Transfer) -> torch.cuda.CUDAGraph | None:
         if self._pool is None:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        transfer = self._scaler.memory.transfer(self._device)
         self._optimizer.zero_grad()
+        reason: str | None = None
+        # Other threads, such as a progress bar's, may go on meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            # Other threads, such as a progress bar's, may go on.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                with transfer.captured():
-                    self._step(item)
-            finally:
-                graph.capture_end()
+            with transfer.captured():
+                self._step(item)
         except RuntimeError as error:
-            self._why_not = f"the model cannot be captured ({str(error).splitlines()[0]})"
-            torch.cuda.synchronize(self._device)
-            self._optimizer.zero_grad()
-            self._graphs.clear()
-            transfer.settle()
-            return None
-        self._graphs[item.info] = graph
-        return graph
+            reason = str(error).splitlines()[0]
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            reason = reason or str(error).splitlines()[0]
+        if reason is None:
+            self._graphs[item.info] = graph
+            return graph
+        self._why_not = f"the model cannot be captured ({reason})"
+        self._graphs.clear()
+        self._optimizer.zero_grad()
+        _recover_from_capture(self._device, self._pool)
+        return None
 
     def _step(self, item: Item) -> None:
         if not item.y.size(0):
@@ -193,7 +199,8 @@ class Engine:
             out = self._model(item.batch)
         loss = self._objective(out if item.rows is None else out[item.rows], item.y)
         total = loss if self._penalty is None else loss + self._penalty_weight * self._penalty.value()
-        total.backward()  # type: ignore[no-untyped-call]
+        with torch.autograd.set_multithreading_enabled(False):  # a second thread would only be waited for
+            total.backward()  # type: ignore[no-untyped-call]
         if self._grad_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._grad_norm)
         self._optimizer.step()
@@ -205,14 +212,47 @@ class Engine:
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
+def _recover_from_capture(device: torch.device, pool: Any) -> None:
+    """A capture that fails leaves PyTorch's allocator and random numbers in the middle of it."""
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize(device)
+    with contextlib.suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    generator = torch.cuda.default_generators[device.index]
+    fresh = torch.Generator(device)
+    fresh.manual_seed(generator.initial_seed())
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
 @contextmanager
-def _watching_the_host(model: nn.Module) -> Iterator[list[str]]:
-    """Notice what a step does on the host, which a captured step would not do again; lists reasons."""
+def _watching(model: nn.Module) -> Iterator[list[str]]:
+    """Notice what a step does that a captured one would not do again, or could not; lists reasons."""
     reasons: list[str] = []
     before = _host_state(model)
-    yield reasons
+    with _waits_noticed() as waits:
+        yield reasons
+    if waits:
+        reasons.append("the model waits for values on the host (such as .item(), or indexing with a mask)")
     after = _host_state(model)
     reasons += [reason for reason, value in before.items() if value != after[reason]]
+
+
+@contextmanager
+def _waits_noticed() -> Iterator[list[str]]:
+    """Collect what PyTorch says about operations that make the host wait for a GPU."""
+    waits: list[str] = []
+    if not torch.cuda.is_available():
+        yield waits
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    waits += [str(warning.message) for warning in caught if "called a synchronizing" in str(warning.message)]
 
 
 def _host_state(model: nn.Module) -> dict[str, Any]:

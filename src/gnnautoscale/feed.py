@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.autoscale import attached
-from gnnautoscale.fused import FusedEdges
 from gnnautoscale.kernels import Adjacency
 from gnnautoscale.loader import BatchInfo, BatchTensor
 from gnnautoscale.record import Event, Slice
@@ -99,17 +98,16 @@ class Feed:
     """Gives training steps their batches.
 
     Args:
-        model: The autoscaled model.
-        device: The compute device.
+        model: The autoscaled model, on the compute device.
         placement: Where packed batches live: ``"device"``, ``"host"``, or ``"auto"`` for the device if they fit.
         fixed: Whether the same batches come back every epoch.
         num_batches: Number of batches of an epoch.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, *, placement: Placement, fixed: bool, num_batches: int
+        self, model: nn.Module, *, placement: Placement = "auto", fixed: bool = False, num_batches: int = 1
     ) -> None:
-        self.device = device
+        self.device = device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self.fixed = fixed
         self._scaler = attached(model)
         self._placement = placement
@@ -136,9 +134,18 @@ class Feed:
         while following is not None:
             package, item = following, self._arrive(following)
             following = self._next(batches)
+            # The loader has moved on, so it says no more what follows this batch.
+            package.info.upcoming = None if following is None else following.info
             yield item
+            package.info.upcoming = None
             if not self.resident:
                 package.info.placed.clear()
+
+    def clear(self) -> None:
+        """Free what is kept for the batches."""
+        for info in self._packages:
+            info.placed.clear()
+        self._packages.clear()
 
     def _next(self, batches: Iterator[Data]) -> _Package | None:
         """Pack the next batch and start to copy it; a GPU goes on with earlier steps meanwhile."""
@@ -226,7 +233,7 @@ class Feed:
                 tensors[event, "edge_index"] = part.edges
                 tensors.update({(event, "constant", name): value for name, value in part.constants.items()})
             for weight in weights:
-                adjacency = part.fuse(weight, event.edges.target_row, info).adjacency
+                adjacency = part.adjacency(weight, event.edges.target_row, info)
                 tensors.update({(event, "fused", weight, name): value for name, value in adjacency.tensors().items()})
         return tensors
 
@@ -244,11 +251,11 @@ class Feed:
             if as_they_are:
                 edge_index = views[event, "edge_index"]
                 constants = {name: views[event, "constant", name] for name in event.constants}
-            fused = {}
+            adjacencies = {}
             for weight in weights:
                 tensors = {name[3]: value for name, value in views.items() if name[:3] == (event, "fused", weight)}
-                fused[weight] = FusedEdges.of(Adjacency.of(tensors, info.num_rows))
-            info.placed[event] = Slice(edge_index, constants, fused)
+                adjacencies[weight] = Adjacency.of(tensors, info.num_rows)
+            info.placed[event] = Slice(edge_index, constants, adjacencies)
         return Item(batch, views.get("rows"), views["y"], self.version)
 
     @property

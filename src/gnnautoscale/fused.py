@@ -20,19 +20,22 @@ class FusedEdges(EdgeIndex):  # type: ignore[misc]
 
     adjacency: Adjacency
     num_targets: int
+    grad_rows: int | None
 
     @staticmethod
-    def of(adjacency: Adjacency, num_targets: int | None = None) -> FusedEdges:
-        """Wrap an adjacency; with more targets than it has, the rest gets rows of zeros."""
-        none = torch.empty(2, 0, dtype=torch.long, device=adjacency.ptr.device)
-        num_targets = adjacency.ptr.numel() - 1 if num_targets is None else num_targets
-        edges: FusedEdges = FusedEdges(none, sparse_size=(adjacency.num_sources, num_targets), sort_order="col")
-        edges.adjacency, edges.num_targets = adjacency, num_targets
-        return edges
+    def of(adjacency: Adjacency, *, widened: bool = False, grad_rows: int | None = None) -> FusedEdges:
+        """Wrap an adjacency.
 
-    def widened(self) -> FusedEdges:
-        """The same with as many targets as sources."""
-        return FusedEdges.of(self.adjacency, self.adjacency.num_sources)
+        Args:
+            adjacency: The edges.
+            widened: Whether there are as many targets as sources; those that the adjacency lacks get rows of zeros.
+            grad_rows: The first so many sources need a gradient; ``None`` for all.
+        """
+        none = torch.empty(2, 0, dtype=torch.long, device=adjacency.ptr.device)
+        num_targets = adjacency.num_sources if widened else adjacency.num_targets
+        edges: FusedEdges = FusedEdges(none, sparse_size=(adjacency.num_sources, num_targets), sort_order="col")
+        edges.adjacency, edges.num_targets, edges.grad_rows = adjacency, num_targets, grad_rows
+        return edges
 
     def matmul(
         self,
@@ -47,6 +50,6 @@ class FusedEdges(EdgeIndex):  # type: ignore[misc]
             raise RuntimeError("these edges multiply with a matrix only")
         if input_value is not None and input_value is not self.adjacency.weight:
             raise RuntimeError("these edges have weights of their own")
-        out = spmm(self.adjacency, other, "sum" if reduce == "add" else reduce)
+        out = spmm(self.adjacency, other, "sum" if reduce == "add" else reduce, grad_rows=self.grad_rows)
         missing = self.num_targets - out.size(0)
         return F.pad(out, (0, 0, 0, missing)) if missing else out

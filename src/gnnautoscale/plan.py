@@ -210,8 +210,12 @@ class _Observation(Session):
         self.truth.outputs[_numbered(self._seen, name)] = map_tensors(lambda value: value.detach().clone(), out)
 
     def sources(self, out: Any) -> frozenset[str]:
-        """The slots that a value was computed from, found by walking back what autograd recorded."""
-        found: set[str] = set()
+        """The slots that a value was computed from."""
+        return frozenset(self._slot_of[id(leaf)] for leaf in self._leaves_of(out) if id(leaf) in self._slot_of)
+
+    def _leaves_of(self, out: Any) -> list[Tensor]:
+        """The slots and weights that a value was computed from, found by walking back what autograd recorded."""
+        found: list[Tensor] = []
         seen: set[Any] = set()
         stack: list[Any] = [value.grad_fn for value in tensors_in(out)]
         while stack:
@@ -219,11 +223,10 @@ class _Observation(Session):
             if node is None or node in seen:
                 continue
             seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in self._slot_of:
-                found.add(self._slot_of[id(variable)])
+            if hasattr(node, "variable"):
+                found.append(node.variable)
             stack.extend(following for following, _ in node.next_functions)
-        return frozenset(found)
+        return found
 
     def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
         out = compute()
@@ -280,7 +283,8 @@ class _Observation(Session):
             "own" if attribute is not None else kind_of(value, NUM_NODES, self.info.e_id.numel())
             for value, attribute in zip(tensors, own, strict=True)
         ]
-        return self.plan.calls.setdefault(call, LayerCall(kinds, own))
+        nested = any(isinstance(module, MessagePassing) for module in layer.modules() if module is not layer)
+        return self.plan.calls.setdefault(call, LayerCall(kinds, own, nested=nested))
 
     def _events(self, *_: Any) -> list[Event] | None:
         return None
@@ -294,6 +298,8 @@ class _Observation(Session):
                 if isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == num_edges
             )
         )
+        if all(id(leaf) in self._slot_of for leaf in self._leaves_of(values)):
+            frame.call.inward.add(len(frame.call.edge_names) - 1)
         return edge_index, values
 
     def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

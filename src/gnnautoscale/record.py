@@ -17,7 +17,6 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import UnsupportedModelError
-from gnnautoscale.fused import FusedEdges
 from gnnautoscale.graph import EdgesByTarget, Graph
 from gnnautoscale.kernels import Adjacency
 from gnnautoscale.loader import BatchInfo, BatchTensor
@@ -36,13 +35,13 @@ class Slice:
         edge_index: Edges between rows of the batch, ``[2, num_edges]``, grouped by target; ``None`` once only fused
             edges are needed.
         constants: Edge-level values by argument name, each ``[num_edges, ...]``.
-        fused: The same edges for layers that aggregate in one go, by the name of the constant that weighs them.
+        adjacencies: The same edges for layers that aggregate in one go, by the name of the constant that weighs them.
         kept: Which edges of the full slice these are, or ``None`` for all of them.
     """
 
     edge_index: Tensor | None
     constants: dict[str, Tensor]
-    fused: dict[str | None, FusedEdges] = field(default_factory=dict)
+    adjacencies: dict[str | None, Adjacency] = field(default_factory=dict)
     kept: Tensor | None = None
 
     def to(self, device: torch.device) -> Slice:
@@ -62,18 +61,17 @@ class Slice:
             raise RuntimeError("this slice was prepared for layers that aggregate in one go")
         return self.edge_index
 
-    def fuse(self, weight: str | None, target_row: int, info: BatchInfo) -> FusedEdges:
+    def adjacency(self, weight: str | None, target_row: int, info: BatchInfo) -> Adjacency:
         """The edges for layers that aggregate in one go, weighed by one of the constants or not at all."""
-        if weight not in self.fused:
-            adjacency = Adjacency.build(
+        if weight not in self.adjacencies:
+            self.adjacencies[weight] = Adjacency.build(
                 self.edges[target_row],
                 self.edges[1 - target_row],
                 info.batch_size,
                 info.num_rows,
                 None if weight is None else self.constants[weight],
             )
-            self.fused[weight] = FusedEdges.of(adjacency)
-        return self.fused[weight]
+        return self.adjacencies[weight]
 
 
 @dataclass(eq=False)

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.fused import FusedEdges
 from gnnautoscale.graph import EdgesByTarget
 from gnnautoscale.loader import BatchInfo, BatchTensor
 from gnnautoscale.record import Event, Recorder, Slice, align, keep_edges, map_tensors, tensors_in
@@ -61,6 +62,7 @@ class Session:
         edge_dropout: Share of the edges that is left out at random.
         penalty: Called with every layer's output.
         push_all: Push even rows that no other batch can pull.
+        input_gradients: Whether gradients of the model's inputs are wanted.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Session:
         edge_dropout: float = 0.0,
         penalty: Penalty | None = None,
         push_all: bool = False,
+        input_gradients: bool = False,
     ) -> None:
         self.info = info
         self.plan = plan
@@ -81,6 +84,7 @@ class Session:
         self.edge_dropout = edge_dropout
         self.penalty = penalty
         self.push_all = push_all
+        self.input_gradients = input_gradients
         self._repeating = False
         self._frames: list[_Frame] = []
         self._counts: Counter[str] = Counter()
@@ -102,7 +106,7 @@ class Session:
     ) -> Any:
         known = self._known_call(call, layer, args, kwargs)
         events = self._events(call, layer, known, args, kwargs)
-        if not _has_layers_inside(layer):
+        if not known.nested:
             args, kwargs = map_tensors(_plain, (args, kwargs))
 
         def compute(*args: Any, **kwargs: Any) -> Any:
@@ -201,7 +205,8 @@ class Session:
         return map_tensors(widen, out)
 
     def finish(self, out: Any) -> Any:
-        """Cut the model's output to the batch's rows: the halo's are meaningless."""
+        """End the step; cut the model's output to the batch's rows, since the halo's are meaningless."""
+        self._transfer.end()
         rows = 0
 
         def cut(value: Tensor) -> Tensor:
@@ -326,10 +331,13 @@ class Session:
     ) -> tuple[Tensor, dict[str, Any]]:
         """The edges in the form that a layer aggregates over in one go, and their weight."""
         weight = frame.call.weight(position)
-        edges = part.fuse(weight, event.edges.target_row, self.info)
+        adjacency = part.adjacency(weight, event.edges.target_row, self.info)
         if weight is not None:
-            values = {**values, weight: edges.adjacency.weight}
-        return edges if "short" in frame.call.shortcuts else edges.widened(), values
+            values = {**values, weight: adjacency.weight}
+        # Where the halo's rows depend on no weight, their gradient would go nowhere.
+        inward = position in frame.call.inward and not self.input_gradients
+        grad_rows = self.info.batch_size if inward else None
+        return FusedEdges.of(adjacency, widened="short" not in frame.call.shortcuts, grad_rows=grad_rows), values
 
     def _paired(
         self, known: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -502,10 +510,6 @@ class _RandomState:
 
 def _batch_norm_without_tracking(norm: _BatchNorm, x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
-
-
-def _has_layers_inside(layer: MessagePassing) -> bool:
-    return any(isinstance(module, MessagePassing) for module in layer.modules() if module is not layer)
 
 
 def _plain(value: Tensor) -> Tensor:

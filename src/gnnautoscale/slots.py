@@ -40,6 +40,8 @@ class LayerCall:
         num_propagations: How many of these calls are ``propagate``.
         possible_shortcuts: The shortcuts that could apply, before they are tried.
         shortcuts: What may be left out without changing the batch's rows; see :data:`Shortcut`.
+        inward: The events, by position, whose rows depend on no weight since the slots they come from.
+        nested: Whether the layer holds other message-passing layers.
         draws: Whether the layer draws random numbers in training; ``None`` as long as nobody looked.
     """
 
@@ -49,6 +51,8 @@ class LayerCall:
     num_propagations: int = 0
     possible_shortcuts: frozenset[Shortcut] = frozenset()
     shortcuts: frozenset[Shortcut] = frozenset()
+    inward: set[int] = field(default_factory=set)
+    nested: bool = False
     draws: bool | None = None
 
     @property
@@ -140,6 +144,8 @@ class Memory:
 
     def transfer(self, device: torch.device) -> Transfer:
         """How training steps on a device reach these histories."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         if self._transfer is None or self._transfer[0] != device:
             self.settle()
             self._transfer = device, transfer_for(device, host=self.storage == "host" and self.overlap)

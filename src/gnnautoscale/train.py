@@ -210,7 +210,7 @@ def fit(
     engine = Engine(
         model,
         optimizer,
-        Feed(model, torch.device(device), placement=batches_on, fixed=loader.is_fixed, num_batches=len(loader)),
+        Feed(model, placement=batches_on, fixed=loader.is_fixed, num_batches=len(loader)),
         partial(_objective, dataset.num_classes),
         grad_norm=grad_norm,
         penalty=LocalLipschitz(model, lipschitz_radius) if lipschitz else None,

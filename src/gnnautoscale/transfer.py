@@ -23,8 +23,8 @@ from gnnautoscale.loader import BatchInfo
 class Transfer(ABC):
     """Moves the rows of one step at a time.
 
-    A step calls :meth:`begin`, then for each slot :meth:`push` and :meth:`pull`. A pull gives the halo's rows as all
-    earlier steps left them; rows of the batch itself are never pulled.
+    A step calls :meth:`begin`, then for each slot :meth:`push` and :meth:`pull`, and :meth:`end` after its forward
+    pass. A pull gives the halo's rows as all earlier steps left them; rows of the batch itself are never pulled.
     """
 
     @abstractmethod
@@ -38,6 +38,10 @@ class Transfer(ABC):
     @abstractmethod
     def pull(self, slot: str, history: History, dtype: torch.dtype) -> Tensor:
         """Read the halo's rows, ``[num_halo, width]``; valid until the next step begins."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Say that everything was pushed."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -73,6 +77,9 @@ class Direct(Transfer):
     def pull(self, slot: str, history: History, dtype: torch.dtype) -> Tensor:
         """See :meth:`Transfer.pull`."""
         return history.pull(self._index[self._info.batch_size :], device=self._device, dtype=dtype)
+
+    def end(self) -> None:
+        """See :meth:`Transfer.end`."""
 
     def settle(self) -> None:
         """See :meth:`Transfer.settle`."""
@@ -115,6 +122,7 @@ class Ahead(Transfer):
         self._staged_for: BatchInfo | None = None
         self._staged: frozenset[str] = frozenset()
         self._begun_already = False
+        self._to_push: list[tuple[History, Tensor]] = []
 
     def reserve(self, batch_size: int, num_halo: int, histories: Mapping[str, History]) -> None:
         """Make room for batches of this size; where there is room already, no address changes."""
@@ -141,8 +149,8 @@ class Ahead(Transfer):
             return
         batches = [info] if info.upcoming is None else [info, info.upcoming]
         self.reserve(max(b.batch_size for b in batches), max(b.num_halo for b in batches), histories)
-        self._main.wait_stream(self._pushes)  # the last step's rows are in their histories, its buffers free
-        self._main.wait_stream(self._pulls)  # what was pulled ahead is there
+        self._wait(self._main, self._pushes)  # the last step's rows are in their histories, its buffers free
+        self._wait(self._main, self._pulls)  # what was pulled ahead is there
         self._index = {batch: self._index.get(batch, batch.index(self._device)) for batch in batches}
         for slot, history in histories.items():
             room = self._buffers[slot]
@@ -152,13 +160,14 @@ class Ahead(Transfer):
             else:
                 history.read(self._halo(info), room.halo[: info.num_halo])
         self._info, self._staged_for, self._staged = info, None, frozenset(histories)
+        self._to_push.clear()
         if info.upcoming is not None:
             self._pull_ahead(info, info.upcoming, histories)
 
     def _pull_ahead(self, info: BatchInfo, following: BatchInfo, histories: Mapping[str, History]) -> None:
         shared = self._shared[: following.num_halo + 1]
         _locate(self._halo(following), self._index[info][: info.batch_size], shared)
-        self._pulls.wait_stream(self._main)  # staged rows were merged, and it is known which rows to leave out
+        self._wait(self._pulls, self._main)  # staged rows were merged, and it is known which rows to leave out
         with torch.cuda.stream(self._pulls):
             for slot, history in histories.items():
                 staged = self._buffers[slot].staged[: following.num_halo]
@@ -171,9 +180,16 @@ class Ahead(Transfer):
         self.reserve(info.batch_size, info.num_halo, {slot: history})
         recent = self._buffers[slot].recent[: info.batch_size]
         recent.copy_(rows)
-        self._pushes.wait_stream(self._main)  # the rows are computed
+        self._to_push.append((history, recent))
+
+    def end(self) -> None:
+        """See :meth:`Transfer.end`; what was pushed is written during the backward pass."""
+        info = self._current
+        self._wait(self._pushes, self._main)  # the rows are computed
         with torch.cuda.stream(self._pushes):
-            history.push(recent, self._index[info][: info.batch_size])
+            for history, rows in self._to_push:
+                history.push(rows, self._index[info][: info.batch_size])
+        self._to_push.clear()
 
     def pull(self, slot: str, history: History, dtype: torch.dtype) -> Tensor:
         """See :meth:`Transfer.pull`."""
@@ -185,8 +201,8 @@ class Ahead(Transfer):
 
     def settle(self) -> None:
         """See :meth:`Transfer.settle`."""
-        self._main.wait_stream(self._pushes)
-        self._main.wait_stream(self._pulls)
+        self._wait(self._main, self._pushes)
+        self._wait(self._main, self._pulls)
         self._staged_for = None
 
     @contextmanager
@@ -195,9 +211,13 @@ class Ahead(Transfer):
         self._begun_already = True
         try:
             yield
-            self._main.wait_stream(self._pushes)
+            self._wait(self._main, self._pushes)
         finally:
             self._begun_already = False
+
+    def _wait(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        """Let one stream wait for what another one has been given so far."""
+        stream.wait_stream(other)
 
     @property
     def _main(self) -> torch.cuda.Stream:

@@ -9,11 +9,19 @@ import warnings
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def sum_neighbours(
-    ptr: Tensor, col: Tensor, weight: Tensor | None, x: Tensor, *, mean: bool = False, degrees: Tensor | None = None
+    ptr: Tensor,
+    col: Tensor,
+    weight: Tensor | None,
+    x: Tensor,
+    *,
+    mean: bool = False,
+    degrees: Tensor | None = None,
+    num_rows: int | None = None,
 ) -> Tensor:
     """Sum the rows of ``x`` that the edges of each row name.
 
@@ -25,10 +33,15 @@ def sum_neighbours(
         mean: Whether to divide each sum by its number of edges.
         degrees: A ``ptr`` over the rows of ``x``, ``[num_columns + 1]``: each is divided by its own number of edges
             first. This is the gradient of ``mean``.
+        num_rows: Number of rows of the result, if it shall have more than ``ptr``: these are 0. Edges beyond the last
+            row of ``ptr`` are not looked at then.
 
     Returns:
         ``[num_rows, width]`` in the type of ``x``.
     """
+    if num_rows is not None:
+        end = int(ptr[-1])
+        col, weight = col[:end], None if weight is None else weight[:end]
     wide = x.to(_wide(x.dtype))
     if degrees is not None:
         wide = wide / _degree(degrees, wide.dtype)
@@ -44,6 +57,8 @@ def sum_neighbours(
             out = matrix @ wide
     if mean:
         out = out / _degree(ptr, out.dtype)
+    if num_rows is not None:
+        out = F.pad(out, (0, 0, 0, num_rows - out.size(0)))
     return out.to(x.dtype)
 
 

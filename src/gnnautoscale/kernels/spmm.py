@@ -151,7 +151,7 @@ class Adjacency:
         return self.transposed[2]
 
 
-def spmm(adjacency: Adjacency, x: Tensor, reduce: str = "sum") -> Tensor:
+def spmm(adjacency: Adjacency, x: Tensor, reduce: str = "sum", *, grad_rows: int | None = None) -> Tensor:
     r"""Combine the rows of each target's neighbours.
 
     .. math:: \mathbf{y}_t = \bigoplus_{s \to t} w_{st} \, \mathbf{x}_s
@@ -165,6 +165,7 @@ def spmm(adjacency: Adjacency, x: Tensor, reduce: str = "sum") -> Tensor:
         adjacency: The edges, with constant weights.
         x: A row per source, ``[num_sources, width]``.
         reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
+        grad_rows: The first so many rows of ``x`` need a gradient; that of the others may be left at 0.
 
     Returns:
         A row per target, ``[num_targets, width]``, in the type of ``x``.
@@ -189,14 +190,14 @@ def spmm(adjacency: Adjacency, x: Tensor, reduce: str = "sum") -> Tensor:
             got="weights that need a gradient",
             fix="Multiply messages with learned weights outside of spmm, or detach the weights.",
         )
-    out: Tensor = _SpMM.apply(x, adjacency, reduce)  # type: ignore[no-untyped-call]
+    out: Tensor = _SpMM.apply(x, adjacency, reduce, grad_rows)  # type: ignore[no-untyped-call]
     return out
 
 
 class _SpMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, adjacency: Adjacency, reduce: str) -> Tensor:
-        ctx.adjacency, ctx.reduce = adjacency, reduce
+    def forward(ctx: Any, x: Tensor, adjacency: Adjacency, reduce: str, grad_rows: int | None) -> Tensor:
+        ctx.adjacency, ctx.reduce, ctx.grad_rows = adjacency, reduce, grad_rows
         backend = _backend(x)
         edges = (adjacency.ptr, adjacency.col, adjacency.weight)
         out: Tensor
@@ -211,17 +212,21 @@ class _SpMM(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         adjacency: Adjacency = ctx.adjacency
         backend = _backend(grad)
         if ctx.reduce in ("sum", "mean"):
             degrees = adjacency.ptr if ctx.reduce == "mean" else None
-            return backend.sum_neighbours(*adjacency.transposed, grad, degrees=degrees), None, None
+            ptr, col, weight = adjacency.transposed
+            num_rows = None
+            if ctx.grad_rows is not None:
+                ptr, num_rows = ptr[: ctx.grad_rows + 1], adjacency.num_sources
+            return backend.sum_neighbours(ptr, col, weight, grad, degrees=degrees, num_rows=num_rows), None, None, None
         x, out, ties = ctx.saved_tensors
         wide = torch.promote_types(grad.dtype, torch.float32)
         # Torch starts from rows of zeros and counts those as one more tie where the result is 0. PyG has that too.
         share = grad.to(wide) / (ties + (out == 0))
-        return backend.extreme_gradient(*adjacency.transposed, x, out, share), None, None
+        return backend.extreme_gradient(*adjacency.transposed, x, out, share), None, None, None
 
 
 def _backend(x: Tensor) -> ModuleType:

@@ -1,8 +1,8 @@
 """Sums, maxima and minima over neighbours as Triton kernels; the functions mirror ``plain_spmm``.
 
 One program of one warp computes a few columns of one row: it gathers many edges' values at once, to have many loads
-in flight, and adds them up in a fixed order. Programs of one row are next to each other, so that they share its
-edges in the cache.
+in flight, reads meanwhile which rows come next, and adds up in a fixed order. Programs of one row are next to each
+other, so that they share its edges in the cache.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from torch import Tensor
 
 from gnnautoscale.kernels.triton_launch import Kernels, compiled, launch
 
-# Measured on an H200 with 5 to 360 edges per row and widths of 47 to 600.
-COLUMNS = 256  # of one program, at most
-EXTREME_COLUMNS = 128
+# Measured on an H200 with 5 to 360 edges per row, widths of 47 to 600, and single rows of up to 20,000 edges.
+COLUMNS = 128  # of one program, at most
 UNROLL = 8  # edges that a program gathers at once, at least
 EXTREME_UNROLL = 4
 VALUES = 512  # narrow rows: that many values at once
@@ -43,10 +42,13 @@ def _sum(  # type: ignore[no-untyped-def]
     begin = tl.load(ptr + row)
     end = tl.load(ptr + row + 1)
     total = tl.zeros((columns,), dtype=tl.float32)
+    first = begin + tl.arange(0, unroll)
+    following = tl.load(col + first, mask=first < end, other=0)
     for start in range(begin, end, unroll):
         edge = start + tl.arange(0, unroll)
         valid = edge < end
-        source = tl.load(col + edge, mask=valid, other=0)
+        source = following
+        following = tl.load(col + edge + unroll, mask=edge + unroll < end, other=0)
         place = source.to(tl.int64) * width
         value = tl.load(x + place[:, None] + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
         value = value.to(tl.float32)
@@ -84,10 +86,13 @@ def _extreme(  # type: ignore[no-untyped-def]
     best = tl.full((columns,), float("-inf"), dtype=tl.float32)
     count = tl.zeros((columns,), dtype=tl.int32)
     broken = tl.zeros((columns,), dtype=tl.int32)
+    first = begin + tl.arange(0, unroll)
+    following = tl.load(col + first, mask=first < end, other=0)
     for start in range(begin, end, unroll):
         edge = start + tl.arange(0, unroll)
         valid = edge < end
-        place = tl.load(col + edge, mask=valid, other=0).to(tl.int64) * width
+        place = following.to(tl.int64) * width
+        following = tl.load(col + edge + unroll, mask=edge + unroll < end, other=0)
         mask = valid[:, None] & inside[None, :]
         value = tl.load(x + place[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
         if weight is not None:
@@ -99,7 +104,7 @@ def _extreme(  # type: ignore[no-untyped-def]
         broken += tl.sum((value != value).to(tl.int32), axis=0)
         if ties is not None:
             reached = tl.sum((mask & (value == here[None, :])).to(tl.int32), axis=0)
-            count = tl.where(best > here, count, 0) + tl.where(here >= best, reached, 0)
+            count = tl.where(best >= here, count, 0) + tl.where(here >= best, reached, 0)
         best = tl.maximum(best, here)
     best = tl.where(broken > 0, float("nan"), best * sign)
     best = tl.where(end > begin, best, 0.0)
@@ -130,10 +135,13 @@ def _extreme_gradient(  # type: ignore[no-untyped-def]
     own = row.to(tl.int64) * width + column
     value = tl.load(x + own, mask=inside, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros((columns,), dtype=tl.float32)
+    first = begin + tl.arange(0, unroll)
+    following = tl.load(col + first, mask=first < end, other=0)
     for start in range(begin, end, unroll):
         edge = start + tl.arange(0, unroll)
         valid = edge < end
-        place = tl.load(col + edge, mask=valid, other=0).to(tl.int64) * width
+        place = following.to(tl.int64) * width
+        following = tl.load(col + edge + unroll, mask=edge + unroll < end, other=0)
         mask = valid[:, None] & inside[None, :]
         place = place[:, None] + column[None, :]
         extreme = tl.load(out + place, mask=mask, other=0.0).to(tl.float32)
@@ -155,12 +163,20 @@ _gradient_kernels = compiled(_extreme_gradient, counts=[], indices=_EDGES, rows=
 
 
 def sum_neighbours(
-    ptr: Tensor, col: Tensor, weight: Tensor | None, x: Tensor, *, mean: bool = False, degrees: Tensor | None = None
+    ptr: Tensor,
+    col: Tensor,
+    weight: Tensor | None,
+    x: Tensor,
+    *,
+    mean: bool = False,
+    degrees: Tensor | None = None,
+    num_rows: int | None = None,
 ) -> Tensor:
     """See :func:`gnnautoscale.kernels.plain_spmm.sum_neighbours`."""
     x = x.contiguous()
-    out = x.new_empty(ptr.numel() - 1, x.size(1))
-    _launch(_sum_kernels, (COLUMNS, UNROLL), out, ptr, col, weight, degrees, x, out, x.size(1), mean)
+    wanted = ptr.numel() - 1
+    out = x.new_empty(wanted, x.size(1)) if num_rows in (None, wanted) else x.new_zeros(num_rows, x.size(1))
+    _launch(_sum_kernels, UNROLL, out[:wanted], ptr, col, weight, degrees, x, out, x.size(1), mean)
     return out
 
 
@@ -171,8 +187,7 @@ def extreme_neighbours(
     x = x.contiguous()
     out = x.new_empty(ptr.numel() - 1, x.size(1))
     ties = torch.empty_like(out, dtype=torch.int32) if count else None
-    block = (EXTREME_COLUMNS, EXTREME_UNROLL)
-    _launch(_extreme_kernels, block, out, ptr, col, weight, x, out, ties, x.size(1), largest)
+    _launch(_extreme_kernels, EXTREME_UNROLL, out, ptr, col, weight, x, out, ties, x.size(1), largest)
     return out, ties
 
 
@@ -182,24 +197,23 @@ def extreme_gradient(
     """See :func:`gnnautoscale.kernels.plain_spmm.extreme_gradient`."""
     x = x.contiguous()
     grad = torch.empty_like(x)
-    block = (EXTREME_COLUMNS, EXTREME_UNROLL)
     rows = (x, out.contiguous(), share.contiguous(), grad)
-    _launch(_gradient_kernels, block, grad, ptr_t, col_t, weight_t, *rows, x.size(1))
+    _launch(_gradient_kernels, EXTREME_UNROLL, grad, ptr_t, col_t, weight_t, *rows, x.size(1))
     return grad
 
 
-def _launch(kernels: Kernels, block: tuple[int, int], result: Tensor, *arguments: Tensor | int | bool | None) -> None:
+def _launch(kernels: Kernels, unroll: int, result: Tensor, *arguments: Tensor | int | bool | None) -> None:
     """Run a kernel with one program for each block of columns of each row of the result.
 
     Args:
         kernels: The two variants of the kernel.
-        block: How many columns a program takes, and how many edges at once.
+        unroll: How many edges a program takes at once, at least.
         result: ``[num_rows, width]``.
         arguments: What the kernel takes before the size of its block.
     """
     num_rows, width = result.shape
-    columns = min(triton.next_power_of_2(max(width, 1)), block[0])
+    columns = min(triton.next_power_of_2(max(width, 1)), COLUMNS)
     if width > columns and triton.cdiv(width, columns // 2) % 2:
         columns //= 2  # half of the last program's columns would be outside
-    unroll = max(block[1], min(VALUES // columns, MOST_UNROLL))
+    unroll = max(unroll, min(VALUES // columns, MOST_UNROLL))
     launch(kernels, num_rows * triton.cdiv(width, columns), result, *arguments, columns, unroll, warps=WARPS)

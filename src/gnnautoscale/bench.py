@@ -1,0 +1,271 @@
+"""Measures training steps, transfers and memory on generated graphs, through the library's own training loop."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.nn import GCN, GIN  # type: ignore[import-untyped]
+
+from gnnautoscale.autoscale import attached, autoscale, detach
+from gnnautoscale.engine import Engine, Precision
+from gnnautoscale.feed import Feed, Placement
+from gnnautoscale.history import Storage
+from gnnautoscale.kernels import gather_rows, scatter_rows
+from gnnautoscale.loader import HaloLoader
+from gnnautoscale.train import make_optimizer
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A graph whose batches all look alike; the defaults are those of the paper's Figure 4.
+
+    Attributes:
+        nodes: Number of nodes, which is the number of rows of a history.
+        batch_nodes: Nodes of a batch.
+        batches: Batches of an epoch; further nodes are there to be halo nodes.
+        degree: Edges of each batch node from random nodes of its batch.
+        halo_degree: Edges of each halo node into random nodes of the batch.
+        features: Width of the input.
+        classes: Number of classes.
+    """
+
+    nodes: int = 1_000_000
+    batch_nodes: int = 4000
+    batches: int = 25
+    degree: int = 60
+    halo_degree: int = 60
+    features: int = 256
+    classes: int = 256
+
+
+#: As many nodes, edges and features as ogbn-products, in 150 parts.
+PRODUCTS = Setup(2_400_000, 16_000, 150, degree=39, halo_degree=6, features=100, classes=47)
+
+
+def machine(device: torch.device) -> Row:
+    """What the measurements were made with."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"gpu": gpu, "cpu": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
+
+
+def make_loader(setup: Setup, ratio: float, seed: int = 0) -> HaloLoader:
+    """A graph with ``ratio`` halo nodes per batch node, and a loader of it.
+
+    Example:
+        >>> setup = Setup(nodes=100, batch_nodes=10, batches=2, degree=3, halo_degree=3, features=4)
+        >>> batch = next(iter(make_loader(setup, 2.0)))
+        >>> batch.batch_size, batch.num_nodes, batch.num_edges
+        (10, 30, 90)
+    """
+    generator = torch.Generator().manual_seed(seed)
+    size, halo = setup.batch_nodes, int(ratio * setup.batch_nodes)
+    edges = []
+    for part in range(setup.batches):
+        first = part * size
+        nodes = torch.arange(first, first + size).repeat_interleave(setup.degree)
+        inside = first + torch.randint(size, nodes.shape, generator=generator)
+        # Distinct nodes of all others, drawn at random.
+        outside = torch.randperm(setup.nodes - size, generator=generator)[:halo]
+        outside = (outside + (outside >= first) * size).repeat_interleave(setup.halo_degree)
+        into = first + torch.randint(size, outside.shape, generator=generator)
+        edges.append(torch.stack([torch.cat([inside, outside]), torch.cat([nodes, into])]))
+    data = Data(
+        x=torch.randn(setup.nodes, setup.features, generator=generator),
+        edge_index=torch.cat(edges, dim=1),
+        y=torch.randint(setup.classes, (setup.nodes,), generator=generator),
+        train_mask=torch.ones(setup.nodes, dtype=torch.bool),
+    )
+    return HaloLoader(data, parts=torch.arange(setup.nodes) // size)
+
+
+def time_epochs(
+    model: nn.Module,
+    loader: HaloLoader,
+    device: torch.device,
+    *,
+    batches: int | None = None,
+    storage: Storage = "device",
+    dtype: torch.dtype | None = None,
+    overlap: bool = True,
+    placement: Placement = "auto",
+    precision: Precision = "tf32",
+    capture: bool = True,
+    epochs: int = 5,
+) -> Row:
+    """Train a model for some epochs and take the time of all but the first two.
+
+    Args:
+        model: A model that is not autoscaled.
+        loader: Cuts the graph into fixed batches.
+        device: The compute device.
+        batches: Number of batches of an epoch; by default all.
+        storage: Where histories live.
+        dtype: Their type.
+        overlap: Whether rows in host memory move while a step computes.
+        placement: Where batches live.
+        precision: Of matrix products.
+        capture: Whether steps are captured.
+        epochs: How many epochs are timed.
+
+    Returns:
+        ``"epoch"`` and ``"step"`` in seconds, the median over epochs; ``"peak_memory"`` in bytes as allocated and
+        ``"reserved_memory"`` as held by PyTorch, ``None`` on a CPU; ``"how"`` in words.
+    """
+    torch.manual_seed(0)
+    model = autoscale(model.to(device), loader.graph.num_nodes, storage=storage, dtype=dtype)
+    attached(model).memory.overlap = overlap
+    count = len(loader) if batches is None else batches
+    feed = Feed(model, placement=placement, fixed=loader.is_fixed, num_batches=count)
+    optimizer = make_optimizer(model, 0.001, 0.0, 0.0)
+    engine = Engine(model, optimizer, feed, F.cross_entropy, precision=precision, capture=capture)
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    with engine.running():
+        model.train()
+        # An epoch ends with its loss on the host, so nothing is under way any more.
+        seconds = [_seconds(lambda: engine.epoch(islice(loader, count))) for _ in range(epochs + 2)][2:]
+        how = engine.how
+    row = {
+        "epoch": statistics.median(seconds),
+        "step": statistics.median(seconds) / count,
+        "peak_memory": torch.cuda.max_memory_allocated(device) if cuda else None,
+        "reserved_memory": torch.cuda.max_memory_reserved(device) if cuda else None,
+        "how": how,
+    }
+    detach(model)
+    return row
+
+
+#: How histories are kept in each column of the step benchmark.
+COLUMNS: dict[str, Row] = {
+    "on the GPU": {"storage": "device"},
+    "host fp32": {"storage": "host"},
+    "host bf16": {"storage": "host", "dtype": torch.bfloat16},
+    "host fp32, serial": {"storage": "host", "overlap": False},
+    "host fp32, eager": {"storage": "host", "capture": False},
+}
+
+
+def bench_step(
+    setup: Setup, ratios: Sequence[float], device: torch.device, *, layers: int = 4, epochs: int = 5
+) -> list[Row]:
+    """Time a GIN's training step for growing halos, as in the paper's Figure 4.
+
+    Args:
+        setup: The graph.
+        ratios: Halo nodes per batch node.
+        device: The compute device.
+        layers: Number of layers.
+        epochs: How many epochs are timed for each number.
+
+    Returns:
+        For each ratio the milliseconds of a step per column of ``COLUMNS``; ``"computation"``, how much longer than
+        at the first ratio a step with histories on the device takes; and for each column its ``"I/O"``, how much
+        longer than with histories on the device.
+    """
+    rows: list[Row] = []
+    for ratio in ratios:
+        loader = make_loader(setup, ratio)
+        steps: dict[str, float] = {}
+        for column, options in COLUMNS.items():
+            model = GIN(setup.features, setup.features, num_layers=layers, out_channels=setup.classes)
+            measured = time_epochs(model, loader, device, batches=setup.batches, epochs=epochs, **options)
+            steps[column] = 1e3 * measured["step"]
+        base = steps["on the GPU"]
+        first = rows[0]["milliseconds"]["on the GPU"] if rows else base
+        rows.append(
+            {
+                "ratio": ratio,
+                "milliseconds": steps,
+                "computation": base / first - 1.0,
+                "I/O": {column: value / base - 1.0 for column, value in steps.items() if column != "on the GPU"},
+            }
+        )
+    return rows
+
+
+def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_000, width: int = 256) -> list[Row]:
+    """Compare pulls and pushes of random rows with plain copies of as many bytes over the same bus.
+
+    Args:
+        device: A GPU.
+        nodes: Rows of the history, in pinned host memory.
+        rows: How many of them are pulled or pushed.
+        width: Values in a row.
+
+    Returns:
+        For each type and direction the gigabytes per second and their share of the copy's.
+    """
+    found: list[Row] = []
+    index = torch.randperm(nodes, device=device)[:rows]
+    for dtype in (torch.float32, torch.bfloat16):
+        history = torch.zeros(nodes, width, dtype=dtype, pin_memory=True)
+        near = torch.zeros(rows, width, dtype=dtype, device=device)
+        far = history[:rows]
+        work: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+            "pull": (
+                lambda near=near, history=history: gather_rows(history, index, near),
+                lambda near=near, far=far: near.copy_(far, non_blocking=True),
+            ),
+            "push": (
+                lambda near=near, history=history: scatter_rows(near, index, history),
+                lambda near=near, far=far: far.copy_(near, non_blocking=True),
+            ),
+        }
+        for name, (moved, copied) in work.items():
+            speed, bus = (near.nbytes / _gpu_seconds(call) / 1e9 for call in (moved, copied))
+            found.append(
+                {
+                    "what": name,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "GB/s": speed,
+                    "copy GB/s": bus,
+                    "share": speed / bus,
+                }
+            )
+    return found
+
+
+def bench_epoch(setup: Setup, ratio: float, device: torch.device, *, layers: int = 3, width: int = 256) -> list[Row]:
+    """Time an epoch of a GCN over all nodes of a large graph, with batches on the device and in host memory."""
+    loader = make_loader(setup, ratio)
+    rows = []
+    placements: tuple[Placement, ...] = ("device", "host")
+    for placement in placements:
+        model = GCN(setup.features, width, num_layers=layers, out_channels=setup.classes)
+        measured = time_epochs(model, loader, device, storage="host", placement=placement, epochs=3)
+        rows.append({"batches": placement, "histories": "host", **measured})
+    return rows
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _gpu_seconds(work: Callable[[], Any], repeats: int = 20) -> float:
+    """The median time of some work on the GPU, after a warm-up."""
+    times = []
+    for _ in range(repeats + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()  # type: ignore[no-untyped-call]
+        work()
+        end.record()  # type: ignore[no-untyped-call]
+        end.synchronize()  # type: ignore[no-untyped-call]
+        times.append(start.elapsed_time(end) / 1e3)  # type: ignore[no-untyped-call]
+    return statistics.median(times[3:])
