@@ -37,6 +37,7 @@ ORDER = [
     "datasets",
     "options",
     "train",
+    "bench",
     "cli",
 ]
 SOURCES = sorted(ROOT.rglob("*.py"))

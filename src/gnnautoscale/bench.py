@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,10 +18,9 @@ from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCN, GIN  # type: ignore[import-untyped]
 
-from gnnautoscale.autoscale import attached, autoscale, detach
+from gnnautoscale.autoscale import attached, autoscale
 from gnnautoscale.engine import Engine, Precision
 from gnnautoscale.feed import Feed, Placement
-from gnnautoscale.history import Storage
 from gnnautoscale.kernels import gather_rows, scatter_rows
 from gnnautoscale.loader import HaloLoader
 from gnnautoscale.train import make_optimizer
@@ -93,12 +94,8 @@ def make_loader(setup: Setup, ratio: float, seed: int = 0) -> HaloLoader:
 def time_epochs(
     model: nn.Module,
     loader: HaloLoader,
-    device: torch.device,
     *,
     batches: int | None = None,
-    storage: Storage = "device",
-    dtype: torch.dtype | None = None,
-    overlap: bool = True,
     placement: Placement = "auto",
     precision: Precision = "tf32",
     capture: bool = True,
@@ -107,13 +104,9 @@ def time_epochs(
     """Train a model for some epochs and take the time of all but the first two.
 
     Args:
-        model: A model that is not autoscaled.
+        model: An autoscaled model.
         loader: Cuts the graph into fixed batches.
-        device: The compute device.
         batches: Number of batches of an epoch; by default all.
-        storage: Where histories live.
-        dtype: Their type.
-        overlap: Whether rows in host memory move while a step computes.
         placement: Where batches live.
         precision: Of matrix products.
         capture: Whether steps are captured.
@@ -123,36 +116,32 @@ def time_epochs(
         ``"epoch"`` and ``"step"`` in seconds, the median over epochs; ``"peak_memory"`` in bytes as allocated and
         ``"reserved_memory"`` as held by PyTorch, ``None`` on a CPU; ``"how"`` in words.
     """
-    torch.manual_seed(0)
-    model = autoscale(model.to(device), loader.graph.num_nodes, storage=storage, dtype=dtype)
-    attached(model).memory.overlap = overlap
     count = len(loader) if batches is None else batches
     feed = Feed(model, placement=placement, fixed=loader.is_fixed, num_batches=count)
     optimizer = make_optimizer(model, 0.001, 0.0, 0.0)
     engine = Engine(model, optimizer, feed, F.cross_entropy, precision=precision, capture=capture)
-    cuda = device.type == "cuda"
+    cuda = feed.device.type == "cuda"
     if cuda:
+        gc.collect()
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_peak_memory_stats(feed.device)
     with engine.running():
         model.train()
         # An epoch ends with its loss on the host, so nothing is under way any more.
         seconds = [_seconds(lambda: engine.epoch(islice(loader, count))) for _ in range(epochs + 2)][2:]
         how = engine.how
-    row = {
+    return {
         "epoch": statistics.median(seconds),
         "step": statistics.median(seconds) / count,
-        "peak_memory": torch.cuda.max_memory_allocated(device) if cuda else None,
-        "reserved_memory": torch.cuda.max_memory_reserved(device) if cuda else None,
+        "peak_memory": torch.cuda.max_memory_allocated(feed.device) if cuda else None,
+        "reserved_memory": torch.cuda.max_memory_reserved(feed.device) if cuda else None,
         "how": how,
     }
-    detach(model)
-    return row
 
 
 #: How histories are kept in each column of the step benchmark.
 COLUMNS: dict[str, Row] = {
-    "on the GPU": {"storage": "device"},
+    "device fp32": {"storage": "device"},
     "host fp32": {"storage": "host"},
     "host bf16": {"storage": "host", "dtype": torch.bfloat16},
     "host fp32, serial": {"storage": "host", "overlap": False},
@@ -182,17 +171,22 @@ def bench_step(
         loader = make_loader(setup, ratio)
         steps: dict[str, float] = {}
         for column, options in COLUMNS.items():
-            model = GIN(setup.features, setup.features, num_layers=layers, out_channels=setup.classes)
-            measured = time_epochs(model, loader, device, batches=setup.batches, epochs=epochs, **options)
+            torch.manual_seed(0)
+            model = GIN(setup.features, setup.features, num_layers=layers, out_channels=setup.classes).to(device)
+            history = {name: options[name] for name in ("storage", "dtype") if name in options}
+            autoscale(model, setup.nodes, **history)
+            attached(model).memory.overlap = options.get("overlap", True)
+            capture = options.get("capture", True)
+            measured = time_epochs(model, loader, batches=setup.batches, capture=capture, epochs=epochs)
             steps[column] = 1e3 * measured["step"]
-        base = steps["on the GPU"]
-        first = rows[0]["milliseconds"]["on the GPU"] if rows else base
+        base = steps["device fp32"]
+        first = rows[0]["milliseconds"]["device fp32"] if rows else base
         rows.append(
             {
                 "ratio": ratio,
                 "milliseconds": steps,
                 "computation": base / first - 1.0,
-                "I/O": {column: value / base - 1.0 for column, value in steps.items() if column != "on the GPU"},
+                "I/O": {column: value / base - 1.0 for column, value in steps.items() if column != "device fp32"},
             }
         )
     return rows
@@ -217,14 +211,8 @@ def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_00
         near = torch.zeros(rows, width, dtype=dtype, device=device)
         far = history[:rows]
         work: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-            "pull": (
-                lambda near=near, history=history: gather_rows(history, index, near),
-                lambda near=near, far=far: near.copy_(far, non_blocking=True),
-            ),
-            "push": (
-                lambda near=near, history=history: scatter_rows(near, index, history),
-                lambda near=near, far=far: far.copy_(near, non_blocking=True),
-            ),
+            "pull": (partial(gather_rows, history, index, near), partial(near.copy_, far, non_blocking=True)),
+            "push": (partial(scatter_rows, near, index, history), partial(far.copy_, near, non_blocking=True)),
         }
         for name, (moved, copied) in work.items():
             speed, bus = (near.nbytes / _gpu_seconds(call) / 1e9 for call in (moved, copied))
@@ -241,15 +229,23 @@ def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_00
 
 
 def bench_epoch(setup: Setup, ratio: float, device: torch.device, *, layers: int = 3, width: int = 256) -> list[Row]:
-    """Time an epoch of a GCN over all nodes of a large graph, with batches on the device and in host memory."""
+    """Time an epoch of a GCN over all nodes of a large graph, with batches on the device and in host memory.
+
+    Args:
+        setup: The graph; its batches cover all nodes.
+        ratio: Halo nodes per batch node.
+        device: The compute device.
+        layers: Number of layers.
+        width: Width of the layers between the first and the last.
+
+    Returns:
+        What :func:`time_epochs` measures, for both places.
+    """
     loader = make_loader(setup, ratio)
-    rows = []
-    placements: tuple[Placement, ...] = ("device", "host")
-    for placement in placements:
-        model = GCN(setup.features, width, num_layers=layers, out_channels=setup.classes)
-        measured = time_epochs(model, loader, device, storage="host", placement=placement, epochs=3)
-        rows.append({"batches": placement, "histories": "host", **measured})
-    return rows
+    model = GCN(setup.features, width, num_layers=layers, out_channels=setup.classes).to(device)
+    autoscale(model, loader.graph.num_nodes, storage="host")
+    places: tuple[Placement, ...] = ("device", "host")
+    return [{"batches": place, **time_epochs(model, loader, placement=place, epochs=3)} for place in places]
 
 
 def _seconds(work: Callable[[], Any]) -> float:
@@ -260,12 +256,12 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 def _gpu_seconds(work: Callable[[], Any], repeats: int = 20) -> float:
     """The median time of some work on the GPU, after a warm-up."""
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
         work()
-        end.record()  # type: ignore[no-untyped-call]
-        end.synchronize()  # type: ignore[no-untyped-call]
-        times.append(start.elapsed_time(end) / 1e3)  # type: ignore[no-untyped-call]
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times[3:])

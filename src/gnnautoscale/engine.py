@@ -158,7 +158,8 @@ class Engine:
             graph.replay()
             memory.written_by = None
         else:
-            self._step(item)
+            with transfer.begun():
+                self._step(item)
 
     def _capture(self, item: Item, transfer: Transfer) -> torch.cuda.CUDAGraph | None:
         if self._pool is None:
@@ -167,11 +168,12 @@ class Engine:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self._optimizer.zero_grad()
+        offset = torch.cuda.default_generators[self._device.index].get_offset()
         reason: str | None = None
         # Other threads, such as a progress bar's, may go on meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            with transfer.captured():
+            with transfer.begun():
                 self._step(item)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
@@ -179,13 +181,13 @@ class Engine:
             graph.capture_end()
         except RuntimeError as error:
             reason = reason or str(error).splitlines()[0]
+            _recover_from_capture(self._device, self._pool, offset)
         if reason is None:
             self._graphs[item.info] = graph
             return graph
         self._why_not = f"the model cannot be captured ({reason})"
         self._graphs.clear()
         self._optimizer.zero_grad()
-        _recover_from_capture(self._device, self._pool)
         return None
 
     def _step(self, item: Item) -> None:
@@ -212,15 +214,16 @@ class Engine:
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
-def _recover_from_capture(device: torch.device, pool: Any) -> None:
-    """A capture that fails leaves PyTorch's allocator and random numbers in the middle of it."""
+def _recover_from_capture(device: torch.device, pool: Any, offset: int) -> None:
+    """A capture that ends with an error leaves PyTorch's allocator and random numbers in the middle of it."""
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize(device)
-    with contextlib.suppress(RuntimeError, AttributeError):
+    with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
     generator = torch.cuda.default_generators[device.index]
     fresh = torch.Generator(device)
     fresh.manual_seed(generator.initial_seed())
+    fresh.set_offset(offset)
     generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import UnsupportedModelError
+from gnnautoscale.fused import FusedEdges
 from gnnautoscale.graph import EdgesByTarget, Graph
 from gnnautoscale.kernels import Adjacency
 from gnnautoscale.loader import BatchInfo, BatchTensor
@@ -36,12 +37,14 @@ class Slice:
             edges are needed.
         constants: Edge-level values by argument name, each ``[num_edges, ...]``.
         adjacencies: The same edges for layers that aggregate in one go, by the name of the constant that weighs them.
+        fused: These as PyG's layers take them, by how they are to be used; kept because they take time to make.
         kept: Which edges of the full slice these are, or ``None`` for all of them.
     """
 
     edge_index: Tensor | None
     constants: dict[str, Tensor]
     adjacencies: dict[str | None, Adjacency] = field(default_factory=dict)
+    fused: dict[Any, FusedEdges] = field(default_factory=dict)
     kept: Tensor | None = None
 
     def to(self, device: torch.device) -> Slice:
@@ -72,6 +75,13 @@ class Slice:
                 None if weight is None else self.constants[weight],
             )
         return self.adjacencies[weight]
+
+    def fuse(self, adjacency: Adjacency, *, widened: bool, grad_rows: int | None) -> FusedEdges:
+        """One of the adjacencies as a layer takes it; see :meth:`FusedEdges.of`."""
+        key = id(adjacency), widened, grad_rows
+        if key not in self.fused:
+            self.fused[key] = FusedEdges.of(adjacency, widened=widened, grad_rows=grad_rows)
+        return self.fused[key]
 
 
 @dataclass(eq=False)

@@ -20,7 +20,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.fused import FusedEdges
 from gnnautoscale.graph import EdgesByTarget
 from gnnautoscale.loader import BatchInfo, BatchTensor
 from gnnautoscale.record import Event, Recorder, Slice, align, keep_edges, map_tensors, tensors_in
@@ -337,7 +336,7 @@ class Session:
         # Where the halo's rows depend on no weight, their gradient would go nowhere.
         inward = position in frame.call.inward and not self.input_gradients
         grad_rows = self.info.batch_size if inward else None
-        return FusedEdges.of(adjacency, widened="short" not in frame.call.shortcuts, grad_rows=grad_rows), values
+        return part.fuse(adjacency, widened="short" not in frame.call.shortcuts, grad_rows=grad_rows), values
 
     def _paired(
         self, known: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]

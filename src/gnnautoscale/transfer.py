@@ -51,8 +51,8 @@ class Transfer(ABC):
     version = 0
 
     @contextmanager
-    def captured(self) -> Iterator[None]:
-        """A step inside of this context is captured: it has begun already, and ends with its pushes."""
+    def begun(self) -> Iterator[None]:
+        """The step inside of this context, which may be captured, has begun already; it ends with its pushes."""
         yield
 
 
@@ -151,7 +151,7 @@ class Ahead(Transfer):
         self.reserve(max(b.batch_size for b in batches), max(b.num_halo for b in batches), histories)
         self._wait(self._main, self._pushes)  # the last step's rows are in their histories, its buffers free
         self._wait(self._main, self._pulls)  # what was pulled ahead is there
-        self._index = {batch: self._index.get(batch, batch.index(self._device)) for batch in batches}
+        self._index = {batch: self._index_of(batch) for batch in batches}
         for slot, history in histories.items():
             room = self._buffers[slot]
             if self._staged_for is info and slot in self._staged:
@@ -206,8 +206,8 @@ class Ahead(Transfer):
         self._staged_for = None
 
     @contextmanager
-    def captured(self) -> Iterator[None]:
-        """See :meth:`Transfer.captured`."""
+    def begun(self) -> Iterator[None]:
+        """See :meth:`Transfer.begun`."""
         self._begun_already = True
         try:
             yield
@@ -228,6 +228,11 @@ class Ahead(Transfer):
         if self._info is None:
             raise RuntimeError("begin() comes before push() and pull()")
         return self._info
+
+    def _index_of(self, info: BatchInfo) -> Tensor:
+        # Where it was placed if it was, since a captured step reads it there.
+        known = self._index.get(info) if "n_id" not in info.placed else None
+        return info.index(self._device) if known is None else known
 
     def _halo(self, info: BatchInfo) -> Tensor:
         return self._index[info][info.batch_size :]
