@@ -94,10 +94,11 @@ def bus(table: Table) -> None:
                 table.add(name_programs, ms, **{"GB/s": rate, "x copy": rate / back})
         del history
 
-    staged, recent = torch.empty(20_000, WIDTH, device="cuda"), torch.empty(4_000, WIDTH, device="cuda")
-    where, merged = torch.randint(-4_000, 4_000, (20_000,), device="cuda", dtype=torch.int32), torch.empty_like(staged)
-    ms = median_ms(lambda: merge_rows(staged, recent, where, merged))
-    table.add(f"merge 20,000 x {WIDTH} float32", ms, **{"GB/s": 2 * merged.nbytes / ms / 1e6})
+    rows, staged = torch.empty(4_000, WIDTH, device="cuda"), torch.empty(2, 20_000, WIDTH, device="cuda")
+    where = torch.randint(-4_000, 4_000, (2, 20_000), device="cuda", dtype=torch.int32)
+    side, merged = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.empty(24_000, WIDTH, device="cuda")
+    ms = median_ms(lambda: merge_rows(rows, staged, rows, where, side, merged))
+    table.add(f"merge 4,000 + 20,000 x {WIDTH} float32", ms, **{"GB/s": 2 * merged.nbytes / ms / 1e6})
 
 
 def batch(shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:

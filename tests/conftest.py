@@ -177,7 +177,7 @@ def _seeded() -> Iterator[None]:
 def history_rows(model: nn.Module) -> dict[str, Tensor]:
     """All rows of all histories of a model."""
     memory = attached(model).memory
-    index = torch.arange(memory.num_nodes)
+    index = memory._order.row_of if memory._order is not None else torch.arange(memory.num_nodes)
     return {
         name: history.pull(index, device=torch.device("cpu"), dtype=history.dtype)
         for name, history in memory.histories.items()

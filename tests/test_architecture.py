@@ -16,6 +16,7 @@ ORDER = [
     "partition",
     "graph",
     "history",
+    "batch",
     "loader",
     "transfer",
     "fused",

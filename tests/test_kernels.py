@@ -100,7 +100,7 @@ def test_kernels_compile_for_a_gpu(
     types = dict.fromkeys(("source", "staged", "rows", "x"), f"*{dtype}")
     types |= dict.fromkeys(("recent", "target", "out", "weight", "share", "grad"), "*fp32")
     types |= dict.fromkeys(("index", "skip", "where", "ptr", "col", "degrees", "ties"), "*i32")
-    types |= {"count": "i32", "width": "i32"}
+    types |= {"side": "*i32", "count": "i32", "width": "i32", "batch_size": "i32", "room": "i32"}
     for variants, fixed in (
         (rows._gather_kernels, block),
         (rows._scatter_kernels, block),
@@ -437,13 +437,16 @@ def test_scatter_rows(device: str, width: int) -> None:
         assert torch.equal(target, expected)
 
 
+@pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("width", [*WIDTHS, 1500])
-def test_merge_rows(device: str, width: int) -> None:
-    staged, recent = integers(150, width, device=device), 10 + integers(20, width, device=device)
-    where = torch.randint(-20, 20, (150,), dtype=torch.int32, device=device)
-    expected = torch.stack([recent[w] if w >= 0 else staged[i] for i, w in enumerate(where.tolist())])
-    out = torch.empty(150, width, device=device)
-    merge_rows(staged, recent, where, out)
+def test_merge_rows(device: str, width: int, side: int) -> None:
+    own, recent = -10 - integers(30, width, device=device), 10 + integers(20, width, device=device)
+    staged = integers(2 * 170, width, device=device).view(2, 170, width)
+    where = torch.randint(-20, 20, (2, 170), dtype=torch.int32, device=device)
+    chosen = enumerate(where[side, :150].tolist())
+    expected = torch.stack([*own, *(recent[w] if w >= 0 else staged[side, i] for i, w in chosen)])
+    out = torch.empty(180, width, device=device)
+    merge_rows(own, staged, recent, where, torch.tensor([side], dtype=torch.int32, device=device), out)
     assert torch.equal(out, expected)
 
 
@@ -458,8 +461,9 @@ def test_rows_are_converted(device: str, dtypes: tuple[torch.dtype, torch.dtype]
     assert torch.equal(out, old[index.long()].to(second))
     scatter_rows(old, index, out)
     assert torch.equal(out[index.long()], old.to(second))
-    where = torch.arange(-12, 8, device=device).to(index_dtype)
-    merge_rows(old, recent, where, out)
+    where = torch.arange(-7, 8, dtype=torch.int32, device=device).expand(2, -1).contiguous()
+    staged = old[5:].expand(2, -1, -1).contiguous()
+    merge_rows(old[:5], staged, recent, where, torch.ones(1, dtype=torch.int32, device=device), out)
     assert torch.equal(out, torch.cat([old[:12].to(second), recent]))
 
 
@@ -468,14 +472,15 @@ def test_no_rows_at_all(device: str) -> None:
         return torch.empty(*shape, device=device)
 
     none = torch.empty(0, dtype=torch.int64, device=device)
+    side = torch.zeros(1, dtype=torch.int32, device=device)
     for count, width in ((0, 4), (0, 0)):
         gather_rows(empty(3, width), none, empty(count, width))
         gather_rows(empty(3, width), none, empty(count, width), skip=none.int())
         scatter_rows(empty(count, width), none, empty(3, width))
-        merge_rows(empty(count, width), empty(2, width), none, empty(count, width))
-    staged, out = torch.ones(3, 4, device=device), empty(3, 4)
-    merge_rows(staged, empty(0, 4), torch.full((3,), -1, device=device), out)
-    assert torch.equal(out, staged)
+        merge_rows(empty(0, width), empty(2, 0, width), empty(2, width), none.int().view(2, 0), side, empty(0, width))
+    staged, out = torch.ones(2, 3, 4, device=device), empty(3, 4)
+    merge_rows(empty(0, 4), staged, empty(0, 4), torch.full((2, 3), -1, dtype=torch.int32, device=device), side, out)
+    assert torch.equal(out, staged[0])
     index = torch.zeros(3, dtype=torch.int64, device=device)
     gather_rows(empty(3, 0), index, empty(3, 0))
 
@@ -485,7 +490,8 @@ def test_rows_are_constants_to_autograd(device: str) -> None:
     out = torch.zeros(3, 2, device=device)
     gather_rows(learned, index, out)
     scatter_rows(learned, index, out)
-    merge_rows(learned, learned, index, out)
+    where = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    merge_rows(learned[:2], learned[:2].view(2, 1, 2), learned, where, where[:1, 0], out)
     assert not out.requires_grad
 
 
@@ -495,16 +501,18 @@ def test_rows_refuse_wrong_shapes() -> None:
         gather_rows(ten, index, torch.ones(10, 3))
     with pytest.raises(InputError, match="same width"):
         scatter_rows(ten, index, torch.ones(10, 4, 1))
+    two, where = torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.int32)
     with pytest.raises(InputError, match="same width"):
-        merge_rows(ten, torch.ones(10, 5), index, torch.ones(10, 4))
+        merge_rows(ten, two, torch.ones(10, 5), where, where[:1, 0], ten)
     with pytest.raises(InputError, match=r"each of 10 rows, but got indices of shape \(9,\)"):
         gather_rows(ten, index[:9], ten)
     with pytest.raises(InputError, match=r"each of 10 rows, but got indices of shape \(9,\)"):
         gather_rows(ten, index, torch.ones(10, 4), skip=index[:9])
     with pytest.raises(InputError, match="each of 9 rows"):
         scatter_rows(ten[:9], index, ten)
-    with pytest.raises(InputError, match="each of 9 rows"):
-        merge_rows(ten[:9], ten, index, torch.ones(10, 4))
+    for out in (torch.ones(14, 4), torch.ones(9, 4)):
+        with pytest.raises(InputError, match="two tables of staged rows"):
+            merge_rows(ten, two, ten, where, where[:1, 0], out)
     with pytest.raises(InputError, match="one behind the other"):
         gather_rows(ten, index[:4], ten.t()[:, :4])
 
@@ -574,15 +582,16 @@ def test_runs_in_a_cuda_graph(reduce: str) -> None:
     history = torch.randn(50, 48).pin_memory()
     index = torch.randint(50, (8,), device="cuda")
     skip = torch.tensor([-1, 0] * 4, dtype=torch.int32, device="cuda")
-    staged, x = torch.zeros(8, 48, device="cuda"), torch.zeros(8, 48, device="cuda", requires_grad=True)
+    staged, x = torch.zeros(2, 8, 48, device="cuda"), torch.zeros(8, 48, device="cuda", requires_grad=True)
     recent, grad = torch.randn(8, 48, device="cuda"), torch.randn(6, 48, device="cuda")
-    where = torch.where(skip < 0, -1, torch.arange(8, device="cuda"))
+    where = torch.where(skip < 0, -1, torch.arange(8, device="cuda")).int().expand(2, -1).contiguous()
+    table, none = torch.ones(1, dtype=torch.int32, device="cuda"), torch.empty(0, 48, device="cuda")
     goal = torch.arange(6, device="cuda")
     pushed = torch.zeros(6, 48).pin_memory()
 
     def step() -> tuple[Tensor, Tensor]:
-        gather_rows(history, index, staged, skip=skip)
-        merge_rows(staged, recent, where, x.detach())
+        gather_rows(history, index, staged[1], skip=skip)
+        merge_rows(none, staged, recent, where, table, x.detach())
         out = spmm(adjacency, x, reduce)
         (gradient,) = torch.autograd.grad(out, x, grad)
         scatter_rows(out, goal, pushed)
@@ -628,7 +637,8 @@ def test_compiles_once_for_all_sizes(width: int) -> None:
         gather_rows(rows, index, out)
         gather_rows(rows, index, out, skip=index)
         scatter_rows(rows[:1], index[:1], out)
-        merge_rows(rows, rows, index, out)
+        where = buffer[offset : offset + 2 * count].view(2, count)
+        merge_rows(rows[:1], rows.new_zeros(2, count, width), rows, where, index[:1], out)
         adjacency = Adjacency.build(index, index, count, count)
         adjacency = Adjacency.of({name: shifted(tensor, offset) for name, tensor in adjacency.tensors().items()}, count)
         for reduce in REDUCES:

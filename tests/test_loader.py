@@ -11,8 +11,9 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from conftest import directed_ring, odd_graph, undirected_graph, with_attributes
+from gnnautoscale.batch import BatchTensor
 from gnnautoscale.errors import InputError
-from gnnautoscale.loader import BatchTensor, HaloLoader
+from gnnautoscale.loader import HaloLoader
 
 #   0 -> 1 -> 2 -> 3 -> 0, 3 -> 3, 4 -> 1, and 5 by itself; parts {0, 1, 5} and {2, 3, 4}
 TINY = torch.tensor([[0, 1, 2, 3, 3, 4], [1, 2, 3, 0, 3, 1]])

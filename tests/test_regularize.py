@@ -162,14 +162,15 @@ def test_output_is_what_it_is_without_a_penalty(make: Any, num_parts: int) -> No
 
 
 def test_histories_are_pushed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gnnautoscale.history import Runs
     from gnnautoscale.history.device import DeviceHistory
 
     pushed: list[int] = []
     original = DeviceHistory.push
 
-    def push(self: DeviceHistory, rows: Tensor, where: Tensor) -> None:
+    def push(self: DeviceHistory, rows: Tensor, where: Tensor, runs: Runs | None = None) -> None:
         pushed.append(where.numel())
-        original(self, rows, where)
+        original(self, rows, where, runs)
 
     monkeypatch.setattr(DeviceHistory, "push", push)
     data = undirected_graph()

@@ -18,8 +18,8 @@ from torch_geometric.nn import GCNConv, GraphConv  # type: ignore[import-untyped
 
 import gnnautoscale as gas
 import gnnautoscale.train as train_module
+from conftest import history_rows
 from gnnautoscale import datasets, generate
-from gnnautoscale.autoscale import attached
 from gnnautoscale.models import GAT, GCN, GIN, GraphSAGE
 from gnnautoscale.train import Epoch, FitResult, fit, score
 
@@ -482,9 +482,7 @@ def test_a_callback_may_end_training() -> None:
 
 
 def history_of(model: nn.Module, slot: str) -> Tensor:
-    history = attached(model).memory.histories[slot]
-    rows: Tensor = history.pull(torch.arange(8), device=torch.device("cpu"), dtype=torch.float32)
-    return rows
+    return history_rows(model)[slot]
 
 
 def test_a_batch_without_training_nodes_moves_histories_only() -> None:

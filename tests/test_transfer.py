@@ -9,77 +9,82 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from conftest import undirected_graph
+from gnnautoscale.history import Runs
 from gnnautoscale.history.host import HostHistory
-from gnnautoscale.loader import BatchInfo, HaloLoader
+from gnnautoscale.loader import HaloLoader
 from gnnautoscale.transfer import Ahead, Direct, Transfer, _locate
 
 SLOTS = ("first", "second")
 WIDTH = 64
 
 
-def infos(data: Data, num_parts: int) -> list[BatchInfo]:
-    loader = HaloLoader(data, num_parts, parts="random")
-    return [batch.edge_index.info for batch in loader]
-
-
 def slow(cycles: int) -> None:
     """Keep the current stream busy for a while."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and cycles:
         torch.cuda._sleep(random.randrange(cycles))  # type: ignore[no-untyped-call]
 
 
 class SlowHistory(HostHistory):
     """Takes its time with everything, so that what does not wait comes too early."""
 
+    delay = 0
+
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
-        slow(2_000_000)
+        slow(self.delay)
         super().read(index, out, skip=skip)
 
-    def push(self, rows: Tensor, where: Tensor) -> None:
-        slow(2_000_000)
-        super().push(rows, where)
+    def push(self, rows: Tensor, where: Tensor, runs: Runs | None = None) -> None:
+        slow(self.delay)
+        super().push(rows, where, runs)
 
 
 def disagreements(transfer: Transfer, device: torch.device, *, steps: int, seed: int) -> int:
     """Run random steps against plain tensors; returns how many pulls differ.
 
-    Steps are announced rightly, wrongly or not at all, and sometimes histories are written from elsewhere.
+    Steps are announced rightly, wrongly or not at all, sometimes a layer is run twice, and sometimes histories are
+    written from elsewhere. In turns the step or the histories are slow.
     """
     random.seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    batches = infos(undirected_graph(400, 1500, seed=seed), 6)
+    loader = HaloLoader(undirected_graph(400, 1500, seed=seed), 12, parts="random", batch_size=1 + seed % 2)
+    batches = [batch.edge_index.info for batch in loader]
+    order = batches[0].order
     truth = {slot: torch.zeros(400, WIDTH) for slot in SLOTS}
     histories = {slot: SlowHistory(400, WIDTH, torch.float32, pinned=device.type == "cuda") for slot in SLOTS}
+    for info in batches:
+        info.placed["rows"] = order.rows(info).index.to(device)  # so that nothing reads what is no index yet
     checks: list[tuple[Tensor, Tensor]] = []
     info = random.choice(batches)
-    for _ in range(steps):
+    for step in range(steps):
         following = random.choice(batches)
         info.upcoming = random.choice([following, following, following, random.choice(batches), None])
-        slow(3_000_000)
-        transfer.begin(info, histories)
+        slow_step = step // 10 % 2 == 0
+        for history in histories.values():
+            history.delay = 0 if slow_step else 3_000_000
+        slow(3_000_000 if slow_step else 0)
+        transfer.begin(info, order, histories)
         for slot in SLOTS:
             rows = torch.randn(info.batch_size, WIDTH, generator=generator)
-            slow(3_000_000)
-            transfer.push(slot, histories[slot], rows.to(device))
-            pulled = transfer.pull(slot, histories[slot], torch.float32).clone()
-            checks.append((pulled, truth[slot][info.halo]))
+            slow(2_000_000 if slow_step else 0)
+            for again in range(random.choice([1, 1, 2])):
+                full = transfer.exchange(slot, histories[slot], rows.to(device), push=not again).clone()
+                checks.append((full, torch.cat([rows, truth[slot][info.halo]])))
             truth[slot] = truth[slot].clone()
             truth[slot][info.nodes] = rows
         transfer.end()
         if random.random() < 0.1:
             transfer.settle()
             rows = torch.randn(400, WIDTH, generator=generator)
-            histories["first"].push(rows.to(device), torch.arange(400, device=device))
+            histories["first"].push(rows.to(device), order.row_of.to(device))
             truth["first"] = rows
         info.upcoming = None
         info = following
-    wrong = sum(not torch.equal(pulled.cpu(), expected) for pulled, expected in checks)
+    wrong = sum(not torch.equal(full.cpu(), expected) for full, expected in checks)
     transfer.settle()
     for slot in SLOTS:
-        left = histories[slot].pull(torch.arange(400), device=torch.device("cpu"), dtype=torch.float32)
+        left = histories[slot].pull(order.row_of, device=torch.device("cpu"), dtype=torch.float32)
         wrong += not torch.equal(left, truth[slot])
     return wrong
 
@@ -113,12 +118,24 @@ def test_no_wait_can_be_left_out(waiting: str, for_what: str) -> None:
     assert sum(disagreements(Hasty(device), device, steps=60, seed=seed) for seed in range(3)) > 0
 
 
-def test_shared_rows_are_found() -> None:
-    halo, nodes = torch.tensor([2, 5, 7, 9]), torch.tensor([9, 1, 5])
-    shared = torch.empty(5, dtype=torch.int32)
-    _locate(halo, nodes, shared)
-    assert shared[:4].tolist() == [-1, 2, -1, 0]
-    _locate(halo[:0], nodes, shared[:1])
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [([(4, 0, 4)], [-1, 1, 3, -1]), ([(8, 2, 2), (2, 0, 2)], [0, -1, -1, 3]), ([], [-1, -1, -1, -1])],
+)
+def test_shared_rows_are_found(runs: list[tuple[int, int, int]], expected: list[int]) -> None:
+    where = torch.empty(4, dtype=torch.int32)
+    _locate(torch.tensor([2, 5, 7, 9]), runs, where)
+    assert where.tolist() == expected
+
+
+def test_gradients_flow_to_the_batch_only() -> None:
+    loader = HaloLoader(undirected_graph(40, 100), 4)
+    info = next(iter(loader)).edge_index.info
+    transfer, history = Direct(torch.device("cpu")), HostHistory(40, 2, torch.float32, pinned=False)
+    rows = torch.ones(info.batch_size, 2, requires_grad=True)
+    transfer.begin(info, info.order, {"first": history})
+    transfer.exchange("first", history, rows).sum().backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(rows.grad, torch.ones_like(rows)) if rows.grad is not None else False
 
 
 @pytest.mark.gpu

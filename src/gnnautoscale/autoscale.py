@@ -14,10 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale.batch import BatchInfo, BatchTensor
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.graph import Graph
 from gnnautoscale.history import Storage
-from gnnautoscale.loader import BatchInfo, BatchTensor
 from gnnautoscale.plan import make_plan
 from gnnautoscale.record import EDGE_METHODS, map_tensors, tensors_in
 from gnnautoscale.session import Penalty, Session, describe

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.autoscale import attached
+from gnnautoscale.batch import BatchInfo
 from gnnautoscale.feed import Feed, Item
-from gnnautoscale.loader import BatchInfo
 from gnnautoscale.regularize import LocalLipschitz
 from gnnautoscale.transfer import Transfer
 
@@ -136,30 +136,32 @@ class Engine:
         return float(self._total) / max(count, 1)
 
     def _run(self, item: Item) -> None:
-        if self._why_not is not None or self.steps < _WARM_UP - 1 or item.version is None:
-            self._step(item)
-            return
-        if self.steps < _WARM_UP:
-            with _watching(self._model) as reasons:
-                self._step(item)
-            self._why_not = next(iter(reasons), None)
-            return
         memory = self._scaler.memory
         transfer = memory.transfer(self._device)
-        transfer.begin(item.info, memory.histories)
+        transfer.begin(item.info, memory.row_order(item.info), memory.histories)
+        graph = self._graph(item, transfer) if self._why_not is None else None
+        if graph is not None:
+            graph.replay()
+            memory.written_by = None
+            return
+        with transfer.begun():
+            if self._why_not is None and self.steps == _WARM_UP - 1:
+                with _watching(self._model) as reasons:
+                    self._step(item)
+                self._why_not = next(iter(reasons), None)
+            else:
+                self._step(item)
+
+    def _graph(self, item: Item, transfer: Transfer) -> torch.cuda.CUDAGraph | None:
+        """The captured step of a batch; none if it must not, or not yet, be captured."""
         versions = self._feed.version, transfer.version
         if versions != self._versions:
             self._graphs.clear()
             self._versions = versions
-        graph = self._graphs.get(item.info)
-        if graph is None and item.version == self._feed.version and len(self._graphs) < MOST_GRAPHS:
-            graph = self._capture(item, transfer)
-        if graph is not None:
-            graph.replay()
-            memory.written_by = None
-        else:
-            with transfer.begun():
-                self._step(item)
+        known = self._graphs.get(item.info)
+        if known is not None or self.steps < _WARM_UP or item.version != self._feed.version:
+            return known
+        return self._capture(item, transfer) if len(self._graphs) < MOST_GRAPHS else None
 
     def _capture(self, item: Item, transfer: Transfer) -> torch.cuda.CUDAGraph | None:
         if self._pool is None:

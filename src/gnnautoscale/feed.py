@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.autoscale import attached
+from gnnautoscale.batch import BatchInfo, BatchTensor
 from gnnautoscale.kernels import Adjacency
-from gnnautoscale.loader import BatchInfo, BatchTensor
 from gnnautoscale.record import Event, Slice
 
 Placement = Literal["auto", "device", "host"]
@@ -218,7 +218,8 @@ class Feed:
     def _tensors(self, batch: Data, info: BatchInfo) -> dict[Any, Tensor]:
         """Everything that a training step reads, by name."""
         rows, y = _training_rows(batch)
-        tensors: dict[Any, Tensor] = {"n_id": info.n_id, "y": y}
+        order = self._scaler.memory.row_order(info)
+        tensors: dict[Any, Tensor] = {"n_id": info.n_id, "places": order.rows(info).index, "y": y}
         if rows is not None:
             tensors["rows"] = rows
         for name in self._scaler.attributes(batch):
@@ -245,7 +246,7 @@ class Feed:
             if name[0] == "batch":
                 tagged = name[1] in ("edge_index", "n_id", *info.graph.edge_attributes)
                 batch[name[1]] = BatchTensor.tag(value, info, name[1]) if tagged else value
-        info.placed["n_id"] = views["n_id"]
+        info.placed["rows"] = views["places"]
         for event, (weights, as_they_are) in self._events.items():
             edge_index, constants = None, {}
             if as_they_are:
@@ -266,7 +267,8 @@ class Feed:
             call = self._scaler.calls[name]
             for position, event in enumerate(events):
                 weights, as_they_are = found.get(event, (frozenset[str | None](), False))
-                if call.fuses(position, event.constants):
+                # Which edges are dropped is drawn from edges as they are.
+                if call.fuses(position, event.constants) and not self._scaler.edge_dropout:
                     found[event] = weights | {call.weight(position)}, as_they_are
                 else:
                     found[event] = weights, True

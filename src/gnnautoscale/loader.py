@@ -3,147 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale.batch import BatchInfo, BatchTensor, RowOrder
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph
 from gnnautoscale.partition import check_labels, connectivity, partition
-
-
-@dataclass(eq=False)
-class BatchInfo:
-    """Where a batch lies in its graph.
-
-    Attributes:
-        graph: The whole graph.
-        n_id: Node index of each row, the batch's nodes first, then the halo, ``[num_rows]``, in host memory.
-        batch_size: How many of the rows are the batch's own nodes.
-        e_id: Edge index of each edge of the batch, ``[num_edges]``, in host memory.
-        memo: What was computed for this batch alone, for as long as what it was computed from is in use.
-        placed: Pieces of the batch that are on the compute device already, by what they are pieces of.
-        upcoming: The batch that is likely to follow, so that its rows can be pulled ahead; a hint.
-    """
-
-    graph: Graph
-    n_id: Tensor
-    batch_size: int
-    e_id: Tensor
-    memo: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)
-    placed: dict[Any, Any] = field(default_factory=dict)
-    upcoming: BatchInfo | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Number of nodes of batch and halo together."""
-        return self.n_id.numel()
-
-    @property
-    def num_halo(self) -> int:
-        """Number of nodes of the halo."""
-        return self.num_rows - self.batch_size
-
-    @cached_property
-    def nodes(self) -> Tensor:
-        """The batch's own nodes, ``[batch_size]``."""
-        return self.n_id[: self.batch_size]
-
-    @cached_property
-    def halo(self) -> Tensor:
-        """The halo's nodes, ``[num_rows - batch_size]``."""
-        return self.n_id[self.batch_size :]
-
-    def index(self, device: torch.device) -> Tensor:
-        """``n_id`` on a device, without waiting for work that is under way there."""
-        if "n_id" in self.placed:
-            placed: Tensor = self.placed["n_id"]
-            return placed
-        return self.n_id if device.type == "cpu" else self._pinned.to(device, non_blocking=True)
-
-    @cached_property
-    def _pinned(self) -> Tensor:
-        return self.n_id.pin_memory()
-
-
-# Layers that pass messages both ways flip the edges; a flipped edge_index is still known to be the batch's own.
-_REVERSED = {"edge_index": "reversed edge_index", "reversed edge_index": "edge_index"}
-
-
-class BatchTensor(Tensor):
-    """A batch's ``n_id``, or an edge-level tensor of it, that knows which batch and which attribute it is.
-
-    It stays what it is when it is moved between devices; everything computed from it is a plain tensor. So the
-    library can tell a batch's own edges and edge weights from ones that a model derived.
-    """
-
-    info: BatchInfo
-    attribute: str
-    _tagged_version: int
-
-    # What PyTorch calls on every operation; these leave the values as they are and so keep the tag.
-    _KEEPING = frozenset(
-        {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.clone, Tensor.detach, Tensor.contiguous, Tensor.pin_memory}
-    )
-
-    @staticmethod
-    def tag(value: Tensor, info: BatchInfo, attribute: str) -> BatchTensor:
-        """Return the tensor, tagged with its batch and its name."""
-        tagged = value.as_subclass(BatchTensor)
-        tagged.info, tagged.attribute, tagged._tagged_version = info, attribute, value._version
-        return tagged
-
-    @property
-    def is_original(self) -> bool:
-        """Whether nothing was written into the tensor since it left the loader."""
-        return self._version == self._tagged_version
-
-    @property
-    def plain(self) -> Tensor:
-        """The same values without the tag."""
-        return self.as_subclass(Tensor)
-
-    @property
-    def is_own_edges(self) -> bool:
-        """Whether these are the batch's own edges or edge attributes, as constants."""
-        return self.attribute != "n_id" and self.is_original and not self.requires_grad
-
-    def emptied(self) -> BatchTensor:
-        """The same attribute of the same batch with no edges in it."""
-        # Edges lie along the last dimension of an edge_index and along the first of everything else.
-        dim = -1 if self.attribute.endswith("edge_index") else 0
-        return BatchTensor.tag(self.plain.narrow(dim, 0, 0).contiguous(), self.info, self.attribute)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied = self.plain.clone()
-        return BatchTensor.tag(copied, self.info, self.attribute) if self.is_original else copied
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        source = args[0] if args else None
-        if not isinstance(result, Tensor) or result is source or not isinstance(source, BatchTensor):
-            return result
-        if source.is_original:
-            if func in cls._KEEPING and source.dtype == result.dtype:
-                return cls.tag(result, source.info, source.attribute)
-            if func is Tensor.flip and source.attribute in _REVERSED and args[1:] in (([0],), ((0,),), (0,)):
-                return cls.tag(result, source.info, _REVERSED[source.attribute])
-        return result.as_subclass(Tensor)
 
 
 class _Pieces(NamedTuple):
@@ -274,6 +146,7 @@ class HaloLoader:
         order = self.labels.argsort(stable=True)
         members = list(torch.split(order, torch.bincount(self.labels).tolist()))
         self._assembly = _Assembly(data, self.graph, members, bidirectional)
+        self._order = RowOrder.of(order)
         self._generator = torch.Generator().manual_seed(seed)
         # Workers draw their seeds from here and not from the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
@@ -359,7 +232,7 @@ class HaloLoader:
         batch.num_nodes = pieces.n_id.numel()
         # Copies, since a user may write into the batch's.
         batch.n_id, batch.e_id, batch.batch_size = pieces.n_id.clone(), pieces.e_id.clone(), pieces.batch_size
-        return _Ready(batch, BatchInfo(self.graph, pieces.n_id, pieces.batch_size, pieces.e_id))
+        return _Ready(batch, BatchInfo(self.graph, pieces.n_id, pieces.batch_size, pieces.e_id, self._order))
 
 
 class _Ready:

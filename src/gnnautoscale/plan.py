@@ -23,8 +23,8 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale.batch import BatchInfo
 from gnnautoscale.errors import UnsupportedModelError
-from gnnautoscale.loader import BatchInfo
 from gnnautoscale.record import ArgumentKind, Event, map_tensors, tensors_in
 from gnnautoscale.session import Session, Sweep, _Frame, describe, evaluating, run_sweep
 from gnnautoscale.slots import SHORTCUTS, LayerCall, Plan, Shortcut
@@ -318,11 +318,9 @@ class _ExactHistories(Session):
     truth: _Truth
     checking = True
 
-    def push(self, slot: str, out: Tensor) -> None:
-        self._compare(slot, None, out, self.truth.slots[slot])
-
-    def pull(self, slot: str, like: Tensor) -> Tensor:
-        return self.truth.slots[slot][self.info.halo.to(self.device)]
+    def exchange(self, slot: str, out: Tensor) -> Tensor:
+        halo = self.truth.slots[slot][self.info.halo.to(self.device)]
+        return torch.cat([out[: self.info.batch_size], halo])
 
     def check(self, name: str, module: nn.Module | None, out: Any) -> None:
         """Compare the batch's rows with the whole graph's; the halo's may be meaningless after the last layer."""
@@ -356,9 +354,6 @@ class _Rehearsal(_ExactHistories):
         """Compare a module's output, which may be called several times."""
         self.check(_numbered(self._seen, name), module, out)
 
-    def push(self, slot: str, out: Tensor) -> None:
-        """Layers are compared as a whole."""
-
     def _run_layer(self, call: str, layer: MessagePassing, *rest: Any) -> Any:
         try:
             out = super()._run_layer(call, layer, *rest)
@@ -391,7 +386,10 @@ class _TinySweep(Sweep, _ExactHistories):
         super().__init__(batch.edge_index.info, plan, tiny.memory, tiny.device, level=level)
         self.truth = truth
 
-    def pull_all(self, slot: str, like: Tensor) -> Tensor:
+    def push(self, slot: str, out: Tensor) -> None:
+        self._compare(slot, None, out, self.truth.slots[slot])
+
+    def pull(self, slot: str, like: Tensor) -> Tensor:
         return self.truth.slots[slot][self.info.n_id.to(self.device)]
 
 

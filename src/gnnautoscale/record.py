@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale.batch import BatchInfo, BatchTensor
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.fused import FusedEdges
 from gnnautoscale.graph import EdgesByTarget, Graph
 from gnnautoscale.kernels import Adjacency
-from gnnautoscale.loader import BatchInfo, BatchTensor
 
 # The methods of a layer that take edges; instances of them are overridden on an attached layer.
 EDGE_METHODS = ("propagate", "edge_updater")

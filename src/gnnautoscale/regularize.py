@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gnnautoscale.autoscale import attached
+from gnnautoscale.batch import BatchInfo
 from gnnautoscale.errors import InputError
-from gnnautoscale.loader import BatchInfo
 from gnnautoscale.record import map_tensors
 
 

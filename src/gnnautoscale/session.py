@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale.batch import BatchInfo, BatchTensor
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.graph import EdgesByTarget
-from gnnautoscale.loader import BatchInfo, BatchTensor
 from gnnautoscale.record import Event, Recorder, Slice, align, keep_edges, map_tensors, tensors_in
 from gnnautoscale.slots import LayerCall, Memory, Plan
 from gnnautoscale.transfer import Direct, Transfer
@@ -176,7 +176,7 @@ class Session:
 
     def begin(self) -> None:
         """Start the step: rows that it needs are on their way."""
-        self._transfer.begin(self.info, self.memory.histories)
+        self._transfer.begin(self.info, self.memory.row_order(self.info), self.memory.histories)
 
     def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
         """Compute a slot's rows, push the batch's, and pull the halo's."""
@@ -185,11 +185,7 @@ class Session:
         if slot not in self.plan.live or alone:
             return self._widened(out)
         self._check_rows(slot, out)
-        if not self._repeating:
-            self.push(slot, out)
-        if not self.info.num_halo:
-            return out
-        return torch.cat([out[: self.info.batch_size], self.pull(slot, out)])
+        return self.exchange(slot, out)
 
     def _widened(self, out: Any) -> Any:
         """Give rows that were computed for the batch alone the halo's rows again, where what follows needs them."""
@@ -243,16 +239,14 @@ class Session:
 
     # Histories #######################################################################################################
 
-    def push(self, slot: str, out: Tensor) -> None:
-        """Write the batch's rows to the slot's history."""
-        rows = out[: self.info.batch_size].detach()
-        self._transfer.push(slot, self.memory.history(slot, rows), rows.reshape(rows.size(0), -1))
-        self.memory.written_by = None
-
-    def pull(self, slot: str, like: Tensor) -> Tensor:
-        """Read the halo's rows from the slot's history, as constants, in shape and type like the given ones."""
-        history = self.memory.history(slot, like)
-        return self._transfer.pull(slot, history, like.dtype).view(-1, *like.shape[1:])
+    def exchange(self, slot: str, out: Tensor) -> Tensor:
+        """Push the batch's rows; returns them with the halo's, as constants, behind them."""
+        rows = out[: self.info.batch_size]
+        push = not self._repeating
+        if push:
+            self.memory.written_by = None
+        history = self.memory.history(slot, rows)
+        return self._transfer.exchange(slot, history, rows.flatten(1), push=push).view(-1, *out.shape[1:])
 
     # Edges ###########################################################################################################
 
@@ -430,7 +424,7 @@ class Sweep(Session):
     def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
         """Read the rows of slots below the level, compute and push those of the level, leave out the rest."""
         if slot in self._done and slot in self._needed:
-            return self.pull_all(slot, self._rows(slot, 0))
+            return self.pull(slot, self._rows(slot, 0))
         later = self._level is not None and slot in self.plan.needs and slot not in self._level
         holds_missing = any(missing.startswith(f"{slot}>") for missing in self._missing)
         if slot in self._done or (later and not holds_missing):
@@ -446,10 +440,18 @@ class Sweep(Session):
             raise _SweepDone
         return out
 
-    def pull_all(self, slot: str, like: Tensor) -> Tensor:
-        """Read the rows of batch and halo."""
-        history = self.memory.history(slot, like)
-        rows = history.pull(self.info.index(self.device), device=self.device, dtype=like.dtype)
+    def push(self, slot: str, out: Tensor) -> None:
+        """Write the batch's rows."""
+        rows = out[: self.info.batch_size].detach()
+        self.memory.written_by = None
+        place = self.memory.row_order(self.info).rows(self.info)
+        index = place.index[: self.info.batch_size]
+        self.memory.history(slot, rows).push(rows.flatten(1), index, place.runs)
+
+    def pull(self, slot: str, like: Tensor) -> Tensor:
+        """Read the rows of batch and halo, in shape and type like the given ones."""
+        place = self.memory.row_order(self.info).rows(self.info)
+        rows = self.memory.history(slot, like).pull(place.on(self.device), device=self.device, dtype=like.dtype)
         return rows.view(-1, *like.shape[1:])
 
     def _rows(self, slot: str, count: int) -> Tensor:

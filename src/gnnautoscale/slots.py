@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from gnnautoscale.batch import BatchInfo, RowOrder
 from gnnautoscale.graph import Graph
 from gnnautoscale.history import History, Storage, check_storage, open_history
 from gnnautoscale.record import ArgumentKind, Event, Recorder
@@ -141,6 +142,7 @@ class Memory:
         # Whether rows in host memory move while a step computes.
         self.overlap = True
         self._transfer: tuple[torch.device, Transfer] | None = None
+        self._order: RowOrder | None = None
 
     def transfer(self, device: torch.device) -> Transfer:
         """How training steps on a device reach these histories."""
@@ -150,6 +152,12 @@ class Memory:
             self.settle()
             self._transfer = device, transfer_for(device, host=self.storage == "host" and self.overlap)
         return self._transfer[1]
+
+    def row_order(self, info: BatchInfo) -> RowOrder:
+        """The order of the rows in all histories: that of the loader whose batch came first."""
+        if self._order is None:
+            self._order = info.order
+        return self._order
 
     def settle(self) -> None:
         """Let what follows see all pushes of training steps; afterwards it may change histories itself."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale.loader import BatchInfo, BatchTensor, HaloLoader
+from gnnautoscale.batch import BatchInfo, BatchTensor
+from gnnautoscale.loader import HaloLoader
 from gnnautoscale.record import ArgumentKind
 from gnnautoscale.slots import Memory
 

@@ -11,33 +11,43 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gnnautoscale.history import History
+from gnnautoscale.batch import BatchInfo, HistoryRows, RowOrder
+from gnnautoscale.history import History, Runs
 from gnnautoscale.kernels import merge_rows, use_triton
-from gnnautoscale.loader import BatchInfo
 
 
 class Transfer(ABC):
     """Moves the rows of one step at a time.
 
-    A step calls :meth:`begin`, then for each slot :meth:`push` and :meth:`pull`, and :meth:`end` after its forward
-    pass. A pull gives the halo's rows as all earlier steps left them; rows of the batch itself are never pulled.
+    A step calls :meth:`begin`, then :meth:`exchange` for each slot, and :meth:`end` after its forward pass.
     """
 
-    @abstractmethod
-    def begin(self, info: BatchInfo, histories: Mapping[str, History]) -> None:
-        """Start a step on a batch, with the histories that exist so far."""
+    #: Changes when rows move to another address on the device.
+    version = 0
 
     @abstractmethod
-    def push(self, slot: str, history: History, rows: Tensor) -> None:
-        """Write the batch's rows, ``[batch_size, width]``."""
+    def begin(self, info: BatchInfo, order: RowOrder, histories: Mapping[str, History]) -> None:
+        """Start a step on a batch, with the histories that exist so far and the order of their rows."""
 
     @abstractmethod
-    def pull(self, slot: str, history: History, dtype: torch.dtype) -> Tensor:
-        """Read the halo's rows, ``[num_halo, width]``; valid until the next step begins."""
+    def exchange(self, slot: str, history: History, rows: Tensor, *, push: bool = True) -> Tensor:
+        """Push the batch's rows and pull the halo's.
+
+        Args:
+            slot: The slot's name.
+            history: Its history.
+            rows: The batch's rows, ``[batch_size, width]``.
+            push: Whether to push; if not, the halo's rows are pulled all the same.
+
+        Returns:
+            The batch's rows and the halo's as all earlier steps left them, ``[num_rows, width]``. The halo's are
+            constants to autograd.
+        """
 
     @abstractmethod
     def end(self) -> None:
@@ -46,9 +56,6 @@ class Transfer(ABC):
     @abstractmethod
     def settle(self) -> None:
         """Let everything that follows see all pushes, and forget what was pulled ahead."""
-
-    #: Changes when rows move to another address on the device.
-    version = 0
 
     @contextmanager
     def begun(self) -> Iterator[None]:
@@ -66,17 +73,21 @@ class Direct(Transfer):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def begin(self, info: BatchInfo, histories: Mapping[str, History]) -> None:
+    def begin(self, info: BatchInfo, order: RowOrder, histories: Mapping[str, History]) -> None:
         """See :meth:`Transfer.begin`."""
-        self._info, self._index = info, info.index(self._device)
+        self._info, self._rows = info, order.rows(info)
+        self._index = info.placed.get("rows", self._rows.index)
 
-    def push(self, slot: str, history: History, rows: Tensor) -> None:
-        """See :meth:`Transfer.push`."""
-        history.push(rows, self._index[: self._info.batch_size])
-
-    def pull(self, slot: str, history: History, dtype: torch.dtype) -> Tensor:
-        """See :meth:`Transfer.pull`."""
-        return history.pull(self._index[self._info.batch_size :], device=self._device, dtype=dtype)
+    def exchange(self, slot: str, history: History, rows: Tensor, *, push: bool = True) -> Tensor:
+        """See :meth:`Transfer.exchange`."""
+        if self._index.device != rows.device:
+            self._index = self._rows.on(rows.device)
+        size = self._info.batch_size
+        if push:
+            history.push(rows.detach(), self._index[:size], self._rows.runs)
+        if not self._info.num_halo:
+            return rows
+        return torch.cat([rows, history.pull(self._index[size:], device=rows.device, dtype=rows.dtype)])
 
     def end(self) -> None:
         """See :meth:`Transfer.end`."""
@@ -90,13 +101,11 @@ class _Buffers:
     """A slot's rows on the GPU, in the history's own precision.
 
     Attributes:
-        staged: Rows pulled ahead for the next batch, ``[most_halo, width]``.
-        halo: The current batch's halo, ``[most_halo, width]``.
-        recent: The rows that the current step pushed, ``[most_batch, width]``.
+        staged: The halo's rows of this step and of the next, ``[2, most_halo, width]``.
+        recent: The rows that the last step pushed, ``[most_batch, width]``.
     """
 
     staged: Tensor
-    halo: Tensor
     recent: Tensor
 
 
@@ -113,16 +122,20 @@ class Ahead(Transfer):
         self._device = device
         self._pulls, self._pushes = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._buffers: dict[str, _Buffers] = {}
-        self._most_batch = self._most_halo = 0
+        self._most_batch, self._most_halo = 0, -1
         self._info: BatchInfo | None = None
+        self._order: RowOrder | None = None
         # Kept while kernels of the side streams may read them.
         self._index: dict[BatchInfo, Tensor] = {}
-        # Which of the rows that are pulled ahead the current step writes, and where among its own they are.
-        self._shared = torch.empty(0, dtype=torch.int32, device=device)
+        # Which of the two tables belongs to this step: on the device, since a captured step must find it there.
+        self._side = torch.zeros(1, dtype=torch.int32, device=device)
+        self._current_side = 0
+        # For both tables: which rows the step before writes itself, and where among its own they are.
+        self._shared = torch.empty(2, 0, dtype=torch.int32, device=device)
         self._staged_for: BatchInfo | None = None
         self._staged: frozenset[str] = frozenset()
         self._begun_already = False
-        self._to_push: list[tuple[History, Tensor]] = []
+        self._to_push: list[tuple[str, History, Tensor]] = []
 
     def reserve(self, batch_size: int, num_halo: int, histories: Mapping[str, History]) -> None:
         """Make room for batches of this size; where there is room already, no address changes."""
@@ -130,12 +143,12 @@ class Ahead(Transfer):
             self.settle()
             self._buffers.clear()
             self._most_batch, self._most_halo = max(batch_size, self._most_batch), max(num_halo, self._most_halo)
-            self._shared = self._room(self._most_halo + 1, dtype=torch.int32)
+            self._shared = self._room(2, self._most_halo, dtype=torch.int32)
             self.version += 1
         for slot, history in histories.items():
             if slot not in self._buffers:
-                sizes = self._most_halo, self._most_halo, self._most_batch
-                self._buffers[slot] = _Buffers(*(self._room(s, history.width, dtype=history.dtype) for s in sizes))
+                staged = self._room(2, self._most_halo, history.width, dtype=history.dtype)
+                self._buffers[slot] = _Buffers(staged, self._room(self._most_batch, history.width, dtype=history.dtype))
 
     def _room(self, *shape: int, dtype: torch.dtype) -> Tensor:
         room = torch.empty(shape, dtype=dtype, device=self._device)
@@ -143,7 +156,7 @@ class Ahead(Transfer):
             room.record_stream(stream)  # once freed, it is not used again before these streams are done with it
         return room
 
-    def begin(self, info: BatchInfo, histories: Mapping[str, History]) -> None:
+    def begin(self, info: BatchInfo, order: RowOrder, histories: Mapping[str, History]) -> None:
         """See :meth:`Transfer.begin`; also starts to pull for the batch that is announced to follow."""
         if self._begun_already:
             return
@@ -151,53 +164,62 @@ class Ahead(Transfer):
         self.reserve(max(b.batch_size for b in batches), max(b.num_halo for b in batches), histories)
         self._wait(self._main, self._pushes)  # the last step's rows are in their histories, its buffers free
         self._wait(self._main, self._pulls)  # what was pulled ahead is there
+        ahead = self._staged if self._staged_for is info else frozenset()
+        self._info, self._order, self._staged, self._staged_for = info, order, frozenset(histories), None
         self._index = {batch: self._index_of(batch) for batch in batches}
-        for slot, history in histories.items():
-            room = self._buffers[slot]
-            if self._staged_for is info and slot in self._staged:
-                count = info.num_halo
-                merge_rows(room.staged[:count], room.recent, self._shared[:count], room.halo[:count])
-            else:
-                history.read(self._halo(info), room.halo[: info.num_halo])
-        self._info, self._staged_for, self._staged = info, None, frozenset(histories)
         self._to_push.clear()
+        if ahead:
+            self._current_side = 1 - self._current_side
+            self._side.fill_(self._current_side)
+        else:
+            self._shared[self._current_side].fill_(-1)
+        for slot in histories.keys() - ahead:
+            self._stage(histories[slot], slot, info, self._current_side)
         if info.upcoming is not None:
             self._pull_ahead(info, info.upcoming, histories)
 
+    def _stage(self, history: History, slot: str, info: BatchInfo, side: int, skip: Tensor | None = None) -> None:
+        staged = self._buffers[slot].staged[side, : info.num_halo]
+        history.read(self._index[info][info.batch_size :], staged, skip=skip)
+
     def _pull_ahead(self, info: BatchInfo, following: BatchInfo, histories: Mapping[str, History]) -> None:
-        shared = self._shared[: following.num_halo + 1]
-        _locate(self._halo(following), self._index[info][: info.batch_size], shared)
-        self._wait(self._pulls, self._main)  # staged rows were merged, and it is known which rows to leave out
+        side = 1 - self._current_side
+        shared = self._shared[side, : following.num_halo]
+        _locate(self._index[following][following.batch_size :], self._rows(info).runs, shared)
+        self._wait(self._pulls, self._main)  # the table is not used any more, and it is known which rows to leave out
         with torch.cuda.stream(self._pulls):
             for slot, history in histories.items():
-                staged = self._buffers[slot].staged[: following.num_halo]
-                history.read(self._halo(following), staged, skip=shared[: following.num_halo])
+                self._stage(history, slot, following, side, shared)
         self._staged_for = following
 
-    def push(self, slot: str, history: History, rows: Tensor) -> None:
-        """See :meth:`Transfer.push`."""
+    def exchange(self, slot: str, history: History, rows: Tensor, *, push: bool = True) -> Tensor:
+        """See :meth:`Transfer.exchange`."""
         info = self._current
-        self.reserve(info.batch_size, info.num_halo, {slot: history})
-        recent = self._buffers[slot].recent[: info.batch_size]
-        recent.copy_(rows)
-        self._to_push.append((history, recent))
+        if slot not in self._staged:  # a history that did not exist when the step began
+            self.reserve(info.batch_size, info.num_halo, {slot: history})
+            self._stage(history, slot, info, self._current_side)
+            self._staged |= {slot}
+        room = self._buffers[slot]
+        full = rows
+        if info.num_halo:
+            full = _Merge.apply(rows, room, self._shared, self._side, info.num_rows)  # type: ignore[no-untyped-call]
+        if push:
+            # Without a halo the model goes on with these very rows and may write into them; with one, the last
+            # step's rows are needed if the layer is run a second time.
+            self._to_push.append((slot, history, rows.detach() if info.num_halo else rows.detach().clone()))
+        return full
 
     def end(self) -> None:
         """See :meth:`Transfer.end`; what was pushed is written during the backward pass."""
         info = self._current
+        where, runs = self._index[info][: info.batch_size], self._rows(info).runs
+        for slot, _, rows in self._to_push:
+            self._buffers[slot].recent[: info.batch_size].copy_(rows)
         self._wait(self._pushes, self._main)  # the rows are computed
         with torch.cuda.stream(self._pushes):
-            for history, rows in self._to_push:
-                history.push(rows, self._index[info][: info.batch_size])
+            for slot, history, _ in self._to_push:
+                history.push(self._buffers[slot].recent[: info.batch_size], where, runs)
         self._to_push.clear()
-
-    def pull(self, slot: str, history: History, dtype: torch.dtype) -> Tensor:
-        """See :meth:`Transfer.pull`."""
-        info = self._current
-        if slot in self._staged:
-            return self._buffers[slot].halo[: info.num_halo].to(dtype)
-        # A history that did not exist when the step began.
-        return history.pull(self._halo(info), device=self._device, dtype=dtype)
 
     def settle(self) -> None:
         """See :meth:`Transfer.settle`."""
@@ -226,33 +248,55 @@ class Ahead(Transfer):
     @property
     def _current(self) -> BatchInfo:
         if self._info is None:
-            raise RuntimeError("begin() comes before push() and pull()")
+            raise RuntimeError("a step has to begin before its rows are exchanged")
         return self._info
+
+    def _rows(self, info: BatchInfo) -> HistoryRows:
+        if self._order is None:
+            raise RuntimeError("a step has to begin before its rows are exchanged")
+        return self._order.rows(info)
 
     def _index_of(self, info: BatchInfo) -> Tensor:
         # Where it was placed if it was, since a captured step reads it there.
-        known = self._index.get(info) if "n_id" not in info.placed else None
-        return info.index(self._device) if known is None else known
+        if "rows" in info.placed:
+            placed: Tensor = info.placed["rows"]
+            return placed
+        return self._index[info] if info in self._index else self._rows(info).on(self._device)
 
-    def _halo(self, info: BatchInfo) -> Tensor:
-        return self._index[info][info.batch_size :]
+
+class _Merge(torch.autograd.Function):
+    """The batch's rows with the halo's behind them, which are constants."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, room: _Buffers, shared: Tensor, side: Tensor, num_rows: int) -> Tensor:
+        ctx.batch_size = rows.size(0)
+        out = rows.new_empty(num_rows, rows.size(1))
+        merge_rows(rows.contiguous(), room.staged, room.recent, shared, side, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grad[: ctx.batch_size], None, None, None, None
 
 
-def _locate(halo: Tensor, nodes: Tensor, shared: Tensor) -> None:
-    """For each halo node write its position among the nodes, or -1.
+def _locate(index: Tensor, runs: Runs, where: Tensor) -> None:
+    """For each row of a history write its position in a batch, or -1.
 
     Args:
-        halo: Node indices in ascending order, ``[num_halo]``.
-        nodes: Distinct node indices, ``[count]``.
-        shared: Where to write, ``[num_halo + 1]``; the last entry is scratch.
+        index: Rows of a history, ``[count]``.
+        runs: The batch's rows.
+        where: Where to write, ``[count]``, int32.
     """
-    shared.fill_(-1)
-    if not halo.numel():
+    if len(runs) == 1:
+        start, first, count = runs[0]
+        place = index - start
+        where.copy_(torch.where((place >= 0) & (place < count), place + first, -1))
         return
-    place = torch.searchsorted(halo, nodes)
-    found = halo[place.clamp(max=halo.numel() - 1)] == nodes
-    place = torch.where(found, place, halo.numel())
-    shared.scatter_(0, place, torch.arange(nodes.numel(), dtype=torch.int32, device=nodes.device))
+    table = torch.tensor(sorted(runs) or [(0, 0, 0)], pin_memory=index.is_cuda).to(index.device, non_blocking=True)
+    starts, firsts, counts = table.t().contiguous()
+    run = torch.searchsorted(starts, index, right=True).sub_(1).clamp_(min=0)
+    place = index - starts[run]
+    where.copy_(torch.where((place >= 0) & (place < counts[run]), place + firsts[run], -1))
 
 
 def transfer_for(device: torch.device, *, host: bool) -> Transfer:

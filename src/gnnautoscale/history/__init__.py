@@ -7,11 +7,11 @@ from typing import Literal, get_args
 import torch
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.history.base import History
+from gnnautoscale.history.base import History, Runs
 from gnnautoscale.history.device import DeviceHistory
 from gnnautoscale.history.host import HostHistory
 
-__all__ = ["History", "Storage", "check_storage", "open_history"]
+__all__ = ["History", "Runs", "Storage", "check_storage", "open_history"]
 
 Storage = Literal["device", "host"]
 

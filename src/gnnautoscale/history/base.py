@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gnnautoscale.errors import InputError
+
+Runs = Sequence[tuple[int, int, int]]
+
+# With more pieces than that, rows are better written one by one.
+_MOST_RUNS = 64
 
 
 class History(ABC):
@@ -58,18 +64,28 @@ class History(ABC):
         """
 
     @abstractmethod
-    def push(self, rows: Tensor, where: Tensor) -> None:
+    def push(self, rows: Tensor, where: Tensor, runs: Runs | None = None) -> None:
         """Write rows.
 
         Args:
             rows: New rows, ``[count, width]``, on any device.
             where: The rows they replace, ``[count]``, distinct.
+            runs: The same as pieces: for each the first row it replaces, its first row in ``rows``, and its length.
         """
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
         """Bytes that the rows take."""
+
+    @staticmethod
+    def _in_runs(target: Tensor, rows: Tensor, runs: Runs | None) -> bool:
+        """Write rows piece by piece if they are given as few, long pieces."""
+        if runs is None or len(runs) > _MOST_RUNS:
+            return False
+        for start, first, count in runs:
+            target[start : start + count].copy_(rows[first : first + count], non_blocking=True)
+        return True
 
     def _check_rows(self, rows: Tensor, where: Tensor) -> None:
         if rows.dim() != 2 or rows.size(1) != self.width or rows.size(0) != where.numel():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnautoscale.history.base import History
+from gnnautoscale.history.base import History, Runs
 from gnnautoscale.kernels import gather_rows
 
 
@@ -23,10 +23,11 @@ class DeviceHistory(History):
         else:
             gather_rows(self._rows, index.to(self._rows.device), out, skip=skip)
 
-    def push(self, rows: Tensor, where: Tensor) -> None:
+    def push(self, rows: Tensor, where: Tensor, runs: Runs | None = None) -> None:
         """See :meth:`History.push`."""
         self._check_rows(rows, where)
-        self._rows.index_copy_(0, where.to(self._rows.device), rows.detach().to(self._rows))
+        if not self._in_runs(self._rows, rows.detach(), runs):
+            self._rows.index_copy_(0, where.to(self._rows.device), rows.detach().to(self._rows))
 
     @property
     def num_bytes(self) -> int:

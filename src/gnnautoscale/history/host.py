@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnautoscale.history.base import History
+from gnnautoscale.history.base import History, Runs
 from gnnautoscale.kernels import gather_rows, scatter_rows, use_triton
 
 
@@ -23,16 +23,21 @@ class HostHistory(History):
             self._finish_writing(out)
             gather_rows(self._rows, index.to(out.device), out, skip=skip)
         else:
+            torch.cuda.current_stream(out.device).synchronize()
             out.copy_(self._rows.index_select(0, index.cpu()))
 
-    def push(self, rows: Tensor, where: Tensor) -> None:
+    def push(self, rows: Tensor, where: Tensor, runs: Runs | None = None) -> None:
         """See :meth:`History.push`."""
         self._check_rows(rows, where)
+        rows = rows.detach().to(self.dtype)
+        self._finish_writing(rows)
+        # Pieces are copied by the GPU's copy engine. Rows that a kernel writes over the bus hold up other kernels.
+        if self._in_runs(self._rows, rows, runs):
+            return
         if use_triton(rows) or not rows.is_cuda:
-            self._finish_writing(rows)
-            scatter_rows(rows.detach(), where.to(rows.device), self._rows)
+            scatter_rows(rows, where.to(rows.device), self._rows)
         else:
-            self._rows.index_copy_(0, where.cpu(), rows.detach().to(self.dtype).cpu())
+            self._rows.index_copy_(0, where.cpu(), rows.cpu())
 
     def _finish_writing(self, rows: Tensor) -> None:
         """Before the host itself touches rows that a GPU may be writing."""

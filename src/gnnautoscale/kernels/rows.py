@@ -75,31 +75,42 @@ def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, *, programs: int =
 
 
 @torch.no_grad()
-def merge_rows(staged: Tensor, recent: Tensor, where: Tensor, out: Tensor) -> None:
-    """Take rows from two places: ``out[i] = recent[where[i]] if where[i] >= 0 else staged[i]``.
+def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side: Tensor, out: Tensor) -> None:
+    """Put a batch's rows and its halo's one behind the other, the halo's from two places.
+
+    ``out[i] = rows[i]`` for the batch, and for the halo ``out[len(rows) + j] = recent[where[side, j]]`` if
+    ``where[side, j] >= 0``, else ``staged[side, j]``.
 
     Args:
-        staged: ``[count, width]``.
-        recent: ``[num_recent, width]``.
-        where: The row of ``recent`` to take, or -1 for that of ``staged``, ``[count]``, int64 or int32.
-        out: Where they go, ``[count, width]``; values are converted to its type. All are on one device.
+        rows: The batch's rows, ``[batch_size, width]``.
+        staged: Two tables of rows, ``[2, room, width]``.
+        recent: Rows that are newer than staged ones, ``[num_recent, width]``.
+        where: For each table the row of ``recent`` to take, or -1 for the staged one, ``[2, room]``, int32.
+        side: Which of the two tables counts, ``[1]``, int32; it is read when the work is done.
+        out: Where they go, ``[num_rows, width]``; values are converted to its type. All are on one device.
 
     Example:
-        >>> out = torch.empty(3, 1)
-        >>> merge_rows(torch.zeros(3, 1), torch.tensor([[1.0], [2.0]]), torch.tensor([-1, 1, 0]), out)
+        >>> staged, where = torch.zeros(2, 2, 1), torch.tensor([[-1, -1], [-1, 0]], dtype=torch.int32)
+        >>> out, side = torch.empty(3, 1), torch.tensor([1], dtype=torch.int32)
+        >>> merge_rows(torch.full((1, 1), 5.0), staged, torch.full((1, 1), 7.0), where, side, out)
         >>> out.tolist()
-        [[0.0], [2.0], [1.0]]
+        [[5.0], [0.0], [7.0]]
     """
-    _check_rows(out, staged)
-    _check_rows(out, recent)
-    _check_index(out, where)
-    _check_index(staged, where)
+    for other in (rows, recent, staged.flatten(0, 1)):
+        _check_rows(out, other)
+    num_halo = out.size(0) - rows.size(0)
+    if staged.size(0) != 2 or where.shape != staged.shape[:2] or not 0 <= num_halo <= where.size(1):
+        raise InputError(
+            "there are two tables of staged rows, both with room for the halo's, and where to find newer ones",
+            got=f"staged of shape {tuple(staged.shape)} and where of shape {tuple(where.shape)} for {num_halo} rows",
+            fix="Pass tensors of shape [2, room, width] and [2, room].",
+        )
     if use_triton(out):
         from gnnautoscale.kernels.triton_rows import merge_rows as on_gpu
 
-        on_gpu(staged, recent, where, out)
+        on_gpu(rows, staged, recent, where, side, out)
     else:
-        plain_merge_rows(staged, recent, where, out)
+        plain_merge_rows(rows, staged, recent, where, side, out)
 
 
 def plain_gather_rows(source: Tensor, index: Tensor, out: Tensor, skip: Tensor | None) -> None:
@@ -117,11 +128,14 @@ def plain_scatter_rows(rows: Tensor, index: Tensor, target: Tensor) -> None:
     target.index_copy_(0, index.to(target.device, torch.int64), rows.to(target))
 
 
-def plain_merge_rows(staged: Tensor, recent: Tensor, where: Tensor, out: Tensor) -> None:
+def plain_merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side: Tensor, out: Tensor) -> None:
     """What :func:`merge_rows` computes, in plain torch."""
-    fresh = (where >= 0).nonzero().squeeze(1)
-    out.copy_(staged)
-    out.index_copy_(0, fresh, recent.index_select(0, where[fresh]).to(out.dtype))
+    halo = out[rows.size(0) :]
+    choice = where[int(side), : halo.size(0)]
+    fresh = (choice >= 0).nonzero().squeeze(1)
+    out[: rows.size(0)].copy_(rows)
+    halo.copy_(staged[int(side), : halo.size(0)])
+    halo.index_copy_(0, fresh, recent.index_select(0, choice[fresh]).to(out.dtype))
 
 
 def _check_rows(one: Tensor, other: Tensor) -> None:

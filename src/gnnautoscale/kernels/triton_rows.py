@@ -48,26 +48,49 @@ def _scatter(rows, index, target, count, width, rows_each: tl.constexpr, columns
             tl.store(target + goal[:, None] + column[None, :], value.to(target.dtype.element_ty), mask=mask)
 
 
-def _merge(staged, recent, where, out, count, width, rows_each: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+def _merge(  # type: ignore[no-untyped-def]
+    rows,
+    staged,
+    recent,
+    where,
+    side,
+    out,
+    count,
+    batch_size,
+    room,
+    width,
+    rows_each: tl.constexpr,
+    columns: tl.constexpr,
+):
     row = tl.program_id(0) * rows_each + tl.arange(0, rows_each)
     wanted = row < count
-    choice = tl.load(where + row, mask=wanted, other=-1).to(tl.int64)
+    own = row < batch_size
+    place = tl.load(side).to(tl.int64) * room + tl.maximum(row - batch_size, 0)
+    choice = tl.load(where + place, mask=wanted & (row >= batch_size), other=-1).to(tl.int64)
     fresh = choice >= 0
     goal = row.to(tl.int64) * width
+    kept = place * width
     origin = tl.maximum(choice, 0) * width  # a tl.where here breaks Triton 3.6's compiler for narrow rows
     for first in range(0, width, columns):
         column = first + tl.arange(0, columns)
         mask = wanted[:, None] & (column < width)[None, :]
         # Each row is read from one place only.
-        old = tl.load(staged + goal[:, None] + column[None, :], mask=mask & (~fresh)[:, None])
+        mine = tl.load(rows + goal[:, None] + column[None, :], mask=mask & own[:, None])
         new = tl.load(recent + origin[:, None] + column[None, :], mask=mask & fresh[:, None])
-        value = tl.where(fresh[:, None], new.to(out.dtype.element_ty), old.to(out.dtype.element_ty))
+        old = tl.load(staged + kept[:, None] + column[None, :], mask=mask & (~fresh & ~own)[:, None])
+        halo = tl.where(fresh[:, None], new.to(out.dtype.element_ty), old.to(out.dtype.element_ty))
+        value = tl.where(own[:, None], mine.to(out.dtype.element_ty), halo)
         tl.store(out + goal[:, None] + column[None, :], value, mask=mask)
 
 
 _gather_kernels = compiled(_gather, counts=["count"], indices=["index", "skip"], rows=["source", "out"])
 _scatter_kernels = compiled(_scatter, counts=["count"], indices=["index"], rows=["rows", "target"])
-_merge_kernels = compiled(_merge, counts=["count"], indices=["where"], rows=["staged", "recent", "out"])
+_merge_kernels = compiled(
+    _merge,
+    counts=["count", "batch_size", "room"],
+    indices=["where", "side"],
+    rows=["rows", "staged", "recent", "out"],
+)
 
 
 def gather_rows(source: Tensor, index: Tensor, out: Tensor, skip: Tensor | None, programs: int) -> None:
@@ -86,12 +109,13 @@ def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, programs: int) -> 
     launch(_scatter_kernels, programs, rows, rows, index, target, count, width, *block, warps=WARPS)
 
 
-def merge_rows(staged: Tensor, recent: Tensor, where: Tensor, out: Tensor) -> None:
+def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side: Tensor, out: Tensor) -> None:
     """See :func:`gnnautoscale.kernels.merge_rows`."""
     count, width = out.shape
     block = _block(width, out.element_size(), MERGE_BYTES)
     programs = triton.cdiv(count, block[0])
-    launch(_merge_kernels, programs, out, staged, recent, where, out, count, width, *block, warps=MERGE_WARPS)
+    arguments = (rows, staged, recent, where, side, out, count, rows.size(0), where.size(1), width)
+    launch(_merge_kernels, programs, out, *arguments, *block, warps=MERGE_WARPS)
 
 
 def _block(width: int, item_bytes: int, num_bytes: int) -> tuple[int, int]:
