@@ -246,7 +246,7 @@ class Session:
         if push:
             self.memory.written_by = None
         history = self.memory.history(slot, rows)
-        return self._transfer.exchange(slot, history, rows.flatten(1), push=push).view(-1, *out.shape[1:])
+        return self._transfer.exchange(slot, history, _flat(rows), push=push).view(-1, *out.shape[1:])
 
     # Edges ###########################################################################################################
 
@@ -446,7 +446,7 @@ class Sweep(Session):
         self.memory.written_by = None
         place = self.memory.row_order(self.info).rows(self.info)
         index = place.index[: self.info.batch_size]
-        self.memory.history(slot, rows).push(rows.flatten(1), index, place.runs)
+        self.memory.history(slot, rows).push(_flat(rows), index, place.runs)
 
     def pull(self, slot: str, like: Tensor) -> Tensor:
         """Read the rows of batch and halo, in shape and type like the given ones."""
@@ -511,6 +511,11 @@ class _RandomState:
 
 def _batch_norm_without_tracking(norm: _BatchNorm, x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """Rows of any shape as rows of a matrix."""
+    return rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
 
 
 def _plain(value: Tensor) -> Tensor:
