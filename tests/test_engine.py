@@ -15,7 +15,7 @@ import gnnautoscale as gas
 from gnnautoscale import engine as engine_module
 from gnnautoscale import generate
 from gnnautoscale.engine import _watching
-from gnnautoscale.models import MODELS, build_model
+from gnnautoscale.models import MODELS, build_model, model_options
 
 CLASSES = 4
 
@@ -31,6 +31,9 @@ def losses(name: str, data: Data, **options: Any) -> tuple[list[float], str]:
     """The training curve of a small model, and how its steps were run."""
     torch.manual_seed(1)
     small = {"hidden": 16, "layers": 3, "dropout": 0.0} | ({"heads": 2} if name == "gat" else {})
+    if "batch_norm" in model_options(name):
+        # With it, Adam's first steps make a difference of a thousandth out of one in the last digit.
+        small["batch_norm"] = False
     model = build_model(name, data, CLASSES, **small)
     defaults = {"parts": 6, "epochs": 4, "lr": 0.005, "evaluate_every": 4, "device": "cuda", "grad_norm": 1.0}
     result = gas.fit(model, data, **{**defaults, **options})
@@ -56,7 +59,7 @@ def test_it_does_not_matter_where_batches_live(storage: str, capture: bool, data
     far, how = losses("gcn", data, storage=storage, batches_on="host", capture=capture)
     assert "copied ahead" in how
     assert how.startswith("captured") == capture
-    assert near == pytest.approx(far, rel=1e-6)
+    assert near == far
 
 
 @pytest.mark.gpu
