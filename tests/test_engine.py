@@ -88,7 +88,7 @@ def test_penalty_and_refresh_are_compatible_with_capture(data: Data) -> None:
     torch.manual_seed(1)
     model = build_model("gat", data, CLASSES, hidden=8, layers=2, dropout=0.3)
     result = gas.fit(model, data, parts=6, epochs=2, device="cuda", lipschitz=0.1)
-    assert result.how.startswith("uncaptured, since the model cannot be captured")
+    assert result.how.startswith("uncaptured, since the penalty runs layers with dropout")
 
 
 @pytest.mark.gpu

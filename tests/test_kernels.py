@@ -17,7 +17,16 @@ from torch_geometric.utils import scatter  # type: ignore[import-untyped]
 
 from gnnautoscale import kernels
 from gnnautoscale.errors import InputError
-from gnnautoscale.kernels import Adjacency, available, gather_rows, merge_rows, scatter_rows, spmm, use_triton
+from gnnautoscale.kernels import (
+    Adjacency,
+    available,
+    gather_rows,
+    locate_rows,
+    merge_rows,
+    scatter_rows,
+    spmm,
+    use_triton,
+)
 
 ON_GPU = torch.cuda.is_available()
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
@@ -101,10 +110,12 @@ def test_kernels_compile_for_a_gpu(
     types |= dict.fromkeys(("recent", "target", "out", "weight", "share", "grad"), "*fp32")
     types |= dict.fromkeys(("index", "skip", "where", "ptr", "col", "degrees", "ties"), "*i32")
     types |= {"side": "*i32", "count": "i32", "width": "i32", "batch_size": "i32", "room": "i32"}
+    types |= dict.fromkeys(("start", "first", "length"), "i64")
     for variants, fixed in (
         (rows._gather_kernels, block),
         (rows._scatter_kernels, block),
         (rows._merge_kernels, block),
+        (rows._locate_kernels, {"block": 1024}),
         (sums._sum_kernels, {**edges, "mean": True}),
         (sums._extreme_kernels, {**edges, "largest": True}),
         (sums._gradient_kernels, edges),
@@ -450,6 +461,14 @@ def test_merge_rows(device: str, width: int, side: int) -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("count", [0, 1, 3000])
+def test_locate_rows(device: str, count: int) -> None:
+    index = torch.randint(4000, (count,), device=device)
+    where = torch.full((count,), 77, dtype=torch.int32, device=device)
+    locate_rows(index, 1000, 20, 500, where)
+    assert where.tolist() == [i - 980 if 1000 <= i < 1500 else -1 for i in index.tolist()]
+
+
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids=str)
 def test_rows_are_converted(device: str, dtypes: tuple[torch.dtype, torch.dtype], index_dtype: torch.dtype) -> None:
@@ -513,6 +532,8 @@ def test_rows_refuse_wrong_shapes() -> None:
     for out in (torch.ones(14, 4), torch.ones(9, 4)):
         with pytest.raises(InputError, match="two tables of staged rows"):
             merge_rows(ten, two, ten, where, where[:1, 0], out)
+    with pytest.raises(InputError, match="one place for each index"):
+        locate_rows(index, 0, 0, 1, index[:9].int())
     with pytest.raises(InputError, match="one behind the other"):
         gather_rows(ten, index[:4], ten.t()[:, :4])
 
@@ -625,7 +646,7 @@ def test_compiles_once_for_all_sizes(width: int) -> None:
         found = (*vars(triton_rows).values(), *vars(triton_spmm).values())
         kernels = [kernel for value in found if isinstance(value, dict) for kernel in value.values()]
         compiled = [kernel for kernel in kernels if type(kernel).__name__ == "JITFunction"]
-        assert len(compiled) == 12
+        assert len(compiled) == 14
         return sum(len(kernel.device_caches[0][0]) for kernel in compiled)
 
     def work(count: int, offset: int) -> None:
@@ -639,6 +660,7 @@ def test_compiles_once_for_all_sizes(width: int) -> None:
         scatter_rows(rows[:1], index[:1], out)
         where = buffer[offset : offset + 2 * count].view(2, count)
         merge_rows(rows[:1], rows.new_zeros(2, count, width), rows, where, index[:1], out)
+        locate_rows(index.long(), offset, count, count, index)
         adjacency = Adjacency.build(index, index, count, count)
         adjacency = Adjacency.of({name: shifted(tensor, offset) for name, tensor in adjacency.tensors().items()}, count)
         for reduce in REDUCES:

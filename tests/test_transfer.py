@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -55,6 +56,10 @@ def disagreements(transfer: Transfer, device: torch.device, *, steps: int, seed:
     histories = {slot: SlowHistory(400, WIDTH, torch.float32, pinned=device.type == "cuda") for slot in SLOTS}
     for info in batches:
         info.placed["rows"] = order.rows(info).index.to(device)  # so that nothing reads what is no index yet
+    # Made ahead, since a copy to the GPU would wait for it.
+    fresh = {(step, slot): torch.randn(400, WIDTH, generator=generator) for step in range(steps) for slot in SLOTS}
+    fresh_there = {key: rows.to(device) for key, rows in fresh.items()}
+    row_of = order.row_of.to(device)
     checks: list[tuple[Tensor, Tensor]] = []
     info = random.choice(batches)
     for step in range(steps):
@@ -62,23 +67,25 @@ def disagreements(transfer: Transfer, device: torch.device, *, steps: int, seed:
         info.upcoming = random.choice([following, following, following, random.choice(batches), None])
         slow_step = step // 10 % 2 == 0
         for history in histories.values():
-            history.delay = 0 if slow_step else 3_000_000
-        slow(3_000_000 if slow_step else 0)
-        transfer.begin(info, order, histories)
+            history.delay = 0 if slow_step else 20_000_000
+        slow(20_000_000 if slow_step else 0)
+        # In the first step histories come into being one by one.
+        transfer.begin(info, order, histories if step else {})
         for slot in SLOTS:
-            rows = torch.randn(info.batch_size, WIDTH, generator=generator)
-            slow(2_000_000 if slow_step else 0)
+            rows = fresh[step, slot][: info.batch_size]
+            computed = torch.zeros(info.batch_size, WIDTH, device=device)
+            slow(20_000_000 if slow_step else 0)
+            computed += fresh_there[step, slot][: info.batch_size]
             for again in range(random.choice([1, 1, 2])):
-                full = transfer.exchange(slot, histories[slot], rows.to(device), push=not again).clone()
+                full = transfer.exchange(slot, histories[slot], computed, push=not again).clone()
                 checks.append((full, torch.cat([rows, truth[slot][info.halo]])))
             truth[slot] = truth[slot].clone()
             truth[slot][info.nodes] = rows
         transfer.end()
         if random.random() < 0.1:
             transfer.settle()
-            rows = torch.randn(400, WIDTH, generator=generator)
-            histories["first"].push(rows.to(device), order.row_of.to(device))
-            truth["first"] = rows
+            histories["first"].push(fresh_there[step, "second"], row_of)
+            truth["first"] = fresh[step, "second"]
         info.upcoming = None
         info = following
     wrong = sum(not torch.equal(full.cpu(), expected) for full, expected in checks)
@@ -92,6 +99,27 @@ def disagreements(transfer: Transfer, device: torch.device, *, steps: int, seed:
 @pytest.mark.parametrize("seed", range(3))
 def test_direct_transfers_are_exact(seed: int) -> None:
     assert disagreements(Direct(torch.device("cpu")), torch.device("cpu"), steps=30, seed=seed) == 0
+
+
+class Line:
+    """A stream that does everything at once."""
+
+    def __init__(self, *_: Any) -> None:
+        """Any device will do."""
+
+    def wait_stream(self, other: Any) -> None:
+        """There is nothing to wait for."""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_pulled_ahead_is_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bookkeeping alone, on the CPU, where nothing overlaps."""
+    monkeypatch.setattr(torch.cuda, "Stream", Line)
+    monkeypatch.setattr(torch.cuda, "current_stream", Line)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+    cpu = torch.device("cpu")
+    assert disagreements(Ahead(cpu), cpu, steps=60, seed=seed) == 0
 
 
 @pytest.mark.gpu

@@ -161,6 +161,9 @@ class Engine:
         known = self._graphs.get(item.info)
         if known is not None or self.steps < _WARM_UP or item.version != self._feed.version:
             return known
+        if self._penalty is not None and any(call.draws for call in self._scaler.calls.values()):
+            self._why_not = "the penalty runs layers with dropout inside a second time with the same random numbers"
+            return None
         return self._capture(item, transfer) if len(self._graphs) < MOST_GRAPHS else None
 
     def _capture(self, item: Item, transfer: Transfer) -> torch.cuda.CUDAGraph | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gnnautoscale.batch import BatchInfo, HistoryRows, RowOrder
 from gnnautoscale.history import History, Runs
-from gnnautoscale.kernels import merge_rows, use_triton
+from gnnautoscale.kernels import locate_rows, merge_rows, use_triton
 
 
 class Transfer(ABC):
@@ -132,8 +132,10 @@ class Ahead(Transfer):
         self._current_side = 0
         # For both tables: which rows the step before writes itself, and where among its own they are.
         self._shared = torch.empty(2, 0, dtype=torch.int32, device=device)
-        self._staged_for: BatchInfo | None = None
-        self._staged: frozenset[str] = frozenset()
+        # The slots whose rows are in this step's table, and those pulled ahead for another batch.
+        self._staged: set[str] = set()
+        self._ahead: set[str] = set()
+        self._ahead_for: BatchInfo | None = None
         self._begun_already = False
         self._to_push: list[tuple[str, History, Tensor]] = []
 
@@ -164,8 +166,8 @@ class Ahead(Transfer):
         self.reserve(max(b.batch_size for b in batches), max(b.num_halo for b in batches), histories)
         self._wait(self._main, self._pushes)  # the last step's rows are in their histories, its buffers free
         self._wait(self._main, self._pulls)  # what was pulled ahead is there
-        ahead = self._staged if self._staged_for is info else frozenset()
-        self._info, self._order, self._staged, self._staged_for = info, order, frozenset(histories), None
+        ahead = self._ahead if self._ahead_for is info else set()
+        self._info, self._order, self._staged, self._ahead_for = info, order, set(histories), None
         self._index = {batch: self._index_of(batch) for batch in batches}
         self._to_push.clear()
         if ahead:
@@ -175,7 +177,7 @@ class Ahead(Transfer):
             self._shared[self._current_side].fill_(-1)
         for slot in histories.keys() - ahead:
             self._stage(histories[slot], slot, info, self._current_side)
-        if info.upcoming is not None:
+        if info.upcoming is not None and histories:
             self._pull_ahead(info, info.upcoming, histories)
 
     def _stage(self, history: History, slot: str, info: BatchInfo, side: int, skip: Tensor | None = None) -> None:
@@ -190,7 +192,7 @@ class Ahead(Transfer):
         with torch.cuda.stream(self._pulls):
             for slot, history in histories.items():
                 self._stage(history, slot, following, side, shared)
-        self._staged_for = following
+        self._ahead, self._ahead_for = set(histories), following
 
     def exchange(self, slot: str, history: History, rows: Tensor, *, push: bool = True) -> Tensor:
         """See :meth:`Transfer.exchange`."""
@@ -198,7 +200,7 @@ class Ahead(Transfer):
         if slot not in self._staged:  # a history that did not exist when the step began
             self.reserve(info.batch_size, info.num_halo, {slot: history})
             self._stage(history, slot, info, self._current_side)
-            self._staged |= {slot}
+            self._staged.add(slot)
         room = self._buffers[slot]
         full = rows
         if info.num_halo:
@@ -225,7 +227,7 @@ class Ahead(Transfer):
         """See :meth:`Transfer.settle`."""
         self._wait(self._main, self._pushes)
         self._wait(self._main, self._pulls)
-        self._staged_for = None
+        self._ahead_for = None
 
     @contextmanager
     def begun(self) -> Iterator[None]:
@@ -288,9 +290,7 @@ def _locate(index: Tensor, runs: Runs, where: Tensor) -> None:
         where: Where to write, ``[count]``, int32.
     """
     if len(runs) == 1:
-        start, first, count = runs[0]
-        place = index - start
-        where.copy_(torch.where((place >= 0) & (place < count), place + first, -1))
+        locate_rows(index, *runs[0], where)
         return
     table = torch.tensor(sorted(runs) or [(0, 0, 0)], pin_memory=index.is_cuda).to(index.device, non_blocking=True)
     starts, firsts, counts = table.t().contiguous()

@@ -113,6 +113,38 @@ def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side
         plain_merge_rows(rows, staged, recent, where, side, out)
 
 
+@torch.no_grad()
+def locate_rows(index: Tensor, start: int, first: int, length: int, where: Tensor) -> None:
+    """Find rows in a piece of a table: ``where[i] = index[i] - start + first`` inside of the piece, else -1.
+
+    Args:
+        index: Rows of the table, ``[count]``, int64.
+        start: First row of the piece.
+        first: The number that its first row has elsewhere.
+        length: Number of rows of the piece.
+        where: Where the numbers go, ``[count]``, int32, on the same device.
+
+    Example:
+        >>> where = torch.empty(3, dtype=torch.int32)
+        >>> locate_rows(torch.tensor([4, 9, 6]), 5, 0, 3, where)
+        >>> where.tolist()
+        [-1, -1, 1]
+    """
+    if where.shape != index.shape:
+        raise InputError(
+            "there is one place for each index",
+            got=f"shapes {tuple(index.shape)} and {tuple(where.shape)}",
+            fix="Pass two tensors of shape [count].",
+        )
+    if use_triton(where):
+        from gnnautoscale.kernels.triton_rows import locate_rows as on_gpu
+
+        on_gpu(index, start, first, length, where)
+    else:
+        place = index - start
+        where.copy_(torch.where((place >= 0) & (place < length), place + first, -1))
+
+
 def plain_gather_rows(source: Tensor, index: Tensor, out: Tensor, skip: Tensor | None) -> None:
     """What :func:`gather_rows` computes, in plain torch."""
     if skip is None:

@@ -18,6 +18,7 @@ WARPS = 8
 MERGE_WARPS = 4
 MOST_COLUMNS = 1024
 MOST_ROWS = 128
+BLOCK = 1024  # indices of one program
 
 
 def _gather(source, index, skip, out, count, width, rows_each: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -32,7 +33,9 @@ def _gather(source, index, skip, out, count, width, rows_each: tl.constexpr, col
             column = first + tl.arange(0, columns)
             mask = wanted[:, None] & (column < width)[None, :]
             value = tl.load(source + origin[:, None] + column[None, :], mask=mask)
-            tl.store(out + goal[:, None] + column[None, :], value.to(out.dtype.element_ty), mask=mask)
+            # Not needed before the next step: it should not push what this step uses out of the cache.
+            value = value.to(out.dtype.element_ty)
+            tl.store(out + goal[:, None] + column[None, :], value, mask=mask, cache_modifier=".cs")
 
 
 def _scatter(rows, index, target, count, width, rows_each: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -83,6 +86,14 @@ def _merge(  # type: ignore[no-untyped-def]
         tl.store(out + goal[:, None] + column[None, :], value, mask=mask)
 
 
+def _locate(index, where, count, start, first, length, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0) * block + tl.arange(0, block)
+    wanted = row < count
+    place = tl.load(index + row, mask=wanted, other=0) - start
+    inside = (place >= 0) & (place < length)
+    tl.store(where + row, tl.where(inside, place + first, -1).to(tl.int32), mask=wanted)
+
+
 _gather_kernels = compiled(_gather, counts=["count"], indices=["index", "skip"], rows=["source", "out"])
 _scatter_kernels = compiled(_scatter, counts=["count"], indices=["index"], rows=["rows", "target"])
 _merge_kernels = compiled(
@@ -91,6 +102,9 @@ _merge_kernels = compiled(
     indices=["where", "side"],
     rows=["rows", "staged", "recent", "out"],
 )
+
+
+_locate_kernels = compiled(_locate, counts=["count", "start", "first", "length"], indices=["index", "where"], rows=[])
 
 
 def gather_rows(source: Tensor, index: Tensor, out: Tensor, skip: Tensor | None, programs: int) -> None:
@@ -116,6 +130,15 @@ def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side
     programs = triton.cdiv(count, block[0])
     arguments = (rows, staged, recent, where, side, out, count, rows.size(0), where.size(1), width)
     launch(_merge_kernels, programs, out, *arguments, *block, warps=MERGE_WARPS)
+
+
+def locate_rows(index: Tensor, start: int, first: int, length: int, where: Tensor) -> None:
+    """See :func:`gnnautoscale.kernels.locate_rows`."""
+    count = index.numel()
+    places = where.unsqueeze(1)
+    launch(
+        _locate_kernels, triton.cdiv(count, BLOCK), places, index, where, count, start, first, length, 1, BLOCK, warps=4
+    )
 
 
 def _block(width: int, item_bytes: int, num_bytes: int) -> tuple[int, int]:
