@@ -128,7 +128,7 @@ def time_epochs(
     with engine.running():
         model.train()
         # An epoch ends with its loss on the host, so nothing is under way any more.
-        seconds = [_seconds(lambda: engine.epoch(islice(loader, count))) for _ in range(epochs + 2)][2:]
+        seconds = [_seconds(lambda: engine.epoch(islice(loader.ready(), count))) for _ in range(epochs + 2)][2:]
         how = engine.how
     return {
         "epoch": statistics.median(seconds),

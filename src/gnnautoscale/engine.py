@@ -12,11 +12,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.autoscale import attached
 from gnnautoscale.batch import BatchInfo
 from gnnautoscale.feed import Feed, Item
+from gnnautoscale.loader import ReadyBatch
 from gnnautoscale.regularize import LocalLipschitz
 from gnnautoscale.transfer import Transfer
 
@@ -115,7 +115,7 @@ class Engine:
             self._graphs.clear()
             self._feed.clear()
 
-    def epoch(self, batches: Iterable[Data], after_step: Callable[[], None] | None = None) -> float:
+    def epoch(self, batches: Iterable[ReadyBatch], after_step: Callable[[], None] | None = None) -> float:
         """Train on some batches.
 
         Args:

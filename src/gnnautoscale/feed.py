@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale.autoscale import attached
 from gnnautoscale.batch import BatchInfo, BatchTensor
 from gnnautoscale.kernels import Adjacency
+from gnnautoscale.loader import ReadyBatch
 from gnnautoscale.record import Event, Slice
 
 Placement = Literal["auto", "device", "host"]
@@ -121,20 +123,16 @@ class Feed:
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._back = self._front = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def items(self, batches: Iterable[Data]) -> Iterator[Item]:
+    def items(self, batches: Iterable[ReadyBatch]) -> Iterator[Item]:
         """The batches of an epoch on the compute device; each is valid until the next is asked for."""
         batches = iter(batches)
-        if self.device.type != "cuda":
-            yield from (plain_item(batch, self.device) for batch in batches)
-            return
-        if not self._scaler.memory.events:
-            # What the model does with edges is known only once it has run.
-            yield from (plain_item(batch, self.device) for batch in (next(batches, None),) if batch is not None)
+        # On a GPU the first as it is: what the model does with edges is known only once it has run.
+        unpacked = None if self.device.type != "cuda" else int(not self._scaler.memory.events)
+        yield from (plain_item(batch.tagged_copy(), self.device) for batch in islice(batches, unpacked))
         following = self._next(batches)
         while following is not None:
             package, item = following, self._arrive(following)
             following = self._next(batches)
-            # The loader has moved on, so it says no more what follows this batch.
             package.info.upcoming = None if following is None else following.info
             yield item
             package.info.upcoming = None
@@ -147,13 +145,13 @@ class Feed:
             info.placed.clear()
         self._packages.clear()
 
-    def _next(self, batches: Iterator[Data]) -> _Package | None:
+    def _next(self, batches: Iterator[ReadyBatch]) -> _Package | None:
         """Pack the next batch and start to copy it; a GPU goes on with earlier steps meanwhile."""
         batch = next(batches, None)
         if batch is None:
             return None
         with torch.cuda.stream(self._copies):
-            package = self._packages.get(batch.edge_index.info) or self._package(batch)
+            package = self._packages.get(batch.info) or self._package(batch.tagged_copy())
         if package.item is None:
             self._make_room(package.buffer.numel())
             self._copies.wait_stream(self._main)  # the batch before this one has left the room

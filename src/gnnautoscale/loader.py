@@ -150,12 +150,16 @@ class HaloLoader:
         self._generator = torch.Generator().manual_seed(seed)
         # Workers draw their seeds from here and not from the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
-        self._ready: dict[tuple[int, ...], _Ready] = {}
+        self._ready: dict[tuple[int, ...], ReadyBatch] = {}
 
     def __len__(self) -> int:
         return -(-self.num_parts // self.batch_size)
 
     def __iter__(self) -> Iterator[Data]:
+        return _handed_out(self.ready())
+
+    def ready(self) -> Iterator[ReadyBatch]:
+        """The batches of an epoch as the loader keeps them: what ``iter(loader)`` hands out copies of."""
         order = torch.arange(self.num_parts)
         if self.shuffle:
             order = torch.randperm(self.num_parts, generator=self._generator)
@@ -175,9 +179,9 @@ class HaloLoader:
             >>> len(list(loader.in_order()))
             2
         """
-        return self._batches(torch.arange(self.num_parts), keep=True)
+        return _handed_out(self._batches(torch.arange(self.num_parts), keep=True))
 
-    def _batches(self, order: Tensor, *, keep: bool) -> Iterator[Data]:
+    def _batches(self, order: Tensor, *, keep: bool) -> Iterator[ReadyBatch]:
         # Ascending inside a batch, so that the same parts give the same batch however they were drawn.
         groups = [tuple(sorted(group.tolist())) for group in torch.split(order, self.batch_size)]
         # Decided now: another iteration may add to what is ready while this one goes on.
@@ -192,16 +196,11 @@ class HaloLoader:
                 generator=self._worker_seeds,
             )
         )
-        previous: _Ready | None = None
         for group in groups:
             batch = ready[group] if group in ready else self._wrap(next(fetched))
             if keep:
                 self._ready[group] = batch
-            if previous is not None:
-                yield from previous.followed_by(batch)
-            previous = batch
-        if previous is not None:
-            yield previous.tagged_copy()
+            yield batch
 
     @cached_property
     def connectivity(self) -> float:
@@ -227,42 +226,47 @@ class HaloLoader:
         return self._wrap(single[(0,)]).tagged_copy()
 
     @torch.inference_mode(False)
-    def _wrap(self, pieces: _Pieces) -> _Ready:
+    def _wrap(self, pieces: _Pieces) -> ReadyBatch:
         batch = Data.from_dict(pieces.attributes)
         batch.num_nodes = pieces.n_id.numel()
         # Copies, since a user may write into the batch's.
         batch.n_id, batch.e_id, batch.batch_size = pieces.n_id.clone(), pieces.e_id.clone(), pieces.batch_size
-        return _Ready(batch, BatchInfo(self.graph, pieces.n_id, pieces.batch_size, pieces.e_id, self._order))
+        return ReadyBatch(batch, BatchInfo(self.graph, pieces.n_id, pieces.batch_size, pieces.e_id, self._order))
 
 
-class _Ready:
+class ReadyBatch:
     """A batch that may be yielded many times."""
 
     def __init__(self, batch: Data, info: BatchInfo) -> None:
-        self._batch, self._info = batch, info
+        self._batch, self.info = batch, info
         self._versions = self._current_versions()
 
     def intact(self) -> bool:
         """Whether nobody wrote into its tensors."""
         return self._versions == self._current_versions()
 
-    def followed_by(self, other: _Ready) -> Iterator[Data]:
-        """Yield a copy that knows, for as long as it is being used, which batch comes next."""
-        self._info.upcoming = other._info
-        try:
-            yield self.tagged_copy()
-        finally:
-            self._info.upcoming = None
-
     def tagged_copy(self) -> Data:
         """A copy that the user may move and change without touching this one; tensors are shared."""
         batch = copy.copy(self._batch)
-        for name in ("edge_index", "n_id", *self._info.graph.edge_attributes):
-            batch[name] = BatchTensor.tag(batch[name], self._info, name)
+        for name in ("edge_index", "n_id", *self.info.graph.edge_attributes):
+            batch[name] = BatchTensor.tag(batch[name], self.info, name)
         return batch
 
     def _current_versions(self) -> list[int]:
         return [value._version for _, value in self._batch if isinstance(value, Tensor)]
+
+
+def _handed_out(batches: Iterator[ReadyBatch]) -> Iterator[Data]:
+    """Copies of the batches; while one is being used, it is known which comes next."""
+    batch = next(batches, None)
+    while batch is not None:
+        following = next(batches, None)
+        batch.info.upcoming = None if following is None else following.info
+        try:
+            yield batch.tagged_copy()
+        finally:
+            batch.info.upcoming = None
+        batch = following
 
 
 def check_nodes(nodes: Tensor, num_nodes: int) -> Tensor:

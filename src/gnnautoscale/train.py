@@ -235,7 +235,7 @@ def fit(
             rate = float(optimizer.param_groups[0]["lr"])
             start = clock.total("train")
             with clock("train"):
-                mean_loss = engine.epoch(islice(loader, steps_per_epoch), after_step)
+                mean_loss = engine.epoch(islice(loader.ready(), steps_per_epoch), after_step)
             result.steps = engine.steps
             if not math.isfinite(mean_loss):
                 raise FloatingPointError(f"the loss is {mean_loss} in epoch {number}: {_CALM_DOWN}")
