@@ -23,6 +23,7 @@ ORDER = [
     "record",
     "slots",
     "session",
+    "sweep",
     "tiny",
     "plan",
     "autoscale",

@@ -15,8 +15,9 @@ from gnnautoscale.autoscale import Autoscaler, OpenSession, attached
 from gnnautoscale.errors import InputError, StaleHistoryWarning
 from gnnautoscale.loader import HaloLoader, check_nodes
 from gnnautoscale.record import map_tensors, tensors_in
-from gnnautoscale.session import Session, Sweep, evaluating, run_sweep
+from gnnautoscale.session import Session, evaluating
 from gnnautoscale.slots import Memory, Plan
+from gnnautoscale.sweep import Sweep, run_sweep
 
 CallModel = Callable[[nn.Module, Data], Any]
 

@@ -26,8 +26,9 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale.batch import BatchInfo
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.record import ArgumentKind, Event, map_tensors, tensors_in
-from gnnautoscale.session import Session, Sweep, _Frame, describe, evaluating, run_sweep
+from gnnautoscale.session import Session, _Frame, describe, evaluating
 from gnnautoscale.slots import SHORTCUTS, LayerCall, Plan, Shortcut
+from gnnautoscale.sweep import Sweep, run_sweep
 from gnnautoscale.tiny import NUM_NODES, TinyGraph, kind_of
 
 RunModel = Callable[[Session, tuple[Any, ...], dict[str, Any]], Any]

@@ -24,7 +24,7 @@ from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.graph import EdgesByTarget
 from gnnautoscale.record import Event, Recorder, Slice, align, keep_edges, map_tensors, tensors_in
 from gnnautoscale.slots import LayerCall, Memory, Plan
-from gnnautoscale.transfer import Direct, Transfer
+from gnnautoscale.transfer import Transfer
 
 
 class Penalty(Protocol):
@@ -246,7 +246,7 @@ class Session:
         if push:
             self.memory.written_by = None
         history = self.memory.history(slot, rows)
-        return self._transfer.exchange(slot, history, _flat(rows), push=push).view(-1, *out.shape[1:])
+        return self._transfer.exchange(slot, history, flat(rows), push=push).view(-1, *out.shape[1:])
 
     # Edges ###########################################################################################################
 
@@ -393,72 +393,6 @@ class Session:
             )
 
 
-class _SweepDone(BaseException):
-    """Ends a forward pass once the slots of a level are pushed."""
-
-
-class Sweep(Session):
-    """Evaluates one level of slots, or the output, from the levels below it, which are read from histories.
-
-    Args:
-        level: The slots to compute and push; ``None`` computes the model's output.
-    """
-
-    def __init__(
-        self, info: BatchInfo, plan: Plan, memory: Memory, device: torch.device, *, level: frozenset[str] | None
-    ) -> None:
-        super().__init__(info, plan, memory, device)
-        self._transfer = Direct(device)
-        self._level = level
-        self._missing = set(level or ())
-        wanted = level if level is not None else plan.needs.keys() - self.plan.live
-        self._needed = frozenset().union(*(plan.needs[slot] for slot in wanted))
-        self._depth = plan.levels.index(level) if level is not None else len(plan.levels)
-        self._done = frozenset().union(*plan.levels[: self._depth])
-
-    def begin(self) -> None:
-        """Sweeps read and write in order, after all training steps."""
-        self.memory.settle()
-        super().begin()
-
-    def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
-        """Read the rows of slots below the level, compute and push those of the level, leave out the rest."""
-        if slot in self._done and slot in self._needed:
-            return self.pull(slot, self._rows(slot, 0))
-        later = self._level is not None and slot in self.plan.needs and slot not in self._level
-        holds_missing = any(missing.startswith(f"{slot}>") for missing in self._missing)
-        if slot in self._done or (later and not holds_missing):
-            # Nothing that this sweep computes depends on these rows.
-            return self._rows(slot, 0 if self.plan.skip_empty else self.info.num_rows)
-        out = compute()
-        if slot not in self._missing:
-            return self._widened(out)
-        self._check_rows(slot, out)
-        self.push(slot, out)
-        self._missing.discard(slot)
-        if not self._missing:
-            raise _SweepDone
-        return out
-
-    def push(self, slot: str, out: Tensor) -> None:
-        """Write the batch's rows."""
-        rows = out[: self.info.batch_size].detach()
-        self.memory.written_by = None
-        place = self.memory.row_order(self.info).rows(self.info)
-        index = place.index[: self.info.batch_size]
-        self.memory.history(slot, rows).push(_flat(rows), index, place.runs)
-
-    def pull(self, slot: str, like: Tensor) -> Tensor:
-        """Read the rows of batch and halo, in shape and type like the given ones."""
-        place = self.memory.row_order(self.info).rows(self.info)
-        rows = self.memory.history(slot, like).pull(place.on(self.device), device=self.device, dtype=like.dtype)
-        return rows.view(-1, *like.shape[1:])
-
-    def _rows(self, slot: str, count: int) -> Tensor:
-        rows = self.plan.rows[slot]
-        return torch.zeros((count, *rows.shape[1:]), dtype=rows.dtype, device=self.device)
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode, and each of its modules back into the mode it had."""
@@ -469,14 +403,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-def run_sweep(run: Callable[[], Any]) -> Any:
-    """Call the model in a sweep; returns its output, or ``None`` if it ended at the sweep's level."""
-    try:
-        return run()
-    except _SweepDone:
-        return None
 
 
 def describe(call: str, layer: nn.Module) -> str:
@@ -513,7 +439,7 @@ def _batch_norm_without_tracking(norm: _BatchNorm, x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
 
 
-def _flat(rows: Tensor) -> Tensor:
+def flat(rows: Tensor) -> Tensor:
     """Rows of any shape as rows of a matrix."""
     return rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
 
