@@ -25,6 +25,7 @@ ORDER = [
     "session",
     "sweep",
     "tiny",
+    "rehearsal",
     "plan",
     "autoscale",
     "scalable",
