@@ -683,3 +683,31 @@ def test_edge_dropout_works_with_learned_weights() -> None:
         model(batch).square().sum().backward()
     assert model.weigh.weight.grad is not None
     assert bool((model.weigh.weight.grad != 0).all())
+
+
+# torch.compile #######################################################################################################
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, about its compiler
+def test_torch_compile_leaves_an_autoscaled_model_as_it_is() -> None:
+    data = undirected_graph()
+    torch.manual_seed(0)
+    model = gas.autoscale(pyg.GCN(CHANNELS, 8, num_layers=3, out_channels=4), data)
+    loader = gas.HaloLoader(data, num_parts=3)
+    compiled = torch.compile(model, backend="eager")
+    for batch in [*loader, *loader]:
+        expected = model(batch.x, batch.edge_index)
+        assert torch.equal(compiled(batch.x, batch.edge_index), expected)
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place", "inside"])
+def test_a_compiled_model_is_refused(how: str) -> None:
+    model = pyg.GCN(CHANNELS, 8, num_layers=2, out_channels=4)
+    if how == "wrapped":
+        model = torch.compile(model, backend="eager")
+    elif how == "in place":
+        model.compile(backend="eager")  # type: ignore[no-untyped-call]
+    else:
+        model.convs[0].compile(backend="eager")
+    with pytest.raises(gas.UnsupportedModelError, match=r"torch\.compile has wrapped"):
+        gas.autoscale(model, undirected_graph())

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
@@ -80,6 +81,12 @@ class Autoscaler:
                     got=f"{type(module).__name__}, which already is or belongs to a model that is",
                     fix="Call gas.detach on the model that was autoscaled first.",
                 )
+            if isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
+                raise UnsupportedModelError(
+                    "histories are attached to the model itself",
+                    got=f"{type(module).__name__}, which torch.compile has wrapped",
+                    fix="Pass the model as it is; on a GPU, gas.fit captures whole training steps as CUDA graphs.",
+                )
         for name, layer in layers:
             if getattr(layer, "cached", False):
                 raise UnsupportedModelError(
@@ -133,6 +140,7 @@ class Autoscaler:
 
     # Running #########################################################################################################
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # torch.compile leaves what happens in here as it is
     def _forward(self, model: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.session is not None:  # the model calls itself, or is being rehearsed
             return run(*args, **kwargs)
