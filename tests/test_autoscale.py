@@ -697,7 +697,7 @@ def test_torch_compile_leaves_an_autoscaled_model_as_it_is() -> None:
     compiled = torch.compile(model, backend="eager")
     for batch in [*loader, *loader]:
         expected = model(batch.x, batch.edge_index)
-        assert torch.equal(compiled(batch.x, batch.edge_index), expected)
+        assert torch.equal(compiled(batch.x, batch.edge_index), expected)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place", "inside"])
@@ -706,7 +706,7 @@ def test_a_compiled_model_is_refused(how: str) -> None:
     if how == "wrapped":
         model = torch.compile(model, backend="eager")
     elif how == "in place":
-        model.compile(backend="eager")  # type: ignore[no-untyped-call]
+        model.compile(backend="eager")
     else:
         model.convs[0].compile(backend="eager")
     with pytest.raises(gas.UnsupportedModelError, match=r"torch\.compile has wrapped"):

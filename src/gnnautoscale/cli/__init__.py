@@ -16,6 +16,7 @@ from torch import nn
 from gnnautoscale import datasets
 from gnnautoscale.atomic import write_atomically
 from gnnautoscale.autoscale import autoscale
+from gnnautoscale.cli import bench as bench_commands
 from gnnautoscale.cli import demo as demonstration
 from gnnautoscale.cli.display import epochs_shown, errors, megabytes, percent, print_json, print_table
 from gnnautoscale.cli.saved import load_model, save_model
@@ -77,6 +78,8 @@ def train(
         print_json({"options": options, "runs": [result.to_dict() for result in results]})
     else:
         _show_results(f"{options['data']} · {model_name} · {training['mode']}", results)
+    if training["device"] != "cpu" and not quiet:
+        errors.print(f"steps: {results[-1].how}", soft_wrap=True)
 
 
 def partition(
@@ -184,6 +187,7 @@ def demo(
         demonstration.show(rows)
 
 
+app.add_typer(bench_commands.app, name="bench")
 app.command()(with_options(TRAIN, train))
 app.command()(with_options(PARTITION, partition))
 app.command()(with_options(DATA, infer))
