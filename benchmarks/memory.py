@@ -9,6 +9,7 @@ import gc
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -128,8 +129,9 @@ class Results:
         row["held_before"] = torch.cuda.memory_allocated() if cuda else None
         try:
             row |= work()
-        except RuntimeError as error:
-            row["error"] = str(error).splitlines()[0]
+        except Exception as error:
+            traceback.print_exc()
+            row["error"] = repr(error).partition("\\n")[0]
         self.rows.append(row)
         outcome = row.get("error") or f"{gigabytes(row['peak_memory'])} GB"
         details = ", ".join(f"{name} {value:,}" for name, value in more.items() if isinstance(value, int))
@@ -395,7 +397,8 @@ def main() -> None:
     for layers in DEPTHS:
         before, after = (results.peak("GAS", layers, setup.nodes) for setup in (small, large))
         if before and after:
-            results.content["growth_percent"][layers] = 100.0 * (after / before - 1.0)
+            growth = results.content["growth_percent"][layers] = 100.0 * (after / before - 1.0)
+            results.say(f"GAS, {layers} layers: {growth:+.2f} % from {small.nodes:,} to {large.nodes:,} nodes")
     results.say("done")
     print(table(results, small, large))
     if any("error" in row for row in results.rows):

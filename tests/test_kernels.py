@@ -21,6 +21,7 @@ from gnnautoscale.kernels import (
     Adjacency,
     available,
     gather_rows,
+    gather_tables,
     locate_rows,
     merge_rows,
     scatter_rows,
@@ -111,8 +112,12 @@ def test_kernels_compile_for_a_gpu(
     types |= dict.fromkeys(("index", "skip", "where", "ptr", "col", "degrees", "ties"), "*i32")
     types |= {"side": "*i32", "count": "i32", "width": "i32", "batch_size": "i32", "room": "i32"}
     types |= dict.fromkeys(("start", "first", "length"), "i64")
+    language: Any = importlib.import_module("triton.language")
+    types_of_tables = {"source_type": language.bfloat16, "out_type": language.float32, "aligned": width == 256}
+    types |= {"sources": "*i64", "outs": "*i64", "num_tables": "i32"}
     for variants, fixed in (
         (rows._gather_kernels, block),
+        (rows._gather_tables_kernels, {**block, **types_of_tables}),
         (rows._scatter_kernels, block),
         (rows._merge_kernels, block),
         (rows._locate_kernels, {"block": 1024}),
@@ -436,6 +441,23 @@ def test_gather_rows(device: str, skipping: bool, width: int) -> None:
         assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("skipping", [False, True])
+@pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids=str)
+@pytest.mark.parametrize("width", [3, 64])
+def test_gather_tables(device: str, width: int, dtypes: tuple[torch.dtype, torch.dtype], skipping: bool) -> None:
+    tables = [integers(400, width, device=device, dtype=dtypes[0], seed=seed) for seed in range(3)]
+    index = torch.randint(400, (150,), device=device)
+    skip = torch.randint(-2, 2, (150,), dtype=torch.int32, device=device) if skipping else None
+    outs = [torch.full((150, width), 77.0, dtype=dtypes[1], device=device) for _ in tables]
+    expected = [out.clone() for out in outs]
+    gather_tables(tables, index, outs, skip=skip, programs=3)
+    for table, out, wanted in zip(tables, outs, expected, strict=True):
+        gather_rows(table, index, wanted, skip=skip)
+        assert torch.equal(out, wanted)
+    with pytest.raises(InputError, match="one shape and type"):
+        gather_tables([tables[0], tables[1][:9]], index, outs[:2])
+
+
 @pytest.mark.parametrize("width", [*WIDTHS, 1500])
 def test_scatter_rows(device: str, width: int) -> None:
     new = integers(150, width, device=device)
@@ -646,7 +668,7 @@ def test_compiles_once_for_all_sizes(width: int) -> None:
         found = (*vars(triton_rows).values(), *vars(triton_spmm).values())
         kernels = [kernel for value in found if isinstance(value, dict) for kernel in value.values()]
         compiled = [kernel for kernel in kernels if type(kernel).__name__ == "JITFunction"]
-        assert len(compiled) == 14
+        assert len(compiled) == 16
         return sum(len(kernel.device_caches[0][0]) for kernel in compiled)
 
     def work(count: int, offset: int) -> None:
@@ -657,6 +679,7 @@ def test_compiles_once_for_all_sizes(width: int) -> None:
         out = torch.zeros(count + offset, width, device="cuda")[offset:]
         gather_rows(rows, index, out)
         gather_rows(rows, index, out, skip=index)
+        gather_tables([rows, rows], index, [out, out], skip=index)
         scatter_rows(rows[:1], index[:1], out)
         where = buffer[offset : offset + 2 * count].view(2, count)
         merge_rows(rows[:1], rows.new_zeros(2, count, width), rows, where, index[:1], out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from conftest import undirected_graph
-from gnnautoscale.history import Runs
+from gnnautoscale.history import History, Runs
 from gnnautoscale.history.host import HostHistory
 from gnnautoscale.loader import HaloLoader
 from gnnautoscale.transfer import Ahead, Direct, Transfer, _locate
@@ -32,9 +32,11 @@ class SlowHistory(HostHistory):
 
     delay = 0
 
-    def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
+    def read_together(
+        self, others: Sequence[History], index: Tensor, outs: Sequence[Tensor], *, skip: Tensor | None = None
+    ) -> None:
         slow(self.delay)
-        super().read(index, out, skip=skip)
+        super().read_together(others, index, outs, skip=skip)
 
     def push(self, rows: Tensor, where: Tensor, runs: Runs | None = None) -> None:
         slow(self.delay)

@@ -175,14 +175,17 @@ class Ahead(Transfer):
             self._side.fill_(self._current_side)
         else:
             self._shared[self._current_side].fill_(-1)
-        for slot in histories.keys() - ahead:
-            self._stage(histories[slot], slot, info, self._current_side)
+        self._stage({slot: histories[slot] for slot in histories if slot not in ahead}, info, self._current_side)
         if info.upcoming is not None and histories:
             self._pull_ahead(info, info.upcoming, histories)
 
-    def _stage(self, history: History, slot: str, info: BatchInfo, side: int, skip: Tensor | None = None) -> None:
-        staged = self._buffers[slot].staged[side, : info.num_halo]
-        history.read(self._index[info][info.batch_size :], staged, skip=skip)
+    def _stage(self, histories: Mapping[str, History], info: BatchInfo, side: int, skip: Tensor | None = None) -> None:
+        """Read a batch's halo into a table."""
+        index = self._index[info][info.batch_size :]
+        if histories and info.num_halo:
+            staged = [self._buffers[slot].staged[side, : info.num_halo] for slot in histories]
+            first, *others = histories.values()
+            first.read_together(others, index, staged, skip=skip)
 
     def _pull_ahead(self, info: BatchInfo, following: BatchInfo, histories: Mapping[str, History]) -> None:
         side = 1 - self._current_side
@@ -190,8 +193,7 @@ class Ahead(Transfer):
         _locate(self._index[following][following.batch_size :], self._rows(info).runs, shared)
         self._wait(self._pulls, self._main)  # the table is not used any more, and it is known which rows to leave out
         with torch.cuda.stream(self._pulls):
-            for slot, history in histories.items():
-                self._stage(history, slot, following, side, shared)
+            self._stage(histories, following, side, shared)
         self._ahead, self._ahead_for = set(histories), following
 
     def exchange(self, slot: str, history: History, rows: Tensor, *, push: bool = True) -> Tensor:
@@ -199,7 +201,7 @@ class Ahead(Transfer):
         info = self._current
         if slot not in self._staged:  # a history that did not exist when the step began
             self.reserve(info.batch_size, info.num_halo, {slot: history})
-            self._stage(history, slot, info, self._current_side)
+            self._stage({slot: history}, info, self._current_side)
             self._staged.add(slot)
         room = self._buffers[slot]
         full = rows

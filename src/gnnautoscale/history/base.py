@@ -63,6 +63,20 @@ class History(ABC):
             skip: Rows with a value of at least 0 here are not read, ``[count]`` of int32.
         """
 
+    def read_together(
+        self, others: Sequence[History], index: Tensor, outs: Sequence[Tensor], *, skip: Tensor | None = None
+    ) -> None:
+        """Read the same rows of this history and of others of the same kind; see :meth:`read`.
+
+        Args:
+            others: Further histories.
+            index: The rows to read, ``[count]``.
+            outs: Where to write the rows of this history and of each of the others, each ``[count, width]``.
+            skip: Rows with a value of at least 0 here are not read, ``[count]`` of int32.
+        """
+        for history, out in zip((self, *others), outs, strict=True):
+            history.read(index, out, skip=skip)
+
     @abstractmethod
     def push(self, rows: Tensor, where: Tensor, runs: Runs | None = None) -> None:
         """Write rows.

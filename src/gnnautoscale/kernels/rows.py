@@ -6,6 +6,8 @@ run in a CUDA graph. Autograd does not see them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,47 @@ def gather_rows(
         on_gpu(source, index, out, skip, programs)
     else:
         plain_gather_rows(source, index, out, skip)
+
+
+@torch.no_grad()
+def gather_tables(
+    sources: Sequence[Tensor],
+    index: Tensor,
+    outs: Sequence[Tensor],
+    *,
+    skip: Tensor | None = None,
+    programs: int = PROGRAMS,
+) -> None:
+    """Read the same rows of several tables, as :func:`gather_rows` does for each; on a GPU all in one go.
+
+    Args:
+        sources: One or more tables of one shape and type, each ``[num_rows, width]``.
+        index: The rows to read, ``[count]``.
+        outs: Where each table's rows go, each ``[count, width]``, of one type.
+        skip: Rows not to read have a value of 0 or more here, ``[count]``, int32.
+        programs: How many programs share the work on a GPU.
+
+    Example:
+        >>> outs = [torch.zeros(1, 2), torch.zeros(1, 2)]
+        >>> gather_tables([torch.ones(3, 2), torch.full((3, 2), 5.0)], torch.tensor([2]), outs)
+        >>> outs[1].tolist()
+        [[5.0, 5.0]]
+    """
+    kinds = {(source.shape, source.dtype, out.dtype) for source, out in zip(sources, outs, strict=True)}
+    if len(kinds) != 1:
+        raise InputError(
+            "tables that are read together have one shape and type", got=f"{len(kinds)} kinds", fix="Read them apart."
+        )
+    for source, out in zip(sources, outs, strict=True):
+        _check_rows(out, source)
+        _check_index(out, index, skip)
+    if use_triton(outs[0]):
+        from gnnautoscale.kernels.triton_rows import gather_tables as on_gpu
+
+        on_gpu(sources, index, outs, skip, programs)
+    else:
+        for source, out in zip(sources, outs, strict=True):
+            plain_gather_rows(source, index, out, skip)
 
 
 @torch.no_grad()

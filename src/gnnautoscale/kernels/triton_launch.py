@@ -35,9 +35,7 @@ def compiled(function: Callable[..., None], *, counts: list[str], indices: list[
     return {True: aligned(function), False: anyhow(function)}
 
 
-def launch(
-    kernels: Kernels, num_programs: int, result: Tensor, *arguments: Tensor | int | bool | None, warps: int
-) -> None:
+def launch(kernels: Kernels, num_programs: int, result: Tensor, *arguments: Any, warps: int) -> None:
     """Run a kernel on the device and current stream of its result.
 
     Args:

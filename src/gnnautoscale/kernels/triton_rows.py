@@ -6,11 +6,15 @@ programs loop over the rows keeps the bus busy and leaves the GPU to others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from gnnautoscale.kernels.triton_launch import compiled, launch
+from gnnautoscale.kernels.triton_launch import VECTOR, compiled, launch
 
 BYTES = 32 * 1024  # what a program has in flight over the bus
 MERGE_BYTES = 8 * 1024
@@ -19,9 +23,17 @@ MERGE_WARPS = 4
 MOST_COLUMNS = 1024
 MOST_ROWS = 128
 BLOCK = 1024  # indices of one program
+MOST_ADDRESSES = 64
+_TYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
 
 
-def _gather(source, index, skip, out, count, width, rows_each: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _read(source, index, skip, out, out_type, count, width, rows_each: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
     for start in range(tl.program_id(0) * rows_each, count, tl.num_programs(0) * rows_each):
         row = start + tl.arange(0, rows_each)
         wanted = row < count
@@ -32,10 +44,36 @@ def _gather(source, index, skip, out, count, width, rows_each: tl.constexpr, col
         for first in range(0, width, columns):
             column = first + tl.arange(0, columns)
             mask = wanted[:, None] & (column < width)[None, :]
-            value = tl.load(source + origin[:, None] + column[None, :], mask=mask)
+            value = tl.load(source + origin[:, None] + column[None, :], mask=mask).to(out_type)
             # Not needed before the next step: it should not push what this step uses out of the cache.
-            value = value.to(out.dtype.element_ty)
             tl.store(out + goal[:, None] + column[None, :], value, mask=mask, cache_modifier=".cs")
+
+
+def _gather(source, index, skip, out, count, width, rows_each: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    _read(source, index, skip, out, out.dtype.element_ty, count, width, rows_each, columns)
+
+
+def _gather_tables(  # type: ignore[no-untyped-def]
+    sources,
+    index,
+    skip,
+    outs,
+    count,
+    num_tables,
+    width,
+    source_type: tl.constexpr,
+    out_type: tl.constexpr,
+    aligned: tl.constexpr,
+    rows_each: tl.constexpr,
+    columns: tl.constexpr,
+):
+    for table in range(num_tables):
+        source = tl.load(sources + table).to(tl.pointer_type(source_type))
+        out = tl.load(outs + table).to(tl.pointer_type(out_type))
+        if aligned:  # which the compiler cannot know of an address in memory
+            source = tl.multiple_of(source, 16)
+            out = tl.multiple_of(out, 16)
+        _read(source, index, skip, out, out_type, count, width, rows_each, columns)
 
 
 def _scatter(rows, index, target, count, width, rows_each: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -95,6 +133,9 @@ def _locate(index, where, count, start, first, length, width, block: tl.constexp
 
 
 _gather_kernels = compiled(_gather, counts=["count"], indices=["index", "skip"], rows=["source", "out"])
+_gather_tables_kernels = compiled(
+    _gather_tables, counts=["count", "num_tables"], indices=["sources", "index", "skip", "outs"], rows=[]
+)
 _scatter_kernels = compiled(_scatter, counts=["count"], indices=["index"], rows=["rows", "target"])
 _merge_kernels = compiled(
     _merge,
@@ -113,6 +154,32 @@ def gather_rows(source: Tensor, index: Tensor, out: Tensor, skip: Tensor | None,
     block = _block(width, source.element_size(), BYTES)
     programs = min(programs, triton.cdiv(count, block[0]))
     launch(_gather_kernels, programs, out, source, index, skip, out, count, width, *block, warps=WARPS)
+
+
+def gather_tables(
+    sources: Sequence[Tensor], index: Tensor, outs: Sequence[Tensor], skip: Tensor | None, programs: int
+) -> None:
+    """See :func:`gnnautoscale.kernels.gather_tables`."""
+    count, width = outs[0].shape
+    block = _block(width, sources[0].element_size(), BYTES)
+    programs = min(programs, triton.cdiv(count, block[0]))
+    aligned = width % VECTOR == 0 and all(table.data_ptr() % VECTOR == 0 for table in (*sources, *outs))
+    tables = (_addresses(sources, outs[0].device), index, skip, _addresses(outs, outs[0].device), count, len(outs))
+    types = (_TYPES[sources[0].dtype], _TYPES[outs[0].dtype], aligned)
+    launch(_gather_tables_kernels, programs, outs[0], *tables, width, *types, *block, warps=WARPS)
+
+
+def _addresses(tables: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Where the tables are, as a kernel reads it; kept, since the same tables are read in every step."""
+    key = device, *(table.data_ptr() for table in tables)
+    if key not in _known_addresses:
+        while len(_known_addresses) >= MOST_ADDRESSES:
+            _known_addresses.pop(next(iter(_known_addresses)))
+        _known_addresses[key] = torch.tensor(key[1:], dtype=torch.int64).to(device)
+    return _known_addresses[key]
+
+
+_known_addresses: dict[tuple[Any, ...], Tensor] = {}
 
 
 def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, programs: int) -> None:
