@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 from torch_geometric.data import Data  # type: ignore[import-untyped]
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from torch_geometric.utils import degree, scatter, spmm  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
@@ -69,12 +71,17 @@ def prepared(make: Callable[[], nn.Module], data: Data, loader: gas.HaloLoader, 
     gas.autoscale(model, data, **options)
     model.train()
     model(next(iter(loader)))
+    reset(model, state)
+    return model
+
+
+def reset(model: nn.Module, state: dict[str, Any]) -> None:
+    """Give a model back its weights and statistics, and fill its histories with random rows."""
     model.load_state_dict(state)
     generator = torch.Generator().manual_seed(5)
     for _, history in sorted(attached(model).memory.histories.items()):
         rows = torch.randn(history.num_nodes, history.width, generator=generator, dtype=history.dtype)
         history.push(rows, torch.arange(history.num_nodes))
-    return model
 
 
 def observed(
@@ -115,14 +122,20 @@ def check_same(
 ) -> Plan:
     """Compare training steps with and without shortcuts; returns the plan with them."""
     loader = parts(data, num_parts)
-    quick, plain = (prepared(make, data, loader, **options) for _ in range(2))
-    switch_off(plain)
-    for got, expected in zip(observed(quick, loader, run), observed(plain, loader, run), strict=True):
+    model = prepared(make, data, loader, **options)
+    state = copy.deepcopy(model.state_dict())
+    plan = plan_of(model)
+    calls = {name: replace(call, inward=set(call.inward)) for name, call in plan.calls.items()}
+    found = Plan(calls=calls, short_tail=plan.short_tail, bare=plan.bare)
+    quick = observed(model, loader, run)
+    reset(model, state)
+    switch_off(model)
+    for got, expected in zip(quick, observed(model, loader, run), strict=True):
         assert got.keys() == expected.keys()
-        assert any(name.startswith("gradient") for name in got) or not list(quick.parameters())
+        assert any(name.startswith("gradient") for name in got)
         for name in got:
             assert_named(name, got[name], expected[name], tolerance)
-    return plan_of(quick)
+    return found
 
 
 def assert_named(name: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -161,6 +174,7 @@ LAYERS: dict[str, tuple[Make, tuple[str, ...], set[str] | None]] = {
     "SAGE several": (lambda: pyg.SAGEConv(C, C, aggr=["mean", "std"]), (), {"pair"}),
     "SAGE reversed": (lambda: pyg.SAGEConv(C, C, flow="target_to_source"), (), None),
     "GIN": (lambda: pyg.GINConv(mlp(), train_eps=True), (), ALL),
+    "GIN linear": (lambda: pyg.GINConv(nn.Linear(C, C)), (), ALL),
     "Graph add": (lambda: pyg.GraphConv(C, C), (), ALL),
     "Graph mean": (lambda: pyg.GraphConv(C, C, aggr="mean"), (), ALL),
     "Graph max": (lambda: pyg.GraphConv(C, C, aggr="max"), (), ALL),
@@ -239,6 +253,62 @@ def test_inference_is_exact_with_shortcuts(name: str) -> None:
     assert_same(gas.infer(model, loader), expected, 1e-10)
 
 
+@pytest.mark.parametrize("name", ["GCN", "SAGE max", "GIN", "Graph mean weighted", "APPNP", "DirGNN"])
+def test_second_graph_that_is_directed(name: str) -> None:
+    """What was found out on a symmetric graph holds on another one."""
+    data, other = undirected_graph(dtype=torch.float64), odd_graph(dtype=torch.float64)
+    model = stack(name).double()
+    spread_norms(model)
+    expected = whole(model, data), whole(model, other)
+    gas.autoscale(model, data)
+    assert_same(gas.infer(model, parts(data)), expected[0], 1e-10)
+    assert_same(gas.infer(model, parts(other)), expected[1], 1e-10)
+
+
+@pytest.mark.parametrize("name", ["GCN", "SAGE mean", "SAGE max", "GIN", "Graph add weighted", "APPNP", "RGCN", "GAT"])
+def test_graph_without_edges(name: str) -> None:
+    data = undirected_graph(dtype=torch.float64)
+    for key in ("edge_index", "edge_weight", "edge_attr", "edge_type"):
+        data[key] = data[key][..., :0] if key == "edge_index" else data[key][:0]
+    check_same(lambda: stack(name), data, tolerance=1e-10)
+
+
+class Listing(gas.ScalableGNN):
+    """Names its own slots, as the paper does."""
+
+    def __init__(self, layer: Make) -> None:
+        super().__init__(40, C, 3)
+        self.convs = nn.ModuleList(layer() for _ in range(3))
+        self.lins = nn.ModuleList(nn.Linear(C, C) for _ in range(3))
+
+    def forward(self, x: Tensor, edge_index: Tensor, n_id: Tensor) -> Any:
+        for conv, lin, history in zip(self.convs, self.lins, self.histories, strict=False):
+            x = self.push_and_pull(history, lin(conv(x, edge_index)).tanh(), n_id)
+        return self.lins[-1](self.convs[-1](x, edge_index))
+
+
+@pytest.mark.parametrize("name", ["GCN", "SAGE mean", "GIN", "SAGE max"])
+def test_models_that_name_their_own_slots(name: str) -> None:
+    data = undirected_graph(dtype=torch.float64)
+    loader = parts(data)
+    steps = []
+    for quick in (True, False):
+        torch.manual_seed(3)
+        model = Listing(LAYERS[name][0]).double().train()
+        spread_norms(model)
+        batch = next(iter(loader))
+        model(batch.x, batch.edge_index, batch.n_id)
+        if not quick:
+            switch_off(model)
+        for _ in range(2):
+            found = observed(model, loader, lambda model, batch: model(batch.x, batch.edge_index, batch.n_id))
+        steps.append(found)
+    for got, expected in zip(*steps, strict=True):
+        assert got.keys() == expected.keys()
+        for key in got:
+            assert_named(key, got[key], expected[key], 1e-10)
+
+
 def test_signed_layers() -> None:
     class Signed(nn.Module):
         def __init__(self) -> None:
@@ -301,7 +371,6 @@ class Checkpointed(nn.Module):
         (nn.PReLU, False),
         (Scaled, False),
         (lambda: Checkpointed(False), False),
-        pytest.param(lambda: Checkpointed(True), False, id="reentrant"),
     ],
 )
 def test_halo_gradients_are_left_out_only_where_no_weight_needs_them(
@@ -310,6 +379,13 @@ def test_halo_gradients_are_left_out_only_where_no_weight_needs_them(
     plan = check_same(lambda: Between(middle()), make_data(dtype=torch.float64), tolerance=1e-10)
     assert plan.calls["first"].inward == {0}
     assert plan.calls["second"].inward == ({0} if inward else set())
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+def test_weights_that_a_checkpoint_hides_get_the_halos_part() -> None:
+    """Autograd sees the input of a reentrant checkpoint only, not the weights used in it."""
+    data = undirected_graph(dtype=torch.float64)
+    check_same(lambda: Between(Checkpointed(True)), data, tolerance=1e-10)
 
 
 class Embedded(nn.Module):
@@ -334,8 +410,9 @@ def test_learned_embeddings_of_the_halo_get_their_gradient(at_input: bool) -> No
     model = prepared(lambda: Embedded(at_input), data, loader := parts(data))
     batch = next(iter(loader))
     model(batch).square().sum().backward()
-    assert model.table.weight.grad is not None  # type: ignore[union-attr]
-    assert bool(model.table.weight.grad[batch.n_id[batch.batch_size :]].abs().max() > 0)  # type: ignore[union-attr]
+    gradient = dict(model.named_parameters())["table.weight"].grad
+    assert gradient is not None
+    assert bool(gradient[batch.n_id[batch.batch_size :]].abs().max() > 0)
 
 
 def test_gradients_of_one_batch_by_hand() -> None:
@@ -365,7 +442,8 @@ def test_gradients_of_one_batch_by_hand() -> None:
             assert_same(got.grad, wanted.grad, 1e-10)
 
 
-def test_weights_may_be_frozen_at_first() -> None:
+@pytest.mark.parametrize("part", ["middle", "first"])
+def test_weights_may_be_frozen_at_first(part: str) -> None:
     """What is trained later needs the halo's gradients, although nothing asked for them when the model was tried."""
     data = undirected_graph(dtype=torch.float64)
     loader = parts(data)
@@ -374,11 +452,9 @@ def test_weights_may_be_frozen_at_first() -> None:
         torch.manual_seed(3)
         model = Between(nn.Linear(C, C)).double()
         gas.autoscale(model, data)
+        getattr(model, part).requires_grad_(not frozen)
         gas.refresh(model, loader)
-        attached(model).plan = None
-        model.middle.requires_grad_(not frozen)
-        gas.infer(model, loader)
-        model.middle.requires_grad_()
+        getattr(model, part).requires_grad_()
         model(next(iter(loader))).square().sum().backward()
         grads.append([value.grad for value in model.parameters()])
     for got, expected in zip(*grads, strict=True):
@@ -682,6 +758,30 @@ def test_layers_that_change_their_input_only_while_training() -> None:
     check_same(lambda: Stack([GuardedDropout(C, C), GuardedDropout(C, C)]), data, tolerance=1e-10)
 
 
+class DropsMessages(pyg.GCNConv):  # type: ignore[misc]
+    """Inherits a way to aggregate in one go that knows nothing of the dropout on its messages."""
+
+    def message(self, x_j: Tensor, edge_weight: Tensor | None) -> Any:
+        return super().message(F.dropout(x_j, 0.5, self.training), edge_weight)
+
+
+def test_messages_that_change_only_while_training() -> None:
+    data = undirected_graph(dtype=torch.float64)
+    check_same(lambda: Stack([DropsMessages(C, C), DropsMessages(C, C)]), data, tolerance=1e-10)
+
+
+class Detaching(Mixing):
+    """Has the right rows, but no gradient, when it aggregates in one go."""
+
+    def message_and_aggregate(self, edge_index: Any, x: Tensor) -> Any:
+        return spmm(edge_index, x.detach(), reduce="sum")
+
+
+def test_fused_layers_with_another_gradient() -> None:
+    data = undirected_graph(dtype=torch.float64)
+    check_same(lambda: Stack([Detaching(1.0), Detaching(1.0)]), data, tolerance=1e-10)
+
+
 class Shares(nn.Module):
     """Divides by what is zero in rows that nothing was computed for."""
 
@@ -752,20 +852,26 @@ def test_message_hooks_are_called(late: bool) -> None:
     assert_same(gas.infer(model, parts(data)), expected, 1e-10)
 
 
-@pytest.mark.parametrize("switch", [{"fuse": False}, {"explain": True}])
-def test_fusing_may_be_switched_off_later(switch: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: pyg.GCNConv(C, C),
+        lambda: pyg.SAGEConv(C, C),
+        lambda: pyg.GINConv(nn.Linear(C, C)),
+    ],
+)
+def test_fusing_may_be_switched_off_later(layer: Make) -> None:
     """Where PyG does not fuse, the layer must see edges, or say that there are none."""
     data = undirected_graph(dtype=torch.float64)
-    model = pyg.GCNConv(C, C).double()
+    model = Stack([layer()]).double()
     expected = whole(model, data)
     gas.autoscale(model, data)
     loader = parts(data)
     assert_same(gas.infer(model, loader), expected, 1e-10)
-    for name, value in switch.items():
-        setattr(model, f"_{name}" if name == "explain" else name, value)
+    setattr(model.layers[0], "fuse", False)  # noqa: B010
     try:
         out = gas.infer(model, loader)
-    except (RuntimeError, ValueError):
+    except RuntimeError:
         return
     assert_same(out, expected, 1e-10)
 
@@ -773,18 +879,17 @@ def test_fusing_may_be_switched_off_later(switch: dict[str, bool]) -> None:
 # The rest of the library #############################################################################################
 
 
-@GRAPHS
 @pytest.mark.parametrize("name", ["GCN", "SAGE mean", "GIN", "APPNP", "GINE", "GAT", "SAGE max", "DirGNN"])
-def test_penalty_is_the_same(name: str, make_data: Callable[..., Data]) -> None:
+def test_penalty_is_the_same(name: str) -> None:
     values = []
 
     def run(model: nn.Module, batch: Data) -> Any:
         with gas.LocalLipschitz(model, radius=0.3) as penalty:
             out = model(batch)
-        values.append(float(penalty.value()))
+        values.append(float(penalty.value().detach()))
         return (out, penalty.value().expand(batch.batch_size))
 
-    check_same(lambda: stack(name), make_data(dtype=torch.float64), run=run, tolerance=1e-9)
+    check_same(lambda: stack(name), odd_graph(dtype=torch.float64), run=run, tolerance=1e-9)
     assert min(values) > 0
     assert values[: len(values) // 2] == pytest.approx(values[len(values) // 2 :])
 
@@ -829,7 +934,7 @@ def test_edge_dropout_with_several_last_layers(make: Callable[[], nn.Module]) ->
     check_same(make, undirected_graph(dtype=torch.float64), tolerance=1e-10, edge_dropout=0.5)
 
 
-@pytest.mark.parametrize("name", ["GCN", "SAGE mean", "SAGE max", "GIN", "Graph mean weighted", "GCN2", "APPNP"])
+@pytest.mark.parametrize("name", ["GCN", "SAGE mean", "SAGE max", "GIN linear", "Graph mean weighted", "GCN2", "APPNP"])
 def test_autocast(name: str) -> None:
     def run(model: nn.Module, batch: Data) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -856,6 +961,15 @@ def test_autocast_in_the_first_call(name: str) -> None:
             model(batch).float().square().sum().backward()
     assert plan_of(model).short_tail
     assert all(bool(value.grad.isfinite().all()) for value in model.parameters() if value.grad is not None)
+
+
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_autocast_with_batch_norm(num_parts: int) -> None:
+    data = undirected_graph()
+    model = gas.autoscale(pyg.GraphSAGE(C, C, 3, 4, norm="batch_norm"), data)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for batch in gas.HaloLoader(data, num_parts):
+            assert bool(model(batch).isfinite().all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -890,22 +1004,44 @@ def test_training_after_a_first_call_without_gradients(mode: Any, name: str) -> 
         assert_same(got, expected, 1e-10)
 
 
-@pytest.mark.parametrize("name", ["GAT", "SAGE sum", "GCN", "GIN", "SAGE max"])
-def test_gradients_of_gradients(name: str) -> None:
-    """A penalty on the gradient of the features, as in adversarial training."""
-    data = undirected_graph(dtype=torch.float64)
+TWICE = pytest.mark.xfail(strict=True, reason="fused maxima have no second derivative", raises=RuntimeError)
+
+
+@pytest.mark.parametrize("of", ["features", "weights"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GAT",
+        "SAGE sum",
+        "SAGE mean",
+        "GCN",
+        "GIN",
+        "Graph mean weighted",
+        "APPNP",
+        pytest.param("SAGE max", marks=TWICE),
+    ],
+)
+def test_gradients_of_gradients(name: str, of: str) -> None:
+    """A penalty on the gradient, as in adversarial training and meta-learning."""
+    data = odd_graph(dtype=torch.float64)
     loader = parts(data)
-    quick, plain = (prepared(lambda: stack(name), data, loader) for _ in range(2))
-    switch_off(plain)
+    model = prepared(lambda: stack(name), data, loader)
+    state = copy.deepcopy(model.state_dict())
     batch = next(iter(loader))
     grads = []
-    for model in (quick, plain):
-        x = batch.x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x, batch.edge_index).square().sum(), x, create_graph=True)
-        slope.square().sum().backward()  # type: ignore[no-untyped-call]
+    for quick in (True, False):
+        if not quick:
+            switch_off(model)
+        reset(model, state)
+        model.zero_grad()
+        batch.x = batch.x.detach().requires_grad_(of == "features")
+        inputs = [batch.x] if of == "features" else [weight for weight in model.parameters() if weight.requires_grad]
+        slopes = torch.autograd.grad(model(batch).square().sum(), inputs, create_graph=True, allow_unused=True)
+        torch.stack([slope.square().sum() for slope in slopes if slope is not None]).sum().backward()  # type: ignore[no-untyped-call]
         grads.append([value.grad for value in model.parameters() if value.grad is not None])
+    assert grads[0]
     for got, expected in zip(grads[0], grads[1], strict=True):
-        assert_same(got, expected, 1e-10)
+        assert_same(got, expected, 1e-9)
 
 
 def test_backward_twice_through_one_graph() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -116,6 +117,17 @@ class RowOrder:
 _REVERSED = {"edge_index": "reversed edge_index", "reversed edge_index": "edge_index"}
 
 
+# What may be asked of a tensor without looking at its values or its size.
+_NEUTRAL = {
+    Tensor.dim,
+    Tensor.is_floating_point,
+    *(
+        vars(torch._C.TensorBase)[name].__get__
+        for name in ("device", "dtype", "is_cuda", "is_sparse", "layout", "ndim", "requires_grad", "_version")
+    ),
+}
+
+
 class BatchTensor(Tensor):
     """A batch's ``n_id``, or an edge-level tensor of it, that knows which batch and which attribute it is.
 
@@ -126,6 +138,19 @@ class BatchTensor(Tensor):
     info: BatchInfo
     attribute: str
     _tagged_version: int
+
+    # The attributes that something was computed from, as long as somebody wants to know.
+    _looks: ClassVar[list[str] | None] = None
+
+    @classmethod
+    @contextmanager
+    def watched(cls, looks: list[str] | None) -> Iterator[None]:
+        """Note in a list which attributes of batches something is computed from; ``None`` to note nothing."""
+        before, cls._looks = cls._looks, looks
+        try:
+            yield
+        finally:
+            cls._looks = before
 
     # What PyTorch calls on every operation; these leave the values as they are and so keep the tag.
     _KEEPING = frozenset(
@@ -161,7 +186,8 @@ class BatchTensor(Tensor):
         """
         # Edges lie along the last dimension of an edge_index and along the first of everything else.
         shape = (2, 0) if self.attribute.endswith("edge_index") else (0, *self.shape[1:])
-        return BatchTensor.tag(torch.empty(shape, dtype=self.dtype), self.info, self.attribute)
+        with torch.inference_mode(False):
+            return BatchTensor.tag(torch.empty(shape, dtype=self.dtype), self.info, self.attribute)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied = self.plain.clone()
@@ -175,6 +201,10 @@ class BatchTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if cls._looks is not None and func not in _NEUTRAL:
+            given = [*args, *(kwargs or {}).values()]
+            given += [item for group in args if isinstance(group, (list, tuple)) for item in group]
+            cls._looks += [value.attribute for value in given if isinstance(value, BatchTensor)]
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         source = args[0] if args else None

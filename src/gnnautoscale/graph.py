@@ -57,6 +57,7 @@ class Graph:
         data: The graph as PyG holds it, with ``edge_index`` ``[2, num_edges]``.
     """
 
+    @torch.inference_mode(False)  # written to later
     def __init__(self, data: Data) -> None:
         self.num_nodes = _num_nodes(data)
         edge_index = data.edge_index

@@ -15,12 +15,15 @@ from inspect import BoundArguments
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale.batch import BatchInfo
+from gnnautoscale.batch import BatchInfo, BatchTensor
 from gnnautoscale.errors import UnsupportedModelError
+from gnnautoscale.record import tensors_in
 from gnnautoscale.rehearsal import DeviationError, LayerError, Observation, Rehearsal, TinySweep, Truth
 from gnnautoscale.session import Session, evaluating
 from gnnautoscale.slots import SHORTCUTS, Plan
@@ -62,6 +65,8 @@ class _Rehearsals:
 
     def __init__(self, model: nn.Module, run: RunModel, tiny: TinyGraph, explicit: bool) -> None:
         self.model, self.run, self.tiny, self.explicit = model, run, tiny, explicit
+        # The attributes of batches that the model looks at outside of its layers.
+        self._looks: list[str] = []
 
     def plan(self) -> Plan:
         """Try histories at the layers' outputs, and at inner propagations where these deviate."""
@@ -86,24 +91,32 @@ class _Rehearsals:
         return plan
 
     def _take_shortcuts(self, plan: Plan, truth: Truth) -> None:
-        """Leave out whatever work turns out not to matter for the batch's rows."""
+        """Leave out whatever work turns out to matter neither for the batch's rows nor for gradients."""
+        try:
+            plain = self._train(plan, truth)
+        except Exception:
+            plain = None  # it may be used for evaluation all the same; training it will say what is wrong
         for call in plan.calls.values():
             call.shortcuts = call.possible_shortcuts
-        plan.short_tail = plan.bare = True
+        plan.short_tail = True
+        plan.bare = all(attribute == "n_id" for attribute in self._looks)
         while True:
             culprit = None
             try:
                 deviation = self._rehearse(plan, truth) or self._sweep(plan, truth)
-                if deviation is None:
+                if deviation is None and (plain is None or _alike(self._train(plan, truth), plain)):
                     return
-                culprit = deviation.name
+                culprit = deviation.name if deviation is not None else None
             except LayerError as error:
                 culprit = error.call
-            except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
-                pass  # somewhere between the layers
+            except Exception:  # noqa: S110
+                pass  # somewhere between the layers; what works without shortcuts may fail in any way with them
             blamed = plan.calls.get(culprit or "")
             if blamed is not None and blamed.shortcuts:
                 blamed.shortcuts -= {next(name for name in SHORTCUTS if name in blamed.shortcuts)}
+            elif any(call.inward for call in plan.calls.values()):
+                for call in plan.calls.values():
+                    call.inward.clear()
             elif plan.short_tail:
                 plan.short_tail = False
             elif plan.bare:
@@ -112,15 +125,38 @@ class _Rehearsals:
                 for call in plan.calls.values():
                     call.shortcuts = frozenset()
             else:
-                raise RuntimeError("a plan that was right has become wrong")
+                return  # the model is not the same from run to run, so that nothing can be compared
+
+    def _train(self, plan: Plan, truth: Truth) -> list[Tensor | None]:
+        """Outputs and gradients of training steps on the tiny graph, with exact histories and without dropout."""
+        weights = [weight for weight in self.model.parameters() if weight.is_floating_point()]
+        found: list[Tensor | None] = []
+        with _training(self.model), _NoDropout(), torch.enable_grad():
+            for batch in self.tiny.parts:
+                torch.manual_seed(0)
+                session = Rehearsal(self.tiny, batch, plan, truth)
+                session.checking = False
+                arguments = self.tiny.arguments(batch)
+                with BatchTensor.watched(self._looks):
+                    out = self.run(session, *arguments)
+                out = session.finish(out)
+                values = [value for value in tensors_in(out) if value.is_floating_point()]
+                found += [value.detach() for value in values]
+                # Weighted, so that no row and no column is like another.
+                loss = sum(((value * _pattern(value)).sum() for value in values), torch.zeros(()))
+                if loss.requires_grad:
+                    found += _gradients(loss, weights)
+        return found
 
     def observe(self, inner: set[str], *, everything_needed: bool = False) -> tuple[Plan, Truth]:
         """Run the whole tiny graph; note how every layer is called and what each slot is computed from."""
         plan = Plan(inner=inner, explicit=self.explicit)
         batch = next(iter(self.tiny.whole))
         session = Observation(self.tiny, batch, plan)
-        with torch.enable_grad(), _watching(self.model, session.note):
-            out = self.run(session, *self.tiny.arguments(batch))
+        arguments = self.tiny.arguments(batch)
+        noting = _watching(self.model, session.note), BatchTensor.watched(self._looks)
+        with torch.enable_grad(), _all_trainable(self.model), noting[0], noting[1]:
+            out = self.run(session, *arguments)
         plan.needs[Plan.OUTPUT] = session.sources(out)
         session.note(Plan.OUTPUT, None, out)
         if everything_needed:
@@ -136,6 +172,7 @@ class _Rehearsals:
                 with torch.no_grad(), _watching(self.model, session.check_numbered):
                     out = self.run(session, *self.tiny.arguments(batch))
                 session.check(Plan.OUTPUT, None, out)
+                session.finish(out)
         except DeviationError as deviation:
             return deviation
         return None
@@ -204,6 +241,94 @@ def _watching(model: nn.Module, note: Callable[[str, nn.Module, Any], None]) -> 
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _NoDropout(TorchFunctionMode):
+    """Switches dropout off, so that runs on different numbers of rows can be compared."""
+
+    _DROPOUTS = frozenset(
+        {
+            F.dropout,
+            F.dropout1d,
+            F.dropout2d,
+            F.dropout3d,
+            F.alpha_dropout,
+            F.feature_alpha_dropout,
+            torch.dropout,
+            torch.alpha_dropout,
+            torch.feature_dropout,
+        }
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Put a model into training mode; afterwards its modes and buffers are as before, and all weights trainable."""
+    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    with evaluating(model), _all_trainable(model):
+        model.train()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers.items():
+                    buffer.copy_(value)
+
+
+@contextmanager
+def _all_trainable(model: nn.Module) -> Iterator[None]:
+    """Let gradients flow to frozen weights too, since they may be trained later."""
+    frozen = [weight for weight in model.parameters() if weight.is_floating_point() and not weight.requires_grad]
+    for weight in frozen:
+        weight.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)
+
+
+def _gradients(loss: Tensor, weights: list[nn.Parameter]) -> list[Tensor | None]:
+    """What a backward pass gives the weights; the gradients they have now stay as they are."""
+    kept = [weight.grad for weight in weights]
+    for weight in weights:
+        weight.grad = None
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [weight.grad for weight in weights]
+    finally:
+        for weight, grad in zip(weights, kept, strict=True):
+            weight.grad = grad
+
+
+def _pattern(value: Tensor) -> Tensor:
+    return torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device).view_as(value)
+
+
+def _alike(got: list[Tensor | None], wanted: list[Tensor | None]) -> bool:
+    """Whether two lists of tensors hold the same values up to rounding."""
+    if len(got) != len(wanted):
+        return False
+    for one, other in zip(got, wanted, strict=True):
+        if one is None or other is None:
+            # A gradient that does not exist is as good as one of zeros.
+            known = one if one is not None else other
+            if known is not None and bool(known.any()):
+                return False
+        elif one.shape != other.shape:
+            return False
+        elif one.numel():
+            tolerance = 1e-3 if one.dtype in (torch.float32, torch.float64) else 5e-2
+            bound = tolerance * float(other.nan_to_num().abs().amax().clamp(min=1e-6))
+            if not torch.allclose(one, other, rtol=0.0, atol=bound, equal_nan=True):
+                return False
+    return True
 
 
 @contextmanager

@@ -64,6 +64,7 @@ class Slice:
             raise RuntimeError("this slice was prepared for layers that aggregate in one go")
         return self.edge_index
 
+    @torch.inference_mode(False)  # kept for training too
     def adjacency(self, weight: str | None, target_row: int, info: BatchInfo) -> Adjacency:
         """The edges for layers that aggregate in one go, weighed by one of the constants or not at all."""
         if weight not in self.adjacencies:

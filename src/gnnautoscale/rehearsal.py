@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale.batch import BatchTensor
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.record import ArgumentKind, Event, map_tensors, tensors_in
 from gnnautoscale.session import Session, _Frame, describe
@@ -80,7 +81,7 @@ class Observation(Session):
         return leaf.clone()
 
     def _run_layer(self, call: str, layer: MessagePassing, *rest: Any) -> Any:
-        with self._watching_inside(layer) as dense_after:
+        with self._watching_inside(layer) as dense_after, BatchTensor.watched(None):
             out = super()._run_layer(call, layer, *rest)
         self.note(call, layer, out)
         self.plan.calls[call].possible_shortcuts = self._possible_shortcuts(call, layer, bool(dense_after))
@@ -106,9 +107,11 @@ class Observation(Session):
 
     def _possible_shortcuts(self, call: str, layer: MessagePassing, dense_after: bool) -> frozenset[Shortcut]:
         known = self.plan.calls[call]
-        shortcuts: set[Shortcut] = {"fused"} if layer.fuse else set()
+        # A subclass that changes messages may have forgotten to change what fuses them.
+        fuse = layer.fuse and all(_place(layer, "message_and_aggregate") <= _place(layer, name) for name in _UNFUSED)
+        shortcuts: set[Shortcut] = {"fused"} if fuse else set()
         if call not in self.plan.inner and known.num_propagations == 1:
-            shortcuts |= {"short"} if layer.fuse else set()
+            shortcuts |= {"short"} if fuse else set()
             shortcuts |= {"pair"} if dense_after and known.kinds.count("node") == 1 else set()
         return frozenset(shortcuts)
 
@@ -194,17 +197,19 @@ class Rehearsal(_ExactHistories):
 
     def _run_layer(self, call: str, layer: MessagePassing, *rest: Any) -> Any:
         try:
-            out = super()._run_layer(call, layer, *rest)
-        except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
-            if isinstance(error, UnsupportedModelError):
-                raise
+            with BatchTensor.watched(None):
+                out = super()._run_layer(call, layer, *rest)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
             raise LayerError(
                 call,
                 f"{describe(call, layer)} must run on a batch as it does on the whole graph",
                 got=f"the error '{error}'",
                 fix="Replace it by a layer that computes each node from its neighbours.",
             ) from error
-        self.check(call, layer, out)
+        if self.checking:
+            self.check(call, layer, out)
         return out
 
     def _recorded(self, frame: _Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -265,6 +270,15 @@ class DeviationError(Exception):
             if layer
             else "Use a norm that treats each node by itself, such as BatchNorm or LayerNorm(mode='node').",
         )
+
+
+# What a fused layer does not call.
+_UNFUSED = ("message", "aggregate")
+
+
+def _place(layer: MessagePassing, method: str) -> int:
+    """How far up among a layer's classes a method is defined."""
+    return next(i for i, cls in enumerate(type(layer).__mro__) if method in vars(cls))
 
 
 def _numbered(seen: Counter[str], name: str) -> str:

@@ -113,9 +113,11 @@ class Session:
             if "pair" in known.shortcuts:
                 args, kwargs = self._paired(known, args, kwargs)
             try:
-                return run(*args, **kwargs)
+                out = run(*args, **kwargs)
             finally:
                 self._frames.pop()
+            # With edges as they are it may have computed more.
+            return map_tensors(self._shortened, out) if "short" in known.shortcuts else out
 
         def compute_and_compare() -> Any:
             if self.penalty is None:
@@ -170,7 +172,8 @@ class Session:
         if not halo.size(0):
             return normalized
         with torch.no_grad():
-            variance, mean = torch.var_mean(inside, dim=[0, *range(2, x.dim())], correction=0)
+            single = inside.to(torch.promote_types(inside.dtype, torch.float32))
+            variance, mean = torch.var_mean(single, dim=[0, *range(2, x.dim())], correction=0)
         outside = F.batch_norm(halo, mean, variance, norm.weight, norm.bias, False, 0.0, norm.eps)
         return torch.cat([normalized, outside])
 
@@ -186,6 +189,9 @@ class Session:
             return self._widened(out)
         self._check_rows(slot, out)
         return self.exchange(slot, out)
+
+    def _shortened(self, value: Tensor) -> Tensor:
+        return value[: self.info.batch_size] if value.dim() and value.size(0) == self.info.num_rows else value
 
     def _widened(self, out: Any) -> Any:
         """Give rows that were computed for the batch alone the halo's rows again, where what follows needs them."""
@@ -206,7 +212,8 @@ class Session:
 
         def cut(value: Tensor) -> Tensor:
             nonlocal rows
-            if value.dim() == 0 or value.size(0) not in (self.info.num_rows, self.info.batch_size):
+            short = self.plan.short_tail and value.dim() > 0 and value.size(0) == self.info.batch_size
+            if value.dim() == 0 or (value.size(0) != self.info.num_rows and not short):
                 raise UnsupportedModelError(
                     "an autoscaled model returns one row per node",
                     got=f"an output of shape {tuple(value.shape)} for {self.info.num_rows} nodes",
@@ -307,7 +314,7 @@ class Session:
             )
         event = frame.events[position]
         part = self._slice(event, frame)
-        if part.kept is None and frame.call.fuses(position, event.constants):
+        if part.kept is None and frame.call.fuses(position, event.constants) and _can_fuse(frame.layer):
             return self._fused(frame, position, event, part, values)
         replaced = dict(values)
         for name in frame.call.edge_names[position]:
@@ -437,6 +444,17 @@ class _RandomState:
 
 def _batch_norm_without_tracking(norm: _BatchNorm, x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+
+def _can_fuse(layer: MessagePassing) -> bool:
+    """Whether a layer has what it needs to fuse, and nobody wants to see its messages."""
+    hooks = (
+        layer._message_forward_pre_hooks,
+        layer._message_forward_hooks,
+        layer._aggregate_forward_pre_hooks,
+        layer._aggregate_forward_hooks,
+    )
+    return layer.fuse and not any(hooks)
 
 
 def flat(rows: Tensor) -> Tensor:

@@ -128,12 +128,16 @@ class Adjacency:
     def transposed(self) -> Transposed:
         """The same edges grouped by source: ``ptr_t``, ``col_t``, ``weight_t``. Built when first asked for."""
         if self._transposed is None:
-            by_source = self.col.argsort(stable=True)
-            target: Tensor = torch._convert_indices_from_csr_to_coo(self.ptr, self.col, out_int32=True)[0]
-            ptr: Tensor = torch._convert_indices_from_coo_to_csr(self.col[by_source], self.num_sources, out_int32=True)
-            weight = None if self.weight is None else self.weight[by_source]
-            self._transposed = (ptr, target[by_source], weight)
+            self._transposed = self._transpose()
         return self._transposed
+
+    @torch.inference_mode(False)  # kept for training too
+    def _transpose(self) -> Transposed:
+        by_source = self.col.argsort(stable=True)
+        target: Tensor = torch._convert_indices_from_csr_to_coo(self.ptr, self.col, out_int32=True)[0]
+        ptr: Tensor = torch._convert_indices_from_coo_to_csr(self.col[by_source], self.num_sources, out_int32=True)
+        weight = None if self.weight is None else self.weight[by_source]
+        return ptr, target[by_source], weight
 
     @property
     def ptr_t(self) -> Tensor:
@@ -190,43 +194,72 @@ def spmm(adjacency: Adjacency, x: Tensor, reduce: str = "sum", *, grad_rows: int
             got="weights that need a gradient",
             fix="Multiply messages with learned weights outside of spmm, or detach the weights.",
         )
-    out: Tensor = _SpMM.apply(x, adjacency, reduce, grad_rows)  # type: ignore[no-untyped-call]
+    out: Tensor
+    if reduce in ("max", "min"):
+        out = _Extreme.apply(x, adjacency, reduce == "max")  # type: ignore[no-untyped-call]
+    else:
+        out = _Sum.apply(x, adjacency, reduce == "mean", grad_rows)  # type: ignore[no-untyped-call]
     return out
 
 
-class _SpMM(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
+    """Sums or means over neighbours."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, adjacency: Adjacency, reduce: str, grad_rows: int | None) -> Tensor:
-        ctx.adjacency, ctx.reduce, ctx.grad_rows = adjacency, reduce, grad_rows
-        backend = _backend(x)
+    def forward(ctx: Any, x: Tensor, adjacency: Adjacency, mean: bool, grad_rows: int | None) -> Tensor:
+        ctx.options = adjacency, mean, grad_rows
+        out: Tensor = _backend(x).sum_neighbours(adjacency.ptr, adjacency.col, adjacency.weight, x, mean=mean)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _SumTransposed.apply(grad, *ctx.options), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _SumTransposed(torch.autograd.Function):
+    """The gradient of :class:`_Sum`, which is a sum as well, over the edges the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, adjacency: Adjacency, mean: bool, grad_rows: int | None) -> Tensor:
+        ctx.options = adjacency, mean, grad_rows
+        ptr, col, weight = adjacency.transposed
+        num_rows = None
+        if grad_rows is not None:
+            ptr, num_rows = ptr[: grad_rows + 1], adjacency.num_sources
+        degrees = adjacency.ptr if mean else None
+        out: Tensor = _backend(grad).sum_neighbours(ptr, col, weight, grad, degrees=degrees, num_rows=num_rows)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, again: Tensor) -> tuple[Tensor, None, None, None]:
+        adjacency, mean, grad_rows = ctx.options
+        if grad_rows is not None:  # the other rows are 0, whatever goes in
+            again = torch.cat([again[:grad_rows], torch.zeros_like(again[grad_rows:])])
+        return _Sum.apply(again, adjacency, mean, None), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _Extreme(torch.autograd.Function):
+    """Maxima or minima over neighbours."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, adjacency: Adjacency, largest: bool) -> Tensor:
+        ctx.adjacency = adjacency
         edges = (adjacency.ptr, adjacency.col, adjacency.weight)
-        out: Tensor
-        if reduce in ("sum", "mean"):
-            out = backend.sum_neighbours(*edges, x, mean=reduce == "mean")
-            return out
         count = ctx.needs_input_grad[0]
-        out, ties = backend.extreme_neighbours(*edges, x, largest=reduce == "max", count=count)
+        out: Tensor
+        out, ties = _backend(x).extreme_neighbours(*edges, x, largest=largest, count=count)
         if count:
             ctx.save_for_backward(x, out, ties)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        adjacency: Adjacency = ctx.adjacency
-        backend = _backend(grad)
-        if ctx.reduce in ("sum", "mean"):
-            degrees = adjacency.ptr if ctx.reduce == "mean" else None
-            ptr, col, weight = adjacency.transposed
-            num_rows = None
-            if ctx.grad_rows is not None:
-                ptr, num_rows = ptr[: ctx.grad_rows + 1], adjacency.num_sources
-            return backend.sum_neighbours(ptr, col, weight, grad, degrees=degrees, num_rows=num_rows), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, out, ties = ctx.saved_tensors
         wide = torch.promote_types(grad.dtype, torch.float32)
         # Torch starts from rows of zeros and counts those as one more tie where the result is 0. PyG has that too.
         share = grad.to(wide) / (ties + (out == 0))
-        return backend.extreme_gradient(*adjacency.transposed, x, out, share), None, None, None
+        return _backend(grad).extreme_gradient(*ctx.adjacency.transposed, x, out, share), None, None
 
 
 def _backend(x: Tensor) -> ModuleType:
