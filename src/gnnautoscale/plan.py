@@ -269,13 +269,17 @@ class _NoDropout(TorchFunctionMode):
 
 @contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """Put a model into training mode; afterwards its modes and buffers are as before, and all weights trainable."""
+    """Put a model into training mode with all weights trainable; afterwards nothing of that is left."""
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    attributes = {module: dict(vars(module)) for module in model.modules()}
     with evaluating(model), _all_trainable(model):
         model.train()
         try:
             yield
         finally:
+            for module, values in attributes.items():
+                vars(module).clear()
+                vars(module).update(values)
             with torch.no_grad():
                 for buffer, value in buffers.items():
                     buffer.copy_(value)

@@ -270,6 +270,8 @@ def weightless_copy(layer: MessagePassing) -> MessagePassing:
         memo[id(tensor)] = tensor.detach().to("meta")
     overrides = ("forward", *EDGE_METHODS, "_autoscaler")
     for module in layer.modules():
+        # What a layer remembers of its last call cannot be copied while it is part of a computation.
+        memo.update({id(value): value.detach() for value in vars(module).values() if isinstance(value, Tensor)})
         for name in overrides:
             if name in module.__dict__:
                 memo[id(module.__dict__[name])] = None
