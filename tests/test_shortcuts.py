@@ -1004,9 +1004,6 @@ def test_training_after_a_first_call_without_gradients(mode: Any, name: str) -> 
         assert_same(got, expected, 1e-10)
 
 
-TWICE = pytest.mark.xfail(strict=True, reason="fused maxima have no second derivative", raises=RuntimeError)
-
-
 @pytest.mark.parametrize("of", ["features", "weights"])
 @pytest.mark.parametrize(
     "name",
@@ -1018,7 +1015,7 @@ TWICE = pytest.mark.xfail(strict=True, reason="fused maxima have no second deriv
         "GIN",
         "Graph mean weighted",
         "APPNP",
-        pytest.param("SAGE max", marks=TWICE),
+        "SAGE max",
     ],
 )
 def test_gradients_of_gradients(name: str, of: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.kernels import plain_spmm
@@ -253,13 +252,15 @@ class _Extreme(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, out, ties = ctx.saved_tensors
         wide = torch.promote_types(grad.dtype, torch.float32)
         # Torch starts from rows of zeros and counts those as one more tie where the result is 0. PyG has that too.
         share = grad.to(wide) / (ties + (out == 0))
-        return _backend(grad).extreme_gradient(*ctx.adjacency.transposed, x, out, share), None, None
+        # Autograd sees through plain torch if a second derivative is wanted.
+        backend = plain_spmm if torch.is_grad_enabled() else _backend(grad)
+        edges = ctx.adjacency.transposed
+        return backend.extreme_gradient(*edges, x.detach(), out.detach(), share), None, None
 
 
 def _backend(x: Tensor) -> ModuleType:
