@@ -180,8 +180,8 @@ class Engine:
         try:
             with transfer.begun():
                 self._step(item)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+        except Exception as error:  # the step is run as it is next, and says what is wrong if more is wrong than that
+            reason = (str(error) or type(error).__name__).splitlines()[0]
         try:
             graph.capture_end()
         except RuntimeError as error:

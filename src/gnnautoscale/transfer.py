@@ -190,9 +190,9 @@ class Ahead(Transfer):
     def _pull_ahead(self, info: BatchInfo, following: BatchInfo, histories: Mapping[str, History]) -> None:
         side = 1 - self._current_side
         shared = self._shared[side, : following.num_halo]
-        _locate(self._index[following][following.batch_size :], self._rows(info).runs, shared)
-        self._wait(self._pulls, self._main)  # the table is not used any more, and it is known which rows to leave out
+        self._wait(self._pulls, self._main)  # the table is not used any more, and the index is there
         with torch.cuda.stream(self._pulls):
+            _locate(self._index[following][following.batch_size :], self._rows(info).runs, shared)
             self._stage(histories, following, side, shared)
         self._ahead, self._ahead_for = set(histories), following
 
@@ -235,6 +235,7 @@ class Ahead(Transfer):
     def begun(self) -> Iterator[None]:
         """See :meth:`Transfer.begun`."""
         self._begun_already = True
+        self._to_push.clear()  # of a capture that failed
         try:
             yield
             self._wait(self._main, self._pushes)
