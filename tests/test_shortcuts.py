@@ -34,6 +34,7 @@ from conftest import (
 from gnnautoscale.autoscale import attached
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.fused import FusedEdges
+from gnnautoscale.models import build_model, model_options
 from gnnautoscale.slots import Plan
 
 C = CHANNELS
@@ -1086,3 +1087,28 @@ def test_rows_of_a_fused_sum_by_hand() -> None:
     for batch in parts(data):
         assert_same(model(batch.x, batch.edge_index), expected[batch.n_id[: batch.batch_size]], 1e-12)
     assert plan_of(model).calls["SimpleConv"].shortcuts == {"short", "fused"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shortcuts"),
+    [
+        ("gcn", {"fused", "short"}),
+        ("graphsage", {"fused", "short", "pair"}),
+        ("gin", {"fused", "short", "pair"}),
+        ("gcnii", {"fused", "short"}),
+        ("appnp", {"fused"}),
+        ("gat", set()),
+    ],
+)
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_models_of_the_paper_take_shortcuts(name: str, shortcuts: set[str], batch_norm: bool) -> None:
+    """Batch norm makes some gradients cancel out, so that only rounding is left of them."""
+    data = undirected_graph()
+    del data.edge_weight, data.edge_attr, data.edge_type
+    norm = {"batch_norm": batch_norm} if "batch_norm" in model_options(name) else {}
+    model = gas.autoscale(build_model(name, data, 3, layers=3, **norm), data)
+    model(next(iter(gas.HaloLoader(data, num_parts=3))))
+    plan = attached(model).plan
+    assert plan is not None
+    assert plan.bare
+    assert {frozenset(call.shortcuts) for call in plan.calls.values()} == {frozenset(shortcuts)}

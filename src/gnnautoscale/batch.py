@@ -122,7 +122,7 @@ _NEUTRAL = {
     Tensor.dim,
     Tensor.is_floating_point,
     *(
-        vars(torch._C.TensorBase)[name].__get__
+        getattr(Tensor, name).__get__
         for name in ("device", "dtype", "is_cuda", "is_sparse", "layout", "ndim", "requires_grad", "_version")
     ),
 }

@@ -7,7 +7,7 @@ them fit; otherwise the next batch's is copied while a step runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -87,6 +87,18 @@ class _Package:
     layout: dict[Any, tuple[torch.dtype, torch.Size, int]]
     buffer: Tensor
     item: Item | None = None
+
+    @staticmethod
+    def of(info: BatchInfo, tensors: Mapping[Any, Tensor], device: torch.device) -> _Package:
+        """Pack tensors one behind the other, on a device."""
+        layout, end = {}, 0
+        for name, tensor in tensors.items():
+            layout[name] = tensor.dtype, tensor.shape, end
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        package = _Package(info, layout, torch.empty(end, dtype=torch.uint8, device=device))
+        for name, view in package.views(package.buffer).items():
+            view.copy_(tensors[name])
+        return package
 
     def views(self, buffer: Tensor) -> dict[Any, Tensor]:
         """The tensors in a buffer."""
@@ -186,20 +198,13 @@ class Feed:
 
     def _package(self, batch: Data) -> _Package:
         info: BatchInfo = batch.edge_index.info
-        tensors = self._tensors(batch, info)
-        layout, end = {}, 0
-        for name, tensor in tensors.items():
-            layout[name] = tensor.dtype, tensor.shape, end
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        package = _Package.of(info, self._tensors(batch, info), self.device)
         if self.resident is None:
-            self.resident = self.fixed and self._should_stay(end * self._num_batches)
-        package = _Package(info, layout, torch.empty(end, dtype=torch.uint8, device=self.device))
-        for name, view in package.views(package.buffer).items():
-            view.copy_(tensors[name])
+            self.resident = self.fixed and self._should_stay(package.buffer.numel() * self._num_batches)
         if self.resident:
             package.item = self._item(package, package.views(package.buffer))
         else:
-            host = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+            host = torch.empty_like(package.buffer, device="cpu", pin_memory=True)
             host.copy_(package.buffer, non_blocking=True)
             package.buffer = host
         self._copies.synchronize()

@@ -311,14 +311,20 @@ def align(local: Tensor, wanted: Tensor, target_row: int, batch_size: int, layer
 T = TypeVar("T")
 
 
+# What has no tensors in it; asked first, since it is most of what is asked about.
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], value: T) -> T:
     """Apply a function to every tensor in nested tuples, lists and dictionaries, in a fixed order."""
+    if type(value) in _PLAIN_TYPES:
+        return value
     if isinstance(value, Tensor):
         return cast(T, function(value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return cast(T, type(value)(*(map_tensors(function, item) for item in value)))
+        return cast(T, type(value)(*[map_tensors(function, item) for item in value]))
     if isinstance(value, (tuple, list)):
-        return cast(T, type(value)(map_tensors(function, item) for item in value))
+        return cast(T, type(value)([map_tensors(function, item) for item in value]))
     if isinstance(value, dict):
         return cast(T, {name: map_tensors(function, item) for name, item in value.items()})
     return value
