@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent / "src" / PACKAGE
 ORDER = [
     "errors",
     "atomic",
+    "random_state",
     "kernels",
     "partition",
     "graph",

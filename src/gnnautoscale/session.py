@@ -22,6 +22,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale.batch import BatchInfo, BatchTensor
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.graph import EdgesByTarget
+from gnnautoscale.random_state import RandomState
 from gnnautoscale.record import Event, Recorder, Slice, align, keep_edges, map_tensors, tensors_in
 from gnnautoscale.slots import LayerCall, Memory, Plan
 from gnnautoscale.transfer import Transfer
@@ -123,7 +124,7 @@ class Session:
             if self.penalty is None:
                 return compute(*args, **kwargs)
             # A captured step cannot go back to an earlier random state; most layers need not.
-            state = _RandomState(self.device) if known.draws is not False else None
+            state = RandomState(self.device) if known.draws is not False else None
             again = partial(self._repeat, state, self._counts.copy(), compute)
             out = compute(*args, **kwargs)
             if known.draws is None and state is not None:
@@ -232,7 +233,7 @@ class Session:
         return out
 
     def _repeat(
-        self, state: _RandomState | None, counts: Counter[str], run: Callable[..., Any], *args: Any, **kwargs: Any
+        self, state: RandomState | None, counts: Counter[str], run: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Run a layer once more, with the same dropout and names as before; nothing is pushed or averaged."""
         counts_after, self._counts = self._counts, counts.copy()
@@ -415,31 +416,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def describe(call: str, layer: nn.Module) -> str:
     """A layer call as messages name it."""
     return f"{type(layer).__name__} ('{call}')"
-
-
-class _RandomState:
-    """The random state of host and device at the time it is made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._host = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether random numbers were drawn since."""
-        if not torch.equal(self._host, torch.get_rng_state()):
-            return True
-        return self._cuda is not None and not torch.equal(self._cuda, torch.cuda.get_rng_state(self._device))
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Go back to that state; afterwards everything goes on from where it was."""
-        with torch.random.fork_rng(devices=[self._device] if self._cuda is not None else []):
-            torch.set_rng_state(self._host)
-            if self._cuda is not None:
-                torch.cuda.set_rng_state(self._cuda, self._device)
-            yield
 
 
 def _batch_norm_without_tracking(norm: _BatchNorm, x: Tensor) -> Tensor:
