@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -101,7 +102,7 @@ class Engine:
             yield
             return
         before, main = torch.get_float32_matmul_precision(), torch.cuda.current_stream(self._device)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = _training_stream(self._device)
         stream.wait_stream(main)
         if self._precision == "tf32":
             torch.set_float32_matmul_precision("high")
@@ -217,6 +218,13 @@ class Engine:
         # Casts are not kept, since a captured step must make its own.
         enabled = self._precision == "bfloat16"
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+
+@cache
+def _training_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that training runs on: always the same, since PyTorch keeps work space on the GPU for each one."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
 
 
 def _recover_from_capture(device: torch.device, pool: Any, offset: int) -> None:
