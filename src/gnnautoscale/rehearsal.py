@@ -17,7 +17,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale.batch import BatchTensor
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.record import ArgumentKind, Event, map_tensors, tensors_in
-from gnnautoscale.session import Session, _Frame, describe
+from gnnautoscale.session import Frame, Session, describe
 from gnnautoscale.slots import LayerCall, Plan, Shortcut
 from gnnautoscale.sweep import Sweep
 from gnnautoscale.tiny import NUM_NODES, TinyGraph, kind_of
@@ -128,7 +128,7 @@ class Observation(Session):
     def _events(self, *_: Any) -> list[Event] | None:
         return None
 
-    def _recorded(self, frame: _Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    def _recorded(self, frame: Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         num_edges = edge_index.size(1)
         frame.call.edge_names.append(
             frozenset(
@@ -212,7 +212,7 @@ class Rehearsal(_ExactHistories):
             self.check(call, layer, out)
         return out
 
-    def _recorded(self, frame: _Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    def _recorded(self, frame: Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         if frame.events is not None and frame.num_events < len(frame.events):
             name = describe(frame.name, frame.layer)
             constants = [values.get(constant) for constant in frame.events[frame.num_events].constants]

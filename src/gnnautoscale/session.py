@@ -38,7 +38,7 @@ class Penalty(Protocol):
 
 
 @dataclass
-class _Frame:
+class Frame:
     """A layer call in progress."""
 
     name: str
@@ -86,7 +86,7 @@ class Session:
         self.push_all = push_all
         self.input_gradients = input_gradients
         self._repeating = False
-        self._frames: list[_Frame] = []
+        self._frames: list[Frame] = []
         self._counts: Counter[str] = Counter()
         self._slices: dict[Event, Slice] = {}
         self._kept: dict[EdgesByTarget, Tensor] = {}
@@ -110,7 +110,7 @@ class Session:
             args, kwargs = map_tensors(_plain, (args, kwargs))
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            self._frames.append(_Frame(call, layer, events, known))
+            self._frames.append(Frame(call, layer, events, known))
             if "pair" in known.shortcuts:
                 args, kwargs = self._paired(known, args, kwargs)
             try:
@@ -301,7 +301,7 @@ class Session:
             )
         return self.memory.events[call]
 
-    def _recorded(self, frame: _Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    def _recorded(self, frame: Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Replace what a layer computed about edges inside the batch by what it computed on the whole graph."""
         position = frame.num_events
         frame.num_events += 1
@@ -328,7 +328,7 @@ class Session:
         return part.edges, replaced
 
     def _fused(
-        self, frame: _Frame, position: int, event: Event, part: Slice, values: dict[str, Any]
+        self, frame: Frame, position: int, event: Event, part: Slice, values: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """The edges in the form that a layer aggregates over in one go, and their weight."""
         weight = frame.call.weight(position)
@@ -351,7 +351,7 @@ class Session:
 
         return tuple(pair(value) for value in args), {name: pair(value) for name, value in kwargs.items()}
 
-    def _slice(self, event: Event, frame: _Frame) -> Slice:
+    def _slice(self, event: Event, frame: Frame) -> Slice:
         if event not in self._slices:
             part = self.info.placed.get(event)
             if part is None:
@@ -366,7 +366,7 @@ class Session:
         return self._slices[event]
 
     def _drop_derived(
-        self, frame: _Frame, position: int, edge_index: Tensor, values: dict[str, Any]
+        self, frame: Frame, position: int, edge_index: Tensor, values: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """Drop edges that the model derived from the batch's; once per layer, for all that it does with them."""
         if not self.edge_dropout:
@@ -383,7 +383,7 @@ class Session:
         }
         return edge_index[:, kept], {**values, **reduced}
 
-    def _alignment(self, event: Event, frame: _Frame, local: Tensor, part: Slice) -> Tensor:
+    def _alignment(self, event: Event, frame: Frame, local: Tensor, part: Slice) -> Tensor:
         name = describe(frame.name, frame.layer)
         wanted = event.cut(self.info, name).edges.to(self.device)
         position = align(local, wanted, event.edges.target_row, self.info.batch_size, name)
