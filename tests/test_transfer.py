@@ -57,7 +57,7 @@ def disagreements(transfer: Transfer, device: torch.device, *, steps: int, seed:
     truth = {slot: torch.zeros(400, WIDTH) for slot in SLOTS}
     histories = {slot: SlowHistory(400, WIDTH, torch.float32, pinned=device.type == "cuda") for slot in SLOTS}
     for info in batches:
-        info.placed["rows"] = order.rows(info).index.to(device)  # so that nothing reads what is no index yet
+        info.placed[order] = order.rows(info).index.to(device)  # so that nothing reads what is no index yet
     # Made ahead, since a copy to the GPU would wait for it.
     fresh = {(step, slot): torch.randn(400, WIDTH, generator=generator) for step in range(steps) for slot in SLOTS}
     fresh_there = {key: rows.to(device) for key, rows in fresh.items()}
@@ -172,3 +172,16 @@ def test_gradients_flow_to_the_batch_only() -> None:
 def test_a_step_has_to_begin() -> None:
     with pytest.raises(RuntimeError, match="begin"):
         Ahead(torch.device("cuda", 0)).end()
+
+
+def test_rows_placed_for_one_order_are_not_used_for_another() -> None:
+    data = undirected_graph(40, 100)
+    info = next(iter(HaloLoader(data, 4))).edge_index.info
+    other = next(iter(HaloLoader(data, 2, parts="random"))).edge_index.info.order
+    info.placed[info.order] = info.order.rows(info).index
+    transfer, history = Direct(torch.device("cpu")), HostHistory(40, 2, torch.float32, pinned=False)
+    values = torch.arange(80.0).view(40, 2)
+    history.push(values, other.row_of)
+    transfer.begin(info, other, {"first": history})
+    full = transfer.exchange("first", history, values[info.nodes])
+    assert torch.equal(full, values[info.n_id])

@@ -249,7 +249,7 @@ class Feed:
             if name[0] == "batch":
                 tagged = name[1] in ("edge_index", "n_id", *info.graph.edge_attributes)
                 batch[name[1]] = BatchTensor.tag(value, info, name[1]) if tagged else value
-        info.placed["rows"] = views["places"]
+        info.placed[self._scaler.memory.row_order(info)] = views["places"]
         for event, (weights, as_they_are) in self._events.items():
             edge_index, constants = None, {}
             if as_they_are:

@@ -200,9 +200,9 @@ class Session:
             return out
 
         def widen(value: Tensor) -> Tensor:
-            short = value.dim() > 0 and value.size(0) == self.info.batch_size
-            missing = value.new_zeros((self.info.num_halo, *value.shape[1:])) if short else value
-            return torch.cat([value, missing]) if short else value
+            if value.dim() == 0 or value.size(0) != self.info.batch_size:
+                return value
+            return torch.cat([value, value.new_zeros((self.info.num_halo, *value.shape[1:]))])
 
         return map_tensors(widen, out)
 

@@ -76,7 +76,7 @@ class Direct(Transfer):
     def begin(self, info: BatchInfo, order: RowOrder, histories: Mapping[str, History]) -> None:
         """See :meth:`Transfer.begin`."""
         self._info, self._rows = info, order.rows(info)
-        self._index = info.placed.get("rows", self._rows.index)
+        self._index = info.placed.get(order, self._rows.index)
 
     def exchange(self, slot: str, history: History, rows: Tensor, *, push: bool = True) -> Tensor:
         """See :meth:`Transfer.exchange`."""
@@ -263,8 +263,8 @@ class Ahead(Transfer):
 
     def _index_of(self, info: BatchInfo) -> Tensor:
         # Where it was placed if it was, since a captured step reads it there.
-        if "rows" in info.placed:
-            placed: Tensor = info.placed["rows"]
+        if self._order in info.placed:
+            placed: Tensor = info.placed[self._order]
             return placed
         return self._index[info] if info in self._index else self._rows(info).on(self._device)
 
