@@ -123,12 +123,16 @@ def time_epochs(
     cuda = feed.device.type == "cuda"
     if cuda:
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # of earlier work in this process: every measurement pays for its own
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(feed.device)
     with engine.running():
         model.train()
         # An epoch ends with its loss on the host, so nothing is under way any more.
-        seconds = [_seconds(lambda: engine.epoch(islice(loader.ready(), count))) for _ in range(epochs + 2)][2:]
+        seconds = [
+            _seconds(lambda: engine.epoch(islice(loader.ready(), count), then=loader.first_of_next_epoch))
+            for _ in range(epochs + 2)
+        ][2:]
         how = engine.how
     return {
         "epoch": statistics.median(seconds),

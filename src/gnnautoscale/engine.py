@@ -116,19 +116,26 @@ class Engine:
             self._graphs.clear()
             self._feed.clear()
 
-    def epoch(self, batches: Iterable[ReadyBatch], after_step: Callable[[], None] | None = None) -> float:
+    def epoch(
+        self,
+        batches: Iterable[ReadyBatch],
+        *,
+        after_step: Callable[[], None] | None = None,
+        then: Callable[[], ReadyBatch | None] | None = None,
+    ) -> float:
         """Train on some batches.
 
         Args:
             batches: Batches of the training graph, in order.
             after_step: Called after each of them.
+            then: Says at the end which batch the next epoch begins with, if that is known.
 
         Returns:
             The mean loss over all training rows, without the penalty.
         """
         self._total.zero_()
         count = 0
-        for item in self._feed.items(batches):
+        for item in self._feed.items(batches, then):
             self._run(item)
             count += item.y.size(0)
             self.steps += item.y.size(0) > 0
@@ -142,9 +149,11 @@ class Engine:
         transfer.begin(item.info, memory.row_order(item.info), memory.histories)
         graph = self._graph(item, transfer) if self._why_not is None else None
         if graph is not None:
-            graph.replay()
+            transfer.replay(graph)
+            transfer.look_ahead()
             memory.written_by = None
             return
+        transfer.look_ahead()
         with transfer.begun():
             if self._why_not is None and self.steps == _WARM_UP - 1:
                 with _watching(self._model) as reasons:
@@ -222,8 +231,11 @@ class Engine:
 
 @cache
 def _training_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that training runs on: always the same, since PyTorch keeps work space on the GPU for each one."""
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    """The stream that training runs on: always the same, since PyTorch keeps work space on the GPU for each one.
+
+    Where a step and the transfers beside it want the same part of the GPU, the step comes first.
+    """
+    stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     return stream
 
 

@@ -7,7 +7,7 @@ them fit; otherwise the next batch's is copied while a step runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -135,8 +135,15 @@ class Feed:
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._back = self._front = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def items(self, batches: Iterable[ReadyBatch]) -> Iterator[Item]:
-        """The batches of an epoch on the compute device; each is valid until the next is asked for."""
+    def items(
+        self, batches: Iterable[ReadyBatch], then: Callable[[], ReadyBatch | None] | None = None
+    ) -> Iterator[Item]:
+        """The batches of an epoch on the compute device; each is valid until the next is asked for.
+
+        Args:
+            batches: The batches, in order.
+            then: Says at the end which batch the next epoch begins with, if that is known.
+        """
         batches = iter(batches)
         # On a GPU the first as it is: what the model does with edges is known only once it has run.
         unpacked = None if self.device.type != "cuda" else int(not self._scaler.memory.events)
@@ -145,7 +152,8 @@ class Feed:
         while following is not None:
             package, item = following, self._arrive(following)
             following = self._next(batches)
-            package.info.upcoming = None if following is None else following.info
+            upcoming = following if following is not None or then is None else then()
+            package.info.upcoming = None if upcoming is None else upcoming.info
             yield item
             package.info.upcoming = None
             if not self.resident:

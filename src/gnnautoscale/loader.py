@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from gnnautoscale.batch import BatchInfo, BatchTensor, RowOrder
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph
 from gnnautoscale.partition import check_labels, connectivity, partition
+
+# The parts of a batch.
+_Group: TypeAlias = tuple[int, ...]
 
 
 class _Pieces(NamedTuple):
@@ -150,7 +153,8 @@ class HaloLoader:
         self._generator = torch.Generator().manual_seed(seed)
         # Workers draw their seeds from here and not from the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
-        self._ready: dict[tuple[int, ...], ReadyBatch] = {}
+        self._ready: dict[_Group, ReadyBatch] = {}
+        self._drawn_ahead: list[_Group] | None = None
 
     def __len__(self) -> int:
         return -(-self.num_parts // self.batch_size)
@@ -160,10 +164,24 @@ class HaloLoader:
 
     def ready(self) -> Iterator[ReadyBatch]:
         """The batches of an epoch as the loader keeps them: what ``iter(loader)`` hands out copies of."""
+        groups, self._drawn_ahead = self._drawn_ahead or self._draw(), None
+        return self._batches(groups, keep=self.is_fixed)
+
+    def first_of_next_epoch(self) -> ReadyBatch | None:
+        """The batch that the next epoch will begin with, if it is known and at hand."""
+        self._drawn_ahead = self._drawn_ahead or self._draw()
+        return self._ready.get(self._drawn_ahead[0])
+
+    def _draw(self) -> list[_Group]:
         order = torch.arange(self.num_parts)
         if self.shuffle:
             order = torch.randperm(self.num_parts, generator=self._generator)
-        return self._batches(order, keep=self.is_fixed)
+        return self._grouped(order)
+
+    def _grouped(self, order: Tensor) -> list[_Group]:
+        parts, size = order.tolist(), self.batch_size
+        # Ascending inside a batch, so that the same parts give the same batch however they were drawn.
+        return [tuple(sorted(parts[first : first + size])) for first in range(0, len(parts), size)]
 
     @property
     def is_fixed(self) -> bool:
@@ -179,28 +197,32 @@ class HaloLoader:
             >>> len(list(loader.in_order()))
             2
         """
-        return _handed_out(self._batches(torch.arange(self.num_parts), keep=True))
+        return _handed_out(self._batches(self._grouped(torch.arange(self.num_parts)), keep=True))
 
-    def _batches(self, order: Tensor, *, keep: bool) -> Iterator[ReadyBatch]:
-        # Ascending inside a batch, so that the same parts give the same batch however they were drawn.
-        groups = [tuple(sorted(group.tolist())) for group in torch.split(order, self.batch_size)]
+    def _batches(self, groups: list[_Group], *, keep: bool) -> Iterator[ReadyBatch]:
         # Decided now: another iteration may add to what is ready while this one goes on.
-        ready = {group: self._ready[group] for group in groups if group in self._ready and self._ready[group].intact()}
-        fetched = iter(
-            DataLoader(
-                self._assembly,
-                sampler=[group for group in groups if group not in ready],
-                batch_size=None,
-                num_workers=self.num_workers,
-                collate_fn=_hand_over,
-                generator=self._worker_seeds,
-            )
-        )
+        ready = {group: self._ready[group] for group in groups if group in self._ready}
+        fetched = self._fetched([group for group in groups if group not in ready])
         for group in groups:
-            batch = ready[group] if group in ready else self._wrap(next(fetched))
+            if group not in ready:
+                batch = self._wrap(next(fetched))
+            elif ready[group].intact():
+                batch = ready[group]
+            else:
+                batch = self._wrap(self._assembly[group])
             if keep:
                 self._ready[group] = batch
             yield batch
+
+    def _fetched(self, groups: list[_Group]) -> Iterator[_Pieces]:
+        yield from DataLoader(
+            self._assembly,
+            sampler=groups,
+            batch_size=None,
+            num_workers=self.num_workers,
+            collate_fn=_hand_over,
+            generator=self._worker_seeds,
+        )
 
     @cached_property
     def connectivity(self) -> float:

@@ -321,6 +321,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: T) -> T:
         return value
     if isinstance(value, Tensor):
         return cast(T, function(value))
+    if type(value) is tuple:
+        return cast(T, tuple([map_tensors(function, item) for item in cast(tuple[Any, ...], value)]))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return cast(T, type(value)(*[map_tensors(function, item) for item in value]))
     if isinstance(value, (tuple, list)):
@@ -332,14 +334,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: T) -> T:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists and dictionaries, in the order of :func:`map_tensors`."""
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(look, value)
-    return found
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for item in value if type(item) not in _PLAIN_TYPES for tensor in tensors_in(item)]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -181,6 +181,7 @@ class Session:
     def begin(self) -> None:
         """Start the step: rows that it needs are on their way."""
         self._transfer.begin(self.info, self.memory.row_order(self.info), self.memory.histories)
+        self._transfer.look_ahead()
 
     def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
         """Compute a slot's rows, push the batch's, and pull the halo's."""
@@ -192,7 +193,11 @@ class Session:
         return self.exchange(slot, out)
 
     def _shortened(self, value: Tensor) -> Tensor:
-        return value[: self.info.batch_size] if value.dim() and value.size(0) == self.info.num_rows else value
+        return self._own(value) if value.dim() and value.size(0) == self.info.num_rows else value
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """The batch's rows; as they are if there are no others, since a slice costs its gradient a copy."""
+        return rows if rows.size(0) == self.info.batch_size else rows[: self.info.batch_size]
 
     def _widened(self, out: Any) -> Any:
         """Give rows that were computed for the batch alone the halo's rows again, where what follows needs them."""
@@ -221,7 +226,7 @@ class Session:
                     fix="Return node-level outputs from the model and pool or pair them outside of it.",
                 )
             rows += 1
-            return value[: self.info.batch_size]
+            return self._own(value)
 
         out = map_tensors(cut, out)
         if not rows:
@@ -249,12 +254,12 @@ class Session:
 
     def exchange(self, slot: str, out: Tensor) -> Tensor:
         """Push the batch's rows; returns them with the halo's, as constants, behind them."""
-        rows = out[: self.info.batch_size]
+        rows = self._own(out)
         push = not self._repeating
         if push:
             self.memory.written_by = None
-        history = self.memory.history(slot, rows)
-        return self._transfer.exchange(slot, history, flat(rows), push=push).view(-1, *out.shape[1:])
+        full = self._transfer.exchange(slot, self.memory.history(slot, rows), flat(rows), push=push)
+        return full if out.dim() == 2 else full.view(-1, *out.shape[1:])
 
     # Edges ###########################################################################################################
 
@@ -347,7 +352,7 @@ class Session:
         rows = next(x for x, kind in zip(tensors_in((args, kwargs)), known.kinds, strict=True) if kind == "node")
 
         def pair(value: Any) -> Any:
-            return (value, value[: self.info.batch_size]) if value is rows else value
+            return (value, self._own(value)) if value is rows else value
 
         return tuple(pair(value) for value in args), {name: pair(value) for name, value in kwargs.items()}
 

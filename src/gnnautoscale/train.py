@@ -235,7 +235,8 @@ def fit(
             rate = float(optimizer.param_groups[0]["lr"])
             start = clock.total("train")
             with clock("train"):
-                mean_loss = engine.epoch(islice(loader.ready(), steps_per_epoch), after_step)
+                batches = islice(loader.ready(), steps_per_epoch)
+                mean_loss = engine.epoch(batches, after_step=after_step, then=loader.first_of_next_epoch)
             result.steps = engine.steps
             if not math.isfinite(mean_loss):
                 raise FloatingPointError(f"the loss is {mean_loss} in epoch {number}: {_CALM_DOWN}")

@@ -24,7 +24,8 @@ from gnnautoscale.kernels import locate_rows, merge_rows, use_triton
 class Transfer(ABC):
     """Moves the rows of one step at a time.
 
-    A step calls :meth:`begin`, then :meth:`exchange` for each slot, and :meth:`end` after its forward pass.
+    A step calls :meth:`begin`, then :meth:`exchange` for each slot, and :meth:`end` after its forward pass. In between
+    it calls :meth:`look_ahead` once.
     """
 
     #: Changes when rows move to another address on the device.
@@ -33,6 +34,10 @@ class Transfer(ABC):
     @abstractmethod
     def begin(self, info: BatchInfo, order: RowOrder, histories: Mapping[str, History]) -> None:
         """Start a step on a batch, with the histories that exist so far and the order of their rows."""
+
+    def look_ahead(self) -> None:
+        """Start to pull rows for the batch that is announced to follow."""
+        return
 
     @abstractmethod
     def exchange(self, slot: str, history: History, rows: Tensor, *, push: bool = True) -> Tensor:
@@ -61,6 +66,10 @@ class Transfer(ABC):
     def begun(self) -> Iterator[None]:
         """The step inside of this context, which may be captured, has begun already; it ends with its pushes."""
         yield
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Run a captured step that has begun."""
+        graph.replay()
 
 
 class Direct(Transfer):
@@ -125,16 +134,19 @@ class Ahead(Transfer):
         self._most_batch, self._most_halo = 0, -1
         self._info: BatchInfo | None = None
         self._order: RowOrder | None = None
-        # Kept while kernels of the side streams may read them.
+        # Kept while kernels of the side streams may read them; those that were copied for this purpose apart.
         self._index: dict[BatchInfo, Tensor] = {}
-        # Which of the two tables belongs to this step: on the device, since a captured step must find it there.
+        self._copied: dict[BatchInfo, Tensor] = {}
+        # Which of the two tables belongs to this step: on the device, since a captured step must find it there. Every
+        # step ends with a change of sides; `_side_left` is what is there once all steps so far are done.
         self._side = torch.zeros(1, dtype=torch.int32, device=device)
-        self._current_side = 0
+        self._side_left = self._current_side = 0
         # For both tables: which rows the step before writes itself, and where among its own they are.
         self._shared = torch.empty(2, 0, dtype=torch.int32, device=device)
-        # The slots whose rows are in this step's table, and those pulled ahead for another batch.
+        # The slots whose rows are in this step's table, and the histories that are pulled ahead for another batch.
         self._staged: set[str] = set()
-        self._ahead: set[str] = set()
+        self._ahead: dict[str, History] = {}
+        self._following: BatchInfo | None = None
         self._ahead_for: BatchInfo | None = None
         self._begun_already = False
         self._to_push: list[tuple[str, History, Tensor]] = []
@@ -159,25 +171,48 @@ class Ahead(Transfer):
         return room
 
     def begin(self, info: BatchInfo, order: RowOrder, histories: Mapping[str, History]) -> None:
-        """See :meth:`Transfer.begin`; also starts to pull for the batch that is announced to follow."""
+        """See :meth:`Transfer.begin`."""
         if self._begun_already:
             return
-        batches = [info] if info.upcoming is None else [info, info.upcoming]
+        following = info.upcoming if histories else None
+        batches = [info] if following is None else [info, following]
         self.reserve(max(b.batch_size for b in batches), max(b.num_halo for b in batches), histories)
         self._wait(self._main, self._pushes)  # the last step's rows are in their histories, its buffers free
         self._wait(self._main, self._pulls)  # what was pulled ahead is there
-        ahead = self._ahead if self._ahead_for is info else set()
-        self._info, self._order, self._staged, self._ahead_for = info, order, set(histories), None
-        self._index = {batch: self._index_of(batch) for batch in batches}
+        ahead = self._ahead if self._ahead_for is info else {}
+        self._info, self._order, self._staged = info, order, set(histories)
+        self._copied = {batch: self._copy_of(batch) for batch in batches if order not in batch.placed}
+        # Where it was placed if it was, since a captured step reads it there.
+        self._index = {
+            batch: self._copied[batch] if batch in self._copied else batch.placed[order] for batch in batches
+        }
         self._to_push.clear()
         if ahead:
-            self._current_side = 1 - self._current_side
-            self._side.fill_(self._current_side)
+            self._take_side(1 - self._current_side)
         else:
+            self._take_side(self._side_left)
             self._shared[self._current_side].fill_(-1)
         self._stage({slot: histories[slot] for slot in histories if slot not in ahead}, info, self._current_side)
-        if info.upcoming is not None and histories:
-            self._pull_ahead(info, info.upcoming, histories)
+        self._following, self._ahead_for, self._ahead = following, None, dict(histories)
+        if following is not None:
+            self._wait(self._pulls, self._main)  # the other table is not used any more, and the index is there
+
+    def look_ahead(self) -> None:
+        """See :meth:`Transfer.look_ahead`."""
+        if self._begun_already or self._following is None:
+            return
+        following, side = self._following, 1 - self._current_side
+        shared = self._shared[side, : following.num_halo]
+        with torch.cuda.stream(self._pulls):
+            _locate(self._index[following][following.batch_size :], self._rows(self._current).runs, shared)
+            self._stage(self._ahead, following, side, shared)
+        self._following, self._ahead_for = None, following
+
+    def _take_side(self, side: int) -> None:
+        self._current_side = side
+        if side != self._side_left:  # a step did not come to its end
+            self._side.fill_(side)
+            self._side_left = side
 
     def _stage(self, histories: Mapping[str, History], info: BatchInfo, side: int, skip: Tensor | None = None) -> None:
         """Read a batch's halo into a table."""
@@ -186,15 +221,6 @@ class Ahead(Transfer):
             staged = [self._buffers[slot].staged[side, : info.num_halo] for slot in histories]
             first, *others = histories.values()
             first.read_together(others, index, staged, skip=skip)
-
-    def _pull_ahead(self, info: BatchInfo, following: BatchInfo, histories: Mapping[str, History]) -> None:
-        side = 1 - self._current_side
-        shared = self._shared[side, : following.num_halo]
-        self._wait(self._pulls, self._main)  # the table is not used any more, and the index is there
-        with torch.cuda.stream(self._pulls):
-            _locate(self._index[following][following.batch_size :], self._rows(info).runs, shared)
-            self._stage(histories, following, side, shared)
-        self._ahead, self._ahead_for = set(histories), following
 
     def exchange(self, slot: str, history: History, rows: Tensor, *, push: bool = True) -> Tensor:
         """See :meth:`Transfer.exchange`."""
@@ -224,12 +250,20 @@ class Ahead(Transfer):
             for slot, history, _ in self._to_push:
                 history.push(self._buffers[slot].recent[: info.batch_size], where, runs)
         self._to_push.clear()
+        self._side.bitwise_xor_(1)
+        if not (self._begun_already and torch.cuda.is_current_stream_capturing()):
+            self._side_left = 1 - self._side_left
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """See :meth:`Transfer.replay`."""
+        graph.replay()
+        self._side_left = 1 - self._side_left
 
     def settle(self) -> None:
         """See :meth:`Transfer.settle`."""
         self._wait(self._main, self._pushes)
         self._wait(self._main, self._pulls)
-        self._ahead_for = None
+        self._following = self._ahead_for = None
 
     @contextmanager
     def begun(self) -> Iterator[None]:
@@ -261,12 +295,9 @@ class Ahead(Transfer):
             raise RuntimeError("a step has to begin before its rows are exchanged")
         return self._order.rows(info)
 
-    def _index_of(self, info: BatchInfo) -> Tensor:
-        # Where it was placed if it was, since a captured step reads it there.
-        if self._order in info.placed:
-            placed: Tensor = info.placed[self._order]
-            return placed
-        return self._index[info] if info in self._index else self._rows(info).on(self._device)
+    def _copy_of(self, info: BatchInfo) -> Tensor:
+        known = self._copied.get(info)
+        return self._rows(info).on(self._device) if known is None else known
 
 
 class _Merge(torch.autograd.Function):

@@ -10,6 +10,7 @@ same width and types: call it once before it runs in a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -47,5 +48,21 @@ def launch(kernels: Kernels, num_programs: int, result: Tensor, *arguments: Any,
     """
     if result.numel() == 0:
         return
-    with torch.cuda.device_of(result):  # type: ignore[no-untyped-call]
-        kernels[result.size(1) % VECTOR == 0][(num_programs,)](*arguments, num_warps=warps)
+    kernel = kernels[result.size(1) % VECTOR == 0]
+    # Entering a device takes as long as launching a kernel; the interpreter's tensors are on none.
+    elsewhere = result.is_cuda and result.get_device() != torch.cuda.current_device()
+    with torch.cuda.device_of(result) if elsewhere else nullcontext():  # type: ignore[no-untyped-call]
+        kernel[(num_programs,)](*arguments, num_warps=warps)
+
+
+# Triton's own functions for these also serve its compiler, and take longer than the rest of a launch.
+
+
+def divided(count: int, size: int) -> int:
+    """How many pieces of a size hold a count."""
+    return -(-count // size)
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is at least the count, and at least 1."""
+    return 1 << max(count - 1, 0).bit_length()

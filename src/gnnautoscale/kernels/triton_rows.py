@@ -14,7 +14,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from gnnautoscale.kernels.triton_launch import VECTOR, compiled, launch
+from gnnautoscale.kernels.triton_launch import VECTOR, compiled, divided, launch, power_of_two
 
 BYTES = 32 * 1024  # what a program has in flight over the bus
 MERGE_BYTES = 8 * 1024
@@ -152,7 +152,7 @@ def gather_rows(source: Tensor, index: Tensor, out: Tensor, skip: Tensor | None,
     """See :func:`gnnautoscale.kernels.gather_rows`."""
     count, width = out.shape
     block = _block(width, source.element_size(), BYTES)
-    programs = min(programs, triton.cdiv(count, block[0]))
+    programs = min(programs, divided(count, block[0]))
     launch(_gather_kernels, programs, out, source, index, skip, out, count, width, *block, warps=WARPS)
 
 
@@ -162,7 +162,7 @@ def gather_tables(
     """See :func:`gnnautoscale.kernels.gather_tables`."""
     count, width = outs[0].shape
     block = _block(width, sources[0].element_size(), BYTES)
-    programs = min(programs, triton.cdiv(count, block[0]))
+    programs = min(programs, divided(count, block[0]))
     aligned = width % VECTOR == 0 and all(table.data_ptr() % VECTOR == 0 for table in (*sources, *outs))
     tables = (_addresses(sources, outs[0].device), index, skip, _addresses(outs, outs[0].device), count, len(outs))
     types = (_TYPES[sources[0].dtype], _TYPES[outs[0].dtype], aligned)
@@ -186,7 +186,7 @@ def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, programs: int) -> 
     """See :func:`gnnautoscale.kernels.scatter_rows`."""
     count, width = rows.shape
     block = _block(width, target.element_size(), BYTES)
-    programs = min(programs, triton.cdiv(count, block[0]))
+    programs = min(programs, divided(count, block[0]))
     launch(_scatter_kernels, programs, rows, rows, index, target, count, width, *block, warps=WARPS)
 
 
@@ -194,7 +194,7 @@ def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side
     """See :func:`gnnautoscale.kernels.merge_rows`."""
     count, width = out.shape
     block = _block(width, out.element_size(), MERGE_BYTES)
-    programs = triton.cdiv(count, block[0])
+    programs = divided(count, block[0])
     arguments = (rows, staged, recent, where, side, out, count, rows.size(0), where.size(1), width)
     launch(_merge_kernels, programs, out, *arguments, *block, warps=MERGE_WARPS)
 
@@ -203,12 +203,10 @@ def locate_rows(index: Tensor, start: int, first: int, length: int, where: Tenso
     """See :func:`gnnautoscale.kernels.locate_rows`."""
     count = index.numel()
     places = where.unsqueeze(1)
-    launch(
-        _locate_kernels, triton.cdiv(count, BLOCK), places, index, where, count, start, first, length, 1, BLOCK, warps=4
-    )
+    launch(_locate_kernels, divided(count, BLOCK), places, index, where, count, start, first, length, 1, BLOCK, warps=4)
 
 
 def _block(width: int, item_bytes: int, num_bytes: int) -> tuple[int, int]:
     """How many rows and columns a program takes at once, both powers of two."""
-    columns = min(triton.next_power_of_2(max(width, 1)), MOST_COLUMNS)
+    columns = min(power_of_two(width), MOST_COLUMNS)
     return max(1, min(MOST_ROWS, num_bytes // (columns * item_bytes))), columns

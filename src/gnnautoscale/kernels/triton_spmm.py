@@ -8,11 +8,10 @@ other, so that they share its edges in the cache.
 from __future__ import annotations
 
 import torch
-import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from gnnautoscale.kernels.triton_launch import Kernels, compiled, launch
+from gnnautoscale.kernels.triton_launch import Kernels, compiled, divided, launch, power_of_two
 
 # Measured on an H200 with 5 to 360 edges per row, widths of 47 to 600, and single rows of up to 20,000 edges.
 COLUMNS = 128  # of one program, at most
@@ -212,8 +211,8 @@ def _launch(kernels: Kernels, unroll: int, result: Tensor, *arguments: Tensor | 
         arguments: What the kernel takes before the size of its block.
     """
     num_rows, width = result.shape
-    columns = min(triton.next_power_of_2(max(width, 1)), COLUMNS)
-    if width > columns and triton.cdiv(width, columns // 2) % 2:
+    columns = min(power_of_two(width), COLUMNS)
+    if width > columns and divided(width, columns // 2) % 2:
         columns //= 2  # half of the last program's columns would be outside
     unroll = max(unroll, min(VALUES // columns, MOST_UNROLL))
-    launch(kernels, num_rows * triton.cdiv(width, columns), result, *arguments, columns, unroll, warps=WARPS)
+    launch(kernels, num_rows * divided(width, columns), result, *arguments, columns, unroll, warps=WARPS)
