@@ -23,6 +23,7 @@ from gnnautoscale.kernels import (
     gather_rows,
     gather_tables,
     locate_rows,
+    long_rows,
     merge_rows,
     scatter_rows,
     spmm,
@@ -40,6 +41,7 @@ IMPLEMENTATIONS = [
 WIDTHS = [1, 3, 47, 64, 100, 256, 300]
 REDUCES = ["sum", "mean", "max", "min"]
 HALVES = [torch.bfloat16, torch.float16]
+LONG = 20  # what tests take for a long row, so that small graphs have some
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +114,8 @@ def test_kernels_compile_for_a_gpu(
     types |= dict.fromkeys(("index", "skip", "where", "ptr", "col", "degrees", "ties"), "*i32")
     types |= {"side": "*i32", "count": "i32", "width": "i32", "batch_size": "i32", "room": "i32"}
     types |= dict.fromkeys(("start", "first", "length"), "i64")
+    types |= dict.fromkeys(("long_row", "first_piece", "piece_begin", "piece_end"), "*i32")
+    types |= {"partial": "*fp32", "num_rows": "i32", "num_pieces": "i32", "longest": "i32"}
     language: Any = importlib.import_module("triton.language")
     types_of_tables = {"source_type": language.bfloat16, "out_type": language.float32, "aligned": width == 256}
     types |= {"sources": "*i64", "outs": "*i64", "num_tables": "i32"}
@@ -122,6 +126,7 @@ def test_kernels_compile_for_a_gpu(
         (rows._merge_kernels, block),
         (rows._locate_kernels, {"block": 1024}),
         (sums._sum_kernels, {**edges, "mean": True}),
+        (sums._add_kernels, {**edges, "mean": True}),
         (sums._extreme_kernels, {**edges, "largest": True}),
         (sums._gradient_kernels, edges),
     ):
@@ -416,6 +421,237 @@ def test_spmm_refuses_wrong_input() -> None:
         spmm(adjacency, torch.ones(8, 2))
 
 
+# Rows of very many edges ##############################################################################################
+
+
+DEGREES = {
+    "one long row": [3, 0, 90, 2],
+    "several": [25, 0, 21, 230, 1, 19],
+    "as long as a piece": [20, 5, 20],
+    "one edge more": [21, 3, 0],
+    "whole pieces": [40, 60, 0],
+}
+
+
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are long from ``LONG`` edges on."""
+    monkeypatch.setattr(long_rows, "LONG", LONG)
+
+
+class Hubs(Graph):
+    """Random edges with a given number for each target, or for each source."""
+
+    def __init__(self, device: str, degrees: list[int], *, weighted: bool, of: str = "target") -> None:
+        generator = torch.Generator().manual_seed(4)
+        ends = torch.arange(len(degrees)).repeat_interleave(torch.tensor(degrees))
+        others = torch.randint(8, ends.shape, generator=generator)
+        target, source = (ends, others) if of == "target" else (others, ends)
+        target, order = target.sort(stable=True)
+        self.target, self.source = target.to(device), source[order].to(device)
+        self.num_targets, self.num_sources = (len(degrees), 8) if of == "target" else (8, len(degrees))
+        exact = torch.tensor([-1.0, 0.5, 1.0, 2.0])[torch.randint(4, ends.shape, generator=generator)]
+        self.weight = exact.to(device) if weighted else None
+
+    def rows(self, width: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """What goes in and the gradient of what comes out."""
+        shapes = enumerate((self.num_sources, self.num_targets))
+        x, grad = (integers(n, width, device=str(self.target.device), dtype=dtype, seed=seed) for seed, n in shapes)
+        return x, grad
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("of", ["target", "source"])
+@pytest.mark.parametrize("degrees", DEGREES.values(), ids=DEGREES)
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize(("weighted", "width"), [(False, 1), (True, 48), (False, 70), (True, 130)])
+def test_long_rows(device: str, width: int, weighted: bool, reduce: str, degrees: list[int], of: str) -> None:
+    graph = Hubs(device, degrees, weighted=weighted, of=of)
+    adjacency = graph.adjacency()
+    pieces = adjacency.pieces if of == "target" else adjacency.pieces_t
+    assert (pieces is None) == (max(degrees) <= LONG)
+    x, grad = graph.rows(width)
+    out, gradient = run(adjacency, x, grad, reduce)
+    expected_out, expected_gradient = graph.expected(x, grad, reduce)
+    tolerance = 1e-5 if reduce == "mean" else 0.0
+    torch.testing.assert_close(out.double().cpu(), expected_out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(gradient.double().cpu(), expected_gradient, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_rows_that_are_really_long(device: str, reduce: str) -> None:
+    longest = long_rows.LONG
+    graph = Hubs(device, [longest + 1, longest, 3, 2 * longest + 7], weighted=False)
+    adjacency = graph.adjacency()
+    assert adjacency.pieces is not None
+    assert adjacency.pieces.first_piece.tolist() == [0, 2, 5]
+    x, grad = graph.rows(5)
+    for got, expected in zip(run(adjacency, x, grad, reduce), graph.expected(x, grad, reduce), strict=True):
+        torch.testing.assert_close(got.double().cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("of", ["target", "source"])
+def test_long_rows_in_half_precision(device: str, of: str, reduce: str, dtype: torch.dtype) -> None:
+    graph = Hubs(device, DEGREES["several"], weighted=True, of=of)
+    x, grad = graph.rows(16, dtype)
+    ulp = torch.finfo(dtype).eps
+    for got, expected in zip(run(graph.adjacency(), x, grad, reduce), graph.expected(x, grad, reduce), strict=True):
+        torch.testing.assert_close(got.double().cpu(), expected, rtol=ulp, atol=ulp / 8)
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("dtype", HALVES)
+def test_pieces_add_in_single(device: str, dtype: torch.dtype) -> None:
+    """The first piece sums up to an odd number that has no place in half precision; the second takes most of it."""
+    values = torch.zeros(LONG + 1, 1)
+    values[0], values[1], values[LONG] = 2 / torch.finfo(dtype).eps, 1, -2 / torch.finfo(dtype).eps
+    values = values.to(device, dtype)
+    each, one = torch.arange(LONG + 1, device=device), torch.zeros(LONG + 1, dtype=torch.int64, device=device)
+    assert spmm(Adjacency.build(one, each, 1, LONG + 1), values).item() == 1
+    _, gradient = run(Adjacency.build(each, one, LONG + 1, 1), torch.ones_like(values[:1]), values, "sum")
+    assert gradient.item() == 1
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("grad_rows", [0, 1, 2, 3, 4, 6])
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_gradient_of_some_long_rows_only(device: str, reduce: str, grad_rows: int) -> None:
+    graph = Hubs(device, [4, 50, 7, 90, 2, 30], weighted=True, of="source")
+    adjacency = graph.adjacency()
+    x, grad = graph.rows(5)
+    _, expected = run(adjacency, x, grad, reduce)
+    expected[grad_rows:] = 0
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(spmm(adjacency, x, reduce, grad_rows=grad_rows), x, grad)
+    assert torch.equal(gradient, expected)
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_long_rows_have_the_same_bits_every_time(device: str, reduce: str) -> None:
+    graph = Hubs(device, DEGREES["several"], weighted=False)
+    graph.weight = torch.randn(296, device=device)
+    x, grad = torch.randn(8, 33, device=device), torch.randn(6, 33, device=device)
+    first = run(graph.adjacency(), x, grad, reduce)
+    second = run(graph.adjacency(), x, grad, reduce)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for got, expected in zip(first, graph.expected(x, grad, reduce), strict=True):
+        torch.testing.assert_close(got.double().cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_long_rows_that_are_not_finite(device: str, reduce: str) -> None:
+    """Source 8 belongs to the long row alone, which must show it and keep it from the others."""
+    graph = Hubs(device, DEGREES["one long row"], weighted=False)
+    graph.num_sources = 9
+    graph.source[60] = 8
+    x, grad = graph.rows(3)
+    x[8] = torch.tensor([torch.inf, torch.nan, -torch.inf])
+    out, _ = run(graph.adjacency(), x, grad, reduce)
+    expected, _ = graph.expected(x, grad, reduce)
+    torch.testing.assert_close(out.double().cpu(), expected, equal_nan=True, rtol=1e-6, atol=0.0)
+    assert out.isfinite().all(1).tolist() == [True, True, False, True]
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("device", IMPLEMENTATIONS[1:2], indirect=True)
+def test_only_long_rows_cost_launches(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of the two kernels, with one block of columns."""
+    sums: Any = importlib.import_module("gnnautoscale.kernels.triton_spmm")
+    launches: list[tuple[str, int]] = []
+    names = {id(sums._sum_kernels): "sum", id(sums._add_kernels): "add"}
+
+    def spy(kernels: Any, num_programs: int, *args: Any, **kwargs: Any) -> None:
+        launches.append((names[id(kernels)], num_programs))
+        launch(kernels, num_programs, *args, **kwargs)
+
+    def work(adjacency: Adjacency, **options: Any) -> list[tuple[str, int]]:
+        launches.clear()
+        spmm(adjacency, torch.ones(8, 4, device=device), **options)
+        return launches
+
+    launch = sums.launch
+    monkeypatch.setattr(sums, "launch", spy)
+    monkeypatch.setattr(sums, "_loaded", set())
+    plain, hubs = (Hubs(device, DEGREES[name], weighted=False) for name in ("as long as a piece", "several"))
+    # The first use loads what a CUDA graph could not load later.
+    assert work(plain.adjacency()) == [("sum", 3), ("add", 0)]
+    assert work(plain.adjacency()) == [("sum", 3)]
+    assert work(hubs.adjacency()) == [("sum", 6 + 2 + 2 + 12), ("add", 3)]
+    assert work(plain.adjacency(), reduce="mean") == [("sum", 3), ("add", 0)]
+    # Whoever takes an adjacency apart need not carry the pieces.
+    tensors = hubs.adjacency().tensors()
+    cut = Adjacency.of({name: tensors[name] for name in ("ptr", "col")}, 8)
+    assert work(cut) == [("sum", 6)]
+    x, _ = hubs.rows(4)
+    assert torch.equal(spmm(cut, x), spmm(hubs.adjacency(), x))
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_cuts_long_rows() -> None:
+    ptr = torch.tensor([0, 20, 20, 41, 81, 82, 143], dtype=torch.int32)
+    pieces = long_rows.cut_long_rows(ptr, 143)
+    assert pieces is not None
+    assert {tensor.dtype for tensor in pieces} == {torch.int32}
+    assert {name: tensor.tolist() for name, tensor in pieces.named().items()} == {
+        "long_row": [2, 3, 5],
+        "first_piece": [0, 2, 4, 8],
+        "piece_begin": [20, 40, 41, 61, 82, 102, 122, 142],
+        "piece_end": [40, 41, 61, 81, 102, 122, 142, 143],
+    }
+    assert long_rows.cut_long_rows(ptr[:3], 20) is None
+    assert long_rows.cut_long_rows(torch.arange(0, 100, LONG), 80) is None
+    assert long_rows.cut_long_rows(torch.zeros(1, dtype=torch.int32), 0) is None
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_pieces_reach_the_last_edge() -> None:
+    """Positions of edges have 32 bits, and a piece may end at the last of them."""
+    last = 2**31 - 1
+    pieces = long_rows.cut_long_rows(torch.tensor([0, last - 21, last], dtype=torch.int32)[1:], last)
+    assert pieces is not None
+    assert (pieces.piece_begin.tolist(), pieces.piece_end.tolist()) == ([last - 21, last - 1], [last - 1, last])
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_pieces_travel_as_tensors() -> None:
+    adjacency = Hubs("cpu", [4, 50, 7, 90, 2, 30], weighted=True, of="source").adjacency()
+    tensors = adjacency.tensors()
+    fields = set(long_rows.Pieces._fields)
+    edges = {"ptr", "col", "weight"}
+    assert tensors.keys() == {name + suffix for name in fields | edges for suffix in ("", "_t")}
+    again = Adjacency.of(tensors, 6)
+    assert again.tensors().keys() == tensors.keys()
+    assert all(again.tensors()[name] is tensors[name] for name in tensors)
+    forward_only = Adjacency.of({name: value for name, value in tensors.items() if not name.endswith("_t")}, 6)
+    assert forward_only._transposed is None
+    assert adjacency.pieces_t is not None
+    assert forward_only.pieces_t is not None
+    assert all(torch.equal(a, b) for a, b in zip(forward_only.pieces_t, adjacency.pieces_t, strict=True))
+    one_way = Hubs("cpu", [3, 90, 4], weighted=False, of="source").adjacency()
+    one_way.pieces = None
+    assert one_way.tensors().keys() == {"ptr", "col", "ptr_t", "col_t", *(name + "_t" for name in fields)}
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_pieces_are_cut_once_and_kept_for_training() -> None:
+    adjacency = Hubs("cpu", DEGREES["several"], weighted=False).adjacency()
+    with torch.inference_mode():
+        spmm(adjacency, torch.ones(8, 2))
+    pieces = adjacency.pieces
+    assert pieces is not None
+    assert not any(tensor.is_inference() for tensor in pieces)
+    run(adjacency, torch.ones(8, 2), torch.ones(6, 2), "sum")
+    assert adjacency.pieces is pieces
+
+
+# Rows #################################################################################################################
+
+
 DTYPE_PAIRS = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
@@ -660,6 +896,29 @@ def test_runs_in_a_cuda_graph(reduce: str) -> None:
 
 @pytest.mark.gpu
 @NEEDS_GPU
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_first_long_rows_are_in_a_cuda_graph(reduce: str) -> None:
+    """A graph cannot load kernels. No other test loads those for this type and width."""
+    few, many = (Hubs("cuda", DEGREES[name], weighted=True) for name in ("as long as a piece", "several"))
+    adjacency = Adjacency.of(many.adjacency().tensors(), 8)
+    assert few.adjacency().pieces is None
+    assert adjacency.pieces is not None
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        run(few.adjacency(), *few.rows(24, torch.float16), reduce)
+    torch.cuda.synchronize()
+    x, grad = many.rows(24, torch.float16)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        results = run(adjacency, x, grad, reduce)
+    captured.replay()
+    torch.cuda.synchronize()
+    for got, expected in zip(results, many.expected(x, grad, reduce), strict=True):
+        torch.testing.assert_close(got.double().cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
 @pytest.mark.parametrize("width", [1, 47, 64])
 def test_compiles_once_for_all_sizes(width: int) -> None:
     from gnnautoscale.kernels import triton_rows, triton_spmm
@@ -668,7 +927,7 @@ def test_compiles_once_for_all_sizes(width: int) -> None:
         found = (*vars(triton_rows).values(), *vars(triton_spmm).values())
         kernels = [kernel for value in found if isinstance(value, dict) for kernel in value.values()]
         compiled = [kernel for kernel in kernels if type(kernel).__name__ == "JITFunction"]
-        assert len(compiled) == 16
+        assert len(compiled) == 18
         return sum(len(kernel.device_caches[0][0]) for kernel in compiled)
 
     def work(count: int, offset: int) -> None:
@@ -697,6 +956,7 @@ def test_compiles_once_for_all_sizes(width: int) -> None:
 
     work(48, 0)
     before = variants()
+    # All edges lead from node 0 to itself, so that the last two have a long row.
     for count, offset in ((1, 0), (2, 1), (17, 3), (1000, 2), (1024, 4)):
         work(count, offset)
     assert variants() == before

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gnnautoscale.kernels.long_rows import Pieces
+
 
 def sum_neighbours(
     ptr: Tensor,
@@ -22,6 +24,7 @@ def sum_neighbours(
     mean: bool = False,
     degrees: Tensor | None = None,
     num_rows: int | None = None,
+    pieces: Pieces | None = None,
 ) -> Tensor:
     """Sum the rows of ``x`` that the edges of each row name.
 
@@ -35,6 +38,7 @@ def sum_neighbours(
             first. This is the gradient of ``mean``.
         num_rows: Number of rows of the result, if it shall have more than ``ptr``: these are 0. Edges beyond the last
             row of ``ptr`` are not looked at then.
+        pieces: The long rows of ``ptr``, or of one that goes on behind its end. Only kernels gain from these.
 
     Returns:
         ``[num_rows, width]`` in the type of ``x``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from gnnautoscale.errors import InputError
 from gnnautoscale.kernels import plain_spmm
 from gnnautoscale.kernels.available import use_triton
+from gnnautoscale.kernels.long_rows import Pieces, cut_long_rows
 
 REDUCES = ("sum", "mean", "max", "min")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -85,16 +87,23 @@ class Adjacency:
         """Put together again what :meth:`tensors` took apart.
 
         Args:
-            tensors: The tensors by name, on any device. Those of the transpose may be missing.
+            tensors: The tensors by name, on any device. Those of the transpose may be missing. Without those of long
+                rows there are none to look for.
             num_sources: Number of rows that sources are taken from.
         """
         transposed = None
         if "ptr_t" in tensors:
             transposed = (tensors["ptr_t"], tensors["col_t"], tensors.get("weight_t"))
-        return cls(tensors["ptr"], tensors["col"], tensors.get("weight"), num_sources, transposed)
+        adjacency = cls(tensors["ptr"], tensors["col"], tensors.get("weight"), num_sources, transposed)
+        adjacency.pieces = Pieces.of(tensors)
+        if transposed is not None:
+            adjacency.pieces_t = Pieces.of(tensors, "_t")
+        return adjacency
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, with the transpose: ``ptr``, ``col``, ``ptr_t``, ``col_t``, and weights if it has any.
+
+        If there are long rows, also how these are cut into :class:`~gnnautoscale.kernels.long_rows.Pieces`.
 
         Example:
             >>> loop = Adjacency.build(torch.tensor([0]), torch.tensor([0]), 1, 1)
@@ -111,7 +120,10 @@ class Adjacency:
             "col_t": self.col_t,
             "weight_t": self.weight_t,
         }
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        for suffix, pieces in (("", self.pieces), ("_t", self.pieces_t)):
+            found |= {} if pieces is None else pieces.named(suffix)
+        return found
 
     @property
     def num_targets(self) -> int:
@@ -153,6 +165,16 @@ class Adjacency:
         """Weight of each edge, grouped by source, ``[num_edges]``."""
         return self.transposed[2]
 
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """How targets with very many edges are cut; ``None`` if there are none."""
+        return cut_long_rows(self.ptr, self.num_edges)
+
+    @cached_property
+    def pieces_t(self) -> Pieces | None:
+        """How sources with very many edges are cut; ``None`` if there are none."""
+        return cut_long_rows(self.ptr_t, self.num_edges)
+
 
 def spmm(adjacency: Adjacency, x: Tensor, reduce: str = "sum", *, grad_rows: int | None = None) -> Tensor:
     r"""Combine the rows of each target's neighbours.
@@ -161,8 +183,8 @@ def spmm(adjacency: Adjacency, x: Tensor, reduce: str = "sum", *, grad_rows: int
 
     Values add up in single precision at least, and in the same order every time. Targets without edges get 0. The
     gradient of a maximum or minimum is shared evenly by all edges that reach it, by the rule of
-    :func:`torch.scatter_reduce` that PyG follows. A gradient needs the transpose: ask for
-    :attr:`Adjacency.transposed` once before this runs in a CUDA graph.
+    :func:`torch.scatter_reduce` that PyG follows. A gradient needs the transpose, and sums and means need to know which
+    rows are long: call :meth:`Adjacency.tensors` once before this runs in a CUDA graph.
 
     Args:
         adjacency: The edges, with constant weights.
@@ -207,7 +229,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, adjacency: Adjacency, mean: bool, grad_rows: int | None) -> Tensor:
         ctx.options = adjacency, mean, grad_rows
-        out: Tensor = _backend(x).sum_neighbours(adjacency.ptr, adjacency.col, adjacency.weight, x, mean=mean)
+        edges = (adjacency.ptr, adjacency.col, adjacency.weight)
+        out: Tensor = _backend(x).sum_neighbours(*edges, x, mean=mean, pieces=adjacency.pieces)
         return out
 
     @staticmethod
@@ -226,7 +249,9 @@ class _SumTransposed(torch.autograd.Function):
         if grad_rows is not None:
             ptr, num_rows = ptr[: grad_rows + 1], adjacency.num_sources
         degrees = adjacency.ptr if mean else None
-        out: Tensor = _backend(grad).sum_neighbours(ptr, col, weight, grad, degrees=degrees, num_rows=num_rows)
+        out: Tensor = _backend(grad).sum_neighbours(
+            ptr, col, weight, grad, degrees=degrees, num_rows=num_rows, pieces=adjacency.pieces_t
+        )
         return out
 
     @staticmethod
