@@ -14,13 +14,15 @@ from torch import Tensor
 from gnnautoscale.errors import InputError
 from gnnautoscale.kernels.available import use_triton
 
-# Few programs saturate the bus to host memory and leave the rest of the GPU to compute.
-PROGRAMS = 8
+# Few programs saturate the bus to host memory and leave the rest of the GPU to compute. Little to move is moved by
+# fewer still, since then there is time. They come in pairs, as a GPU's processors do.
+FEWEST_PROGRAMS, MOST_PROGRAMS = 6, 16
+BYTES_PER_PAIR = 16 * 2**20
 
 
 @torch.no_grad()
 def gather_rows(
-    source: Tensor, index: Tensor, out: Tensor, *, skip: Tensor | None = None, programs: int = PROGRAMS
+    source: Tensor, index: Tensor, out: Tensor, *, skip: Tensor | None = None, programs: int | None = None
 ) -> None:
     """Read rows: ``out[i] = source[index[i]]`` wherever ``skip[i] < 0``; other rows of ``out`` stay as they are.
 
@@ -30,7 +32,7 @@ def gather_rows(
         out: Where they go, ``[count, width]``; values are converted to its type.
         skip: Rows not to read have a value of 0 or more here, ``[count]``, int32, on the device of ``out``. ``None``
             reads all.
-        programs: How many programs share the work on a GPU.
+        programs: How many programs share the work on a GPU; by default as few as move it in time.
 
     Example:
         >>> out = torch.zeros(2, 2)
@@ -44,7 +46,7 @@ def gather_rows(
     if use_triton(out):
         from gnnautoscale.kernels.triton_rows import gather_rows as on_gpu
 
-        on_gpu(source, index, out, skip, programs)
+        on_gpu(source, index, out, skip, programs or _programs(out.nbytes))
     else:
         plain_gather_rows(source, index, out, skip)
 
@@ -56,7 +58,7 @@ def gather_tables(
     outs: Sequence[Tensor],
     *,
     skip: Tensor | None = None,
-    programs: int = PROGRAMS,
+    programs: int | None = None,
 ) -> None:
     """Read the same rows of several tables, as :func:`gather_rows` does for each; on a GPU all in one go.
 
@@ -65,7 +67,7 @@ def gather_tables(
         index: The rows to read, ``[count]``.
         outs: Where each table's rows go, each ``[count, width]``, of one type.
         skip: Rows not to read have a value of 0 or more here, ``[count]``, int32.
-        programs: How many programs share the work on a GPU.
+        programs: How many programs share the work on a GPU; by default as few as move it in time.
 
     Example:
         >>> outs = [torch.zeros(1, 2), torch.zeros(1, 2)]
@@ -84,14 +86,14 @@ def gather_tables(
     if use_triton(outs[0]):
         from gnnautoscale.kernels.triton_rows import gather_tables as on_gpu
 
-        on_gpu(sources, index, outs, skip, programs)
+        on_gpu(sources, index, outs, skip, programs or _programs(sum(out.nbytes for out in outs)))
     else:
         for source, out in zip(sources, outs, strict=True):
             plain_gather_rows(source, index, out, skip)
 
 
 @torch.no_grad()
-def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, *, programs: int = PROGRAMS) -> None:
+def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, *, programs: int | None = None) -> None:
     """Write rows: ``target[index[i]] = rows[i]``.
 
     Args:
@@ -99,7 +101,7 @@ def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, *, programs: int =
         index: The rows to write, ``[count]``, int64 or int32, distinct, on the device of ``rows``.
         target: Where they go, ``[num_rows, width]``, on the device of ``rows`` or in host memory: pinned, if ``rows``
             are on a GPU; values are converted to its type.
-        programs: How many programs share the work on a GPU.
+        programs: How many programs share the work on a GPU; by default as few as move it in time.
 
     Example:
         >>> target = torch.zeros(3, 2)
@@ -112,7 +114,7 @@ def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, *, programs: int =
     if use_triton(rows):
         from gnnautoscale.kernels.triton_rows import scatter_rows as on_gpu
 
-        on_gpu(rows, index, target, programs)
+        on_gpu(rows, index, target, programs or _programs(rows.nbytes))
     else:
         plain_scatter_rows(rows, index, target)
 
@@ -236,3 +238,8 @@ def _check_index(rows: Tensor, *indices: Tensor | None) -> None:
                 got=f"indices of shape {tuple(index.shape)}",
                 fix="Pass a tensor of shape [count].",
             )
+
+
+def _programs(num_bytes: int) -> int:
+    """How many programs move so much over the bus beside a training step, by default."""
+    return max(FEWEST_PROGRAMS, min(2 * -(-num_bytes // BYTES_PER_PAIR), MOST_PROGRAMS))
