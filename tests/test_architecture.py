@@ -19,6 +19,7 @@ ORDER = [
     "history",
     "batch",
     "loader",
+    "baselines",
     "transfer",
     "fused",
     "record",
@@ -40,8 +41,10 @@ ORDER = [
     "files",
     "datasets",
     "options",
+    "modes",
     "train",
     "bench",
+    "reproduce",
     "cli",
 ]
 SOURCES = sorted(ROOT.rglob("*.py"))

@@ -221,6 +221,26 @@ def test_the_same_command_gives_the_same_result(mode: str) -> None:
     assert timeless(first)["runs"][0]["epochs"] != timeless(other)["runs"][0]["epochs"]
 
 
+def test_baselines_train() -> None:
+    arguments = ["train", *TINY, *FAST, "--batch-size", "2", "--mode"]
+    (cluster,) = answer(*arguments, "cluster")["runs"]
+    got = answer(*arguments, "sage", "--fan-out", "3,-1")
+    (sage,) = got["runs"]
+    assert cluster["steps"] == sage["steps"] == 4
+    assert (cluster["history_bytes"], sage["connectivity"]) == (0, 0.0)
+    assert "joined parts" in cluster["how"]
+    assert "sampled" in sage["how"]
+    assert got["options"]["fan_out"] == sage["options"]["fan_out"] == [3, -1]
+    assert timeless(got) == timeless(answer(*arguments, "sage", "--fan-out=3,-1"))
+
+
+@pytest.mark.parametrize("flags", [["cluster"], ["sage", "--fan-out", "-1,2"]], ids=["cluster", "sage"])
+def test_a_saved_baseline_scores_as_it_did(tmp_path: Path, flags: list[str]) -> None:
+    file = str(tmp_path / "model.pt")
+    trained = answer("train", *TINY, *FAST, "--save", file, "--mode", *flags)
+    assert answer("infer", file, *TINY)["accuracy test"] == pytest.approx(trained["runs"][0]["scores"]["test"])
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_trains(model: str) -> None:
     (run,) = answer("train", *TINY, *FAST, "--model", model, "--layers", "2", "--hidden", "4")["runs"]
@@ -312,6 +332,13 @@ def test_a_file_says_what_flags_say_and_flags_win(tmp_path: Path) -> None:
     assert len(got["runs"][0]["epochs"]) == 2
 
 
+def test_a_file_may_hold_a_fan_out(tmp_path: Path) -> None:
+    text = COMMUNITIES + 'mode = "sage"\nepochs = 2\nparts = 4\nfan-out = [3, 2]\n'
+    got = answer("train", "--config", config(tmp_path, text))
+    assert timeless(got) == timeless(answer("train", *TINY, *FAST, "--mode", "sage", "--fan-out", "3,2"))
+    assert answer("train", "--config", config(tmp_path, text), "--fan-out", "1")["options"]["fan_out"] == [1]
+
+
 def test_a_file_may_hold_lists_and_switches(tmp_path: Path) -> None:
     text = 'model = "pna"\naggregators = ["mean", "max"]\nbatch_norm = false\nepochs = 1\nparts = 2\n'
     got = answer("train", "--config", config(tmp_path, COMMUNITIES + text))
@@ -340,6 +367,9 @@ def test_a_file_may_hold_lists_and_switches(tmp_path: Path) -> None:
         ("refresh_every = true", "refresh_every must be of type"),
         ('aggregators = "mean"', "aggregators must be of type list"),
         ('model = "pna"\naggregators = [1]', "aggregators must be"),
+        ('mode = "sage"\nfan_out = "3,2"', "fan_out must be of type list of integers"),
+        ('mode = "sage"\nfan_out = [true]', "fan_out must be of type list of integers"),
+        ('mode = "sage"\nfan_out = 3', "fan_out must be of type list of integers"),
         ("epochs =", "readable TOML"),
     ],
 )
@@ -385,6 +415,13 @@ def test_values_come_from_flags_then_the_file_then_defaults(tmp_path: Path) -> N
         (["--edges", "edges.csv"], "--edges"),
         (["--parts", "2", "--batch-size", "3"], "batch_size"),
         (["--mode", "fast"], "mode must be one of"),
+        (["--mode", "sage"], "fan_out must be a list of integers"),
+        (["--mode", "sage", "--fan-out", "0,3"], "fan_out must be a list of integers"),
+        (["--mode", "sage", "--fan-out", "3,,3"], "fan_out must be integers with commas between, but got '3,,3'"),
+        (["--mode", "sage", "--fan-out", ""], "fan_out must be integers with commas between"),
+        (["--mode", "gas", "--fan-out", "3"], "fan_out belongs to mode 'sage'"),
+        (["--mode", "cluster", "--lipschitz", "0.1"], "lipschitz must be 0.0 with mode 'cluster'"),
+        (["--mode", "cluster", "--refresh-every", "epoch"], "refresh_every"),
         (["--epochs", "0"], "epochs"),
         (["--lr", "-1"], "lr"),
         (["--refresh-every", "sometimes"], "refresh_every"),

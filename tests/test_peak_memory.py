@@ -45,6 +45,17 @@ def test_the_peak_counts_and_not_the_end() -> None:
 
 
 @needs_statm
+def test_a_pause_does_not_count() -> None:
+    with PeakMemory(CPU) as peak:
+        allocate(32)
+        with peak.paused():
+            allocate(128)
+        allocate(8)
+    assert peak.num_bytes is not None
+    assert 28 * MEGABYTE <= peak.num_bytes <= 64 * MEGABYTE
+
+
+@needs_statm
 def test_what_was_there_before_does_not_count() -> None:
     before = allocate(64)
     with PeakMemory(CPU) as peak:

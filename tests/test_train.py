@@ -17,10 +17,12 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCNConv, GraphConv  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
+import gnnautoscale.modes as modes_module
 import gnnautoscale.train as train_module
 from conftest import history_rows
 from gnnautoscale import datasets, generate
-from gnnautoscale.models import GAT, GCN, GIN, GraphSAGE
+from gnnautoscale.models import GAT, GCN, GIN, MODELS, GraphSAGE, build_model
+from gnnautoscale.partition import partition
 from gnnautoscale.train import Epoch, FitResult, fit, score
 
 FEATURES, CLASSES = 6, 3
@@ -208,6 +210,296 @@ def test_history_mode_cuts_at_random_and_has_neither_penalty_nor_clipping() -> N
     assert not same_bits(same.weights[-1], run(mode="gas", partition="random", grad_norm=0.01).weights[-1])
 
 
+# Cluster-GCN and neighbour sampling ##################################################################################
+
+BASELINES: dict[str, dict[str, Any]] = {
+    "cluster": {"mode": "cluster"},
+    "sage": {"mode": "sage", "fan_out": [2, 3]},
+}
+each_baseline = pytest.mark.parametrize("baseline", BASELINES)
+
+
+def sage(**options: Any) -> GraphSAGE:
+    torch.manual_seed(1)
+    return GraphSAGE(FEATURES, CLASSES, **{"hidden": 8, "dropout": 0.0, **options})
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout": 0.5}, {"batch_norm": True, "dropout": 0.2, "layers": 3}], ids=["plain", "drop", "norm"]
+)
+def test_one_part_of_cluster_is_full_batch(options: dict[str, Any]) -> None:
+    settings = {"epochs": 5, "grad_norm": 1.0, "weight_decay_conv": 0.01, "schedule": "cosine"}
+    full = run(gcn(**options), mode="full", **settings)
+    cluster = run(gcn(**options), mode="cluster", parts=1, batch_size=1, **settings)
+    assert cluster.losses == pytest.approx(full.losses, abs=1e-5)
+    assert cluster.result.scores == full.result.scores
+    for a, b in zip(cluster.weights, full.weights, strict=True):
+        for name in a:
+            # The gradient of a bias before a batch norm is nothing but rounding, which Adam makes large.
+            if not (options.get("batch_norm") and name.endswith(("bias", "running_mean"))):
+                torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-4)
+
+
+def test_all_parts_in_one_batch_of_cluster_are_full_batch() -> None:
+    full, cluster = run(gcn(dropout=0.0), mode="full"), run(gcn(dropout=0.0), mode="cluster", parts=4, batch_size=4)
+    assert cluster.losses == pytest.approx(full.losses, abs=1e-5)
+
+
+def test_cluster_normalizes_by_degrees_inside_of_a_batch() -> None:
+    data, model = community_graph(), gcn(dropout=0.0)
+    labels = partition(data.edge_index, 48, 4)
+    total = 0.0
+    for part in range(4):
+        inside = data.subgraph(labels == part)
+        with torch.no_grad():
+            out = model(inside.x, inside.edge_index)
+        total += float(F.cross_entropy(out[inside.train_mask], inside.y[inside.train_mask], reduction="sum"))
+    # A rate of almost zero leaves the weights alone.
+    (loss,) = run(model, data, mode="cluster", batch_size=1, lr=1e-12, epochs=1).losses
+    assert loss == pytest.approx(total / int(data.train_mask.sum()), abs=1e-5)
+    assert loss != pytest.approx(run(gcn(dropout=0.0), data, mode="full", lr=1e-12, epochs=1).losses[0], abs=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{}, {"grad_norm": 0.05, "weight_decay_conv": 0.1}], ids=["plain", "clipped"])
+def test_sampling_everything_around_all_training_nodes_is_full_batch(settings: dict[str, Any]) -> None:
+    full = run(sage(), mode="full", epochs=6, **settings)
+    sampled = run(sage(), mode="sage", fan_out=[-1, -1], parts=3, batch_size=3, epochs=6, **settings)
+    assert sampled.losses == pytest.approx(full.losses, abs=1e-5)
+    assert sampled.result.scores == full.result.scores
+
+
+def test_sampling_everything_gives_the_full_batch_loss_in_several_batches() -> None:
+    full = run(sage(), mode="full", epochs=1, lr=1e-12).losses
+    assert run(sage(), mode="sage", fan_out=[-1, -1], epochs=1, lr=1e-12).losses == pytest.approx(full, abs=1e-5)
+    # One neighbour each gives another loss.
+    assert run(sage(), mode="sage", fan_out=[1, 1], epochs=1, lr=1e-12).losses != pytest.approx(full, abs=1e-3)
+
+
+@each_baseline
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_trains_as_a_baseline(baseline: str, name: str) -> None:
+    data = community_graph()
+    torch.manual_seed(1)
+    got = run(build_model(name, data, CLASSES, hidden=8, layers=2), data, epochs=8, **BASELINES[baseline])
+    assert min(got.losses[1:]) < got.losses[0]
+    assert got.result.scores == exact_scores_plain(got.model, data)
+
+
+def exact_scores_plain(model: nn.Module, data: Data) -> dict[str, float]:
+    with torch.no_grad():
+        out = model.eval()(data.x, data.edge_index)
+    return {split: score(out, data.y, data[f"{split}_mask"]) for split in ("train", "val", "test")}
+
+
+@each_baseline
+def test_a_baseline_leaves_the_model_plain_and_with_its_best_weights(baseline: str) -> None:
+    got = run(gcn(batch_norm=True), epochs=6, **BASELINES[baseline])
+    assert not hasattr(got.model, "_autoscaler")
+    assert same_bits(weights_of(got.model), got.weights[got.result.best_epoch - 1])
+    assert got.result.scores == exact_scores_plain(got.model, community_graph())
+    assert got.result.connectivity == 0.0
+    assert got.result.history_bytes == 0
+    assert got.result.how.startswith("uncaptured: a plain model on ")
+    assert set(got.result.seconds) == {"partition", "train", "evaluate"}
+    assert got.result.peak_memory is None or got.result.peak_memory >= 0
+    json.dumps(got.result.to_dict(), allow_nan=False)
+
+
+@each_baseline
+def test_baselines_give_the_same_bits_for_the_same_seed(baseline: str) -> None:
+    options = BASELINES[baseline]
+    first = run(gcn(), seed=5, **options)
+    # Without dropout too, another seed gives other batches.
+    calm = [run(gcn(dropout=0.0), seed=seed, **options).losses for seed in (5, 6)]
+    assert calm[0] != calm[1]
+    model = gcn()
+    torch.rand(17)
+    second = run(model, seed=5, **options)
+    assert first.losses == second.losses
+    assert same_bits(first.weights[-1], second.weights[-1])
+    assert same_bits(first.weights[-1], run(gcn(), seed=5, num_workers=1, **options).weights[-1])
+    assert not same_bits(first.weights[-1], run(gcn(), seed=6, **options).weights[-1])
+
+
+@each_baseline
+def test_evaluation_leaves_baselines_alone(baseline: str) -> None:
+    often, once = (
+        run(gcn(dropout=0.5, batch_norm=True), epochs=4, evaluate_every=every, **BASELINES[baseline])
+        for every in (1, 4)
+    )
+    assert often.losses == once.losses
+    assert same_bits(often.weights[-1], once.weights[-1])
+
+
+@each_baseline
+@pytest.mark.parametrize("options", [{"weight_decay_conv": 0.1}, {"weight_decay_other": 0.1}, {"grad_norm": 0.01}])
+def test_decay_and_clipping_reach_baselines(baseline: str, options: dict[str, Any]) -> None:
+    plain, other = (run(gcn(), epochs=1, **BASELINES[baseline], **given) for given in ({}, options))
+    assert not same_bits(plain.weights[-1], other.weights[-1])
+
+
+@each_baseline
+@pytest.mark.parametrize(("batch_size", "most", "expected"), [(1, None, 12), (2, None, 6), (1, 1, 3), (4, 9, 3)])
+def test_baselines_take_as_many_steps_as_gas(baseline: str, batch_size: int, most: int | None, expected: int) -> None:
+    data = community_graph()
+    data.train_mask = torch.ones(48, dtype=torch.bool)
+    options: dict[str, Any] = {"batch_size": batch_size, "steps_per_epoch": most}
+    assert run(data=data, **options).result.steps == expected
+    assert run(data=data, **options, **BASELINES[baseline]).result.steps == expected
+
+
+@each_baseline
+def test_baselines_stop_and_return_to_the_best_epoch(monkeypatch: pytest.MonkeyPatch, baseline: str) -> None:
+    scripted(monkeypatch, [50.0, 60.0, 55.0, 60.0, 70.0])
+    got = run(epochs=8, patience=2, **BASELINES[baseline])
+    assert (len(got.result.epochs), got.result.best_epoch) == (4, 2)
+    assert same_bits(weights_of(got.model), got.weights[1])
+
+
+def test_cluster_takes_no_step_without_training_nodes() -> None:
+    data = two_cliques()
+    got = run(gcn(dropout=0.0, batch_norm=True), data, mode="cluster", parts=2, batch_size=1, epochs=3)
+    assert got.result.steps == 3
+    # What the two parts learn from is what the first clique alone gives.
+    alone = data.subgraph(data.train_mask)
+    alone.val_mask = alone.train_mask
+    expected = run(gcn(dropout=0.0, batch_norm=True), alone, mode="full", epochs=3)
+    assert got.losses == pytest.approx(expected.losses, abs=1e-5)
+    assert int(got.weights[-1]["norms.0.num_batches_tracked"]) == 3
+
+
+@each_baseline
+def test_baselines_take_inductive_data(baseline: str) -> None:
+    dataset = gas.load("cluster", graphs=4)
+    torch.manual_seed(1)
+    model = GIN(dataset.num_features, dataset.num_classes, hidden=8, layers=2)
+    result = fit(model, dataset, parts=8, batch_size=2, epochs=2, **BASELINES[baseline])
+    assert result.steps == 8
+    model.eval()
+    with torch.no_grad():
+        for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
+            expected = score(model(graph.x, graph.edge_index), graph.y, graph[f"{split}_mask"])
+            assert result.scores[split] == pytest.approx(expected), split
+
+
+@each_baseline
+def test_baselines_take_several_labels_edge_weights_and_other_attributes(baseline: str) -> None:
+    data = multilabel_graph()
+    torch.manual_seed(1)
+    assert fit(GCN(FEATURES, 4), data, parts=4, epochs=1, **BASELINES[baseline]).metric == "micro-F1"
+    data = community_graph()
+    data.edge_weight = torch.rand(data.num_edges, generator=torch.Generator().manual_seed(0)) + 0.5
+    weighted, plain = run(data=data, **BASELINES[baseline]), run(**BASELINES[baseline])
+    assert weighted.losses != plain.losses
+
+    class Placed(Own):
+        def forward(self, x: Tensor, edge_index: Tensor, place: Tensor, n_id: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x + place[:, :1] * 0 + self.table[n_id], edge_index)
+
+        table = torch.ones(48, FEATURES)
+
+    data = community_graph()
+    data.place = torch.ones(48, 2)
+    shifted = community_graph()
+    shifted.x = shifted.x + 1
+    assert run(Placed(), data, **BASELINES[baseline]).losses == run(Own(), shifted, **BASELINES[baseline]).losses
+
+
+@each_baseline
+def test_a_model_that_takes_the_batch_itself_is_trained_as_a_baseline(baseline: str) -> None:
+    class OfBatch(Own):
+        def forward(self, batch: Data) -> Tensor:  # type: ignore[override]
+            return super().forward(batch.x, batch.edge_index)
+
+    assert run(OfBatch(), **BASELINES[baseline]).losses == run(Own(), **BASELINES[baseline]).losses
+
+
+@each_baseline
+def test_a_model_that_writes_into_its_input_spoils_nothing(baseline: str) -> None:
+    class Writes(Own):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return super().forward(x.mul_(2.0), edge_index)
+
+    data, doubled = community_graph(), community_graph()
+    doubled.x = 2.0 * doubled.x
+    got = run(Writes(), data, batch_size=1, **BASELINES[baseline])
+    assert torch.equal(data.x, community_graph().x)
+    expected = run(Own(), doubled, batch_size=1, **BASELINES[baseline])
+    assert got.losses == expected.losses
+    assert got.result.scores == expected.result.scores
+
+
+@each_baseline
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lipschitz", 0.1),
+        ("edge_dropout", 0.1),
+        ("refresh_every", "epoch"),
+        ("refresh_every", 3),
+        ("evaluation", "histories"),
+    ],
+)
+def test_baselines_refuse_what_belongs_to_histories(baseline: str, name: str, value: Any) -> None:
+    options: dict[str, Any] = {**BASELINES[baseline], name: value}
+    with pytest.raises(gas.InputError, match=f"{name} must be .* with mode '{baseline}', which has no histories"):
+        fit(gcn(), Data(), **options)
+
+
+@pytest.mark.parametrize("fan_out", [None, [], [0, 2], [1.5], "10,10", 10])
+def test_sampling_needs_a_fan_out(fan_out: Any) -> None:
+    with pytest.raises(gas.InputError, match="fan_out must be a list of integers"):
+        fit(gcn(), Data(), mode="sage", fan_out=fan_out)
+
+
+@pytest.mark.parametrize("mode", ["gas", "full", "history", "cluster"])
+def test_only_sampling_has_a_fan_out(mode: Any) -> None:
+    with pytest.raises(gas.InputError, match="fan_out belongs to mode 'sage'"):
+        fit(gcn(), Data(), mode=mode, fan_out=[10, 10])
+
+
+@each_baseline
+def test_what_cannot_be_right_on_subgraphs_is_refused(baseline: str) -> None:
+    class Cached(Own):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = GCNConv(5, CLASSES, cached=True)
+
+    with pytest.raises(gas.UnsupportedModelError, match=r"GCNConv \('conv'\).*cached=True"):
+        run(Cached(), **BASELINES[baseline])
+
+    class Pooled(Own):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return super().forward(x, edge_index).mean(0, keepdim=True)
+
+    with pytest.raises(gas.InputError, match="one row for each of the"):
+        run(Pooled(), **BASELINES[baseline])
+    with pytest.raises(gas.InputError, match="class"):
+        run(GCN(FEATURES, CLASSES - 1), **BASELINES[baseline])
+    with pytest.raises(FloatingPointError, match="lower lr"):
+        run(lr=1e30, epochs=6, **BASELINES[baseline])
+
+
+@pytest.mark.gpu
+@each_baseline
+def test_baselines_train_on_a_gpu_as_on_a_cpu(baseline: str) -> None:
+    cpu, gpu = (run(gcn(dropout=0.0), device=device, **BASELINES[baseline]) for device in ("cpu", "cuda"))
+    assert gpu.losses == pytest.approx(cpu.losses, rel=1e-3)
+    assert gpu.result.peak_memory is not None
+    assert gpu.result.peak_memory > 0
+
+
+def test_more_parts_than_nodes_are_refused_by_cluster() -> None:
+    with pytest.raises(gas.InputError, match="parts"):
+        fit(gcn(), community_graph(), mode="cluster", parts=49)
+
+
+def test_the_fan_out_may_be_a_tuple_and_goes_through_json() -> None:
+    first, second = (run(mode="sage", fan_out=fan_out) for fan_out in ([2, 1], (2, 1)))
+    assert first.losses == second.losses
+    assert second.result.options["fan_out"] == [2, 1]
+
+
 # Reproducibility #####################################################################################################
 
 
@@ -281,7 +573,7 @@ def test_histories_are_refreshed_when_asked(monkeypatch: pytest.MonkeyPatch, eve
     data = community_graph()
     data.train_mask = torch.ones(48, dtype=torch.bool)
     plain = run(gcn(layers=3), data, batch_size=1)
-    monkeypatch.setattr(train_module, "refresh", counted)
+    monkeypatch.setattr(modes_module, "refresh", counted)
     refreshed = run(gcn(layers=3), data, batch_size=1, refresh_every=every)
     assert refreshed.result.steps == 12
     assert calls == count

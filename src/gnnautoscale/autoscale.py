@@ -144,7 +144,7 @@ class Autoscaler:
     def _forward(self, model: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.session is not None:  # the model calls itself, or is being rehearsed
             return run(*args, **kwargs)
-        args, kwargs = _unpack_batch(self._signature, type(model).__name__, args, kwargs)
+        args, kwargs = unpack_batch(self._signature, type(model).__name__, args, kwargs)
         info = _find_batch(args, kwargs)
         memory = self.memory_of(info.graph)
         device = next(iter(self._weights), info.n_id).device
@@ -198,7 +198,7 @@ class Autoscaler:
 
     def attributes(self, batch: Data) -> list[str]:
         """The attributes of a batch that ``model(batch)`` may look at."""
-        args, kwargs = _unpack_batch(self._signature, "the model", (batch,), {})
+        args, kwargs = unpack_batch(self._signature, "the model", (batch,), {})
         names = set(batch.keys()) if args else {"edge_index" if name == "adj_t" else name for name in kwargs}
         return [name for name in batch.keys() if name in names | {"edge_index"}]  # noqa: SIM118
 
@@ -372,7 +372,7 @@ def _without_edges(value: Tensor) -> Tensor:
     return value.emptied() if isinstance(value, BatchTensor) and value.is_own_edges else value
 
 
-def _unpack_batch(
+def unpack_batch(
     signature: inspect.Signature, model: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Turn ``model(batch)`` into the arguments that the model's forward names, unless it wants the batch itself."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.autoscale import attached
 from gnnautoscale.batch import BatchInfo
@@ -30,11 +31,106 @@ MOST_GRAPHS = 512
 _WARM_UP = 2
 
 
-class Engine:
-    """Trains a model on the batches of a feed.
+class Steps:
+    """Trains a model on batches, one step after the other: forward pass, loss, backward pass, clipping and optimizer.
 
-    A step is forward pass, loss, backward pass, clipping and optimizer. On a GPU it is captured as one CUDA graph per
-    batch if the batches come back unchanged and the model does the same in every step; :attr:`how` says what is done.
+    Args:
+        model: The model.
+        optimizer: Updates its weights.
+        objective: Computes the loss of training rows from the model's output and their labels.
+        device: Where the model and its batches are.
+        call: Calls the model with a batch and gives the rows of the batch's own nodes; by default the model itself.
+        grad_norm: Norm that gradients are clipped to.
+        penalty: Local Lipschitz penalty.
+        penalty_weight: Its weight in the loss.
+        precision: Of matrix products: full, TF32 inside of products, or bfloat16 by autocast.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        device: torch.device,
+        *,
+        call: Callable[[Data], Any] | None = None,
+        grad_norm: float | None = None,
+        penalty: LocalLipschitz | None = None,
+        penalty_weight: float = 0.0,
+        precision: Precision = "float32",
+    ) -> None:
+        self._model, self._optimizer, self._objective = model, optimizer, objective
+        self._call: Callable[[Data], Any] = model if call is None else call
+        self._grad_norm, self._penalty, self._penalty_weight = grad_norm, penalty, penalty_weight
+        self._precision: Precision = precision
+        self._device = device
+        self._total = torch.zeros((), device=device)
+        #: Number of optimizer steps so far.
+        self.steps = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Everything that touches the model while it trains happens in this context."""
+        before = torch.get_float32_matmul_precision()
+        if self._precision == "tf32" and self._device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def train(self, items: Iterable[Item], after_step: Callable[[], None] | None = None) -> float:
+        """Train on some batches.
+
+        Args:
+            items: The batches on the compute device, in order.
+            after_step: Called after each of them.
+
+        Returns:
+            The mean loss over all training rows, without the penalty.
+        """
+        self._total.zero_()
+        count = 0
+        for item in items:
+            self._run(item)
+            count += item.y.size(0)
+            self.steps += item.y.size(0) > 0
+            if after_step is not None:
+                after_step()
+        return float(self._total) / max(count, 1)
+
+    def _run(self, item: Item) -> None:
+        self._step(item)
+
+    def _step(self, item: Item) -> None:
+        if not item.y.size(0):
+            # Nothing to learn here, but the histories move on.
+            with torch.no_grad(), self._autocast():
+                self._call(item.batch)
+            return
+        self._optimizer.zero_grad()
+        with self._penalty if self._penalty is not None else nullcontext(), self._autocast():
+            out = self._call(item.batch)
+        loss = self._objective(out if item.rows is None else out[item.rows], item.y)
+        total = loss if self._penalty is None else loss + self._penalty_weight * self._penalty.value()
+        with torch.autograd.set_multithreading_enabled(False):  # a second thread would only be waited for
+            total.backward()  # type: ignore[no-untyped-call]
+        if self._grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._grad_norm)
+        self._optimizer.step()
+        self._total += loss.detach() * item.y.size(0)
+
+    def _autocast(self) -> torch.autocast:
+        # Casts are not kept, since a captured step must make its own.
+        enabled = self._precision == "bfloat16"
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+
+class Engine(Steps):
+    """Trains an autoscaled model on the batches of a feed.
+
+    On a GPU a step is captured as one CUDA graph per batch if the batches come back unchanged and the model does the
+    same in every step; :attr:`how` says what is done.
 
     Args:
         model: The autoscaled model.
@@ -61,17 +157,21 @@ class Engine:
         precision: Precision = "float32",
         capture: bool = True,
     ) -> None:
-        self._model, self._optimizer, self._feed, self._objective = model, optimizer, feed, objective
-        self._grad_norm, self._penalty, self._penalty_weight = grad_norm, penalty, penalty_weight
-        self._precision: Precision = precision
+        super().__init__(
+            model,
+            optimizer,
+            objective,
+            feed.device,
+            grad_norm=grad_norm,
+            penalty=penalty,
+            penalty_weight=penalty_weight,
+            precision=precision,
+        )
+        self._feed = feed
         self._scaler = attached(model)
-        self._device = feed.device
-        self._total = torch.zeros((), device=self._device)
         self._graphs: dict[BatchInfo, torch.cuda.CUDAGraph] = {}
         self._versions: tuple[int, int] | None = None
         self._pool: Any = None
-        #: Number of optimizer steps so far.
-        self.steps = 0
         self._why_not = self._obstacle(capture)
 
     @property
@@ -101,18 +201,14 @@ class Engine:
         if self._device.type != "cuda":
             yield
             return
-        before, main = torch.get_float32_matmul_precision(), torch.cuda.current_stream(self._device)
-        stream = _training_stream(self._device)
+        main, stream = torch.cuda.current_stream(self._device), _training_stream(self._device)
         stream.wait_stream(main)
-        if self._precision == "tf32":
-            torch.set_float32_matmul_precision("high")
         try:
-            with torch.cuda.stream(stream):
+            with super().running(), torch.cuda.stream(stream):
                 yield
                 self._scaler.memory.settle()
         finally:
             main.wait_stream(stream)
-            torch.set_float32_matmul_precision(before)
             self._graphs.clear()
             self._feed.clear()
 
@@ -133,15 +229,7 @@ class Engine:
         Returns:
             The mean loss over all training rows, without the penalty.
         """
-        self._total.zero_()
-        count = 0
-        for item in self._feed.items(batches, then):
-            self._run(item)
-            count += item.y.size(0)
-            self.steps += item.y.size(0) > 0
-            if after_step is not None:
-                after_step()
-        return float(self._total) / max(count, 1)
+        return self.train(self._feed.items(batches, then), after_step)
 
     def _run(self, item: Item) -> None:
         memory = self._scaler.memory
@@ -204,29 +292,6 @@ class Engine:
         self._graphs.clear()
         self._optimizer.zero_grad()
         return None
-
-    def _step(self, item: Item) -> None:
-        if not item.y.size(0):
-            # Nothing to learn here, but the histories move on.
-            with torch.no_grad(), self._autocast():
-                self._model(item.batch)
-            return
-        self._optimizer.zero_grad()
-        with self._penalty if self._penalty is not None else nullcontext(), self._autocast():
-            out = self._model(item.batch)
-        loss = self._objective(out if item.rows is None else out[item.rows], item.y)
-        total = loss if self._penalty is None else loss + self._penalty_weight * self._penalty.value()
-        with torch.autograd.set_multithreading_enabled(False):  # a second thread would only be waited for
-            total.backward()  # type: ignore[no-untyped-call]
-        if self._grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._grad_norm)
-        self._optimizer.step()
-        self._total += loss.detach() * item.y.size(0)
-
-    def _autocast(self) -> torch.autocast:
-        # Casts are not kept, since a captured step must make its own.
-        enabled = self._precision == "bfloat16"
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 @cache

@@ -18,7 +18,7 @@ from gnnautoscale.graph import Graph
 from gnnautoscale.partition import check_labels, connectivity, partition
 
 # The parts of a batch.
-_Group: TypeAlias = tuple[int, ...]
+Group: TypeAlias = tuple[int, ...]
 
 
 class _Pieces(NamedTuple):
@@ -44,10 +44,14 @@ class _Assembly(Dataset[_Pieces]):
     def __len__(self) -> int:
         return len(self.members)
 
+    def nodes(self, parts: Group) -> Tensor:
+        """The nodes of some parts, part by part, ``[num_nodes_in_parts]``."""
+        return torch.cat([self.members[part] for part in parts])
+
     # Batches are kept for later, so they must be ordinary tensors even if the first use is inference only.
     @torch.inference_mode(False)
     def __getitem__(self, parts: Any) -> _Pieces:
-        nodes = torch.cat([self.members[part] for part in parts])
+        nodes = self.nodes(parts)
         target, source, e_id = self.graph.incoming.into(nodes)
         neighbours = source
         if self.bidirectional:
@@ -55,24 +59,37 @@ class _Assembly(Dataset[_Pieces]):
         outside = neighbours[self.graph.locate(nodes, neighbours) < 0]
         n_id = torch.cat([nodes, torch.unique(outside)])
         edge_index = torch.stack([self.graph.locate(n_id, source), target])
-        attributes: dict[str, Any] = {}
-        for name, value in self.data:
-            if name == "edge_index":
-                attributes[name] = edge_index
-            elif isinstance(value, Tensor) and self.data.is_node_attr(name):
-                attributes[name] = _rows(self.data, name, value, n_id)
-            elif isinstance(value, Tensor) and self.data.is_edge_attr(name):
-                attributes[name] = _rows(self.data, name, value, e_id)
-            elif name != "num_nodes":
-                attributes[name] = value
-        return _Pieces(n_id, nodes.numel(), e_id, attributes)
+        return _Pieces(n_id, nodes.numel(), e_id, cut_attributes(self.data, n_id, e_id, edge_index))
+
+
+def cut_attributes(data: Data, n_id: Tensor, e_id: Tensor, edge_index: Tensor) -> dict[str, Any]:
+    """The attributes of a piece of a graph: rows of its nodes and edges, and everything else as it is.
+
+    Args:
+        data: The whole graph.
+        n_id: The piece's nodes, ``[num_rows]``.
+        e_id: The piece's edges, ``[num_edges]``.
+        edge_index: These edges as positions in ``n_id``, ``[2, num_edges]``.
+    """
+    attributes: dict[str, Any] = {}
+    for name, value in data:
+        if name == "edge_index":
+            attributes[name] = edge_index
+        elif isinstance(value, Tensor) and data.is_node_attr(name):
+            attributes[name] = _rows(data, name, value, n_id)
+        elif isinstance(value, Tensor) and data.is_edge_attr(name):
+            attributes[name] = _rows(data, name, value, e_id)
+        elif name != "num_nodes":
+            attributes[name] = value
+    return attributes
 
 
 def _rows(data: Data, name: str, value: Tensor, index: Tensor) -> Tensor:
     return value.index_select(data.__cat_dim__(name, value), index.to(value.device))
 
 
-def _hand_over(pieces: Any) -> Any:
+def hand_over(pieces: Any) -> Any:
+    """What a worker prepared, as it is: nothing is collated."""
     return pieces
 
 
@@ -153,8 +170,8 @@ class HaloLoader:
         self._generator = torch.Generator().manual_seed(seed)
         # Workers draw their seeds from here and not from the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
-        self._ready: dict[_Group, ReadyBatch] = {}
-        self._drawn_ahead: list[_Group] | None = None
+        self._ready: dict[Group, ReadyBatch] = {}
+        self._drawn_ahead: list[Group] | None = None
 
     def __len__(self) -> int:
         return -(-self.num_parts // self.batch_size)
@@ -164,24 +181,29 @@ class HaloLoader:
 
     def ready(self) -> Iterator[ReadyBatch]:
         """The batches of an epoch as the loader keeps them: what ``iter(loader)`` hands out copies of."""
-        groups, self._drawn_ahead = self._drawn_ahead or self._draw(), None
+        groups, self._drawn_ahead = self._drawn_ahead or self.draw(), None
         return self._batches(groups, keep=self.is_fixed)
 
     def first_of_next_epoch(self) -> ReadyBatch | None:
         """The batch that the next epoch will begin with, if it is known and at hand."""
-        self._drawn_ahead = self._drawn_ahead or self._draw()
+        self._drawn_ahead = self._drawn_ahead or self.draw()
         return self._ready.get(self._drawn_ahead[0])
 
-    def _draw(self) -> list[_Group]:
+    def draw(self) -> list[Group]:
+        """Draw the parts of an epoch into batches: the parts of each batch, in order."""
         order = torch.arange(self.num_parts)
         if self.shuffle:
             order = torch.randperm(self.num_parts, generator=self._generator)
         return self._grouped(order)
 
-    def _grouped(self, order: Tensor) -> list[_Group]:
+    def _grouped(self, order: Tensor) -> list[Group]:
         parts, size = order.tolist(), self.batch_size
         # Ascending inside a batch, so that the same parts give the same batch however they were drawn.
         return [tuple(sorted(parts[first : first + size])) for first in range(0, len(parts), size)]
+
+    def nodes_of(self, parts: Group) -> Tensor:
+        """The nodes of some parts, part by part, ``[num_nodes_in_parts]``."""
+        return self._assembly.nodes(parts)
 
     @property
     def is_fixed(self) -> bool:
@@ -199,7 +221,7 @@ class HaloLoader:
         """
         return _handed_out(self._batches(self._grouped(torch.arange(self.num_parts)), keep=True))
 
-    def _batches(self, groups: list[_Group], *, keep: bool) -> Iterator[ReadyBatch]:
+    def _batches(self, groups: list[Group], *, keep: bool) -> Iterator[ReadyBatch]:
         # Decided now: another iteration may add to what is ready while this one goes on.
         ready = {group: self._ready[group] for group in groups if group in self._ready}
         fetched = self._fetched([group for group in groups if group not in ready])
@@ -214,13 +236,13 @@ class HaloLoader:
                 self._ready[group] = batch
             yield batch
 
-    def _fetched(self, groups: list[_Group]) -> Iterator[_Pieces]:
+    def _fetched(self, groups: list[Group]) -> Iterator[_Pieces]:
         yield from DataLoader(
             self._assembly,
             sampler=groups,
             batch_size=None,
             num_workers=self.num_workers,
-            collate_fn=_hand_over,
+            collate_fn=hand_over,
             generator=self._worker_seeds,
         )
 

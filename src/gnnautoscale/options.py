@@ -7,17 +7,22 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from gnnautoscale.baselines import check_fan_out
 from gnnautoscale.engine import Precision
 from gnnautoscale.errors import InputError
 from gnnautoscale.feed import Placement
 from gnnautoscale.history import Storage
 
-Mode = Literal["gas", "full", "history"]
+Mode = Literal["gas", "full", "history", "cluster", "sage"]
 Schedule = Literal["constant", "plateau", "cosine"]
 Evaluation = Literal["exact", "histories"]
 Partitioner = Literal["metis", "random"]
 HistoryDtype = Literal["same", "float32", "bfloat16", "float16"]
 
+#: The modes that train a plain model on subgraphs, without histories.
+ON_SUBGRAPHS: tuple[Mode, ...] = ("cluster", "sage")
+# What these modes have no use for, and what it must be left at.
+_WITH_HISTORIES = {"lipschitz": 0.0, "edge_dropout": 0.0, "refresh_every": "never", "evaluation": "exact"}
 
 _CHOICES = {
     "mode": get_args(Mode),
@@ -70,7 +75,25 @@ def check_options(options: dict[str, Any]) -> None:
         every in ("never", "epoch") or (every.isdecimal() and int(every) > 0), "refresh_every", "never, epoch, or steps"
     )
     need(options["mode"] == "full" or options["batch_size"] <= options["parts"], "batch_size", "at most parts")
+    _check_mode(options)
     check_device(options["device"])
+
+
+def _check_mode(options: dict[str, Any]) -> None:
+    """Refuse options that belong to other modes."""
+    mode, fan_out = options["mode"], options["fan_out"]
+    if mode in ON_SUBGRAPHS:
+        for name, default in _WITH_HISTORIES.items():
+            if options[name] != default:
+                raise InputError(
+                    f"{name} must be {default!r} with mode {mode!r}, which has no histories",
+                    got=repr(options[name]),
+                    fix="Leave it out, or choose another mode.",
+                )
+    if mode == "sage":
+        check_fan_out(fan_out)
+    elif fan_out is not None:
+        raise InputError("fan_out belongs to mode 'sage'", got=f"it with mode {mode!r}", fix="Leave it out.")
 
 
 def check_device(device: str) -> None:

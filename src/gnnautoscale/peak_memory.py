@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -36,11 +37,13 @@ class PeakMemory:
         self.num_bytes: int | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._looking = threading.Lock()
         self._start = self._highest = 0
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
         self._stop.clear()
+        self._highest = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif _STATM.exists():
@@ -54,16 +57,29 @@ class PeakMemory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.device.type == "cuda":
-            self.num_bytes = torch.cuda.max_memory_allocated(self.device)
+            self.num_bytes = max(self._highest, torch.cuda.max_memory_allocated(self.device))
         elif self._thread is not None:
             self._stop.set()
             self._thread.join()
             self._highest = max(self._highest, _resident())
             self.num_bytes = self._highest - self._start
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done in this context does not count."""
+        if self.device.type == "cuda":
+            self._highest = max(self._highest, torch.cuda.max_memory_allocated(self.device))
+            yield
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            with self._looking:
+                yield
+                _return_free_memory()
+
     def _watch(self) -> None:
         while not self._stop.wait(0.003):
-            self._highest = max(self._highest, _resident())
+            with self._looking:
+                self._highest = max(self._highest, _resident())
 
 
 def _return_free_memory() -> None:

@@ -1,14 +1,13 @@
-"""The training loop: one loop for GAS, full batch and the naive history baseline."""
+"""The training loop: one loop for GAS, full batch and the baselines."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -17,16 +16,15 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale.autoscale import attached, autoscale, detach, is_autoscaled
+from gnnautoscale.autoscale import autoscale, is_autoscaled
 from gnnautoscale.datasets import Dataset
 from gnnautoscale.engine import Engine, Precision
 from gnnautoscale.errors import InputError
 from gnnautoscale.feed import Feed, Placement
 from gnnautoscale.files import check_data
 from gnnautoscale.history import Storage
-from gnnautoscale.inference import infer, infer_from_histories, refresh
-from gnnautoscale.loader import HaloLoader
-from gnnautoscale.options import Evaluation, HistoryDtype, Mode, Partitioner, Schedule, check_options
+from gnnautoscale.modes import OnSubgraphs, WithHistories, halo_loaders, subgraph_loader
+from gnnautoscale.options import ON_SUBGRAPHS, Evaluation, HistoryDtype, Mode, Partitioner, Schedule, check_options
 from gnnautoscale.peak_memory import PeakMemory
 from gnnautoscale.regularize import LocalLipschitz
 
@@ -63,9 +61,10 @@ class FitResult:
         metric: ``"accuracy"`` or ``"micro-F1"``.
         steps: Number of optimizer steps.
         seconds: Time spent on ``"partition"``, ``"train"``, ``"refresh"`` and ``"evaluate"``.
-        peak_memory: Bytes in use at the peak of training, or ``None`` where that cannot be measured.
+        peak_memory: Bytes in use at the peak of training, or ``None`` where that cannot be measured. Evaluations count,
+            except in the modes ``"cluster"`` and ``"sage"``, where they run on the whole graph at once.
         history_bytes: Bytes that the histories take.
-        connectivity: Halo nodes per batch node, the mean over the parts.
+        connectivity: Halo nodes per batch node, the mean over the parts; 0 in modes without a halo.
         options: What :func:`fit` was called with.
         how: How training steps were run, in words.
     """
@@ -107,6 +106,7 @@ def fit(
     parts: int = 8,
     batch_size: int = 1,
     partition: Partitioner = "metis",
+    fan_out: Sequence[int] | None = None,
     epochs: int = 200,
     steps_per_epoch: int | None = None,
     lr: float = 0.01,
@@ -135,13 +135,19 @@ def fit(
     """Train a model for node classification and leave it with the weights of its best epoch.
 
     Args:
-        model: Any module of PyG layers that returns one row of class scores per node. It is autoscaled.
+        model: Any module of PyG layers that returns one row of class scores per node. It is autoscaled, unless the
+            mode has no histories.
         data: The graph, with ``x``, ``y`` and masks, or a data set.
         mode: "gas"; "full" for full batch (one part, no penalty); "history" for the naive baseline (random parts,
-            neither penalty nor clipping).
+            neither penalty nor clipping); "cluster" for Cluster-GCN (parts, and only the edges inside of a batch);
+            "sage" for GraphSAGE's neighbour sampling. The last two have no histories: storage, history_dtype,
+            batches_on and capture mean nothing to them, and they are evaluated on the whole graph at once.
         parts: Number of parts to cut the graph into.
-        batch_size: Number of parts in a batch.
+        batch_size: Number of parts in a batch. With mode "sage" the training nodes are drawn into as many batches as
+            the parts would give.
         partition: How to cut: "metis" or "random".
+        fan_out: How many neighbours mode "sage" draws for each node, one number per layer: the first for the training
+            nodes, the last for those furthest away; -1 takes all.
         epochs: Number of passes over the training graph.
         steps_per_epoch: Number of batches after which an epoch ends early.
         lr: Learning rate of Adam.
@@ -183,6 +189,7 @@ def fit(
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "data", "callback")}
     check_options(options)
+    options["fan_out"] = None if fan_out is None else list(fan_out)
     if is_autoscaled(model):
         raise InputError(
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
@@ -197,58 +204,69 @@ def fit(
     torch.manual_seed(seed)
     result = FitResult(metric="micro-F1" if dataset.multilabel else "accuracy", options=options)
     clock = _Clock(result.seconds)
-    with clock("partition"):
-        loaders = _loaders(dataset, parts, batch_size, partition, seed, num_workers, cache_dir)
-    loader = loaders["train"]
-    result.connectivity = loader.connectivity
-    dtype = None if history_dtype == "same" else getattr(torch, history_dtype)
-    model = autoscale(model.to(device), dataset.train, storage=storage, dtype=dtype, edge_dropout=edge_dropout)
-    on_failure = ExitStack()
-    on_failure.callback(detach, model)
-    optimizer = make_optimizer(model, lr, weight_decay_conv, weight_decay_other)
+    objective = partial(_objective, dataset.num_classes)
+    optimizer = make_optimizer(model.to(device), lr, weight_decay_conv, weight_decay_other)
     scheduler = _scheduler(optimizer, schedule, epochs)
-    engine = Engine(
-        model,
-        optimizer,
-        Feed(model, placement=batches_on, fixed=loader.is_fixed, num_batches=len(loader)),
-        partial(_objective, dataset.num_classes),
-        grad_norm=grad_norm,
-        penalty=LocalLipschitz(model, lipschitz_radius) if lipschitz else None,
-        penalty_weight=lipschitz,
-        precision=precision,
-        capture=capture,
-    )
+    way: WithHistories | OnSubgraphs
+    if mode in ON_SUBGRAPHS:
+        with clock("partition"):
+            subgraphs = subgraph_loader(
+                dataset.train, parts, batch_size, partition, fan_out, seed, num_workers, cache_dir
+            )
+        way = OnSubgraphs(
+            model, subgraphs, dataset, optimizer, objective, device=device, grad_norm=grad_norm, precision=precision
+        )
+    else:
+        with clock("partition"):
+            loaders = halo_loaders(dataset, parts, batch_size, partition, seed, num_workers, cache_dir)
+        loader = loaders["train"]
+        dtype = None if history_dtype == "same" else getattr(torch, history_dtype)
+        autoscale(model, dataset.train, storage=storage, dtype=dtype, edge_dropout=edge_dropout)
+        engine = Engine(
+            model,
+            optimizer,
+            Feed(model, placement=batches_on, fixed=loader.is_fixed, num_batches=len(loader)),
+            objective,
+            grad_norm=grad_norm,
+            penalty=LocalLipschitz(model, lipschitz_radius) if lipschitz else None,
+            penalty_weight=lipschitz,
+            precision=precision,
+            capture=capture,
+        )
+        way = WithHistories(model, loaders, engine)
+    result.connectivity = way.connectivity
     refresh_steps = int(refresh_every) if str(refresh_every).isdecimal() else None
     best_weights: dict[str, Tensor] = {}
     batches_seen = 0
 
-    def after_step() -> None:
+    def after_batch() -> None:
         nonlocal batches_seen
         batches_seen += 1
         if refresh_steps is not None and batches_seen % refresh_steps == 0:
             with clock("refresh"):
-                refresh(model, loader)
+                way.refresh()
 
-    with on_failure, PeakMemory(torch.device(device)) as peak, engine.running():
+    on_failure = ExitStack()
+    on_failure.callback(way.give_up)
+    with on_failure, PeakMemory(torch.device(device)) as peak, way.running():
         for number in range(1, epochs + 1):
             model.train()
             rate = float(optimizer.param_groups[0]["lr"])
             start = clock.total("train")
             with clock("train"):
-                batches = islice(loader.ready(), steps_per_epoch)
-                mean_loss = engine.epoch(batches, after_step=after_step, then=loader.first_of_next_epoch)
-            result.steps = engine.steps
+                mean_loss = way.epoch(steps_per_epoch, after_batch)
+            result.steps = way.steps
             if not math.isfinite(mean_loss):
                 raise FloatingPointError(f"the loss is {mean_loss} in epoch {number}: {_CALM_DOWN}")
             if refresh_every == "epoch":
                 with clock("refresh"):
-                    refresh(model, loader)
+                    way.refresh()
             scores: dict[str, float] = {}
             if number % evaluate_every == 0 or number == epochs:
-                with clock("evaluate"):
+                with clock("evaluate"), peak.paused() if way.evaluates_at_once else nullcontext():
                     # Right after a refresh the histories are exact.
                     fresh = refresh_every == "epoch" and not dataset.inductive
-                    scores = _evaluate(model, dataset, loaders, "histories" if fresh else evaluation)
+                    scores = _evaluate(dataset, partial(way.output, evaluation="histories" if fresh else evaluation))
             result.epochs.append(Epoch(number, mean_loss, scores, rate, clock.total("train") - start))
             if callback is not None:
                 callback(result.epochs[-1])
@@ -260,11 +278,11 @@ def fit(
             evaluated = [epoch.number for epoch in result.epochs if epoch.scores]
             if patience is not None and sum(epoch > result.best_epoch for epoch in evaluated) >= patience:
                 break
-        result.how = engine.how
+        result.how = way.how
         on_failure.pop_all()
     model.load_state_dict(best_weights)
     result.peak_memory = peak.num_bytes
-    result.history_bytes = sum(history.num_bytes for history in attached(model).memory.histories.values())
+    result.history_bytes = way.history_bytes
     return result
 
 
@@ -323,51 +341,17 @@ def _objective(num_classes: int, out: Any, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y) if y.dim() == 1 else F.binary_cross_entropy_with_logits(out, y.to(out.dtype))
 
 
-def _evaluate(
-    model: nn.Module, dataset: Dataset, loaders: dict[str, HaloLoader], evaluation: Evaluation
-) -> dict[str, float]:
+def _evaluate(dataset: Dataset, output: Callable[[str], Tensor]) -> dict[str, float]:
+    """The scores of all splits, from the model's output for all nodes of each split's graph."""
     scores: dict[str, float] = {}
     outputs: dict[int, Tensor] = {}
     for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
         if id(graph) not in outputs:
-            if evaluation == "exact":
-                outputs[id(graph)] = infer(model, loaders[split], update_histories=False)
-            else:
-                outputs[id(graph)] = infer_from_histories(model, loaders[split])
+            outputs[id(graph)] = output(split)
             if not bool(torch.isfinite(outputs[id(graph)]).all()):
                 raise FloatingPointError(f"the model's outputs are not finite any more: {_CALM_DOWN}")
         scores[split] = score(outputs[id(graph)], graph.y.cpu(), graph[f"{split}_mask"].cpu())
     return scores
-
-
-def _loaders(
-    dataset: Dataset,
-    parts: int,
-    batch_size: int,
-    partition: Partitioner,
-    seed: int,
-    num_workers: int,
-    cache_dir: str | None,
-) -> dict[str, HaloLoader]:
-    """A loader for each split; splits of the same graph share one."""
-    made: dict[int, HaloLoader] = {}
-    for graph in (dataset.train, dataset.val, dataset.test):
-        if id(graph) not in made:
-            train = graph is dataset.train
-            # Batches of other graphs have about as many nodes as those of the training graph.
-            share = graph.num_nodes / dataset.train.num_nodes
-            made[id(graph)] = HaloLoader(
-                graph,
-                parts if train else max(1, round(parts / batch_size * share)),
-                parts=partition,
-                batch_size=batch_size if train else 1,
-                shuffle=train,
-                seed=seed,
-                num_workers=num_workers,
-                cache_dir=cache_dir,
-            )
-    graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
-    return {split: made[id(graph)] for split, graph in graphs.items()}
 
 
 def make_optimizer(model: nn.Module, lr: float, decay_conv: float, decay_other: float) -> torch.optim.Optimizer:

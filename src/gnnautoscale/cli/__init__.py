@@ -19,6 +19,7 @@ from gnnautoscale.autoscale import autoscale
 from gnnautoscale.cli import bench as bench_commands
 from gnnautoscale.cli import demo as demonstration
 from gnnautoscale.cli.display import epochs_shown, errors, megabytes, percent, print_json, print_table
+from gnnautoscale.cli.reproduce import reproduce
 from gnnautoscale.cli.saved import load_model, save_model
 from gnnautoscale.cli.schema import DATA, FILE_OPTIONS, GENERATOR_OPTIONS, PARTITION, TRAIN, fit_options, with_options
 from gnnautoscale.datasets import Dataset
@@ -47,7 +48,7 @@ def train(
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
-    """Train a model on a graph, with histories, in full batch, or with the naive history baseline."""
+    """Train a model on a graph, with histories, in full batch, or as one of the baselines."""
     if options["runs"] < 1:
         raise InputError("runs must be at least 1", got=str(options["runs"]), fix="Change this option.")
     model_name = options["model"]
@@ -188,6 +189,7 @@ def demo(
 
 
 app.add_typer(bench_commands.app, name="bench")
+app.command()(reproduce)
 app.command()(with_options(TRAIN, train))
 app.command()(with_options(PARTITION, partition))
 app.command()(with_options(DATA, infer))

@@ -33,7 +33,8 @@ class Option:
 
     Attributes:
         name: Its name.
-        kind: Its type: ``bool``, ``int``, ``float``, ``str`` or ``list`` (of words).
+        kind: Its type: ``bool``, ``int``, ``float``, ``str``, ``list`` (of words; its flag may be given several times)
+            or ``tuple`` (of integers; its flag takes them with commas between).
         help: What it is for.
         panel: The group it is shown in.
         default: What it is if nobody says anything; ``None`` leaves it to the function that takes it.
@@ -62,6 +63,11 @@ DATA = [
 ]
 FILE_OPTIONS = ("edges", "undirected", "max_features")
 GENERATOR_OPTIONS = ("graphs", "nodes", "degree", "features", "classes", "homophily")
+
+
+# How flags take what is no plain value.
+_FLAG_TYPES: dict[type, Any] = {list: list[str], tuple: str}
+_TYPE_NAMES: dict[type, str] = {tuple: "list of integers"}
 
 
 def fit_options() -> list[Option]:
@@ -108,10 +114,11 @@ def with_options(options: list[Option], command: Callable[..., None]) -> Callabl
             default=typer.Option(
                 None,
                 help=option.help + (f" (default: {option.default})" if option.default is not None else ""),
+                metavar="N,N,..." if option.kind is tuple else None,
                 rich_help_panel=option.panel,
                 show_default=False,
             ),
-            annotation=(list[str] if option.kind is list else option.kind) | None,
+            annotation=_FLAG_TYPES.get(option.kind, option.kind) | None,
         )
         for option in options
     ]
@@ -144,7 +151,25 @@ def resolve(options: list[Option], given: dict[str, Any], file: Path | None) -> 
     """
     configured = _read_config(options, file) if file is not None else {}
     given = {name: value for name, value in given.items() if value not in (None, [])}
+    for option in options:
+        if option.kind is tuple and option.name in given:
+            given[option.name] = _integers(option.name, given[option.name])
     return {option.name: given.get(option.name, configured.get(option.name, option.default)) for option in options}
+
+
+def _integers(name: str, text: str) -> list[int]:
+    """The integers that a flag's text names.
+
+    Example:
+        >>> _integers("fan_out", "10,-1")
+        [10, -1]
+    """
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise InputError(
+            f"{name} must be integers with commas between", got=repr(text), fix="Write them like 10,10."
+        ) from None
 
 
 def _read_config(options: list[Option], file: Path) -> dict[str, Any]:
@@ -170,15 +195,18 @@ def _read_config(options: list[Option], file: Path) -> dict[str, Any]:
         kind = known[name].kind
         # In TOML, 1 is a fine way to write 1.0; words may stand for numbers nowhere else.
         fits = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
-        if kind is list:
-            fits = fits and all(isinstance(item, str) for item in value)
+        if kind in (list, tuple):
+            items = str if kind is list else int
+            fits = isinstance(value, list) and all(type(item) is items for item in value)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             values[name] = float(value)
         elif name == "refresh_every" and isinstance(value, int) and not isinstance(value, bool):
             values[name] = str(value)
         elif not fits:
             raise InputError(
-                f"{name} must be of type {kind.__name__}", got=repr(value), fix=f"Change it in {file.name}."
+                f"{name} must be of type {_TYPE_NAMES.get(kind, kind.__name__)}",
+                got=repr(value),
+                fix=f"Change it in {file.name}.",
             )
     return values
 
@@ -189,7 +217,7 @@ def _kind(hint: Any) -> type:
     if hint in (bool, int, float, str):
         return hint  # type: ignore[no-any-return]
     if "Sequence" in text:
-        return list
+        return tuple if "int" in text else list
     if "Literal" in text:
         return str
     if "float" in text:

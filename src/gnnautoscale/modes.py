@@ -1,0 +1,243 @@
+"""What the modes of training differ in: where batches come from, what a step runs, and how to evaluate."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
+
+from gnnautoscale.autoscale import attached, detach, unpack_batch
+from gnnautoscale.baselines import ClusterLoader, SampleLoader
+from gnnautoscale.datasets import Dataset
+from gnnautoscale.engine import Engine, Objective, Precision, Steps
+from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.feed import plain_item
+from gnnautoscale.inference import infer, infer_from_histories, refresh
+from gnnautoscale.loader import HaloLoader
+from gnnautoscale.options import Evaluation, Partitioner
+from gnnautoscale.session import describe, evaluating
+
+
+class WithHistories:
+    """An autoscaled model on batches with their halo: GAS, and as special cases full batch and naive histories.
+
+    Args:
+        model: The autoscaled model.
+        loaders: A loader for each split, see :func:`halo_loaders`.
+        engine: Runs the steps.
+    """
+
+    #: Whether an evaluation needs memory for the whole graph at once.
+    evaluates_at_once = False
+
+    def __init__(self, model: nn.Module, loaders: dict[str, HaloLoader], engine: Engine) -> None:
+        self._model, self._loaders, self._engine = model, loaders, engine
+        self._loader = loaders["train"]
+        self.connectivity = self._loader.connectivity
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps so far."""
+        return self._engine.steps
+
+    @property
+    def how(self) -> str:
+        """How steps are run, in words."""
+        return self._engine.how
+
+    @property
+    def history_bytes(self) -> int:
+        """Bytes that the histories take."""
+        return sum(history.num_bytes for history in attached(self._model).memory.histories.values())
+
+    def running(self) -> AbstractContextManager[None]:
+        """The context that all training happens in."""
+        return self._engine.running()
+
+    def epoch(self, most: int | None, after_batch: Callable[[], None]) -> float:
+        """Train for an epoch, or for its first batches; gives the mean loss."""
+        batches = islice(self._loader.ready(), most)
+        return self._engine.epoch(batches, after_step=after_batch, then=self._loader.first_of_next_epoch)
+
+    def refresh(self) -> None:
+        """Recompute all histories."""
+        refresh(self._model, self._loader)
+
+    def output(self, split: str, evaluation: Evaluation) -> Tensor:
+        """The model's output for all nodes of a split's graph, ``[num_nodes, num_classes]``, in host memory."""
+        loader = self._loaders[split]
+        out: Tensor = (
+            infer(self._model, loader, update_histories=False)
+            if evaluation == "exact"
+            else infer_from_histories(self._model, loader)
+        )
+        return out
+
+    def give_up(self) -> None:
+        """Leave the model as it came."""
+        detach(self._model)
+
+
+class OnSubgraphs:
+    """A plain model on plain subgraphs: Cluster-GCN and neighbour sampling.
+
+    A batch without training nodes teaches nothing, so no step is made of it. Evaluation runs the model on a whole
+    graph at once.
+
+    Args:
+        model: The model, on the compute device.
+        loader: Gives the subgraphs of an epoch in host memory, each with its own nodes first.
+        dataset: The graphs to evaluate on.
+        optimizer: Updates the weights.
+        objective: Computes the loss.
+        device: The compute device.
+        grad_norm: Norm that gradients are clipped to.
+        precision: Of matrix products.
+    """
+
+    evaluates_at_once = True
+    connectivity = 0.0
+    history_bytes = 0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loader: ClusterLoader | SampleLoader,
+        dataset: Dataset,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        *,
+        device: str,
+        grad_norm: float | None,
+        precision: Precision,
+    ) -> None:
+        _refuse_cached(model)
+        self._model, self._loader, self._device = model, loader, torch.device(device)
+        self._graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
+        self._signature = inspect.signature(model.forward)
+        self._steps = Steps(
+            model, optimizer, objective, self._device, call=self._call, grad_norm=grad_norm, precision=precision
+        )
+        #: How steps are run, in words.
+        self.how = f"uncaptured: a plain model on {loader.kind}"
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps so far."""
+        return self._steps.steps
+
+    def running(self) -> AbstractContextManager[None]:
+        """The context that all training happens in."""
+        return self._steps.running()
+
+    def epoch(self, most: int | None, after_batch: Callable[[], None]) -> float:
+        """Train for an epoch, or for its first batches; gives the mean loss."""
+        items = (plain_item(batch, self._device) for batch in islice(self._loader, most))
+        return self._steps.train((item for item in items if item.y.size(0)), after_batch)
+
+    def refresh(self) -> None:
+        """There are no histories to recompute."""
+
+    @torch.no_grad()
+    def output(self, split: str, evaluation: Evaluation) -> Tensor:
+        """The model's output for all nodes of a split's graph, ``[num_nodes, num_classes]``, in host memory."""
+        graph = self._graphs[split]
+        whole = copy.copy(graph)
+        whole.n_id, whole.e_id = torch.arange(graph.num_nodes), torch.arange(graph.num_edges)
+        whole.batch_size = graph.num_nodes
+        # Copied even if it is there already, since a model may write into its inputs.
+        whole = whole.apply(lambda value: value.to(self._device, copy=True))
+        with evaluating(self._model):
+            out: Tensor = self._call(whole)
+        return out.cpu()
+
+    def give_up(self) -> None:
+        """Nothing was attached to the model."""
+
+    def _call(self, batch: Data) -> Any:
+        args, kwargs = unpack_batch(self._signature, type(self._model).__name__, (batch,), {})
+        out = self._model(*args, **kwargs)
+        if isinstance(out, Tensor) and (not out.dim() or out.size(0) != batch.num_nodes):
+            raise InputError(
+                f"the model must return one row for each of the {batch.num_nodes} nodes",
+                got=f"shape {tuple(out.shape)}",
+                fix="Return the last layer's output as it is.",
+            )
+        return out[: batch.batch_size] if isinstance(out, Tensor) else out
+
+
+def _refuse_cached(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, MessagePassing) and getattr(layer, "cached", False):
+            raise UnsupportedModelError(
+                f"{describe(name or type(layer).__name__, layer)} must compute its edges in every call",
+                got="cached=True, which would reuse the first batch's",
+                fix="Create it with cached=False.",
+            )
+
+
+def halo_loaders(
+    dataset: Dataset,
+    parts: int,
+    batch_size: int,
+    partition: Partitioner,
+    seed: int,
+    num_workers: int,
+    cache_dir: str | None,
+) -> dict[str, HaloLoader]:
+    """A loader for each split; splits of the same graph share one."""
+    made: dict[int, HaloLoader] = {}
+    for graph in (dataset.train, dataset.val, dataset.test):
+        if id(graph) not in made:
+            train = graph is dataset.train
+            # Batches of other graphs have about as many nodes as those of the training graph.
+            share = graph.num_nodes / dataset.train.num_nodes
+            made[id(graph)] = HaloLoader(
+                graph,
+                parts if train else max(1, round(parts / batch_size * share)),
+                parts=partition,
+                batch_size=batch_size if train else 1,
+                shuffle=train,
+                seed=seed,
+                num_workers=num_workers,
+                cache_dir=cache_dir,
+            )
+    graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
+    return {split: made[id(graph)] for split, graph in graphs.items()}
+
+
+def subgraph_loader(
+    graph: Data,
+    parts: int,
+    batch_size: int,
+    partition: Partitioner,
+    fan_out: Sequence[int] | None,
+    seed: int,
+    num_workers: int,
+    cache_dir: str | None,
+) -> ClusterLoader | SampleLoader:
+    """A loader of sampled neighbourhoods of the training nodes, or without a fan-out of joined parts.
+
+    An epoch has as many batches either way.
+    """
+    if fan_out is None:
+        return ClusterLoader(
+            graph,
+            parts,
+            parts=partition,
+            batch_size=batch_size,
+            shuffle=True,
+            seed=seed,
+            num_workers=num_workers,
+            cache_dir=cache_dir,
+        )
+    nodes = graph.train_mask.nonzero().squeeze(1)
+    return SampleLoader(graph, nodes, fan_out, -(-parts // batch_size), seed=seed, num_workers=num_workers)

@@ -1,0 +1,102 @@
+"""Does the runs of an experiment that have no result yet, one after another or in several processes."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+
+import torch
+
+from gnnautoscale.reproduce.config import Run
+from gnnautoscale.reproduce.store import Result, Store
+from gnnautoscale.reproduce.work import describe_machine, perform
+
+Outcome = tuple[Run, Result | str, float]
+
+
+def run_all(
+    runs: Sequence[Run],
+    store: Store,
+    *,
+    root: str,
+    device: str,
+    jobs: int = 1,
+    show: Callable[[str], None] = print,
+) -> list[Run]:
+    """Do what has no result yet; results are kept as they come.
+
+    Args:
+        runs: The runs of an experiment.
+        store: Where results are kept.
+        root: Where data sets are kept.
+        device: Where to compute.
+        jobs: Number of processes at a time.
+        show: Called with a line about each run.
+
+    Returns:
+        The runs that failed. They do not keep others from being done.
+    """
+    missing = list({run.key: run for run in runs if store.get(run) is None}.values())
+    if len(missing) < len(runs):
+        show(f"{len(runs) - len(missing)} of {len(runs)} runs have results already")
+    # The longest first, so that at the end not all processes wait for one.
+    missing.sort(key=_length, reverse=True)
+    machine = describe_machine(device)
+    failed: list[Run] = []
+    outcomes = _in_turn(missing, root, device) if jobs == 1 else _side_by_side(missing, root, device, jobs)
+    for number, (run, outcome, seconds) in enumerate(outcomes, start=1):
+        if isinstance(outcome, str):
+            failed.append(run)
+            show(f"[{number}/{len(missing)}] {run} failed:\n{outcome}")
+        else:
+            store.add(run, outcome, seconds=seconds, machine=machine)
+            show(f"[{number}/{len(missing)}] {run}: {_summary(outcome)}, {seconds:.1f} s")
+    return failed
+
+
+def _in_turn(runs: Sequence[Run], root: str, device: str) -> Iterator[Outcome]:
+    for run in runs:
+        yield run, *_attempt(run, root, device)
+
+
+def _side_by_side(runs: Sequence[Run], root: str, device: str, jobs: int) -> Iterator[Outcome]:
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    # Not forked: a GPU's state does not survive that.
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,))
+    with pool:
+        waiting: dict[Future[tuple[Result | str, float]], Run] = {
+            pool.submit(_attempt, run, root, device): run for run in runs
+        }
+        try:
+            for future in as_completed(waiting):
+                yield waiting[future], *future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _attempt(run: Run, root: str, device: str) -> tuple[Result | str, float]:
+    start = time.perf_counter()
+    try:
+        result: Result | str = perform(run.work, root=root, device=device)
+    except Exception:  # whatever it is, the other runs go on
+        result = traceback.format_exc()
+    return result, time.perf_counter() - start
+
+
+def _length(run: Run) -> int:
+    """About how long a run takes, compared with others."""
+    if run.work["kind"] != "train":
+        return 0
+    train, options = run.work["train"], run.work["options"]
+    steps = -(-train.get("parts", 1) // train.get("batch_size", 1))
+    return int(train.get("epochs", 1) * options.get("layers", 1) * (2 + steps))
+
+
+def _summary(result: Result) -> str:
+    if "scores" in result:
+        return f"{result['scores']['test']:.2f} on test"
+    return ", ".join(f"{name} {value:.4g}" for name, value in result.items() if isinstance(value, (int, float)))

@@ -1,0 +1,90 @@
+"""Does the work of one run, in this process."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gnnautoscale import datasets
+from gnnautoscale.datasets import Dataset
+from gnnautoscale.models import build_model
+from gnnautoscale.partition import connectivity, partition
+from gnnautoscale.train import fit, jsonable
+
+Work = Mapping[str, Any]
+
+_MOST_POINTS = 100  # of a learning curve that are kept
+
+
+def perform(work: Work, *, root: str, device: str) -> dict[str, Any]:
+    """Do a run's work.
+
+    Args:
+        work: What to do; see :class:`gnnautoscale.reproduce.config.Run`.
+        root: Where data sets are kept.
+        device: Where to compute.
+
+    Returns:
+        The result as plain values.
+
+    Example:
+        >>> work = {"kind": "connectivity", "cell": "cluster", "data": {"graphs": 3}, "parts": 3}
+        >>> perform({**work, "method": "metis", "seed": 0}, root="data", device="cpu")["connectivity"]
+        0.0
+    """
+    result: dict[str, Any] = jsonable(_KINDS[work["kind"]](work, root, device))
+    return result
+
+
+def describe_machine(device: str) -> str:
+    """What results were made on."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(torch.device(device))
+    return f"CPU ({platform.machine()})"
+
+
+def _train(work: Work, root: str, device: str) -> dict[str, Any]:
+    dataset = _dataset(work["dataset"], root, work["seed"], **work["data"])
+    torch.manual_seed(work["seed"])
+    model = build_model(work["model"], dataset.train, dataset.num_classes, **work["options"])
+    fitted = fit(
+        model, dataset, **work["train"], seed=work["seed"], device=device, cache_dir=str(Path(root) / "partitions")
+    )
+    found = fitted.to_dict()
+    kept = ("scores", "metric", "best_epoch", "steps", "seconds", "peak_memory", "history_bytes", "connectivity", "how")
+    result = {name: found[name] for name in kept}
+    evaluated = [epoch for epoch in fitted.epochs if epoch.scores]
+    shown = evaluated[:: -(-len(evaluated) // _MOST_POINTS)]
+    result["curve"] = {
+        "epoch": [epoch.number for epoch in shown],
+        "loss": [round(epoch.loss, 5) for epoch in shown],
+        **{split: [round(epoch.scores[split], 3) for epoch in shown] for split in ("train", "val", "test")},
+    }
+    return result
+
+
+def _connectivity(work: Work, root: str, device: str) -> dict[str, Any]:
+    graph = _dataset(work["cell"], root, 0, **work.get("data", {})).train
+    labels = partition(graph.edge_index, graph.num_nodes, work["parts"], method=work["method"], seed=work["seed"])
+    return {"connectivity": float(connectivity(graph.edge_index, labels).mean()), "parts": work["parts"]}
+
+
+@lru_cache(maxsize=4)  # runs come sorted by data set
+def _load(name: str, root: str, split: int, options: tuple[tuple[str, Any], ...]) -> Dataset:
+    given = dict(options)
+    if "file" in given:
+        return datasets.from_file(Path(root) / given.pop("file"), split=split, **given)
+    return datasets.load(name, root, split=split, **given)
+
+
+def _dataset(name: str, root: str, split: int, **options: Any) -> Dataset:
+    has_splits = name.startswith(("coauthor", "amazon", "wiki"))
+    return _load(name, root, split if has_splits else 0, tuple(sorted(options.items())))
+
+
+_KINDS: dict[str, Callable[[Work, str, str], dict[str, Any]]] = {"train": _train, "connectivity": _connectivity}
