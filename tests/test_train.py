@@ -1128,3 +1128,17 @@ def test_the_model_stays_autoscaled_and_can_be_detached_and_trained_on() -> None
     assert gas.infer(got.model, gas.HaloLoader(data, 4)).shape == (48, CLASSES)
     again = run(gas.detach(got.model), data)
     assert not same_bits(got.weights[-1], again.weights[-1])
+
+
+@pytest.mark.parametrize("refresh_every", ["never", "epoch"])
+def test_the_number_of_batches_to_evaluate_in_changes_time_only(refresh_every: str) -> None:
+    data = generate.communities(120, degree=4.0, num_features=6, num_classes=3)
+    found = []
+    for evaluate_parts in (None, 1, 5):
+        torch.manual_seed(0)
+        model = GCN(6, 3, hidden=8, layers=3, dropout=0.0)
+        options: dict[str, Any] = {"parts": 4, "epochs": 4, "refresh_every": refresh_every}
+        result = fit(model, data, evaluate_parts=evaluate_parts, **options)
+        found.append([(epoch.loss, *epoch.scores.values()) for epoch in result.epochs])
+    for other in found[1:]:
+        assert [pytest.approx(row, abs=1e-4) for row in found[0]] == other

@@ -33,14 +33,21 @@ class WithHistories:
         model: The autoscaled model.
         loaders: A loader for each split, see :func:`halo_loaders`.
         engine: Runs the steps.
+        evaluate_parts: Number of batches to evaluate and refresh in; ``None`` for those of training.
     """
 
     #: Whether an evaluation needs memory for the whole graph at once.
     evaluates_at_once = False
 
-    def __init__(self, model: nn.Module, loaders: dict[str, HaloLoader], engine: Engine) -> None:
+    def __init__(
+        self, model: nn.Module, loaders: dict[str, HaloLoader], engine: Engine, evaluate_parts: int | None = None
+    ) -> None:
         self._model, self._loaders, self._engine = model, loaders, engine
         self._loader = loaders["train"]
+        self._exact_loaders = loaders
+        if evaluate_parts is not None:
+            made = {loader: HaloLoader(loader.data, evaluate_parts) for loader in loaders.values()}
+            self._exact_loaders = {split: made[loader] for split, loader in loaders.items()}
         self.connectivity = self._loader.connectivity
 
     @property
@@ -69,15 +76,14 @@ class WithHistories:
 
     def refresh(self) -> None:
         """Recompute all histories."""
-        refresh(self._model, self._loader)
+        refresh(self._model, self._exact_loaders["train"])
 
     def output(self, split: str, evaluation: Evaluation) -> Tensor:
         """The model's output for all nodes of a split's graph, ``[num_nodes, num_classes]``, in host memory."""
-        loader = self._loaders[split]
         out: Tensor = (
-            infer(self._model, loader, update_histories=False)
+            infer(self._model, self._exact_loaders[split], update_histories=False)
             if evaluation == "exact"
-            else infer_from_histories(self._model, loader)
+            else infer_from_histories(self._model, self._loaders[split])
         )
         return out
 

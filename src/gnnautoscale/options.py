@@ -60,7 +60,7 @@ def check_options(options: dict[str, Any]) -> None:
         whole(name, 1)
     for name in ("num_workers", "seed"):
         whole(name, 0)
-    for name in ("steps_per_epoch", "patience"):
+    for name in ("steps_per_epoch", "patience", "evaluate_parts"):
         if options[name] is not None:
             whole(name, 1)
     for name in ("lr", "lipschitz_radius"):

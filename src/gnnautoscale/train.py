@@ -120,6 +120,7 @@ def fit(
     refresh_every: str | int = "never",
     evaluation: Evaluation = "exact",
     evaluate_every: int = 1,
+    evaluate_parts: int | None = None,
     patience: int | None = None,
     storage: Storage = "device",
     history_dtype: HistoryDtype = "same",
@@ -165,6 +166,8 @@ def fit(
         evaluation: "exact", which leaves the histories alone, or "histories" for the last layer over histories as
             they are.
         evaluate_every: Number of epochs between evaluations.
+        evaluate_parts: Number of batches to evaluate and refresh in: fewer are faster and need more memory. By default
+            those of training. Baselines without histories always evaluate at once.
         patience: Number of evaluations without a better validation score after which training stops.
         storage: Where histories live: "device" or "host" memory.
         history_dtype: The type histories are kept in: "same" as the embeddings, "float32", "bfloat16" or "float16".
@@ -233,7 +236,7 @@ def fit(
             precision=precision,
             capture=capture,
         )
-        way = WithHistories(model, loaders, engine)
+        way = WithHistories(model, loaders, engine, evaluate_parts)
     result.connectivity = way.connectivity
     refresh_steps = int(refresh_every) if str(refresh_every).isdecimal() else None
     best_weights: dict[str, Tensor] = {}
