@@ -33,9 +33,9 @@ def perform(work: Work, *, root: str, device: str) -> dict[str, Any]:
         The result as plain values.
 
     Example:
-        >>> work = {"kind": "connectivity", "cell": "cluster", "data": {"graphs": 3}, "parts": 3}
-        >>> perform({**work, "method": "metis", "seed": 0}, root="data", device="cpu")["connectivity"]
-        0.0
+        >>> work = {"kind": "connectivity", "cell": "cluster", "data": {"graphs": 3}, "parts": 1, "method": "metis"}
+        >>> perform({**work, "seed": 0}, root="data", device="cpu")
+        {'connectivity': 0.0, 'parts': 1}
     """
     result: dict[str, Any] = jsonable(_KINDS[work["kind"]](work, root, device))
     return result
