@@ -79,6 +79,30 @@ def test_batches_that_are_drawn_anew_are_not_captured(data: Data) -> None:
 
 
 @pytest.mark.gpu
+def test_drawings_that_come_back_are_captured(data: Data) -> None:
+    captured, how = losses("gcn", data, batch_size=2, drawings=2, epochs=6)
+    assert how.startswith("captured as 6 CUDA graphs")
+    plain, _ = losses("gcn", data, batch_size=2, drawings=2, epochs=6, capture=False)
+    assert captured == pytest.approx(plain, rel=2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["device", "host"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_captured_evaluation_gives_the_scores_of_others(name: str, storage: str, data: Data) -> None:
+    found = []
+    ways: list[dict[str, Any]] = [{"evaluate_parts": 1}, {"evaluate_parts": 1, "capture": False}, {"evaluate_parts": 3}]
+    for options in ways:
+        torch.manual_seed(1)
+        model = build_model(name, data, CLASSES, hidden=16, layers=3)
+        fixed: dict[str, Any] = {"parts": 4, "epochs": 6, "lr": 0.005, "device": "cuda", "storage": storage}
+        result = gas.fit(model, data, **fixed, **options)
+        found.append([epoch.scores["val"] for epoch in result.epochs])
+    assert found[0] == pytest.approx(found[1], abs=1.0)
+    assert found[0] == pytest.approx(found[2], abs=1.0)
+
+
+@pytest.mark.gpu
 def test_penalty_and_refresh_are_compatible_with_capture(data: Data) -> None:
     options: dict[str, Any] = {"lipschitz": 0.1, "refresh_every": 4, "storage": "host"}
     captured, how = losses("gcn", data, **options)

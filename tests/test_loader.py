@@ -413,3 +413,37 @@ def test_batches_can_be_copied_and_printed() -> None:
 def test_batches_around_odd_nodes_are_refused(nodes: Tensor, message: str) -> None:
     with pytest.raises(InputError, match=message):
         HaloLoader(undirected_graph(), 3).around(nodes)
+
+
+def test_drawings_come_back() -> None:
+    loader = HaloLoader(undirected_graph(60, 150), 12, batch_size=4, shuffle=True, drawings=3, seed=5)
+    assert loader.is_fixed
+    assert (len(loader), loader.num_batches) == (3, 9)
+    epochs = [[batch.n_id[: batch.batch_size].tolist() for batch in loader] for _ in range(40)]
+    for epoch in epochs:
+        assert sorted(node for batch in epoch for node in batch) == list(range(60))
+    drawings = {frozenset(map(tuple, epoch)) for epoch in epochs}
+    assert len(drawings) == 3
+    assert len({frozenset(map(tuple, epoch)) for epoch in epochs[:3]}) == 3
+    # Taken again at random, with their batches in any order.
+    assert len({tuple(map(tuple, epoch)) for epoch in epochs}) > 6
+
+
+def test_the_first_drawings_are_those_of_a_loader_that_draws_for_every_epoch() -> None:
+    data = undirected_graph(60, 150)
+    few, many = (HaloLoader(data, 12, batch_size=4, shuffle=True, drawings=n, seed=5) for n in (2, None))
+    assert not many.is_fixed
+    for _ in range(2):
+        for one, other in zip(few, many, strict=True):
+            assert torch.equal(one.n_id, other.n_id)
+
+
+@pytest.mark.parametrize(("drawings", "shuffle"), [(0, True), (2, False), (1.5, True)])
+def test_odd_drawings_are_refused(drawings: Any, shuffle: bool) -> None:
+    with pytest.raises(InputError, match="drawings"):
+        HaloLoader(undirected_graph(20, 40), 4, batch_size=2, shuffle=shuffle, drawings=drawings)
+
+
+def test_one_part_per_batch_needs_no_drawings() -> None:
+    loader = HaloLoader(undirected_graph(20, 40), 4, shuffle=True, drawings=5)
+    assert loader.num_batches == 4

@@ -7,7 +7,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from gnnautoscale.batch import BatchInfo
 from gnnautoscale.feed import Feed, Item
 from gnnautoscale.loader import ReadyBatch
 from gnnautoscale.regularize import LocalLipschitz
+from gnnautoscale.session import evaluating
 from gnnautoscale.transfer import Transfer
 
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -173,11 +174,21 @@ class Engine(Steps):
         self._versions: tuple[int, int] | None = None
         self._pool: Any = None
         self._why_not = self._obstacle(capture)
+        # The whole graph as a batch, and a captured pass over it with where its output is.
+        self._whole = Feed(model, fixed=True)
+        self._passes = 0
+        self._pass: tuple[BatchInfo, torch.cuda.CUDAGraph, Tensor] | None = None
+        self._why_no_pass = None if capture and self.on_gpu else "it is not wanted, or there is no GPU"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model is on a GPU."""
+        return self._device.type == "cuda"
 
     @property
     def how(self) -> str:
         """How steps are run, in words."""
-        if self._device.type != "cuda":
+        if not self.on_gpu:
             return "uncaptured: CUDA graphs need a GPU"
         where = "on the GPU" if self._feed.resident else "copied ahead from host memory"
         if self._why_not is not None:
@@ -190,7 +201,7 @@ class Engine(Steps):
         if self._device.type != "cuda":
             return "there is no GPU"
         if not self._feed.fixed:
-            return "parts are drawn into new batches every epoch (use one part per batch, or no shuffling)"
+            return "parts are drawn into new batches every epoch (use one part per batch, no shuffling, or drawings)"
         if self._scaler.edge_dropout:
             return "edge dropout changes the number of edges in every step"
         return None
@@ -210,7 +221,9 @@ class Engine(Steps):
         finally:
             main.wait_stream(stream)
             self._graphs.clear()
+            self._pass = None
             self._feed.clear()
+            self._whole.clear()
 
     def epoch(
         self,
@@ -265,26 +278,12 @@ class Engine(Steps):
         return self._capture(item, transfer) if len(self._graphs) < MOST_GRAPHS else None
 
     def _capture(self, item: Item, transfer: Transfer) -> torch.cuda.CUDAGraph | None:
-        if self._pool is None:
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        self._optimizer.zero_grad()
-        offset = torch.cuda.default_generators[self._device.index].get_offset()
-        reason: str | None = None
-        # Other threads, such as a progress bar's, may go on meanwhile.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
+        def step() -> None:
             with transfer.begun():
                 self._step(item)
-        except Exception as error:  # the step is run as it is next, and says what is wrong if more is wrong than that
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-        try:
-            graph.capture_end()
-        except RuntimeError as error:
-            reason = reason or str(error).splitlines()[0]
-            _recover_from_capture(self._device, self._pool, offset)
+
+        self._optimizer.zero_grad()
+        graph, _, reason = self._record(step)
         if reason is None:
             self._graphs[item.info] = graph
             return graph
@@ -292,6 +291,55 @@ class Engine(Steps):
         self._graphs.clear()
         self._optimizer.zero_grad()
         return None
+
+    def _record(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any, str | None]:
+        """Capture some work; returns the graph, what the work returned, and why it could not be captured if so."""
+        if self._pool is None:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        offset = torch.cuda.default_generators[self._device.index].get_offset()
+        result, reason = None, None
+        # Other threads, such as a progress bar's, may go on meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            result = work()
+        except Exception as error:  # the work is done as it is next, and says what is wrong if more is wrong than that
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            reason = reason or str(error).splitlines()[0]
+            _recover_from_capture(self._device, self._pool, offset)
+        return graph, result, reason
+
+    @torch.no_grad()
+    def output(self, batch: ReadyBatch) -> Tensor:
+        """The model's output for the whole training graph as one batch, in evaluation mode.
+
+        On a GPU the batch stays there, and after two passes a captured one is replayed, if there is no obstacle.
+
+        Args:
+            batch: All nodes of the training graph.
+
+        Returns:
+            The output in host memory, ``[num_nodes, num_classes]``.
+        """
+        if self._pass is not None and self._pass[0] is batch.info:
+            self._pass[1].replay()
+            return self._pass[2].cpu()
+        feed = self._feed if self._feed.holds(batch.info) else self._whole
+        with evaluating(self._model), self._scaler.visiting(batch.info.graph, apart=True):
+            for item in feed.items([batch]):
+                if self._passes < _WARM_UP or not feed.resident or self._why_no_pass is not None:
+                    self._passes += 1
+                    out: Tensor = self._call(item.batch)
+                    return out.cpu()
+                graph, out, self._why_no_pass = self._record(partial(self._call, item.batch))
+                if self._why_no_pass is None:
+                    self._pass = batch.info, graph, out
+        return self.output(batch)
 
 
 @cache

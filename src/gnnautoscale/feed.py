@@ -159,6 +159,10 @@ class Feed:
             if not self.resident:
                 package.info.placed.clear()
 
+    def holds(self, info: BatchInfo) -> bool:
+        """Whether a batch is kept."""
+        return info in self._packages
+
     def clear(self) -> None:
         """Free what is kept for the batches."""
         for info in self._packages:

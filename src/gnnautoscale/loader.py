@@ -108,14 +108,16 @@ class HaloLoader:
         parts: ``"metis"``, ``"random"``, or the part of each node as integers ``[num_nodes]``.
         batch_size: Number of parts in a batch.
         shuffle: Draw parts into batches at random, anew for each epoch.
+        drawings: Draw so many times only, and then take these drawings again at random: their batches come back, so
+            that they can be kept, and their steps captured on a GPU. ``None`` draws for every epoch.
         seed: Makes partition and order reproducible.
         num_workers: Number of processes that prepare batches.
         bidirectional: Take nodes that edges from the batch point to into the halo as well. Layers that pass
             messages against the edges of a directed graph need it.
         cache_dir: Where METIS partitions are kept between runs.
 
-    Batches that come back unchanged every epoch (one part each, no shuffling, or all parts at once) are cut once
-    and kept in host memory: changes of ``data`` after that are not seen.
+    Batches that come back unchanged (one part each, no shuffling, all parts at once, or few drawings) are cut once and
+    kept in host memory: changes of ``data`` after that are not seen.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -132,6 +134,7 @@ class HaloLoader:
         parts: Literal["metis", "random"] | Tensor = "metis",
         batch_size: int = 1,
         shuffle: bool = False,
+        drawings: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
         bidirectional: bool = False,
@@ -150,6 +153,12 @@ class HaloLoader:
                 got=f"batch_size={batch_size}, num_workers={num_workers}",
                 fix="batch_size counts parts, not nodes.",
             )
+        if drawings is not None and (not isinstance(drawings, int) or drawings < 1 or not shuffle):
+            raise InputError(
+                "drawings must be an integer of at least 1, and needs shuffle=True",
+                got=f"drawings={drawings}, shuffle={shuffle}",
+                fix="Leave drawings out to draw for every epoch.",
+            )
         self.data = data
         self.graph = Graph(data)
         self.labels = _labels(self.graph, num_parts, parts, seed, cache_dir)
@@ -162,6 +171,7 @@ class HaloLoader:
             )
         self.batch_size = batch_size
         self.shuffle = shuffle
+        self.drawings = drawings
         self.num_workers = num_workers
         order = self.labels.argsort(stable=True)
         members = list(torch.split(order, torch.bincount(self.labels).tolist()))
@@ -172,6 +182,7 @@ class HaloLoader:
         self._worker_seeds = torch.Generator().manual_seed(seed)
         self._ready: dict[Group, ReadyBatch] = {}
         self._drawn_ahead: list[Group] | None = None
+        self._drawn: list[list[Group]] = []
 
     def __len__(self) -> int:
         return -(-self.num_parts // self.batch_size)
@@ -191,10 +202,15 @@ class HaloLoader:
 
     def draw(self) -> list[Group]:
         """Draw the parts of an epoch into batches: the parts of each batch, in order."""
-        order = torch.arange(self.num_parts)
-        if self.shuffle:
-            order = torch.randperm(self.num_parts, generator=self._generator)
-        return self._grouped(order)
+        if not self.shuffle:
+            return self._grouped(torch.arange(self.num_parts))
+        if len(self._drawn) == self.drawings:
+            known = self._drawn[int(torch.randint(self.drawings, (), generator=self._generator))]
+            return [known[place] for place in torch.randperm(len(known), generator=self._generator).tolist()]
+        groups = self._grouped(torch.randperm(self.num_parts, generator=self._generator))
+        if self.drawings is not None:
+            self._drawn.append(groups)
+        return groups
 
     def _grouped(self, order: Tensor) -> list[Group]:
         parts, size = order.tolist(), self.batch_size
@@ -207,8 +223,14 @@ class HaloLoader:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the same batches come back every epoch, in whatever order."""
-        return not self.shuffle or self.batch_size in (1, self.num_parts)
+        """Whether the same batches come back, in whatever order."""
+        return not self.shuffle or self.drawings is not None or self.batch_size in (1, self.num_parts)
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches come back, at most; those of one epoch if none do."""
+        few = self.drawings is None or self.batch_size in (1, self.num_parts)
+        return len(self) * (1 if few else self.drawings or 1)
 
     def in_order(self) -> Iterator[Data]:
         """The batches of a sweep: every part once, always in the same order and grouping.

@@ -80,11 +80,14 @@ class WithHistories:
 
     def output(self, split: str, evaluation: Evaluation) -> Tensor:
         """The model's output for all nodes of a split's graph, ``[num_nodes, num_classes]``, in host memory."""
-        out: Tensor = (
-            infer(self._model, self._exact_loaders[split], update_histories=False)
-            if evaluation == "exact"
-            else infer_from_histories(self._model, self._loaders[split])
-        )
+        out: Tensor
+        if evaluation == "histories":
+            out = infer_from_histories(self._model, self._loaders[split])
+            return out
+        loader = self._exact_loaders[split]
+        if len(loader) == 1 and loader.data is self._loader.data and self._engine.on_gpu:
+            return self._engine.output(next(loader.ready()))
+        out = infer(self._model, loader, update_histories=False)
         return out
 
     def give_up(self) -> None:
@@ -195,6 +198,7 @@ def halo_loaders(
     parts: int,
     batch_size: int,
     partition: Partitioner,
+    drawings: int | None,
     seed: int,
     num_workers: int,
     cache_dir: str | None,
@@ -212,6 +216,7 @@ def halo_loaders(
                 parts=partition,
                 batch_size=batch_size if train else 1,
                 shuffle=train,
+                drawings=drawings if train else None,
                 seed=seed,
                 num_workers=num_workers,
                 cache_dir=cache_dir,

@@ -22,7 +22,13 @@ HistoryDtype = Literal["same", "float32", "bfloat16", "float16"]
 #: The modes that train a plain model on subgraphs, without histories.
 ON_SUBGRAPHS: tuple[Mode, ...] = ("cluster", "sage")
 # What these modes have no use for, and what it must be left at.
-_WITH_HISTORIES = {"lipschitz": 0.0, "edge_dropout": 0.0, "refresh_every": "never", "evaluation": "exact"}
+_WITH_HISTORIES = {
+    "lipschitz": 0.0,
+    "edge_dropout": 0.0,
+    "refresh_every": "never",
+    "evaluation": "exact",
+    "drawings": None,
+}
 
 _CHOICES = {
     "mode": get_args(Mode),
@@ -60,7 +66,7 @@ def check_options(options: dict[str, Any]) -> None:
         whole(name, 1)
     for name in ("num_workers", "seed"):
         whole(name, 0)
-    for name in ("steps_per_epoch", "patience", "evaluate_parts"):
+    for name in ("steps_per_epoch", "patience", "evaluate_parts", "drawings"):
         if options[name] is not None:
             whole(name, 1)
     for name in ("lr", "lipschitz_radius"):

@@ -168,6 +168,7 @@ class Memory:
         """A memory of the same graph with histories of its own; what is known about edges is shared."""
         memory = Memory(None, self.num_nodes, self.storage, self.dtype)
         memory.recorder, memory.events = self.recorder, self.events
+        memory.overlap = False  # there are no steps to overlap with
         return memory
 
     def history(self, slot: str, rows: Tensor) -> History:

@@ -106,6 +106,7 @@ def fit(
     parts: int = 8,
     batch_size: int = 1,
     partition: Partitioner = "metis",
+    drawings: int | None = None,
     fan_out: Sequence[int] | None = None,
     epochs: int = 200,
     steps_per_epoch: int | None = None,
@@ -147,6 +148,8 @@ def fit(
         batch_size: Number of parts in a batch. With mode "sage" the training nodes are drawn into as many batches as
             the parts would give.
         partition: How to cut: "metis" or "random".
+        drawings: Draw parts into batches only so many times, and take these drawings again at random: batches that come
+            back are kept, and a GPU's steps on them captured. By default they are drawn for every epoch.
         fan_out: How many neighbours mode "sage" draws for each node, one number per layer: the first for the training
             nodes, the last for those furthest away; -1 takes all.
         epochs: Number of passes over the training graph.
@@ -221,14 +224,14 @@ def fit(
         )
     else:
         with clock("partition"):
-            loaders = halo_loaders(dataset, parts, batch_size, partition, seed, num_workers, cache_dir)
+            loaders = halo_loaders(dataset, parts, batch_size, partition, drawings, seed, num_workers, cache_dir)
         loader = loaders["train"]
         dtype = None if history_dtype == "same" else getattr(torch, history_dtype)
         autoscale(model, dataset.train, storage=storage, dtype=dtype, edge_dropout=edge_dropout)
         engine = Engine(
             model,
             optimizer,
-            Feed(model, placement=batches_on, fixed=loader.is_fixed, num_batches=len(loader)),
+            Feed(model, placement=batches_on, fixed=loader.is_fixed, num_batches=loader.num_batches),
             objective,
             grad_norm=grad_norm,
             penalty=LocalLipschitz(model, lipschitz_radius) if lipschitz else None,

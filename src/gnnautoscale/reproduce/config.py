@@ -124,7 +124,7 @@ class Experiment:
 
 
 # What makes no difference to full batch, so that runs that differ in these only are one.
-_OF_BATCHES = ("parts", "batch_size", "partition", "steps_per_epoch", "refresh_every", "storage")
+_OF_BATCHES = ("parts", "batch_size", "partition", "drawings", "steps_per_epoch", "refresh_every", "storage")
 
 
 def names() -> tuple[str, ...]:
