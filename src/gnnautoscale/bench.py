@@ -196,6 +196,38 @@ def bench_step(
     return rows
 
 
+def draw_steps(figure: Any, result: Row) -> None:
+    """Draw the milliseconds of a step, and the overhead of histories in host memory.
+
+    Args:
+        figure: An empty figure of matplotlib.
+        result: The rows of :func:`bench_step` as ``"rows"``, :func:`machine` as ``"machine"``, and as ``"setup"`` the
+            fields of :class:`Setup` with the number of layers.
+    """
+    rows, setup, made_on = result["rows"], result["setup"], result["machine"]
+    ratios = [row["ratio"] for row in rows]
+    left, right = figure.subplots(1, 2)
+    styles = {"device fp32": "k-", "host fp32": "C0o-", "host bf16": "C2s-", "host fp32, serial": "C3^--"}
+    names = {"device fp32": "histories on the GPU", "host fp32": "in host memory", "host bf16": "in host memory, bf16"}
+    for column, style in styles.items():
+        label = names.get(column, "in host memory, serial")
+        left.plot(ratios, [row["milliseconds"][column] for row in rows], style, label=label)
+        if column != "device fp32":
+            right.plot(ratios, [100 * row["I/O"][column] for row in rows], style, label=label)
+    left.set_ylabel("milliseconds per training step")
+    right.set_ylabel("I/O overhead (%)")
+    for axes in (left, right):
+        axes.set_xlabel("halo nodes per batch node")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    figure.suptitle(
+        f"{setup['layers']}-layer GIN, {setup['features']} wide, {setup['batch_nodes']:,} batch nodes, "
+        f"{setup['nodes']:,}-node histories, {made_on['gpu'] or made_on['cpu']}",
+        fontsize=10,
+    )
+
+
 def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_000, width: int = 256) -> list[Row]:
     """Compare pulls and pushes of random rows with plain copies of as many bytes over the same bus.
 

@@ -114,29 +114,8 @@ def draw_steps(result: dict[str, Any], path: Path) -> None:
         raise InputError(
             "--plot needs matplotlib", got="an installation without it", fix="pip install gnnautoscale[report]"
         ) from None
-    rows = result["rows"]
-    ratios = [row["ratio"] for row in rows]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    styles = {"device fp32": "k-", "host fp32": "C0o-", "host bf16": "C2s-", "host fp32, serial": "C3^--"}
-    names = {"device fp32": "histories on the GPU", "host fp32": "in host memory", "host bf16": "in host memory, bf16"}
-    for column, style in styles.items():
-        label = names.get(column, "in host memory, serial")
-        left.plot(ratios, [row["milliseconds"][column] for row in rows], style, label=label)
-        if column != "device fp32":
-            right.plot(ratios, [100 * row["I/O"][column] for row in rows], style, label=label)
-    left.set_ylabel("milliseconds per training step")
-    right.set_ylabel("I/O overhead (%)")
-    for axes in (left, right):
-        axes.set_xlabel("halo nodes per batch node")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-    setup, machine = result["setup"], result["machine"]
-    figure.suptitle(
-        f"{setup['layers']}-layer GIN, {setup['features']} wide, {setup['batch_nodes']:,} batch nodes, "
-        f"{setup['nodes']:,}-node histories, {machine['gpu'] or machine['cpu']}",
-        fontsize=10,
-    )
+    figure = pyplot.figure(figsize=(10, 3.8), layout="constrained")
+    bench.draw_steps(figure, result)
     figure.savefig(path)
     pyplot.close(figure)
 

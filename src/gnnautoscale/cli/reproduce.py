@@ -10,7 +10,7 @@ import typer
 from gnnautoscale.cli.display import errors, print_json, print_table
 from gnnautoscale.errors import InputError
 from gnnautoscale.options import check_device
-from gnnautoscale.reproduce import Store, load, make_report, names, run_all, write_report
+from gnnautoscale.reproduce import Store, describe_machine, load, make_report, names, run_all, write_report
 
 
 def reproduce(
@@ -37,8 +37,10 @@ def reproduce(
     failed = []
     for name in names() if experiment == "all" else [experiment]:
         described = load(name)
-        runs = described.runs(only=only or (), seeds=seeds)
-        failed += run_all(runs, store, root=root, device=device, jobs=jobs, show=lambda line: _say(line))
+        runs = described.runs(only=only or (), seeds=seeds, device=describe_machine(device))
+        failed += run_all(runs, store, root=root, device=device, jobs=jobs, show=_say)
+        if not any(store.get(run) for run in runs):
+            continue
         report = make_report(described, runs, store)
         files = write_report(report, output, name)
         if json:
@@ -51,7 +53,7 @@ def reproduce(
     if failed:
         raise InputError(
             "all runs should succeed",
-            got=f"{len(failed)} that failed ({', '.join(str(run) for run in failed[:3])} ...)",
+            got=f"{len(failed)} that failed: {', '.join(map(str, failed[:3]))}{' ...' if len(failed) > 3 else ''}",
             fix="See above for the reasons; the same command tries these again.",
         )
 

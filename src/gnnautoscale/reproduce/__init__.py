@@ -2,14 +2,17 @@
 
 from gnnautoscale.reproduce.config import Experiment, Run, load, names, published
 from gnnautoscale.reproduce.pool import run_all
-from gnnautoscale.reproduce.report import Report, make_report, write_report
+from gnnautoscale.reproduce.report import Report, write_report
 from gnnautoscale.reproduce.store import Store
+from gnnautoscale.reproduce.tables import make_report
+from gnnautoscale.reproduce.work import describe_machine
 
 __all__ = [
     "Experiment",
     "Report",
     "Run",
     "Store",
+    "describe_machine",
     "load",
     "make_report",
     "names",

@@ -21,6 +21,8 @@ else:
 
 # How many names a cell has, and which tables of options a configuration may hold, by kind of experiment.
 _DEPTH = {"train": 2, "connectivity": 1, "neighbourhood": 1, "step": 1}
+# The kinds whose results are times, which belong to what they were taken on.
+_TIMED = ("neighbourhood", "step")
 _KEYS = {"kind", "seeds", "cells", "cells_of", "only", "variants", "train"}
 
 
@@ -51,6 +53,11 @@ class Run:
         text = json.dumps(self.work, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the result is a time, so that nothing else should run meanwhile."""
+        return self.work["kind"] in _TIMED
+
     def __str__(self) -> str:
         return f"{self.cell} {self.variant} seed {self.seed}"
 
@@ -64,7 +71,8 @@ class Experiment:
         kind: What a run does: ``"train"``, ``"connectivity"``, ``"neighbourhood"`` or ``"step"``.
         seeds: Number of seeds, unless a cell says otherwise.
         cells: Options by cell.
-        variants: Options by variant; they win over a cell's.
+        variants: Options by variant; they win over a cell's. Where a model is trained, options of the model are in a
+            table of their own, ``model``.
         train: Options of every run.
     """
 
@@ -75,12 +83,13 @@ class Experiment:
     variants: dict[str, dict[str, Any]]
     train: dict[str, Any]
 
-    def runs(self, *, only: Iterable[str] = (), seeds: int | None = None) -> list[Run]:
+    def runs(self, *, only: Iterable[str] = (), seeds: int | None = None, device: str = "cpu") -> list[Run]:
         """All runs, variant by variant of each cell.
 
         Args:
             only: Patterns such as ``"gcn.*"`` or ``"*.cora/full"`` for cells, or cells and variants; none for all.
             seeds: Number of seeds instead of the configuration's.
+            device: What computes, in words. Where times are measured, it is part of the work.
 
         Example:
             >>> runs = load("table1").runs(only=["gcn.cora/full"], seeds=2)
@@ -88,7 +97,7 @@ class Experiment:
             ['gcn.cora full seed 0', 'gcn.cora full seed 1']
         """
         chosen = [
-            Run(cell, variant, seed, self._work(cell, variant, seed))
+            Run(cell, variant, seed, self._work(cell, variant, seed, device))
             for cell, options in self.cells.items()
             for variant in self.variants
             if _matches(cell, variant, only)
@@ -103,28 +112,35 @@ class Experiment:
             )
         return chosen
 
-    def _work(self, cell: str, variant: str, seed: int) -> dict[str, Any]:
+    def _work(self, cell: str, variant: str, seed: int, device: str) -> dict[str, Any]:
         options = {name: value for name, value in self.cells[cell].items() if name != "seeds"}
-        changes = self.variants[variant]
+        changes = dict(self.variants[variant])
         if self.kind != "train":
-            return {"kind": self.kind, "cell": cell, **options, **changes, "seed": seed}
+            where = {"device": device} if self.kind in _TIMED else {}
+            return {"kind": self.kind, "cell": cell, **self.train, **options, **changes, "seed": seed, **where}
         model, dataset = cell.split(".")
+        model_options = {**options.get("model", {}), **changes.pop("model", {})}
         train = {**self.train, **options.get("train", {}), **changes}
-        if train["mode"] == "full":  # one part, whatever the cell says about parts
-            train = {name: value for name, value in train.items() if name not in _OF_BATCHES}
+        unused = [name for name, modes in _OF_MODES.items() if train["mode"] not in modes]
         return {
             "kind": "train",
             "dataset": dataset,
             "data": options.get("data", {}),
             "model": model,
-            "options": options.get("model", {}),
-            "train": {name: None if value == "none" else value for name, value in train.items()},
+            "options": model_options,
+            "train": {name: None if value == "none" else value for name, value in train.items() if name not in unused},
             "seed": seed,
         }
 
 
-# What makes no difference to full batch, so that runs that differ in these only are one.
-_OF_BATCHES = ("parts", "batch_size", "partition", "drawings", "steps_per_epoch", "refresh_every", "storage")
+# What is left out in other modes than these, whatever a cell says: full batch does not depend on it, so that runs that
+# differ in nothing else are one, or the mode does not take it.
+_IN_BATCHES = ("gas", "history", "cluster", "sage")
+_OF_MODES = {
+    **dict.fromkeys(("parts", "batch_size", "partition", "steps_per_epoch", "refresh_every", "storage"), _IN_BATCHES),
+    "drawings": ("gas", "history"),
+    "fan_out": ("sage",),
+}
 
 
 def names() -> tuple[str, ...]:

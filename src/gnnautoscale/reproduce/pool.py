@@ -11,6 +11,7 @@ from multiprocessing import get_context
 
 import torch
 
+from gnnautoscale.errors import InputError
 from gnnautoscale.reproduce.config import Run
 from gnnautoscale.reproduce.store import Result, Store
 from gnnautoscale.reproduce.work import describe_machine, perform
@@ -34,7 +35,7 @@ def run_all(
         store: Where results are kept.
         root: Where data sets are kept.
         device: Where to compute.
-        jobs: Number of processes at a time.
+        jobs: Number of processes at a time. Runs that measure times are done one after the other all the same.
         show: Called with a line about each run.
 
     Returns:
@@ -45,9 +46,12 @@ def run_all(
         show(f"{len(runs) - len(missing)} of {len(runs)} runs have results already")
     # The longest first, so that at the end not all processes wait for one.
     missing.sort(key=_length, reverse=True)
-    machine = describe_machine(device)
     failed: list[Run] = []
-    outcomes = _in_turn(missing, root, device) if jobs == 1 else _side_by_side(missing, root, device, jobs)
+    if jobs == 1 or any(run.is_timed for run in missing):
+        machine, outcomes = describe_machine(device), _in_turn(missing, root, device)
+    else:
+        threads = max(1, (os.cpu_count() or 1) // jobs)
+        machine, outcomes = describe_machine(device, threads), _side_by_side(missing, root, device, jobs, threads)
     for number, (run, outcome, seconds) in enumerate(outcomes, start=1):
         if isinstance(outcome, str):
             failed.append(run)
@@ -63,8 +67,7 @@ def _in_turn(runs: Sequence[Run], root: str, device: str) -> Iterator[Outcome]:
         yield run, *_attempt(run, root, device)
 
 
-def _side_by_side(runs: Sequence[Run], root: str, device: str, jobs: int) -> Iterator[Outcome]:
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+def _side_by_side(runs: Sequence[Run], root: str, device: str, jobs: int, threads: int) -> Iterator[Outcome]:
     # Not forked: a GPU's state does not survive that.
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,))
     with pool:
@@ -82,6 +85,8 @@ def _attempt(run: Run, root: str, device: str) -> tuple[Result | str, float]:
     start = time.perf_counter()
     try:
         result: Result | str = perform(run.work, root=root, device=device)
+    except InputError as error:  # such as data that is not there: the sentence says it all
+        result = str(error)
     except Exception:  # whatever it is, the other runs go on
         result = traceback.format_exc()
     return result, time.perf_counter() - start
@@ -99,4 +104,6 @@ def _length(run: Run) -> int:
 def _summary(result: Result) -> str:
     if "scores" in result:
         return f"{result['scores']['test']:.2f} on test"
+    if "row" in result:
+        return ", ".join(f"{name} {value:.3f} ms" for name, value in result["row"]["milliseconds"].items())
     return ", ".join(f"{name} {value:.4g}" for name, value in result.items() if isinstance(value, (int, float)))

@@ -44,11 +44,17 @@ class Store:
         except OSError as error:
             raise InputError("results must be readable and writable", got=str(error), fix="Check --output.") from None
         whole, cut = text[: text.rfind("\n") + 1], text[text.rfind("\n") + 1 :]
-        for line in whole.splitlines():
-            read = json.loads(line)
-            self._lines[read["key"]] = read
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                read = json.loads(line)
+                self._lines[read["key"]] = read
+            except (ValueError, TypeError, KeyError):
+                raise InputError(
+                    f"every line of {path.name} is a result", got=f"line {number}: {line[:40]}", fix="Remove this line."
+                ) from None
         if cut:
-            path.write_text(whole)
+            with path.open("r+b") as stream:
+                stream.truncate(len(whole.encode()))
 
     def get(self, run: Run) -> Result | None:
         """The result of a run, or ``None`` if there is none yet."""

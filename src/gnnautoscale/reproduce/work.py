@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gnnautoscale import datasets
+from gnnautoscale import bench, datasets
 from gnnautoscale.datasets import Dataset
 from gnnautoscale.models import build_model
 from gnnautoscale.partition import connectivity, partition
+from gnnautoscale.reproduce.neighbourhood import measure_steps
 from gnnautoscale.train import fit, jsonable
 
 Work = Mapping[str, Any]
@@ -41,11 +43,21 @@ def perform(work: Work, *, root: str, device: str) -> dict[str, Any]:
     return result
 
 
-def describe_machine(device: str) -> str:
-    """What results were made on."""
+def describe_machine(device: str, threads: int | None = None) -> str:
+    """What results are made on, in words.
+
+    Args:
+        device: Where is computed.
+        threads: Number of threads of a CPU; by default PyTorch's in this process.
+
+    Example:
+        >>> describe_machine("cpu", 1).endswith(", 1 thread)")
+        True
+    """
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(torch.device(device))
-    return f"CPU ({platform.machine()})"
+    threads = torch.get_num_threads() if threads is None else threads
+    return f"CPU ({platform.machine()}, {threads} {'thread' if threads == 1 else 'threads'})"
 
 
 def _train(work: Work, root: str, device: str) -> dict[str, Any]:
@@ -74,6 +86,20 @@ def _connectivity(work: Work, root: str, device: str) -> dict[str, Any]:
     return {"connectivity": float(connectivity(graph.edge_index, labels).mean()), "parts": work["parts"]}
 
 
+def _neighbourhood(work: Work, root: str, device: str) -> dict[str, Any]:
+    dataset = _dataset(work["cell"], root, 0, **work.get("data", {}))
+    names = ("method", "batch_nodes", "hidden", "layers", "steps", "epochs", "seed")
+    options = {name: work[name] for name in names}
+    return measure_steps(dataset, torch.device(device), **options, cache_dir=str(Path(root) / "partitions"))
+
+
+def _step(work: Work, root: str, device: str) -> dict[str, Any]:
+    setup = bench.Setup(**{field.name: work[field.name] for field in fields(bench.Setup)})
+    where, layers = torch.device(device), work["layers"]
+    row = bench.bench_step(setup, [work["ratio"]], where, layers=layers, epochs=work["epochs"])[0]
+    return {"row": row, "setup": {**vars(setup), "layers": layers}, "machine": bench.machine(where)}
+
+
 @lru_cache(maxsize=4)  # runs come sorted by data set
 def _load(name: str, root: str, split: int, options: tuple[tuple[str, Any], ...]) -> Dataset:
     given = dict(options)
@@ -87,4 +113,9 @@ def _dataset(name: str, root: str, split: int, **options: Any) -> Dataset:
     return _load(name, root, split if has_splits else 0, tuple(sorted(options.items())))
 
 
-_KINDS: dict[str, Callable[[Work, str, str], dict[str, Any]]] = {"train": _train, "connectivity": _connectivity}
+_KINDS: dict[str, Callable[[Work, str, str], dict[str, Any]]] = {
+    "train": _train,
+    "connectivity": _connectivity,
+    "neighbourhood": _neighbourhood,
+    "step": _step,
+}
