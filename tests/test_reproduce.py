@@ -500,15 +500,18 @@ def test_table6_shows_connectivity(tmp_path: Path) -> None:
     ]
 
 
-def test_table7_shows_all_splits(tmp_path: Path) -> None:
-    report = report_of(tmp_path, "table7", {("gin.cluster", "metis"): scored(57.0)})
+CURVE = {"epoch": [1, 2, 4], "loss": [3.0, 2.0, 1.0], "train": [1, 2, 3], "val": [1, 2, 3], "test": [1, 2, 3]}
+
+
+def test_table7_shows_all_splits_and_draws_curves(tmp_path: Path) -> None:
+    report = report_of(tmp_path, "table7", {("gin.cluster", "metis"): [{**scored(57.0)[0], "curve": CURVE}]})
+    assert "metis" in write_report(report, tmp_path, "table7")[2].read_text()
     assert report.rows[0] == ["full batch", "- (60.49)", "- (58.17)", "- (58.49)"]
     assert report.rows[2] == ["metis", "90.00 (58.97)", "80.00 (57.79)", "57.00 (57.82)"]
 
 
 def test_figure3_draws_curves(tmp_path: Path) -> None:
-    curve = {"epoch": [1, 2, 4], "loss": [3.0, 2.0, 1.0], "train": [1, 2, 3], "val": [1, 2, 3], "test": [1, 2, 3]}
-    results = [{**scored(82.0)[0], "curve": curve}]
+    results = [{**scored(82.0)[0], "curve": CURVE}]
     report = report_of(tmp_path, "figure3", {("gcn.cora", "full"): results, ("gcnii.cora", "gas"): results})
     assert report.rows == [["gcn.cora", "82.00", "-", "-"], ["gcnii.cora", "-", "-", "82.00"]]
     files = write_report(report, tmp_path, "figure3")

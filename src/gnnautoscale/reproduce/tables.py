@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 from gnnautoscale import bench
 from gnnautoscale.errors import InputError
 from gnnautoscale.reproduce.config import Experiment, Run, published
 from gnnautoscale.reproduce.report import Found, Report, number, spread
 from gnnautoscale.reproduce.store import Store
+
+_Curves: TypeAlias = dict[str, dict[str, Any]]
 
 
 def make_report(experiment: Experiment, runs: Sequence[Run], store: Store) -> Report:
@@ -210,7 +213,11 @@ def _table7(found: Found) -> Report:
             [variant.replace("_", " "), *(f"{number(ours[s])} ({w:.2f})" for s, w in zip(ours, wanted, strict=True))]
         )
     heads = ["accuracy (%)", "train", "validation", "test"]
-    return Report("A 4-layer GIN on CLUSTER (Table 7)", heads, rows, ["In brackets the paper's."], {"accuracy": values})
+    names = {variant: variant.replace("_", " ") for variant in paper}
+    curves = _curves(found, names)
+    title = "A 4-layer GIN on CLUSTER (Table 7)"
+    found_values = {"accuracy": values, "curves": curves}
+    return Report(title, heads, rows, ["In brackets the paper's."], found_values, partial(_draw, curves, names))
 
 
 def _figure3(found: Found) -> Report:
@@ -218,23 +225,29 @@ def _figure3(found: Found) -> Report:
     rows = [
         [cell, *(number(found.mean(cell, variant, "scores", "test")) for variant in names)] for cell in found.cells()
     ]
-    curves = {cell: {v: found.of(cell, v)[0]["curve"] for v in names if found.of(cell, v)} for cell in found.cells()}
-
-    def draw(figure: Any) -> None:
-        panels = figure.subplots(1, len(curves), squeeze=False)[0]
-        styles = {"full": "k-", "history": "C3-", "gas": "C0-"}
-        for axes, (cell, by_variant) in zip(panels, curves.items(), strict=True):
-            for variant, curve in by_variant.items():
-                last = curve["epoch"][-1]
-                axes.plot([n / last for n in curve["epoch"]], curve["val"], styles[variant], label=names[variant])
-            axes.set_title(cell)
-            axes.set_xlabel("share of training")
-            axes.grid(alpha=0.3)
-        panels[0].set_ylabel("validation accuracy (%)")
-        panels[0].legend(frameon=False)
-
+    curves = _curves(found, names)
     heads = ["test accuracy (%)", *names.values()]
-    return Report("Learning curves (Figure 3)", heads, rows, [], {"curves": curves}, draw)
+    return Report("Learning curves (Figure 3)", heads, rows, [], {"curves": curves}, partial(_draw, curves, names))
+
+
+def _curves(found: Found, variants: Iterable[str]) -> _Curves:
+    """The first seed's learning curves, by cell and variant."""
+    return {cell: {v: found.of(cell, v)[0]["curve"] for v in variants if found.of(cell, v)} for cell in found.cells()}
+
+
+def _draw(curves: _Curves, names: Mapping[str, str], figure: Any) -> None:
+    """Draw validation accuracy over training, a panel for each cell."""
+    panels = figure.subplots(1, len(curves), squeeze=False)[0]
+    styles = dict(zip(names, ("k-", "C3-", "C0-", "C2-"), strict=False))
+    for axes, (cell, by_variant) in zip(panels, curves.items(), strict=True):
+        for variant, curve in by_variant.items():
+            last = curve["epoch"][-1]  # full batch has more epochs of one step each
+            axes.plot([n / last for n in curve["epoch"]], curve["val"], styles[variant], label=names[variant])
+        axes.set_title(cell)
+        axes.set_xlabel("share of training")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("validation accuracy (%)")
+    panels[0].legend(frameon=False)
 
 
 def _figure4(found: Found) -> Report:
