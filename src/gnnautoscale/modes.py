@@ -45,6 +45,7 @@ class WithHistories:
         self._model, self._loaders, self._engine = model, loaders, engine
         self._loader = loaders["train"]
         self._exact_loaders = loaders
+        self._at_once = evaluate_parts == 1 and engine.on_gpu
         if evaluate_parts is not None:
             made = {loader: HaloLoader(loader.data, evaluate_parts) for loader in loaders.values()}
             self._exact_loaders = {split: made[loader] for split, loader in loaders.items()}
@@ -85,7 +86,7 @@ class WithHistories:
             out = infer_from_histories(self._model, self._loaders[split])
             return out
         loader = self._exact_loaders[split]
-        if len(loader) == 1 and loader.data is self._loader.data and self._engine.on_gpu:
+        if self._at_once and loader.data is self._loader.data:
             return self._engine.output(next(loader.ready()))
         out = infer(self._model, loader, update_histories=False)
         return out

@@ -10,6 +10,7 @@ same width and types: call it once before it runs in a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -48,38 +49,10 @@ def launch(kernels: Kernels, num_programs: int, result: Tensor, *arguments: Any,
     if result.numel() == 0:
         return
     kernel = kernels[result.size(1) % VECTOR == 0]
-    if not result.is_cuda:  # the interpreter
+    # Entering a device takes as long as launching a kernel; the interpreter's tensors are on none.
+    elsewhere = result.is_cuda and result.get_device() != torch.cuda.current_device()
+    with torch.cuda.device_of(result) if elsewhere else nullcontext():  # type: ignore[no-untyped-call]
         kernel[(num_programs,)](*arguments, num_warps=warps)
-    elif result.get_device() == torch.cuda.current_device():
-        _launch_here(kernel, num_programs, result.get_device(), arguments, warps)
-    else:  # entering a device takes as long as launching a kernel
-        with torch.cuda.device_of(result):  # type: ignore[no-untyped-call]
-            _launch_here(kernel, num_programs, result.get_device(), arguments, warps)
-
-
-# Kernels as they were compiled, by all that Triton compiles anew for. It takes longer to look for them by itself.
-_ready: dict[tuple[Any, ...], Any] = {}
-# For each kernel which of its arguments are numbers that it is not compiled anew for.
-_changing: dict[int, tuple[bool, ...]] = {}
-_LARGEST_INT32 = 2**31 - 1
-
-
-def _launch_here(kernel: Any, num_programs: int, device: int, arguments: tuple[Any, ...], warps: int) -> None:
-    if id(kernel) not in _changing:
-        _changing[id(kernel)] = tuple(name in kernel.do_not_specialize for name in kernel.arg_names)
-    key = (id(kernel), device, warps, *map(_kind, arguments, _changing[id(kernel)]))
-    ready = _ready.get(key)
-    if ready is None:
-        _ready[key] = kernel[(num_programs,)](*arguments, num_warps=warps)
-    else:
-        ready[num_programs, 1, 1](*arguments)
-
-
-def _kind(value: Any, changes: bool) -> Any:
-    """What a kernel may be compiled anew for in one of its arguments."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % VECTOR == 0
-    return value > _LARGEST_INT32 if changes else value
 
 
 # Triton's own functions for these also serve its compiler, and take longer than the rest of a launch.
