@@ -209,7 +209,7 @@ def draw_steps(figure: Any, result: Row) -> None:
     left, right = figure.subplots(1, 2)
     styles = {"device fp32": "k-", "host fp32": "C0o-", "host bf16": "C2s-", "host fp32, serial": "C3^--"}
     names = {
-        "device fp32": "histories on the device",
+        "device fp32": "on the device",
         "host fp32": "in host memory",
         "host bf16": "in host memory, bf16",
     }
