@@ -81,7 +81,9 @@ def test_batches_that_are_drawn_anew_are_not_captured(data: Data) -> None:
 @pytest.mark.gpu
 def test_drawings_that_come_back_are_captured(data: Data) -> None:
     captured, how = losses("gcn", data, batch_size=2, drawings=2, epochs=6)
-    assert how.startswith("captured as 6 CUDA graphs")
+    loader = gas.HaloLoader(data, 6, batch_size=2, shuffle=True, drawings=2)
+    batches = [parts for _ in range(6) for parts in loader.draw()]
+    assert how.startswith(f"captured as {len(set(batches[2:]))} CUDA graphs")  # the first two steps are not
     plain, _ = losses("gcn", data, batch_size=2, drawings=2, epochs=6, capture=False)
     assert captured == pytest.approx(plain, rel=2e-4)
 
@@ -100,6 +102,18 @@ def test_a_captured_evaluation_gives_the_scores_of_others(name: str, storage: st
         found.append([epoch.scores["val"] for epoch in result.epochs])
     assert found[0] == pytest.approx(found[1], abs=1.0)
     assert found[0] == pytest.approx(found[2], abs=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["device", "host"])
+@pytest.mark.parametrize("refresh_every", ["epoch", 4])
+def test_a_refresh_at_once_trains_like_one_in_parts(storage: str, refresh_every: str | int, data: Data) -> None:
+    fixed: dict[str, Any] = {"storage": storage, "refresh_every": refresh_every, "epochs": 8}
+    at_once, _ = losses("gcn", data, evaluate_parts=1, **fixed)
+    in_parts, _ = losses("gcn", data, evaluate_parts=3, capture=False, **fixed)
+    never, _ = losses("gcn", data, evaluate_parts=1, **{**fixed, "refresh_every": "never"})
+    assert at_once == pytest.approx(in_parts, rel=2e-4)
+    assert at_once != pytest.approx(never, rel=2e-4)
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from gnnautoscale.batch import BatchInfo
 from gnnautoscale.feed import Feed, Item
 from gnnautoscale.loader import ReadyBatch
 from gnnautoscale.regularize import LocalLipschitz
-from gnnautoscale.session import evaluating
+from gnnautoscale.session import Session, evaluating
 from gnnautoscale.transfer import Transfer
 
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -174,10 +174,10 @@ class Engine(Steps):
         self._versions: tuple[int, int] | None = None
         self._pool: Any = None
         self._why_not = self._obstacle(capture)
-        # The whole graph as a batch, and a captured pass over it with where its output is.
+        # The whole graph as a batch, and for each way to pass over it how often that was done, or a captured pass.
         self._whole = Feed(model, fixed=True)
-        self._passes = 0
-        self._pass: tuple[BatchInfo, torch.cuda.CUDAGraph, Tensor] | None = None
+        self._passes: dict[tuple[BatchInfo, bool], int] = {}
+        self._captured: dict[tuple[BatchInfo, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._why_no_pass = None if capture and self.on_gpu else "it is not wanted, or there is no GPU"
 
     @property
@@ -221,7 +221,7 @@ class Engine(Steps):
         finally:
             main.wait_stream(stream)
             self._graphs.clear()
-            self._pass = None
+            self._captured.clear()
             self._feed.clear()
             self._whole.clear()
 
@@ -315,31 +315,39 @@ class Engine(Steps):
         return graph, result, reason
 
     @torch.no_grad()
-    def output(self, batch: ReadyBatch) -> Tensor:
+    def output(self, batch: ReadyBatch, *, refresh: bool = False) -> Tensor:
         """The model's output for the whole training graph as one batch, in evaluation mode.
 
         On a GPU the batch stays there, and after two passes a captured one is replayed, if there is no obstacle.
 
         Args:
             batch: All nodes of the training graph.
+            refresh: Whether all histories are written on the way, which must be in device memory then.
 
         Returns:
-            The output in host memory, ``[num_nodes, num_classes]``.
+            The output on the model's device, ``[num_nodes, num_classes]``; the next call overwrites it.
         """
-        if self._pass is not None and self._pass[0] is batch.info:
-            self._pass[1].replay()
-            return self._pass[2].cpu()
-        feed = self._feed if self._feed.holds(batch.info) else self._whole
-        with evaluating(self._model), self._scaler.visiting(batch.info.graph, apart=True):
-            for item in feed.items([batch]):
-                if self._passes < _WARM_UP or not feed.resident or self._why_no_pass is not None:
-                    self._passes += 1
-                    out: Tensor = self._call(item.batch)
-                    return out.cpu()
-                graph, out, self._why_no_pass = self._record(partial(self._call, item.batch))
-                if self._why_no_pass is None:
-                    self._pass = batch.info, graph, out
-        return self.output(batch)
+        key = batch.info, refresh
+        if key not in self._captured:
+            feed = self._feed if self._feed.holds(batch.info) else self._whole
+            with (
+                evaluating(self._model),
+                self._scaler.visiting(batch.info.graph, apart=not refresh) as memory,
+                self._scaler.running(partial(Session, push_all=refresh)),
+            ):
+                memory.written_by = None  # nobody asks during training, and the checksums take a while
+                for item in feed.items([batch]):
+                    self._passes[key] = self._passes.get(key, 0) + 1
+                    if self._passes[key] > _WARM_UP and feed.resident and self._why_no_pass is None:
+                        graph, out, self._why_no_pass = self._record(partial(self._call, item.batch))
+                        if self._why_no_pass is None:
+                            self._captured[key] = graph, out
+                            break
+                    plain: Tensor = self._call(item.batch)
+                    return plain
+        graph, out = self._captured[key]
+        graph.replay()
+        return out
 
 
 @cache

@@ -57,13 +57,10 @@ def infer(
     """
     scaler = attached(model)
     with evaluating(model), scaler.visiting(loader.graph, apart=not update_histories) as memory:
-        if len(loader) > 1:
-            _sweep_all(model, scaler, memory, loader, call)
-            return _collect(model, scaler, loader, call, partial(Sweep, level=None))
-        out = _collect(model, scaler, loader, call, partial(Session, push_all=update_histories))
-        if update_histories:
-            memory.written_by = weights_checksum(model)
-        return out
+        if len(loader) == 1:
+            return _pass(model, scaler, memory, loader, call, push=update_histories)
+        _sweep_all(model, scaler, memory, loader, call)
+        return _collect(model, scaler, loader, call, partial(Sweep, level=None))
 
 
 @torch.no_grad()
@@ -103,8 +100,12 @@ def refresh(model: nn.Module, loader: HaloLoader, *, call: CallModel = _call_wit
         >>> gas.refresh(model, gas.HaloLoader(data, num_parts=4))
     """
     scaler = attached(model)
+    memory = scaler.memory_of(loader.graph)
     with evaluating(model):
-        _sweep_all(model, scaler, scaler.memory_of(loader.graph), loader, call)
+        if len(loader) == 1:
+            _pass(model, scaler, memory, loader, call, push=True)
+        else:
+            _sweep_all(model, scaler, memory, loader, call)
 
 
 @torch.no_grad()
@@ -168,6 +169,16 @@ def weights_checksum(model: nn.Module) -> list[float]:
         # Weighted by position, so that an exchange of values does not go unnoticed.
         sums.append(values.dot(torch.linspace(1.0, 2.0, values.numel(), dtype=torch.double, device=values.device)))
     return torch.stack(sums).tolist() if sums else []
+
+
+def _pass(
+    model: nn.Module, scaler: Autoscaler, memory: Memory, loader: HaloLoader, call: CallModel, *, push: bool
+) -> Any:
+    """The model's output for a graph that is one batch, and all histories on the way if these are to be pushed."""
+    out = _collect(model, scaler, loader, call, partial(Session, push_all=push))
+    if push:
+        memory.written_by = weights_checksum(model)
+    return out
 
 
 def _sweep_all(model: nn.Module, scaler: Autoscaler, memory: Memory, loader: HaloLoader, call: CallModel) -> None:

@@ -45,7 +45,8 @@ class WithHistories:
         self._model, self._loaders, self._engine = model, loaders, engine
         self._loader = loaders["train"]
         self._exact_loaders = loaders
-        self._at_once = evaluate_parts == 1 and engine.on_gpu
+        #: Whether the training graph is evaluated in one pass, which a GPU captures.
+        self.at_once = evaluate_parts == 1
         if evaluate_parts is not None:
             made = {loader: HaloLoader(loader.data, evaluate_parts) for loader in loaders.values()}
             self._exact_loaders = {split: made[loader] for split, loader in loaders.items()}
@@ -77,7 +78,11 @@ class WithHistories:
 
     def refresh(self) -> None:
         """Recompute all histories."""
-        refresh(self._model, self._exact_loaders["train"])
+        loader = self._exact_loaders["train"]
+        if self.at_once and attached(self._model).memory.storage == "device":
+            self._engine.output(next(loader.ready()), refresh=True)
+        else:
+            refresh(self._model, loader)
 
     def output(self, split: str, evaluation: Evaluation) -> Tensor:
         """The model's output for all nodes of a split's graph, ``[num_nodes, num_classes]``, in host memory."""
@@ -86,8 +91,8 @@ class WithHistories:
             out = infer_from_histories(self._model, self._loaders[split])
             return out
         loader = self._exact_loaders[split]
-        if self._at_once and loader.data is self._loader.data:
-            return self._engine.output(next(loader.ready()))
+        if self.at_once and loader.data is self._loader.data:
+            return self._engine.output(next(loader.ready())).cpu()
         out = infer(self._model, loader, update_histories=False)
         return out
 
@@ -114,6 +119,7 @@ class OnSubgraphs:
     """
 
     evaluates_at_once = True
+    at_once = False
     connectivity = 0.0
     history_bytes = 0
 
