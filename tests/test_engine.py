@@ -27,8 +27,8 @@ def data() -> Data:
     return graph
 
 
-def losses(name: str, data: Data, **options: Any) -> tuple[list[float], str]:
-    """The training curve of a small model, and how its steps were run."""
+def fitted(name: str, data: Data, **options: Any) -> gas.FitResult:
+    """How a small model trains."""
     torch.manual_seed(1)
     small = {"hidden": 16, "layers": 3, "dropout": 0.0} | ({"heads": 2} if name == "gat" else {})
     if "batch_norm" in model_options(name):
@@ -36,7 +36,12 @@ def losses(name: str, data: Data, **options: Any) -> tuple[list[float], str]:
         small["batch_norm"] = False
     model = build_model(name, data, CLASSES, **small)
     defaults = {"parts": 6, "epochs": 4, "lr": 0.005, "evaluate_every": 4, "device": "cuda", "grad_norm": 1.0}
-    result = gas.fit(model, data, **{**defaults, **options})
+    return gas.fit(model, data, **{**defaults, **options})
+
+
+def losses(name: str, data: Data, **options: Any) -> tuple[list[float], str]:
+    """The training curve of a small model, and how its steps were run."""
+    result = fitted(name, data, **options)
     return [epoch.loss for epoch in result.epochs], result.how
 
 
@@ -95,10 +100,7 @@ def test_a_captured_evaluation_gives_the_scores_of_others(name: str, storage: st
     found = []
     ways: list[dict[str, Any]] = [{"evaluate_parts": 1}, {"evaluate_parts": 1, "capture": False}, {"evaluate_parts": 3}]
     for options in ways:
-        torch.manual_seed(1)
-        model = build_model(name, data, CLASSES, hidden=16, layers=3)
-        fixed: dict[str, Any] = {"parts": 4, "epochs": 6, "lr": 0.005, "device": "cuda", "storage": storage}
-        result = gas.fit(model, data, **fixed, **options)
+        result = fitted(name, data, storage=storage, parts=4, epochs=6, evaluate_every=1, lr=0.001, **options)
         found.append([epoch.scores["val"] for epoch in result.epochs])
     assert found[0] == pytest.approx(found[1], abs=1.0)
     assert found[0] == pytest.approx(found[2], abs=1.0)

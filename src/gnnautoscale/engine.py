@@ -294,7 +294,8 @@ class Engine(Steps):
 
     def _record(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any, str | None]:
         """Capture some work; returns the graph, what the work returned, and why it could not be captured if so."""
-        if self._pool is None:
+        if not (self._graphs or self._captured):
+            # Memory that graphs share lives as long as one of them.
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
             self._pool = torch.cuda.graph_pool_handle()
