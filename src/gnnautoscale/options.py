@@ -17,7 +17,7 @@ Mode = Literal["gas", "full", "history", "cluster", "sage"]
 Schedule = Literal["constant", "plateau", "cosine"]
 Evaluation = Literal["exact", "histories"]
 Partitioner = Literal["metis", "random"]
-HistoryDtype = Literal["same", "float32", "bfloat16", "float16"]
+HistoryDtype = Literal["same", "float32", "bfloat16", "float16", "int8", "float8"]
 
 #: The modes that train a plain model on subgraphs, without histories.
 ON_SUBGRAPHS: tuple[Mode, ...] = ("cluster", "sage")

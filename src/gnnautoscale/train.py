@@ -173,7 +173,8 @@ def fit(
             those of training. Baselines without histories always evaluate at once.
         patience: Number of evaluations without a better validation score after which training stops.
         storage: Where histories live: "device" or "host" memory.
-        history_dtype: The type histories are kept in: "same" as the embeddings, "float32", "bfloat16" or "float16".
+        history_dtype: The type histories are kept in: "same" as the embeddings, "float32", "bfloat16" or "float16"; or
+            "int8" or "float8" with a scale for each row.
         precision: Of matrix products: "float32", "tf32" (on a GPU), or "bfloat16" (autocast).
         batches_on: Where a GPU's batches live: on the "device", in "host" memory from where they are copied ahead, or
             "auto" for the device if they fit. Parts that are drawn into new batches every epoch are always copied.
@@ -226,7 +227,7 @@ def fit(
         with clock("partition"):
             loaders = halo_loaders(dataset, parts, batch_size, partition, drawings, seed, num_workers, cache_dir)
         loader = loaders["train"]
-        dtype = None if history_dtype == "same" else getattr(torch, history_dtype)
+        dtype = None if history_dtype == "same" else getattr(torch, history_dtype.replace("float8", "float8_e4m3fn"))
         autoscale(model, dataset.train, storage=storage, dtype=dtype, edge_dropout=edge_dropout)
         engine = Engine(
             model,

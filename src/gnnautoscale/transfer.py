@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gnnautoscale.batch import BatchInfo, HistoryRows, RowOrder
-from gnnautoscale.history import History, Runs
+from gnnautoscale.history import Cast, Codec, History, Runs
 from gnnautoscale.kernels import locate_rows, merge_rows, use_triton
 
 
@@ -107,15 +107,17 @@ class Direct(Transfer):
 
 @dataclass
 class _Buffers:
-    """A slot's rows on the GPU, in the history's own precision.
+    """A slot's raw rows on the GPU.
 
     Attributes:
-        staged: The halo's rows of this step and of the next, ``[2, most_halo, width]``.
-        recent: The rows that the last step pushed, ``[most_batch, width]``.
+        staged: The halo's rows of this step and of the next, ``[2, most_halo, raw_width]``.
+        recent: The rows that the last step pushed, ``[most_batch, raw_width]``.
+        codec: What they are.
     """
 
     staged: Tensor
     recent: Tensor
+    codec: Codec
 
 
 class Ahead(Transfer):
@@ -161,8 +163,9 @@ class Ahead(Transfer):
             self.version += 1
         for slot, history in histories.items():
             if slot not in self._buffers:
-                staged = self._room(2, self._most_halo, history.width, dtype=history.dtype)
-                self._buffers[slot] = _Buffers(staged, self._room(self._most_batch, history.width, dtype=history.dtype))
+                width, dtype = history.codec.raw_width, history.codec.raw_dtype
+                staged = self._room(2, self._most_halo, width, dtype=dtype)
+                self._buffers[slot] = _Buffers(staged, self._room(self._most_batch, width, dtype=dtype), history.codec)
 
     def _room(self, *shape: int, dtype: torch.dtype) -> Tensor:
         room = torch.empty(shape, dtype=dtype, device=self._device)
@@ -244,11 +247,13 @@ class Ahead(Transfer):
         info = self._current
         where, runs = self._index[info][: info.batch_size], self._rows(info).runs
         for slot, _, rows in self._to_push:
-            self._buffers[slot].recent[: info.batch_size].copy_(rows)
+            room = self._buffers[slot]
+            raw = rows if isinstance(room.codec, Cast) else room.codec.encode(rows)
+            room.recent[: info.batch_size].copy_(raw)
         self._wait(self._pushes, self._main)  # the rows are computed
         with torch.cuda.stream(self._pushes):
             for slot, history, _ in self._to_push:
-                history.push(self._buffers[slot].recent[: info.batch_size], where, runs)
+                history.write(self._buffers[slot].recent[: info.batch_size], where, runs)
         self._to_push.clear()
         self._side.bitwise_xor_(1)
         if not (self._begun_already and torch.cuda.is_current_stream_capturing()):
@@ -306,9 +311,13 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, room: _Buffers, shared: Tensor, side: Tensor, num_rows: int) -> Tensor:
         ctx.batch_size = rows.size(0)
-        out = rows.new_empty(num_rows, rows.size(1))
-        merge_rows(rows.contiguous(), room.staged, room.recent, shared, side, out)
-        return out
+        if isinstance(room.codec, Cast):
+            out = rows.new_empty(num_rows, rows.size(1))
+            merge_rows(rows.contiguous(), room.staged, room.recent, shared, side, out)
+            return out
+        raw = room.staged.new_empty(num_rows - rows.size(0), room.codec.raw_width)
+        merge_rows(raw[:0], room.staged, room.recent, shared, side, raw)
+        return torch.cat([rows, room.codec.decode(raw, rows.dtype)])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:

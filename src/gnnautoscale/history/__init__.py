@@ -10,8 +10,9 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.history.base import History, Runs
 from gnnautoscale.history.device import DeviceHistory
 from gnnautoscale.history.host import HostHistory
+from gnnautoscale.history.precision import Cast, Codec
 
-__all__ = ["History", "Runs", "Storage", "check_storage", "open_history"]
+__all__ = ["Cast", "Codec", "History", "Runs", "Storage", "check_storage", "open_history"]
 
 Storage = Literal["device", "host"]
 
@@ -25,7 +26,7 @@ def open_history(storage: Storage, num_nodes: int, width: int, dtype: torch.dtyp
             the compute device is a GPU).
         num_nodes: Number of rows.
         width: Number of values in a row.
-        dtype: The floating-point type that rows are kept in.
+        dtype: The type that rows are kept in: a floating-point type, or int8 or float8_e4m3fn with a scale per row.
         device: The compute device.
 
     Example:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gnnautoscale.errors import InputError
+from gnnautoscale.history.precision import codec_for
 
 Runs = Sequence[tuple[int, int, int]]
 
@@ -20,22 +21,23 @@ class History(ABC):
     """One row per node: the last known embeddings after one layer.
 
     Rows are zero until they are pushed. A pull sees every push that was made before it, on the same stream of a GPU.
-    Rows may be kept in another precision than they are pushed in; a pull converts back.
+    Rows may be kept in another precision than they are pushed in; a pull converts back. What a medium keeps of a row,
+    and moves, is *raw*: it knows nothing about precision, which :attr:`codec` does.
 
     Args:
         num_nodes: Number of rows.
         width: Number of values in a row.
-        dtype: The floating-point type that rows are kept in.
+        dtype: The type that rows are kept in.
+
+    Attributes:
+        codec: Turns rows into raw ones and back.
     """
 
     def __init__(self, num_nodes: int, width: int, dtype: torch.dtype) -> None:
-        if not dtype.is_floating_point:
-            raise InputError(
-                "a history keeps floating-point rows", got=f"{dtype}", fix="Use a floating-point dtype such as float32."
-            )
         self.num_nodes = num_nodes
         self.width = width
         self.dtype = dtype
+        self.codec = codec_for(dtype, width)
 
     def pull(self, index: Tensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Read rows.
@@ -49,17 +51,34 @@ class History(ABC):
             The rows, ``[count, width]``.
         """
         # Converted where they arrive, so that narrow rows travel narrow.
-        rows = torch.empty(index.numel(), self.width, dtype=self.dtype, device=device)
-        self.read(index, rows)
-        return rows.to(dtype)
+        raw = torch.empty(index.numel(), self.codec.raw_width, dtype=self.codec.raw_dtype, device=device)
+        self.read(index, raw)
+        return self.codec.decode(raw, dtype)
+
+    def push(self, rows: Tensor, where: Tensor, runs: Runs | None = None) -> None:
+        """Write rows.
+
+        Args:
+            rows: New rows, ``[count, width]``, on any device.
+            where: The rows they replace, ``[count]``, distinct.
+            runs: The same as pieces: for each the first row it replaces, its first row in ``rows``, and its length.
+        """
+        if rows.dim() != 2 or rows.size(1) != self.width or rows.size(0) != where.numel():
+            raise InputError(
+                f"this history takes {where.numel()} rows of width {self.width}",
+                got=f"a tensor of shape {tuple(rows.shape)}",
+                fix="A layer's width may not change once its history exists; autoscale the model again if it did.",
+            )
+        # Converted where they come from, for the same reason.
+        self.write(self.codec.encode(rows.detach()), where, runs)
 
     @abstractmethod
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
-        """Read rows into a tensor.
+        """Read raw rows into a tensor.
 
         Args:
             index: The rows to read, ``[count]``.
-            out: Where to write them, ``[count, width]``, in the history's own type.
+            out: Where to write them, ``[count, raw_width]``.
             skip: Rows with a value of at least 0 here are not read, ``[count]`` of int32.
         """
 
@@ -71,21 +90,15 @@ class History(ABC):
         Args:
             others: Further histories.
             index: The rows to read, ``[count]``.
-            outs: Where to write the rows of this history and of each of the others, each ``[count, width]``.
+            outs: Where to write the raw rows of this history and of each of the others, each ``[count, raw_width]``.
             skip: Rows with a value of at least 0 here are not read, ``[count]`` of int32.
         """
         for history, out in zip((self, *others), outs, strict=True):
             history.read(index, out, skip=skip)
 
     @abstractmethod
-    def push(self, rows: Tensor, where: Tensor, runs: Runs | None = None) -> None:
-        """Write rows.
-
-        Args:
-            rows: New rows, ``[count, width]``, on any device.
-            where: The rows they replace, ``[count]``, distinct.
-            runs: The same as pieces: for each the first row it replaces, its first row in ``rows``, and its length.
-        """
+    def write(self, raw: Tensor, where: Tensor, runs: Runs | None = None) -> None:
+        """Write raw rows, ``[count, raw_width]``; see :meth:`push`."""
 
     @property
     @abstractmethod
@@ -100,11 +113,3 @@ class History(ABC):
         for start, first, count in runs:
             target[start : start + count].copy_(rows[first : first + count], non_blocking=True)
         return True
-
-    def _check_rows(self, rows: Tensor, where: Tensor) -> None:
-        if rows.dim() != 2 or rows.size(1) != self.width or rows.size(0) != where.numel():
-            raise InputError(
-                f"this history takes {where.numel()} rows of width {self.width}",
-                got=f"a tensor of shape {tuple(rows.shape)}",
-                fix="A layer's width may not change once its history exists; autoscale the model again if it did.",
-            )

@@ -14,7 +14,7 @@ class DeviceHistory(History):
 
     def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device) -> None:
         super().__init__(num_nodes, width, dtype)
-        self._rows = torch.zeros(num_nodes, width, dtype=dtype, device=device)
+        self._rows = torch.zeros(num_nodes, self.codec.raw_width, dtype=self.codec.raw_dtype, device=device)
 
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
         """See :meth:`History.read`."""
@@ -23,11 +23,10 @@ class DeviceHistory(History):
         else:
             gather_rows(self._rows, index.to(self._rows.device), out, skip=skip)
 
-    def push(self, rows: Tensor, where: Tensor, runs: Runs | None = None) -> None:
-        """See :meth:`History.push`."""
-        self._check_rows(rows, where)
-        if not self._in_runs(self._rows, rows.detach(), runs):
-            self._rows.index_copy_(0, where.to(self._rows.device), rows.detach().to(self._rows))
+    def write(self, raw: Tensor, where: Tensor, runs: Runs | None = None) -> None:
+        """See :meth:`History.write`."""
+        if not self._in_runs(self._rows, raw, runs):
+            self._rows.index_copy_(0, where.to(self._rows.device), raw.to(self._rows.device))
 
     @property
     def num_bytes(self) -> int:

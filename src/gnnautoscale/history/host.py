@@ -17,7 +17,7 @@ class HostHistory(History):
     def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, pinned: bool) -> None:
         super().__init__(num_nodes, width, dtype)
         self._pinned = pinned
-        self._rows = torch.zeros(num_nodes, width, dtype=dtype, pin_memory=pinned)
+        self._rows = torch.zeros(num_nodes, self.codec.raw_width, dtype=self.codec.raw_dtype, pin_memory=pinned)
 
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
         """See :meth:`History.read`."""
@@ -39,18 +39,16 @@ class HostHistory(History):
         else:
             super().read_together(others, index, outs, skip=skip)
 
-    def push(self, rows: Tensor, where: Tensor, runs: Runs | None = None) -> None:
-        """See :meth:`History.push`."""
-        self._check_rows(rows, where)
-        rows = rows.detach().to(self.dtype)
-        self._finish_writing(rows)
+    def write(self, raw: Tensor, where: Tensor, runs: Runs | None = None) -> None:
+        """See :meth:`History.write`."""
+        self._finish_writing(raw)
         # Pieces are copied by the GPU's copy engine. Rows that a kernel writes over the bus hold up other kernels.
-        if self._in_runs(self._rows, rows, runs):
+        if self._in_runs(self._rows, raw, runs):
             return
-        if use_triton(rows) or not rows.is_cuda:
-            scatter_rows(rows, where.to(rows.device), self._rows)
+        if use_triton(raw) or not raw.is_cuda:
+            scatter_rows(raw, where.to(raw.device), self._rows)
         else:
-            self._rows.index_copy_(0, where.cpu(), rows.cpu())
+            self._rows.index_copy_(0, where.cpu(), raw.cpu())
 
     def _finish_writing(self, rows: Tensor) -> None:
         """Before the host itself touches rows that a GPU may be writing."""

@@ -1,0 +1,119 @@
+"""How rows are kept: as they are in a floating-point type, or in eight bits with a scale for each row."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from gnnautoscale.errors import InputError
+
+_SCALED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # and the greatest value of each
+# A row begins with its scale and is as long as a whole number of these, so that a GPU can read it in large words.
+_WORD = 16
+_SCALE_BYTES = 4
+
+
+class Codec(ABC):
+    """Turns rows into what a medium keeps, and back.
+
+    Attributes:
+        width: Number of values in a row.
+        dtype: The type of a kept value.
+        raw_dtype: The type of what a medium keeps.
+        raw_width: How many of these a row takes.
+    """
+
+    width: int
+    dtype: torch.dtype
+    raw_dtype: torch.dtype
+    raw_width: int
+
+    @abstractmethod
+    def encode(self, rows: Tensor) -> Tensor:
+        """What to keep of some rows: ``[count, width]`` to ``[count, raw_width]``."""
+
+    @abstractmethod
+    def decode(self, raw: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows that were kept, ``[count, width]``; rows of zeros were never written and are zero."""
+
+
+class Cast(Codec):
+    """Rows in a floating-point type.
+
+    Args:
+        width: Number of values in a row.
+        dtype: The type.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self.width = self.raw_width = width
+        self.dtype = self.raw_dtype = dtype
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """See :meth:`Codec.encode`."""
+        return rows.to(self.dtype)
+
+    def decode(self, raw: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :meth:`Codec.decode`."""
+        return raw.to(dtype)
+
+
+class Scaled(Codec):
+    """Rows of eight-bit values, each with a scale such that its greatest value is the greatest there is.
+
+    Args:
+        width: Number of values in a row.
+        dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
+
+    Example:
+        >>> codec = Scaled(2, torch.int8)
+        >>> codec.decode(codec.encode(torch.tensor([[1.0, -127.0]])), torch.float32)
+        tensor([[   1., -127.]])
+    """
+
+    raw_dtype = torch.uint8
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self.width, self.dtype = width, dtype
+        self.raw_width = -(-(_SCALE_BYTES + width) // _WORD) * _WORD
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """See :meth:`Codec.encode`."""
+        rows = rows.float()
+        scale = rows.abs().amax(1, keepdim=True) / _SCALED[self.dtype]
+        values = rows / torch.where(scale > 0, scale, 1.0)
+        kept = (values.round() if self.dtype == torch.int8 else values).to(self.dtype)
+        raw = torch.zeros(rows.size(0), self.raw_width, dtype=torch.uint8, device=rows.device)
+        raw[:, :_SCALE_BYTES] = scale.view(torch.uint8)
+        raw[:, _SCALE_BYTES : _SCALE_BYTES + self.width] = kept.view(torch.uint8)
+        return raw
+
+    def decode(self, raw: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :meth:`Codec.decode`."""
+        scale = raw[:, :_SCALE_BYTES].contiguous().view(torch.float32)
+        values = raw[:, _SCALE_BYTES : _SCALE_BYTES + self.width].contiguous().view(self.dtype)
+        return values.float().mul_(scale).to(dtype)
+
+
+def codec_for(dtype: torch.dtype, width: int) -> Codec:
+    """How to keep rows in a type.
+
+    Args:
+        dtype: A floating-point type, or ``torch.int8`` or ``torch.float8_e4m3fn`` with a scale for each row.
+        width: Number of values in a row.
+
+    Example:
+        >>> codec_for(torch.int8, 100).raw_width
+        112
+    """
+    if dtype in _SCALED:
+        return Scaled(width, dtype)
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise InputError(
+            "a history keeps floating-point rows, or eight bits with a scale for each row",
+            got=f"{dtype}",
+            fix="Use a floating-point dtype such as torch.float32, or torch.int8 or torch.float8_e4m3fn.",
+        )
+    return Cast(width, dtype)
