@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale.batch import BatchInfo, BatchTensor
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.graph import Graph
-from gnnautoscale.history import Storage
+from gnnautoscale.history import Storage, codec_for
 from gnnautoscale.plan import make_plan
 from gnnautoscale.record import EDGE_METHODS, map_tensors, tensors_in
 from gnnautoscale.session import Penalty, Session, describe
@@ -245,7 +246,8 @@ class Autoscaler:
             memory = self.memory.apart() if apart else self.memory
         else:
             known = self._others.pop(graph.key, None)
-            known = known or Memory(graph, graph.num_nodes, self.memory.storage, self.memory.dtype)
+            mine = self.memory
+            known = known or Memory(graph, graph.num_nodes, mine.medium or mine.storage, mine.dtype, mine.folder)
             self._others = {**dict(list(self._others.items())[1 - _MOST_OTHERS :]), graph.key: known}
             memory = known.apart()
         self._visited = graph.key, memory
@@ -261,6 +263,7 @@ def autoscale(
     *,
     storage: Storage = "device",
     dtype: torch.dtype | None = None,
+    history_dir: str | Path | None = None,
     edge_dropout: float = 0.0,
 ) -> M:
     """Train a model in batches of a :class:`HaloLoader`, with histories in place of out-of-batch computation.
@@ -273,8 +276,11 @@ def autoscale(
     Args:
         model: The model; it is returned.
         data: The graph to train on, or its number of nodes.
-        storage: Where histories live: ``"device"`` or ``"host"`` memory.
-        dtype: The floating-point type histories are kept in; by default that of the embeddings.
+        storage: Where histories live: ``"device"`` or ``"host"`` memory, on ``"disk"``, or ``"auto"`` for the first of
+            these that has room for them.
+        dtype: The type histories are kept in: a floating-point type, or ``torch.int8`` or ``torch.float8_e4m3fn`` with
+            a scale for each row; by default that of the embeddings.
+        history_dir: The folder for histories on disk.
         edge_dropout: Share of the edges that is left out at random in each training step. Self-loops stay.
 
     Example:
@@ -291,22 +297,22 @@ def autoscale(
         raise InputError(
             "autoscale takes a torch.nn.Module", got=type(model).__name__, fix="Pass an instance of the model."
         )
-    if dtype is not None and not dtype.is_floating_point:
-        raise InputError("dtype must be a floating-point type", got=f"{dtype}", fix="Use e.g. torch.float32.")
+    if dtype is not None:
+        codec_for(dtype, 1)  # refuses what cannot be
     if not 0.0 <= edge_dropout < 1.0:
         raise InputError(
             "edge_dropout must be at least 0 and below 1", got=f"{edge_dropout}", fix="Pass a share of the edges."
         )
     if isinstance(data, Data):
         graph = Graph(data)
-        memory = Memory(graph, graph.num_nodes, storage, dtype)
+        memory = Memory(graph, graph.num_nodes, storage, dtype, history_dir)
         Autoscaler(model, memory, graph.key, edge_dropout=edge_dropout)
     else:
         if isinstance(data, bool) or not isinstance(data, int) or data < 1:
             raise InputError(
                 "autoscale takes the graph or its number of nodes", got=repr(data), fix="Pass data or data.num_nodes."
             )
-        Autoscaler(model, Memory(None, data, storage, dtype), None, edge_dropout=edge_dropout)
+        Autoscaler(model, Memory(None, data, storage, dtype, history_dir), None, edge_dropout=edge_dropout)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ class _AttachOnceBuilt(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         model = super().__call__(*args, **kwargs)
-        Autoscaler(model, Memory(None, model.num_nodes, model._storage, model._dtype), None, explicit=True)
+        memory = Memory(None, model.num_nodes, model._storage, model._dtype, model._history_dir)
+        Autoscaler(model, memory, None, explicit=True)
         return model
 
 
@@ -46,8 +48,9 @@ class ScalableGNN(nn.Module, metaclass=_AttachOnceBuilt):
         num_nodes: Number of nodes of the graph to train on.
         hidden_channels: Width of the histories.
         num_layers: Number of layers; there is one history less.
-        storage: Where histories live: ``"device"`` or ``"host"`` memory.
-        dtype: The floating-point type histories are kept in; by default that of the embeddings.
+        storage: Where histories live: ``"device"`` or ``"host"`` memory, on ``"disk"``, or ``"auto"``.
+        dtype: The type histories are kept in; by default that of the embeddings.
+        history_dir: The folder for histories on disk.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -72,6 +75,7 @@ class ScalableGNN(nn.Module, metaclass=_AttachOnceBuilt):
         *,
         storage: Storage = "device",
         dtype: torch.dtype | None = None,
+        history_dir: str | Path | None = None,
     ) -> None:
         super().__init__()
         for name, value in (("num_nodes", num_nodes), ("hidden_channels", hidden_channels), ("num_layers", num_layers)):
@@ -80,6 +84,7 @@ class ScalableGNN(nn.Module, metaclass=_AttachOnceBuilt):
         self.num_nodes = num_nodes
         self._storage = storage
         self._dtype = dtype
+        self._history_dir = history_dir
         self.histories = [HistorySlot(f"histories.{i}", hidden_channels) for i in range(num_layers - 1)]
 
     def push_and_pull(self, history: HistorySlot, x: Tensor, n_id: Tensor) -> Tensor:

@@ -91,6 +91,7 @@ class Session:
         self._slices: dict[Event, Slice] = {}
         self._kept: dict[EdgesByTarget, Tensor] = {}
         self._inside_propagate = 0
+        memory.prepare(plan, device)
         self._transfer: Transfer = memory.transfer(device)
 
     # What the attached model calls ###################################################################################

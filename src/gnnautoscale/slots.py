@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -17,8 +18,18 @@ from torch import Tensor, nn
 
 from gnnautoscale.batch import BatchInfo, RowOrder
 from gnnautoscale.graph import Graph
-from gnnautoscale.history import History, Storage, check_storage, open_history
+from gnnautoscale.history import (
+    Folder,
+    History,
+    Medium,
+    Storage,
+    check_storage,
+    choose_medium,
+    codec_for,
+    open_history,
+)
 from gnnautoscale.record import ArgumentKind, Event, Recorder
+from gnnautoscale.threaded import Threaded
 from gnnautoscale.transfer import Transfer, transfer_for
 
 # Ways to do less work in a layer, from the most daring to the plainest:
@@ -28,6 +39,9 @@ from gnnautoscale.transfer import Transfer, transfer_for
 # "fused": it aggregates in one go, without a row for every edge.
 Shortcut = Literal["pair", "short", "fused"]
 SHORTCUTS: tuple[Shortcut, ...] = get_args(Shortcut)
+
+# How many rows are copied at once.
+_MOST_COPIED = 1 << 18
 
 
 @dataclass
@@ -125,15 +139,31 @@ class Memory:
     Args:
         graph: The graph, or ``None`` if only its size is known so far.
         num_nodes: Number of nodes.
-        storage: Where histories live.
+        storage: Where histories live; ``"auto"`` decides once it is known how large they are.
         dtype: The type histories are kept in, or ``None`` for the type of the embeddings.
+        folder: Where histories on disk are.
+
+    Attributes:
+        medium: Where histories live, once that is decided.
+        why: Why they do, in words.
     """
 
-    def __init__(self, graph: Graph | None, num_nodes: int, storage: Storage, dtype: torch.dtype | None) -> None:
-        check_storage(storage)
+    def __init__(
+        self,
+        graph: Graph | None,
+        num_nodes: int,
+        storage: Storage,
+        dtype: torch.dtype | None,
+        folder: Folder | str | Path | None = None,
+    ) -> None:
+        check_storage(storage, folder if not isinstance(folder, Folder) else folder.path)
         self.num_nodes = num_nodes
         self.storage = storage
         self.dtype = dtype
+        self.folder = Folder(Path(folder)) if isinstance(folder, (str, Path)) else folder
+        self.medium: Medium | None = None if storage == "auto" else storage
+        self.why = "this was asked for"
+        self._prepared = False
         self.histories: dict[str, History] = {}
         self.recorder = Recorder(graph) if graph is not None else None
         self.events: dict[str, list[Event]] = {}
@@ -150,8 +180,26 @@ class Memory:
             device = torch.device("cuda", torch.cuda.current_device())
         if self._transfer is None or self._transfer[0] != device:
             self.settle()
-            self._transfer = device, transfer_for(device, host=self.storage == "host" and self.overlap)
+            threaded = self.medium == "disk" and self.overlap
+            host = self.medium == "host" and self.overlap
+            self._transfer = device, Threaded(device) if threaded else transfer_for(device, host=host)
         return self._transfer[1]
+
+    def prepare(self, plan: Plan, device: torch.device) -> None:
+        """Decide where histories live, and check that there is room for all of them."""
+        if self._prepared:
+            return
+        self._prepared = True
+        needed = 0
+        for slot in plan.live:
+            rows = plan.rows[slot]
+            codec = codec_for(self.dtype or rows.dtype, math.prod(rows.shape[1:]))
+            needed += self.num_nodes * codec.raw_width * codec.raw_dtype.itemsize
+        if self.medium is None:
+            self.medium, self.why = choose_medium(needed, device, disk=self.folder is not None)
+            self._transfer = None  # there was none that mattered
+        if self.medium == "disk" and self.folder is not None:
+            self.folder.check_space(needed)
 
     def row_order(self, info: BatchInfo) -> RowOrder:
         """The order of the rows in all histories: that of the loader whose batch came first."""
@@ -166,19 +214,42 @@ class Memory:
 
     def apart(self) -> Memory:
         """A memory of the same graph with histories of its own; what is known about edges is shared."""
-        memory = Memory(None, self.num_nodes, self.storage, self.dtype)
+        memory = Memory(None, self.num_nodes, self.medium or self.storage, self.dtype, self.folder)
         memory.recorder, memory.events = self.recorder, self.events
         memory.overlap = False  # there are no steps to overlap with
+        return memory
+
+    def grown(self, info: BatchInfo, device: torch.device) -> Memory:
+        """A memory of a graph that begins with the nodes of this one's: their rows are the same, others are zero.
+
+        Args:
+            info: A batch of that graph; rows are kept in the order of its loader.
+            device: The compute device.
+        """
+        self.settle()
+        memory = Memory(info.graph, info.graph.num_nodes, self.storage, self.dtype)
+        memory.written_by, memory.overlap = self.written_by, self.overlap
+        row_before, row_now = self.row_order(info).row_of, memory.row_order(info).row_of[: self.num_nodes]
+        for slot, history in self.histories.items():
+            copied = memory.history(slot, torch.empty((0, history.width), dtype=history.dtype, device=device))
+            # A type that holds whatever is kept, so that it comes back as it was.
+            dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
+            for nodes in row_now.argsort().split(_MOST_COPIED):
+                copied.push(history.pull(row_before[nodes], device=device, dtype=dtype), row_now[nodes])
         return memory
 
     def history(self, slot: str, rows: Tensor) -> History:
         """The slot's history, created on first use for rows like these."""
         if slot not in self.histories:
+            if self.medium is None:
+                raise RuntimeError("where histories live is decided before there are any")
+            on_disk = self.medium == "disk" and self.folder is not None
             self.histories[slot] = open_history(
-                self.storage,
+                self.medium,
                 self.num_nodes,
                 math.prod(rows.shape[1:]),
                 self.dtype or rows.dtype,
                 device=rows.device,
+                path=self.folder.file(slot) if on_disk and self.folder is not None else None,
             )
         return self.histories[slot]

@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from pathlib import Path
+from typing import get_args
 
 import torch
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.history.base import History, Runs
+from gnnautoscale.history.choice import Medium, Storage, choose_medium
 from gnnautoscale.history.device import DeviceHistory
+from gnnautoscale.history.disk import DiskHistory, Folder
 from gnnautoscale.history.host import HostHistory
-from gnnautoscale.history.precision import Cast, Codec
+from gnnautoscale.history.precision import Cast, Codec, codec_for
 
-__all__ = ["Cast", "Codec", "History", "Runs", "Storage", "check_storage", "open_history"]
-
-Storage = Literal["device", "host"]
+__all__ = [
+    "Cast",
+    "Codec",
+    "DiskHistory",
+    "Folder",
+    "History",
+    "Medium",
+    "Runs",
+    "Storage",
+    "check_storage",
+    "choose_medium",
+    "codec_for",
+    "open_history",
+]
 
 
 @torch.inference_mode(False)  # training goes on with what inference may have opened
-def open_history(storage: Storage, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device) -> History:
+def open_history(
+    medium: Medium, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device, path: Path | None = None
+) -> History:
     """Create an empty history in the given medium.
 
     Args:
-        storage: ``"device"`` for the memory of the compute device, ``"host"`` for host memory (page-locked when
-            the compute device is a GPU).
+        medium: ``"device"`` for the memory of the compute device, ``"host"`` for host memory (page-locked when
+            the compute device is a GPU), ``"disk"`` for a file.
         num_nodes: Number of rows.
         width: Number of values in a row.
         dtype: The type that rows are kept in: a floating-point type, or int8 or float8_e4m3fn with a scale per row.
         device: The compute device.
+        path: The file of a history on disk.
 
     Example:
         >>> history = open_history("host", 3, 2, torch.float32, device=torch.device("cpu"))
@@ -36,15 +53,26 @@ def open_history(storage: Storage, num_nodes: int, width: int, dtype: torch.dtyp
         tensor([[1., 1.],
                 [0., 0.]])
     """
-    check_storage(storage)
-    if storage == "device":
+    if medium == "device":
         return DeviceHistory(num_nodes, width, dtype, device=device)
-    return HostHistory(num_nodes, width, dtype, pinned=device.type == "cuda")
+    if medium == "host":
+        return HostHistory(num_nodes, width, dtype, pinned=device.type == "cuda")
+    if medium == "disk" and path is not None:
+        return DiskHistory(num_nodes, width, dtype, path=path)
+    raise InputError(
+        f"a history is opened in one of {', '.join(get_args(Medium))}, the last with a file",
+        got=f"{medium!r} and {path}",
+        fix="Choose one of these.",
+    )
 
 
-def check_storage(storage: str) -> None:
-    """Refuse the name of a medium that there is not."""
+def check_storage(storage: str, folder: str | Path | None = None) -> None:
+    """Refuse the name of a medium that there is not, and a disk without a folder on it."""
     if storage not in get_args(Storage):
         raise InputError(
             f"storage must be one of {', '.join(get_args(Storage))}", got=repr(storage), fix="Choose one of these."
+        )
+    if storage == "disk" and folder is None:
+        raise InputError(
+            "histories on disk need a folder", got="storage='disk' without history_dir", fix="Pass history_dir."
         )

@@ -106,9 +106,14 @@ class History(ABC):
         """Bytes that the rows take."""
 
     @staticmethod
-    def _in_runs(target: Tensor, rows: Tensor, runs: Runs | None) -> bool:
+    def _few(runs: Runs | None) -> bool:
+        """Whether rows are given as few, long pieces."""
+        return runs is not None and len(runs) <= _MOST_RUNS
+
+    @classmethod
+    def _in_runs(cls, target: Tensor, rows: Tensor, runs: Runs | None) -> bool:
         """Write rows piece by piece if they are given as few, long pieces."""
-        if runs is None or len(runs) > _MOST_RUNS:
+        if runs is None or not cls._few(runs):
             return False
         for start, first, count in runs:
             target[start : start + count].copy_(rows[first : first + count], non_blocking=True)

@@ -63,6 +63,8 @@ class Cast(Codec):
 class Scaled(Codec):
     """Rows of eight-bit values, each with a scale such that its greatest value is the greatest there is.
 
+    A row that holds a value that is not finite comes back as NaN.
+
     Args:
         width: Number of values in a row.
         dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
@@ -83,18 +85,21 @@ class Scaled(Codec):
         """See :meth:`Codec.encode`."""
         rows = rows.float()
         scale = rows.abs().amax(1, keepdim=True) / _SCALED[self.dtype]
-        values = rows / torch.where(scale > 0, scale, 1.0)
-        kept = (values.round() if self.dtype == torch.int8 else values).to(self.dtype)
+        # A scale too small to be a normal number is too coarse: values would not fit. A row that is not finite all
+        # becomes NaN, since in eight bits its values would look like any others.
+        scale = torch.where(scale.isfinite(), scale.clamp(min=torch.finfo(torch.float32).tiny), torch.nan)
+        values = rows / scale
         raw = torch.zeros(rows.size(0), self.raw_width, dtype=torch.uint8, device=rows.device)
-        raw[:, :_SCALE_BYTES] = scale.view(torch.uint8)
-        raw[:, _SCALE_BYTES : _SCALE_BYTES + self.width] = kept.view(torch.uint8)
+        raw.view(torch.float32)[:, :1] = scale
+        self._values(raw).copy_(values.round_() if self.dtype == torch.int8 else values)
         return raw
 
     def decode(self, raw: Tensor, dtype: torch.dtype) -> Tensor:
         """See :meth:`Codec.decode`."""
-        scale = raw[:, :_SCALE_BYTES].contiguous().view(torch.float32)
-        values = raw[:, _SCALE_BYTES : _SCALE_BYTES + self.width].contiguous().view(self.dtype)
-        return values.float().mul_(scale).to(dtype)
+        return self._values(raw).float().mul_(raw.view(torch.float32)[:, :1]).to(dtype)
+
+    def _values(self, raw: Tensor) -> Tensor:
+        return raw.view(self.dtype)[:, _SCALE_BYTES : _SCALE_BYTES + self.width]
 
 
 def codec_for(dtype: torch.dtype, width: int) -> Codec:

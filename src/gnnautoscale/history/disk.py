@@ -1,0 +1,200 @@
+"""Histories in memory-mapped files on a local disk, and the folder that they are in."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnautoscale.errors import InputError
+from gnnautoscale.history.base import History, Runs
+
+_SUFFIX = ".rows"
+# What is read from a disk at once; where that would be too many pieces, larger ones with gaps in between.
+_PIECES = (1 << 16, 1 << 20, 1 << 24)
+_MOST_PIECES = 1024
+
+
+class DiskHistory(History):
+    """Rows in a file, of which the system keeps in memory what there is room for.
+
+    Space is reserved when the file is made, so that a full disk is noticed then and not in the middle of training.
+    The file is removed with the history.
+
+    Args:
+        num_nodes: Number of rows.
+        width: Number of values in a row.
+        dtype: The type that rows are kept in.
+        path: The file, which is made anew.
+    """
+
+    def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, path: Path) -> None:
+        super().__init__(num_nodes, width, dtype)
+        self._path = path
+        self._row_bytes = self.codec.raw_width * self.codec.raw_dtype.itemsize
+        with self._failures_named():
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        weakref.finalize(self, _remove, path, self._file)
+        with self._failures_named():
+            os.posix_fallocate(self._file, 0, max(self.num_bytes, 1))
+            mapped = mmap.mmap(self._file, max(self.num_bytes, 1))
+        mapped.madvise(mmap.MADV_RANDOM)  # what to read ahead is known here better than there
+        size = num_nodes * self.codec.raw_width
+        values = torch.frombuffer(mapped, dtype=self.codec.raw_dtype, count=size) if size else torch.empty(0)
+        self._rows = values.to(self.codec.raw_dtype).view(num_nodes, self.codec.raw_width)
+        # The same bytes for NumPy, which does not know all types and does not start threads of its own.
+        self._bytes: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = self._rows.view(torch.uint8).numpy()
+
+    def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
+        """See :meth:`History.read`."""
+        index = index.cpu()
+        if skip is not None:
+            wanted = (skip.cpu() < 0).nonzero().squeeze(1)
+            rows = torch.empty(wanted.numel(), out.size(1), dtype=out.dtype)
+            self.read(index[wanted], rows)
+            out.index_copy_(0, wanted.to(out.device), rows.to(out.device))
+        elif out.is_cuda:
+            rows = torch.empty(out.shape, dtype=out.dtype)
+            self.read(index, rows)
+            out.copy_(rows)
+        else:
+            self.announce(index)
+            self.gather(index, out)
+
+    def announce(self, index: Tensor) -> None:
+        """Let the disk bring rows into memory, in few, long pieces, before they are read.
+
+        Args:
+            index: The rows, ``[count]``, in host memory.
+        """
+        if not index.numel():
+            return
+        first = index.numpy() * self._row_bytes
+        for piece in _PIECES:
+            touched = np.unique(np.concatenate([first // piece, (first + self._row_bytes - 1) // piece]))
+            ends = np.flatnonzero(np.diff(touched) > 1)
+            if ends.size < _MOST_PIECES or piece == _PIECES[-1]:
+                break
+        starts = touched[np.concatenate([[0], ends + 1])]
+        lengths = touched[np.concatenate([ends, [touched.size - 1]])] - starts + 1
+        with self._failures_named():
+            for start, length in zip((starts * piece).tolist(), (lengths * piece).tolist(), strict=True):
+                os.posix_fadvise(self._file, start, length, os.POSIX_FADV_WILLNEED)
+
+    def gather(self, index: Tensor, out: Tensor) -> None:
+        """Read rows in this thread, while others may run.
+
+        Args:
+            index: The rows, ``[count]``, in host memory.
+            out: Where to write them, ``[count, raw_width]``, in host memory.
+        """
+        if index.numel():  # with "clip" NumPy writes to its place directly; an index is never out of range
+            np.take(self._bytes, index.numpy(), axis=0, out=out.view(torch.uint8).numpy(), mode="clip")
+
+    def write(self, raw: Tensor, where: Tensor, runs: Runs | None = None) -> None:
+        """See :meth:`History.write`."""
+        raw = raw.cpu()
+        if self._few(runs):
+            data = raw.contiguous().view(torch.uint8).numpy()
+            with self._failures_named():
+                for start, first, count in runs or ():
+                    _write_all(self._file, data[first : first + count].reshape(-1), start * self._row_bytes)
+        else:
+            self._rows.index_copy_(0, where.cpu(), raw)
+
+    @property
+    def num_bytes(self) -> int:
+        """See :attr:`History.num_bytes`."""
+        return self.num_nodes * self._row_bytes
+
+    @contextmanager
+    def _failures_named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise InputError(
+                "histories on disk must be readable and writable",
+                got=f"{self._path} ({error.strerror or error})",
+                fix="Free some space there, or choose another folder." if full else "Check the disk and the folder.",
+            ) from None
+
+
+def _write_all(file: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]], start: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, start)
+        view, start = view[written:], start + written
+
+
+def _remove(path: Path, file: int) -> None:
+    os.close(file)
+    path.unlink(missing_ok=True)
+
+
+class Folder:
+    """A folder of histories, which belongs to one process at a time.
+
+    What an earlier process left there is removed.
+
+    Args:
+        path: The folder; it is made if it is not there.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> folder = Folder(Path(mkdtemp()))
+        >>> folder.file("convs.0").name
+        'convs.0.rows'
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise InputError(
+                "the folder of histories must be writable", got=f"{path} ({error.strerror})", fix="Choose another one."
+            ) from None
+        weakref.finalize(self, os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(
+                "a folder of histories belongs to one run at a time",
+                got=f"{path}, which another run is using",
+                fix="Wait for it to end, or choose another folder.",
+            ) from None
+        for left in path.glob(f"*{_SUFFIX}"):
+            left.unlink(missing_ok=True)
+        self._used: dict[str, int] = {}
+
+    def file(self, name: str) -> Path:
+        """A new file for a history."""
+        plain = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in name)
+        count = self._used[plain] = self._used.get(plain, 0) + 1
+        return self.path / f"{plain}{'' if count == 1 else f'.{count}'}{_SUFFIX}"
+
+    def check_space(self, num_bytes: int) -> None:
+        """Refuse to begin what the disk has no room for.
+
+        Args:
+            num_bytes: Bytes that histories will take.
+        """
+        free = shutil.disk_usage(self.path).free
+        if num_bytes > free:
+            raise InputError(
+                f"histories of {num_bytes / 1e9:.3g} GB must fit on the disk of {self.path}",
+                got=f"{free / 1e9:.3g} GB of free space",
+                fix="Free some space, choose another folder, or keep histories in a smaller type.",
+            )
