@@ -15,7 +15,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from gnnautoscale.models import APPNP, GAT, GCN, GCNII, GIN, MODELS, GraphSAGE, build_model, model_options
-from gnnautoscale.train import make_optimizer
+from gnnautoscale.recipe import make_optimizer
 
 FEATURES, CLASSES, NODES = 5, 3, 12
 WEIGHTED = {"gcn", "gcnii", "appnp"}

@@ -15,6 +15,8 @@ from gnnautoscale.errors import InputError
 def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, rule: str) -> None:
     """Write a file beside its place and move it there once it is complete, so that nobody ever sees half of it.
 
+    It is on the disk before it is moved, so a crash of the machine leaves the old file or the new one, too.
+
     Args:
         path: The file; what was there before is replaced.
         write: Called with the open file.
@@ -31,9 +33,22 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, rule: s
     try:
         with temporary.open("wb") as stream:
             write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
         os.replace(temporary, path)
     except OSError as error:
         raise InputError(rule, got=f"{path} ({error})", fix="Check the path and the free space.") from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the move itself on the disk, where the system can do that; the file is complete and in its place anyway."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -23,7 +23,7 @@ from gnnautoscale.engine import Engine, Precision
 from gnnautoscale.feed import Feed, Placement
 from gnnautoscale.kernels import gather_rows, scatter_rows
 from gnnautoscale.loader import HaloLoader
-from gnnautoscale.train import make_optimizer
+from gnnautoscale.recipe import make_optimizer
 
 Row = dict[str, Any]
 

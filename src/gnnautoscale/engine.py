@@ -65,7 +65,9 @@ class Steps:
         self._grad_norm, self._penalty, self._penalty_weight = grad_norm, penalty, penalty_weight
         self._precision: Precision = precision
         self._device = device
+        # The loss of this epoch's training rows so far, and how many these are.
         self._total = torch.zeros((), device=device)
+        self._count = 0
         #: Number of optimizer steps so far.
         self.steps = 0
 
@@ -90,15 +92,26 @@ class Steps:
         Returns:
             The mean loss over all training rows, without the penalty.
         """
-        self._total.zero_()
-        count = 0
-        for item in items:
-            self._run(item)
-            count += item.y.size(0)
-            self.steps += item.y.size(0) > 0
-            if after_step is not None:
-                after_step()
-        return float(self._total) / max(count, 1)
+        try:
+            for item in items:
+                self._run(item)
+                self._count += item.y.size(0)
+                self.steps += item.y.size(0) > 0
+                if after_step is not None:
+                    after_step()
+            return float(self._total) / max(self._count, 1)
+        finally:
+            self._total.zero_()
+            self._count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far training is, also in the middle of an epoch."""
+        return {"steps": self.steps, "total": self._total, "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.steps, self._count = state["steps"], state["count"]
+        self._total.copy_(state["total"])
 
     def _run(self, item: Item) -> None:
         self._step(item)
@@ -113,6 +126,8 @@ class Steps:
         with self._penalty if self._penalty is not None else nullcontext(), self._autocast():
             out = self._call(item.batch)
         loss = self._objective(out if item.rows is None else out[item.rows], item.y)
+        if not loss.is_cuda and not bool(torch.isfinite(loss)):  # a GPU would have to be waited for
+            raise FloatingPointError(f"the loss is {float(loss.detach())}")
         total = loss if self._penalty is None else loss + self._penalty_weight * self._penalty.value()
         with torch.autograd.set_multithreading_enabled(False):  # a second thread would only be waited for
             total.backward()  # type: ignore[no-untyped-call]
@@ -170,6 +185,7 @@ class Engine(Steps):
         )
         self._feed = feed
         self._scaler = attached(model)
+        self._warm_up = _WARM_UP
         self._graphs: dict[BatchInfo, torch.cuda.CUDAGraph] = {}
         self._versions: tuple[int, int] | None = None
         self._pool: Any = None
@@ -255,8 +271,10 @@ class Engine(Steps):
             memory.written_by = None
             return
         transfer.look_ahead()
+        last_of_warm_up = self._warm_up == 1 and item.y.size(0) > 0
+        self._warm_up = max(self._warm_up - (item.y.size(0) > 0), 0)
         with transfer.begun():
-            if self._why_not is None and self.steps == _WARM_UP - 1:
+            if self._why_not is None and last_of_warm_up:
                 with _watching(self._model) as reasons:
                     self._step(item)
                 self._why_not = next(iter(reasons), None)
@@ -270,7 +288,7 @@ class Engine(Steps):
             self._graphs.clear()
             self._versions = versions
         known = self._graphs.get(item.info)
-        if known is not None or self.steps < _WARM_UP or item.version != self._feed.version:
+        if known is not None or self._warm_up > 0 or item.version != self._feed.version:
             return known
         if self._penalty is not None and any(call.draws for call in self._scaler.calls.values()):
             self._why_not = "the penalty runs layers with dropout inside a second time with the same random numbers"

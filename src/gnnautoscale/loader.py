@@ -173,6 +173,8 @@ class HaloLoader:
         self.shuffle = shuffle
         self.drawings = drawings
         self.num_workers = num_workers
+        self.bidirectional = bidirectional
+        self.seed = seed
         order = self.labels.argsort(stable=True)
         members = list(torch.split(order, torch.bincount(self.labels).tolist()))
         self._assembly = _Assembly(data, self.graph, members, bidirectional)
@@ -181,6 +183,8 @@ class HaloLoader:
         # Workers draw their seeds from here and not from the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
         self._ready: dict[Group, ReadyBatch] = {}
+        self._current: list[Group] = []
+        self._left_off = 0
         self._drawn_ahead: list[Group] | None = None
         self._drawn: list[list[Group]] = []
 
@@ -192,13 +196,46 @@ class HaloLoader:
 
     def ready(self) -> Iterator[ReadyBatch]:
         """The batches of an epoch as the loader keeps them: what ``iter(loader)`` hands out copies of."""
-        groups, self._drawn_ahead = self._drawn_ahead or self.draw(), None
-        return self._batches(groups, keep=self.is_fixed)
+        if self._left_off:  # in the middle of an epoch
+            first, self._left_off = self._left_off, 0
+        else:
+            first, self._current, self._drawn_ahead = 0, self._drawn_ahead or self.draw(), None
+        return self._batches(self._current[first:], keep=self.is_fixed)
 
     def first_of_next_epoch(self) -> ReadyBatch | None:
         """The batch that the next epoch will begin with, if it is known and at hand."""
         self._drawn_ahead = self._drawn_ahead or self.draw()
         return self._ready.get(self._drawn_ahead[0])
+
+    def state_dict(self, done: int = 0) -> dict[str, Any]:
+        """What is needed to go on with the same batches, given how many of the current epoch are done; 0 between two.
+
+        Example:
+            >>> from torch_geometric.datasets import KarateClub
+            >>> loader = HaloLoader(KarateClub()[0], num_parts=4, shuffle=True)
+            >>> state = loader.state_dict()
+            >>> order = [batch.n_id[0] for batch in loader]
+            >>> loader.load_state_dict(state)
+            >>> order == [batch.n_id[0] for batch in loader]
+            True
+        """
+        return {
+            "done": done,
+            "current": _flat(self._current if done else []),
+            "ahead": _flat(self._drawn_ahead or []),
+            "drawn": [_flat(groups) for groups in self._drawn],
+            "generator": self._generator.get_state(),
+            "worker_seeds": self._worker_seeds.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the batches that would have come next when the state was taken."""
+        self._left_off = state["done"]
+        self._current = _groups(state["current"])
+        self._drawn_ahead = _groups(state["ahead"]) or None
+        self._drawn = [_groups(flat) for flat in state["drawn"]]
+        self._generator.set_state(state["generator"])
+        self._worker_seeds.set_state(state["worker_seeds"])
 
     def draw(self) -> list[Group]:
         """Draw the parts of an epoch into batches: the parts of each batch, in order."""
@@ -291,6 +328,24 @@ class HaloLoader:
         single = _Assembly(self.data, self.graph, [nodes], self._assembly.bidirectional)
         return self._wrap(single[(0,)]).tagged_copy()
 
+    def over(self, data: Data, parts: Tensor) -> HaloLoader:
+        """A loader of another graph with the settings of this one.
+
+        Args:
+            data: The other graph.
+            parts: The part of each of its nodes, ``[num_nodes]``.
+        """
+        return HaloLoader(
+            data,
+            parts=parts,
+            batch_size=self.batch_size,
+            shuffle=self.shuffle,
+            drawings=self.drawings,
+            seed=self.seed,
+            num_workers=self.num_workers,
+            bidirectional=self.bidirectional,
+        )
+
     @torch.inference_mode(False)
     def _wrap(self, pieces: _Pieces) -> ReadyBatch:
         batch = Data.from_dict(pieces.attributes)
@@ -333,6 +388,17 @@ def _handed_out(batches: Iterator[ReadyBatch]) -> Iterator[Data]:
         finally:
             batch.info.upcoming = None
         batch = following
+
+
+def _flat(groups: list[Group]) -> tuple[Tensor, Tensor]:
+    """The parts of some batches one after another, and how many each batch has."""
+    parts = torch.tensor([part for group in groups for part in group], dtype=torch.long)
+    return parts, torch.tensor([len(group) for group in groups], dtype=torch.long)
+
+
+def _groups(flat: tuple[Tensor, Tensor]) -> list[Group]:
+    parts, sizes = flat
+    return [tuple(group.tolist()) for group in torch.split(parts, sizes.tolist())] if sizes.numel() else []
 
 
 def check_nodes(nodes: Tensor, num_nodes: int) -> Tensor:

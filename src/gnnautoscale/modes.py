@@ -51,6 +51,8 @@ class WithHistories:
             made = {loader: HaloLoader(loader.data, evaluate_parts) for loader in loaders.values()}
             self._exact_loaders = {split: made[loader] for split, loader in loaders.items()}
         self.connectivity = self._loader.connectivity
+        #: Number of batches of this epoch that are done.
+        self.done = 0
 
     @property
     def steps(self) -> int:
@@ -73,8 +75,42 @@ class WithHistories:
 
     def epoch(self, most: int | None, after_batch: Callable[[], None]) -> float:
         """Train for an epoch, or for its first batches; gives the mean loss."""
-        batches = islice(self._loader.ready(), most)
-        return self._engine.epoch(batches, after_step=after_batch, then=self._loader.first_of_next_epoch)
+
+        def after_step() -> None:
+            self.done += 1
+            after_batch()
+
+        batches = islice(self._loader.ready(), None if most is None else most - self.done)
+        loss = self._engine.epoch(batches, after_step=after_step, then=self._loader.first_of_next_epoch)
+        self.done = 0
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on from here, also in the middle of an epoch: histories, parts, order and loss."""
+        memory = attached(self._model).memory
+        memory.settle()
+        return {
+            "graph": self._loader.graph.key,
+            "labels": self._loader.labels,
+            "loader": self._loader.state_dict(self.done),
+            "engine": self._engine.state_dict(),
+            "histories": {
+                slot: {"width": history.width, "dtype": str(history.dtype).removeprefix("torch."), "raw": history.raw}
+                for slot, history in memory.histories.items()
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Go on from there, on a device; the loader has the same parts."""
+        memory = attached(self._model).memory
+        self._loader.load_state_dict(state["loader"])
+        self.done = state["loader"]["done"]
+        self._engine.load_state_dict(state["engine"])
+        memory.reopen(
+            {slot: (kept["width"], getattr(torch, kept["dtype"])) for slot, kept in state["histories"].items()}, device
+        )
+        for slot, kept in state["histories"].items():
+            memory.histories[slot].raw.copy_(kept["raw"])
 
     def refresh(self) -> None:
         """Recompute all histories."""
@@ -144,6 +180,8 @@ class OnSubgraphs:
         )
         #: How steps are run, in words.
         self.how = f"uncaptured: a plain model on {loader.kind}"
+        #: Number of batches of this epoch that are done.
+        self.done = 0
 
     @property
     def steps(self) -> int:
@@ -156,8 +194,23 @@ class OnSubgraphs:
 
     def epoch(self, most: int | None, after_batch: Callable[[], None]) -> float:
         """Train for an epoch, or for its first batches; gives the mean loss."""
+
+        def after_step() -> None:
+            self.done += 1
+            after_batch()
+
         items = (plain_item(batch, self._device) for batch in islice(self._loader, most))
-        return self._steps.train((item for item in items if item.y.size(0)), after_batch)
+        loss = self._steps.train((item for item in items if item.y.size(0)), after_step)
+        self.done = 0
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """There is none: these modes write no checkpoints."""
+        raise InputError("checkpoints belong to modes with histories", got="another mode", fix="Train without them.")
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """See :meth:`state_dict`."""
+        self.state_dict()
 
     def refresh(self) -> None:
         """There are no histories to recompute."""
@@ -209,18 +262,20 @@ def halo_loaders(
     seed: int,
     num_workers: int,
     cache_dir: str | None,
+    labels: Tensor | None = None,
 ) -> dict[str, HaloLoader]:
-    """A loader for each split; splits of the same graph share one."""
+    """A loader for each split; splits of the same graph share one. The parts of the training graph may be given."""
     made: dict[int, HaloLoader] = {}
     for graph in (dataset.train, dataset.val, dataset.test):
         if id(graph) not in made:
             train = graph is dataset.train
             # Batches of other graphs have about as many nodes as those of the training graph.
             share = graph.num_nodes / dataset.train.num_nodes
+            given = labels if train else None
             made[id(graph)] = HaloLoader(
                 graph,
-                parts if train else max(1, round(parts / batch_size * share)),
-                parts=partition,
+                None if given is not None else parts if train else max(1, round(parts / batch_size * share)),
+                parts=partition if given is None else given,
                 batch_size=batch_size if train else 1,
                 shuffle=train,
                 drawings=drawings if train else None,

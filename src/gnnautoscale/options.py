@@ -11,7 +11,7 @@ from gnnautoscale.baselines import check_fan_out
 from gnnautoscale.engine import Precision
 from gnnautoscale.errors import InputError
 from gnnautoscale.feed import Placement
-from gnnautoscale.history import Storage
+from gnnautoscale.history import Storage, check_storage
 
 Mode = Literal["gas", "full", "history", "cluster", "sage"]
 Schedule = Literal["constant", "plateau", "cosine"]
@@ -28,6 +28,8 @@ _WITH_HISTORIES = {
     "refresh_every": "never",
     "evaluation": "exact",
     "drawings": None,
+    "checkpoint_dir": None,
+    "resume": None,
 }
 
 _CHOICES = {
@@ -76,10 +78,12 @@ def check_options(options: dict[str, Any]) -> None:
     if options["grad_norm"] is not None:
         real("grad_norm", positive=True)
     need(options["edge_dropout"] < 1, "edge_dropout", "at least 0 and below 1")
-    every = str(options["refresh_every"])
-    need(
-        every in ("never", "epoch") or (every.isdecimal() and int(every) > 0), "refresh_every", "never, epoch, or steps"
-    )
+    for name, words in (("refresh_every", ("never", "epoch")), ("checkpoint_every", ("epoch",))):
+        every = str(options[name])
+        # Other characters than these may be decimal digits too, but no integers.
+        steps = every.isascii() and every.isdecimal() and int(every) > 0
+        need(every in words or steps, name, f"{', '.join(words)}, or a number of steps")
+    check_storage(options["storage"], options["history_dir"])
     need(options["mode"] == "full" or options["batch_size"] <= options["parts"], "batch_size", "at most parts")
     _check_mode(options)
     check_device(options["device"])

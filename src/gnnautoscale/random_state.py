@@ -1,10 +1,13 @@
-"""The random state of host and device, to draw the same numbers once more."""
+"""The random state of host and device, to draw the same numbers once more, or to go on with them later."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -31,3 +34,32 @@ class RandomState:
             if self._cuda is not None:
                 torch.cuda.set_rng_state(self._cuda, self._device)
             yield
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The random states of Python, NumPy and PyTorch, on the host and on a device, as plain values and tensors."""
+    numpy: Any = np.random.get_state(legacy=True)  # noqa: NPY002
+    return {
+        "python": random.getstate(),
+        "numpy": (numpy[0], torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Go on drawing numbers from where :func:`random_states` was called.
+
+    Example:
+        >>> states = random_states(torch.device("cpu"))
+        >>> first = torch.rand(1)
+        >>> set_random_states(states, torch.device("cpu"))
+        >>> torch.equal(torch.rand(1), first)
+        True
+    """
+    random.setstate(states["python"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

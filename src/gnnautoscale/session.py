@@ -24,7 +24,7 @@ from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.graph import EdgesByTarget
 from gnnautoscale.random_state import RandomState
 from gnnautoscale.record import Event, Recorder, Slice, align, keep_edges, map_tensors, tensors_in
-from gnnautoscale.slots import LayerCall, Memory, Plan
+from gnnautoscale.slots import LayerCall, Memory, Plan, check_finite
 from gnnautoscale.transfer import Transfer
 
 
@@ -405,6 +405,7 @@ class Session:
                 got=got,
                 fix="Call the model with all rows of batch.x; do not return attention weights from inner layers.",
             )
+        check_finite(slot, self._own(out), self.info)
 
 
 @contextmanager

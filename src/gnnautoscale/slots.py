@@ -189,12 +189,21 @@ class Memory:
         """Decide where histories live, and check that there is room for all of them."""
         if self._prepared:
             return
+        rows = {slot: plan.rows[slot] for slot in plan.live}
+        self._make_room(
+            {slot: (math.prod(like.shape[1:]), self.dtype or like.dtype) for slot, like in rows.items()}, device
+        )
+
+    def reopen(self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device) -> None:
+        """Create histories as they were before: of what width and type each slot's is."""
+        self._make_room(kept, device)
+        for slot, (width, dtype) in kept.items():
+            self._open(slot, width, dtype, device)
+
+    def _make_room(self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device) -> None:
         self._prepared = True
-        needed = 0
-        for slot in plan.live:
-            rows = plan.rows[slot]
-            codec = codec_for(self.dtype or rows.dtype, math.prod(rows.shape[1:]))
-            needed += self.num_nodes * codec.raw_width * codec.raw_dtype.itemsize
+        codecs = [codec_for(dtype, width) for width, dtype in kept.values()]
+        needed = sum(self.num_nodes * codec.raw_width * codec.raw_dtype.itemsize for codec in codecs)
         if self.medium is None:
             self.medium, self.why = choose_medium(needed, device, disk=self.folder is not None)
             self._transfer = None  # there was none that mattered
@@ -227,29 +236,47 @@ class Memory:
             device: The compute device.
         """
         self.settle()
-        memory = Memory(info.graph, info.graph.num_nodes, self.storage, self.dtype)
-        memory.written_by, memory.overlap = self.written_by, self.overlap
-        row_before, row_now = self.row_order(info).row_of, memory.row_order(info).row_of[: self.num_nodes]
+        memory = Memory(info.graph, info.graph.num_nodes, self.medium or self.storage, self.dtype, self.folder)
+        memory.why, memory.written_by, memory.overlap = self.why, self.written_by, self.overlap
         for slot, history in self.histories.items():
+            memory._prepared = True  # it has its histories already
+            row_before, row_now = self.row_order(info).row_of, memory.row_order(info).row_of[: self.num_nodes]
             copied = memory.history(slot, torch.empty((0, history.width), dtype=history.dtype, device=device))
             # A type that holds whatever is kept, so that it comes back as it was.
             dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
-            for nodes in row_now.argsort().split(_MOST_COPIED):
+            for nodes in torch.split(row_now.argsort(), _MOST_COPIED):
                 copied.push(history.pull(row_before[nodes], device=device, dtype=dtype), row_now[nodes])
         return memory
 
     def history(self, slot: str, rows: Tensor) -> History:
-        """The slot's history, created on first use for rows like these."""
+        """The slot's history, created on first use for rows like these, which are on the compute device."""
         if slot not in self.histories:
-            if self.medium is None:
-                raise RuntimeError("where histories live is decided before there are any")
-            on_disk = self.medium == "disk" and self.folder is not None
-            self.histories[slot] = open_history(
-                self.medium,
-                self.num_nodes,
-                math.prod(rows.shape[1:]),
-                self.dtype or rows.dtype,
-                device=rows.device,
-                path=self.folder.file(slot) if on_disk and self.folder is not None else None,
-            )
+            self._open(slot, math.prod(rows.shape[1:]), self.dtype or rows.dtype, rows.device)
         return self.histories[slot]
+
+    def _open(self, slot: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        if self.medium is None:
+            raise RuntimeError("where histories live is decided before there are any")
+        path = self.folder.file(slot) if self.medium == "disk" and self.folder is not None else None
+        self.histories[slot] = open_history(self.medium, self.num_nodes, width, dtype, device=device, path=path)
+
+
+def check_finite(slot: str, rows: Tensor, info: BatchInfo) -> None:
+    """Refuse to keep rows that are not finite, since they would spoil those of other batches for good.
+
+    On a GPU, where looking would make every step wait, the loss is looked at after each epoch instead.
+
+    Args:
+        slot: The slot that they are of.
+        rows: The batch's rows, ``[batch_size, ...]``.
+        info: The batch.
+    """
+    if rows.is_cuda or not rows.numel():
+        return
+    rows = rows.detach()
+    if not bool(torch.isfinite(torch.stack(torch.aminmax(rows))).all()):
+        bad = (~torch.isfinite(rows.flatten(1))).any(1).nonzero().squeeze(1)
+        raise FloatingPointError(
+            f"layer '{slot}' gives values that are not finite for {bad.numel()} of {rows.size(0)} nodes, "
+            f"node {int(info.n_id[bad[0]])} among them,"
+        )

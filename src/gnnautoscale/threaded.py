@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -224,7 +225,7 @@ class Threaded(Transfer):
             size = max(1, _SHARE // max(out.size(1) * out.element_size(), 1))
             for first in range(0, index.numel(), size):
                 piece = slice(first, first + size)
-                jobs.append(lambda source=history, piece=piece, out=out: source.gather(index[piece], out[piece]))  # type: ignore[misc]
+                jobs.append(partial(history.gather, index[piece], out[piece]))
         for _ in self._readers.map(lambda job: job(), jobs):
             pass
 
@@ -281,7 +282,7 @@ class Threaded(Transfer):
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     @property

@@ -3,99 +3,30 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
-from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.autoscale import autoscale, is_autoscaled
 from gnnautoscale.datasets import Dataset
 from gnnautoscale.engine import Engine, Precision
 from gnnautoscale.errors import InputError
+from gnnautoscale.faults import explained
 from gnnautoscale.feed import Feed, Placement
 from gnnautoscale.files import check_data
 from gnnautoscale.history import Storage
 from gnnautoscale.modes import OnSubgraphs, WithHistories, halo_loaders, subgraph_loader
 from gnnautoscale.options import ON_SUBGRAPHS, Evaluation, HistoryDtype, Mode, Partitioner, Schedule, check_options
 from gnnautoscale.peak_memory import PeakMemory
+from gnnautoscale.recipe import Clock, LearningRate, class_loss, evaluate, make_optimizer
 from gnnautoscale.regularize import LocalLipschitz
-
-_CALM_DOWN = "lower lr, or clip gradients with grad_norm"
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What an epoch gave.
-
-    Attributes:
-        number: From 1.
-        loss: Mean training loss over the epoch's training nodes, without penalties.
-        scores: Score on ``"train"``, ``"val"`` and ``"test"``; empty when the epoch was not evaluated.
-        learning_rate: The learning rate it was trained with.
-        seconds: Time of training, with waiting for batches, without evaluation and refresh.
-    """
-
-    number: int
-    loss: float
-    scores: dict[str, float]
-    learning_rate: float
-    seconds: float
-
-
-@dataclass
-class FitResult:
-    """What training gave.
-
-    Attributes:
-        epochs: The curves.
-        best_epoch: Number of the epoch with the best validation score, whose weights the model has now.
-        scores: Score of that epoch on ``"train"``, ``"val"`` and ``"test"``.
-        metric: ``"accuracy"`` or ``"micro-F1"``.
-        steps: Number of optimizer steps.
-        seconds: Time spent on ``"partition"``, ``"train"``, ``"refresh"`` and ``"evaluate"``.
-        peak_memory: Bytes in use at the peak of training, or ``None`` where that cannot be measured. Evaluations count,
-            except in the modes ``"cluster"`` and ``"sage"``, where they run on the whole graph at once.
-        history_bytes: Bytes that the histories take.
-        connectivity: Halo nodes per batch node, the mean over the parts; 0 in modes without a halo.
-        options: What :func:`fit` was called with.
-        how: How training steps were run, in words.
-    """
-
-    metric: str
-    options: dict[str, Any]
-    epochs: list[Epoch] = field(default_factory=list)
-    best_epoch: int = 0
-    scores: dict[str, float] = field(default_factory=dict)
-    steps: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    peak_memory: int | None = None
-    history_bytes: int = 0
-    connectivity: float = 0.0
-    how: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
-        values: dict[str, Any] = jsonable(asdict(self))
-        return values
-
-
-def jsonable(value: Any) -> Any:
-    """The value with numbers that JSON does not have replaced by ``None``."""
-    if isinstance(value, dict):
-        return {key: jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+from gnnautoscale.result import Epoch, FitResult
+from gnnautoscale.resume import Run, check_fresh, check_same_run, labels_of, open_checkpoint, stop_requests
 
 
 def fit(
@@ -124,6 +55,7 @@ def fit(
     evaluate_parts: int | None = None,
     patience: int | None = None,
     storage: Storage = "device",
+    history_dir: str | None = None,
     history_dtype: HistoryDtype = "same",
     precision: Precision = "float32",
     batches_on: Placement = "auto",
@@ -132,6 +64,9 @@ def fit(
     num_workers: int = 0,
     seed: int = 0,
     cache_dir: str | None = None,
+    checkpoint_dir: str | None = None,
+    checkpoint_every: str | int = "epoch",
+    resume: str | None = None,
     callback: Callable[[Epoch], None] | None = None,
 ) -> FitResult:
     """Train a model for node classification and leave it with the weights of its best epoch.
@@ -172,7 +107,9 @@ def fit(
         evaluate_parts: Number of batches to evaluate and refresh in: fewer are faster and need more memory. By default
             those of training. Baselines without histories always evaluate at once.
         patience: Number of evaluations without a better validation score after which training stops.
-        storage: Where histories live: "device" or "host" memory.
+        storage: Where histories live: "device" or "host" memory, on "disk", or "auto" for the first of these that has
+            room for them.
+        history_dir: The folder for histories on disk, which belongs to one run at a time.
         history_dtype: The type histories are kept in: "same" as the embeddings, "float32", "bfloat16" or "float16"; or
             "int8" or "float8" with a scale for each row.
         precision: Of matrix products: "float32", "tf32" (on a GPU), or "bfloat16" (autocast).
@@ -183,6 +120,10 @@ def fit(
         num_workers: Number of processes that prepare batches.
         seed: Makes training reproducible.
         cache_dir: Where partitions are kept between runs.
+        checkpoint_dir: The folder for checkpoints; the newest two are kept. With it, Ctrl-C ends training after the
+            current step and a last checkpoint.
+        checkpoint_every: When to write one: "epoch", or a number of steps.
+        resume: A checkpoint, or a folder whose newest one is meant, to go on from as if training had never stopped.
         callback: Called after each epoch.
 
     Example:
@@ -208,12 +149,17 @@ def fit(
     elif mode == "history":
         partition, lipschitz, grad_norm = "random", 0.0, None
 
+    checkpoint = None if resume is None else open_checkpoint(Path(resume))
+    folder = None if checkpoint_dir is None else Path(checkpoint_dir)
+    if folder is not None and checkpoint is None:
+        check_fresh(folder)
+
     torch.manual_seed(seed)
     result = FitResult(metric="micro-F1" if dataset.multilabel else "accuracy", options=options)
-    clock = _Clock(result.seconds)
-    objective = partial(_objective, dataset.num_classes)
+    clock = Clock(result.seconds)
+    objective = partial(class_loss, dataset.num_classes)
     optimizer = make_optimizer(model.to(device), lr, weight_decay_conv, weight_decay_other)
-    scheduler = _scheduler(optimizer, schedule, epochs)
+    rate = LearningRate(optimizer, schedule, epochs)
     way: WithHistories | OnSubgraphs
     if mode in ON_SUBGRAPHS:
         with clock("partition"):
@@ -224,11 +170,18 @@ def fit(
             model, subgraphs, dataset, optimizer, objective, device=device, grad_norm=grad_norm, precision=precision
         )
     else:
+        labels = None if checkpoint is None else labels_of(checkpoint)
         with clock("partition"):
-            loaders = halo_loaders(dataset, parts, batch_size, partition, drawings, seed, num_workers, cache_dir)
+            loaders = halo_loaders(
+                dataset, parts, batch_size, partition, drawings, seed, num_workers, cache_dir, labels
+            )
         loader = loaders["train"]
+        if checkpoint is not None:
+            check_same_run(checkpoint, options, loader.graph.key, model)
         dtype = None if history_dtype == "same" else getattr(torch, history_dtype.replace("float8", "float8_e4m3fn"))
-        autoscale(model, dataset.train, storage=storage, dtype=dtype, edge_dropout=edge_dropout)
+        autoscale(
+            model, dataset.train, storage=storage, dtype=dtype, history_dir=history_dir, edge_dropout=edge_dropout
+        )
         engine = Engine(
             model,
             optimizer,
@@ -241,30 +194,41 @@ def fit(
             capture=capture,
         )
         way = WithHistories(model, loaders, engine, evaluate_parts)
-    result.connectivity = way.connectivity
-    refresh_steps = int(refresh_every) if str(refresh_every).isdecimal() else None
-    best_weights: dict[str, Tensor] = {}
-    batches_seen = 0
-
-    def after_batch() -> None:
-        nonlocal batches_seen
-        batches_seen += 1
-        if refresh_steps is not None and batches_seen % refresh_steps == 0:
-            with clock("refresh"):
-                way.refresh()
-
+    run = Run(model, optimizer, rate, way, result, torch.device(device))
+    refresh_steps, checkpoint_steps = _steps(refresh_every), _steps(checkpoint_every)
     on_failure = ExitStack()
     on_failure.callback(way.give_up)
-    with on_failure, PeakMemory(torch.device(device)) as peak, way.running():
-        for number in range(1, epochs + 1):
+    with on_failure, PeakMemory(run.device) as peak, way.running(), stop_requests(folder is not None) as stop:
+        if checkpoint is not None:
+            run.load(checkpoint)
+        result.connectivity = way.connectivity
+
+        def save() -> None:
+            if folder is not None:
+                with clock("checkpoint"):
+                    run.save(folder)
+                if stop.is_set():
+                    raise KeyboardInterrupt
+
+        def after_batch() -> None:
+            run.batches += 1
+            if refresh_steps is not None and run.batches % refresh_steps == 0:
+                with clock("refresh"):
+                    way.refresh()
+            if stop.is_set() or (checkpoint_steps is not None and run.batches % checkpoint_steps == 0):
+                save()
+
+        for number in range(len(result.epochs) + 1, epochs + 1):
+            if patience is not None and result.evaluations_since_best >= patience:
+                break
             model.train()
-            rate = float(optimizer.param_groups[0]["lr"])
+            learning_rate = float(optimizer.param_groups[0]["lr"])
             start = clock.total("train")
-            with clock("train"):
+            with clock("train"), explained(way, number, parts=parts, batch_size=batch_size):
                 mean_loss = way.epoch(steps_per_epoch, after_batch)
+                if not math.isfinite(mean_loss):
+                    raise FloatingPointError(f"the loss is {mean_loss}")
             result.steps = way.steps
-            if not math.isfinite(mean_loss):
-                raise FloatingPointError(f"the loss is {mean_loss} in epoch {number}: {_CALM_DOWN}")
             if refresh_every == "epoch":
                 with clock("refresh"):
                     way.refresh()
@@ -273,24 +237,28 @@ def fit(
                 with clock("evaluate"), peak.paused() if way.evaluates_at_once else nullcontext():
                     # Right after a refresh the histories are exact, and one layer is less work than all of them.
                     fresh = refresh_every == "epoch" and not dataset.inductive and not way.at_once
-                    scores = _evaluate(dataset, partial(way.output, evaluation="histories" if fresh else evaluation))
-            result.epochs.append(Epoch(number, mean_loss, scores, rate, clock.total("train") - start))
-            if callback is not None:
-                callback(result.epochs[-1])
+                    scores = evaluate(dataset, partial(way.output, evaluation="histories" if fresh else evaluation))
+            result.epochs.append(Epoch(number, mean_loss, scores, learning_rate, clock.total("train") - start))
             if scores and not scores["val"] <= result.scores.get("val", -math.inf):
                 result.best_epoch, result.scores = number, scores
-                best_weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-            if scheduler is not None and result.steps and (scores or schedule == "cosine"):
-                scheduler(scores.get("val", 0.0))
-            evaluated = [epoch.number for epoch in result.epochs if epoch.scores]
-            if patience is not None and sum(epoch > result.best_epoch for epoch in evaluated) >= patience:
-                break
+                run.best_weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+            if result.steps:
+                rate.step(scores.get("val"))
+            if callback is not None:
+                callback(result.epochs[-1])
+            if stop.is_set() or checkpoint_steps is None or number == epochs:
+                save()
         result.how = way.how
         on_failure.pop_all()
-    model.load_state_dict(best_weights)
+    model.load_state_dict(run.best_weights)
     result.peak_memory = peak.num_bytes
     result.history_bytes = way.history_bytes
     return result
+
+
+def _steps(every: str | int) -> int | None:
+    """The number of steps that an option names, if it does."""
+    return int(every) if str(every).isdecimal() else None
 
 
 def _check_dataset(dataset: Dataset, evaluation: Evaluation) -> None:
@@ -311,120 +279,3 @@ def _check_dataset(dataset: Dataset, evaluation: Evaluation) -> None:
             got="a data set with graphs of its own for validation",
             fix="Use evaluation='exact'.",
         )
-
-
-def score(out: Tensor, y: Tensor, mask: Tensor) -> float:
-    """Accuracy of class scores, or micro-averaged F1 of multi-label scores, in percent.
-
-    Args:
-        out: Scores, ``[num_nodes, num_classes]``.
-        y: Classes ``[num_nodes]``, or labels 0 and 1 ``[num_nodes, num_classes]``.
-        mask: The nodes that count, ``[num_nodes]``.
-
-    Example:
-        >>> score(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, 1]), torch.tensor([True, True]))
-        50.0
-    """
-    out, y = out[mask], y[mask]
-    if not y.size(0):
-        return math.nan
-    if y.dim() == 1:
-        return 100.0 * float((out.argmax(dim=-1) == y).double().mean())
-    predicted, wanted = out > 0, y > 0.5
-    both = int((predicted & wanted).sum())
-    either = int(predicted.sum()) + int(wanted.sum())
-    return 100.0 * 2 * both / either if either else math.nan
-
-
-def _objective(num_classes: int, out: Any, y: Tensor) -> Tensor:
-    """Cross entropy over classes, or over each label by itself."""
-    if not isinstance(out, Tensor) or out.dim() != 2 or out.size(1) != num_classes:
-        raise InputError(
-            f"the model must return a tensor of {num_classes} scores per node, one for each class",
-            got=f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__,
-            fix="Give its last layer as many outputs as there are classes.",
-        )
-    out = out.to(torch.promote_types(out.dtype, torch.float32))
-    return F.cross_entropy(out, y) if y.dim() == 1 else F.binary_cross_entropy_with_logits(out, y.to(out.dtype))
-
-
-def _evaluate(dataset: Dataset, output: Callable[[str], Tensor]) -> dict[str, float]:
-    """The scores of all splits, from the model's output for all nodes of each split's graph."""
-    scores: dict[str, float] = {}
-    outputs: dict[int, Tensor] = {}
-    for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
-        if id(graph) not in outputs:
-            outputs[id(graph)] = output(split)
-            if not bool(torch.isfinite(outputs[id(graph)]).all()):
-                raise FloatingPointError(f"the model's outputs are not finite any more: {_CALM_DOWN}")
-        scores[split] = score(outputs[id(graph)], graph.y.cpu(), graph[f"{split}_mask"].cpu())
-    return scores
-
-
-def make_optimizer(model: nn.Module, lr: float, decay_conv: float, decay_other: float) -> torch.optim.Optimizer:
-    """Adam with the two weight-decay groups of the paper's experiments; on a GPU such that steps can be captured.
-
-    Args:
-        model: The model, on its device.
-        lr: Learning rate.
-        decay_conv: Weight decay of the message-passing layers, or of what ``model.decayed_modules()`` names.
-        decay_other: Weight decay of all other weights.
-    """
-    named = getattr(model, "decayed_modules", None)
-    modules = named() if named else [module for module in model.modules() if isinstance(module, MessagePassing)]
-    first = {id(weight): weight for module in modules for weight in module.parameters()}
-    rest = [weight for weight in model.parameters() if id(weight) not in first]
-    groups = [
-        {"params": list(first.values()), "weight_decay": decay_conv},
-        {"params": rest, "weight_decay": decay_other},
-    ]
-    groups = [group for group in groups if group["params"]]
-    device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
-    if device.type != "cuda":
-        return torch.optim.Adam(groups, lr=lr)
-    # A captured step reads the learning rate from memory; each group has its own, since schedules write into it.
-    groups = [{**group, "lr": torch.tensor(lr, device=device)} for group in groups]
-    return torch.optim.Adam(groups, lr=torch.tensor(lr, device=device), fused=True, capturable=True)
-
-
-def _scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, epochs: int) -> Callable[[float], None] | None:
-    """What to call with the validation score to move the learning rate on."""
-    if schedule == "plateau":
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(
-            optimizer, mode="max", factor=0.5, patience=9, threshold=0.0
-        ).step
-    if schedule == "cosine":
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
-        return lambda _: cosine.step()
-    return None
-
-
-class _Clock:
-    """Adds up the time of named pieces of work; a piece inside of another one is not counted twice."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self._seconds = seconds
-        self._running: list[str] = []
-        self._since = 0.0
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        self._switch()
-        self._running.append(name)
-        try:
-            yield
-        finally:
-            self._switch()
-            self._running.pop()
-
-    def _switch(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # work that was launched belongs to the piece that launched it
-        now = time.perf_counter()
-        if self._running:
-            self._seconds[self._running[-1]] = self.total(self._running[-1]) + now - self._since
-        self._since = now
-
-    def total(self, name: str) -> float:
-        """The time of a piece of work so far."""
-        return self._seconds.get(name, 0.0)

@@ -30,7 +30,9 @@ from gnnautoscale.models import build_model, check_model_options
 from gnnautoscale.options import check_device, check_options
 from gnnautoscale.partition import connectivity
 from gnnautoscale.partition import partition as cut
-from gnnautoscale.train import FitResult, fit, score
+from gnnautoscale.recipe import score
+from gnnautoscale.result import FitResult
+from gnnautoscale.train import fit
 
 app = typer.Typer(
     help="Train graph neural networks on graphs that do not fit a GPU, with historical embeddings.",

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gnnautoscale.train import Epoch, jsonable
+from gnnautoscale.result import Epoch, jsonable
 
 errors = Console(stderr=True)
 

@@ -102,6 +102,11 @@ class History(ABC):
 
     @property
     @abstractmethod
+    def raw(self) -> Tensor:
+        """All raw rows where they are, ``[num_nodes, raw_width]``, to be saved or replaced as a whole."""
+
+    @property
+    @abstractmethod
     def num_bytes(self) -> int:
         """Bytes that the rows take."""
 

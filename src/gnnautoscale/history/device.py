@@ -29,6 +29,11 @@ class DeviceHistory(History):
             self._rows.index_copy_(0, where.to(self._rows.device), raw.to(self._rows.device))
 
     @property
+    def raw(self) -> Tensor:
+        """See :attr:`History.raw`."""
+        return self._rows
+
+    @property
     def num_bytes(self) -> int:
         """See :attr:`History.num_bytes`."""
         return self._rows.nbytes

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,6 +114,11 @@ class DiskHistory(History):
             self._rows.index_copy_(0, where.cpu(), raw)
 
     @property
+    def raw(self) -> Tensor:
+        """See :attr:`History.raw`."""
+        return self._rows
+
+    @property
     def num_bytes(self) -> int:
         """See :attr:`History.num_bytes`."""
         return self.num_nodes * self._row_bytes
@@ -130,7 +136,8 @@ class DiskHistory(History):
             ) from None
 
 
-def _write_all(file: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]], start: int) -> None:
+def _write_all(file: int, data: Any, start: int) -> None:
+    """Write an array of bytes."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, start)

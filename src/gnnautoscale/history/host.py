@@ -56,6 +56,11 @@ class HostHistory(History):
             torch.cuda.synchronize()
 
     @property
+    def raw(self) -> Tensor:
+        """See :attr:`History.raw`."""
+        return self._rows
+
+    @property
     def num_bytes(self) -> int:
         """See :attr:`History.num_bytes`."""
         return self._rows.nbytes

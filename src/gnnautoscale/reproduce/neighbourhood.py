@@ -24,7 +24,7 @@ from gnnautoscale.feed import Feed, Item, plain_item
 from gnnautoscale.loader import HaloLoader
 from gnnautoscale.models import build_model
 from gnnautoscale.peak_memory import PeakMemory
-from gnnautoscale.train import make_optimizer
+from gnnautoscale.recipe import make_optimizer
 
 # Epochs before measuring: they cut the batches that come back, compile kernels and capture steps.
 _WARM_UP = 2

@@ -12,7 +12,7 @@ from typing import Any
 
 from gnnautoscale.reproduce.config import Run
 from gnnautoscale.reproduce.store import Result, Store
-from gnnautoscale.train import jsonable
+from gnnautoscale.result import jsonable
 
 Draw = Callable[[Any], None]
 

@@ -16,7 +16,8 @@ from gnnautoscale.datasets import Dataset
 from gnnautoscale.models import build_model
 from gnnautoscale.partition import connectivity, partition
 from gnnautoscale.reproduce.neighbourhood import measure_steps
-from gnnautoscale.train import fit, jsonable
+from gnnautoscale.result import jsonable
+from gnnautoscale.train import fit
 
 Work = Mapping[str, Any]
 

@@ -1,0 +1,180 @@
+"""All that a training run changes, to a checkpoint and back."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnnautoscale.checkpoint import (
+    Checkpoint,
+    join_tensors,
+    latest_checkpoint,
+    load_checkpoint,
+    load_latest,
+    save_checkpoint,
+    split_tensors,
+)
+from gnnautoscale.errors import InputError
+from gnnautoscale.modes import OnSubgraphs, WithHistories
+from gnnautoscale.random_state import random_states, set_random_states
+from gnnautoscale.recipe import LearningRate
+from gnnautoscale.result import Epoch, FitResult
+
+# Options that say how fast or how long to train, not what is trained: they may change when a run goes on.
+_FREE = {
+    "epochs", "patience", "storage", "history_dir", "batches_on", "capture", "device", "num_workers", "cache_dir",
+    "checkpoint_dir", "checkpoint_every", "resume",
+}  # fmt: skip
+
+
+@dataclass
+class Run:
+    """A training run in progress.
+
+    Attributes:
+        model: The model.
+        optimizer: Updates its weights.
+        rate: Moves the learning rate on.
+        way: How it is trained.
+        result: What it gave so far.
+        device: Where it computes.
+        best_weights: The weights of the best epoch so far.
+        batches: Number of batches so far.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    rate: LearningRate
+    way: WithHistories | OnSubgraphs
+    result: FitResult
+    device: torch.device
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    batches: int = 0
+
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint; returns its file."""
+        if not all(bool(torch.isfinite(weight).all()) for weight in self.model.parameters()):
+            raise FloatingPointError("the weights are not finite any more")
+        self.result.steps = self.way.steps
+        gave = asdict(self.result)
+        nested = {
+            "options": gave.pop("options"),
+            "result": gave,
+            "batches": self.batches,
+            "model": dict(self.model.state_dict()),
+            "best_weights": self.best_weights,
+            "optimizer": self.optimizer.state_dict(),
+            "rate": self.rate.state_dict(),
+            "random": random_states(self.device),
+            "way": self.way.state_dict(),
+        }
+        state, tensors = split_tensors("run", nested)
+        return save_checkpoint(folder, self.batches, state, tensors)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint that :func:`check_same_run` has approved of."""
+        state = join_tensors(checkpoint.state, checkpoint.tensors)
+        epochs = [Epoch(**epoch) for epoch in state["result"].pop("epochs")]
+        self.result.seconds.update(state["result"].pop("seconds"))
+        for name, value in {**state["result"], "epochs": epochs}.items():
+            setattr(self.result, name, value)
+        self.batches = state["batches"]
+        self.model.load_state_dict(state["model"])
+        self.best_weights = {name: value.to(self.device) for name, value in state["best_weights"].items()}
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(rate, Tensor):  # captured steps read it where it is
+                group["lr"] = rate.copy_(group["lr"])
+        self.rate.load_state_dict(state["rate"])
+        self.way.load_state_dict(state["way"], self.device)
+        set_random_states(state["random"], self.device)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint.
+
+    Args:
+        path: Its file, or a folder whose newest one is meant.
+    """
+    found = load_latest(path) if path.is_dir() else load_checkpoint(path)
+    if found is None:
+        raise InputError(
+            "there must be a checkpoint to resume from", got=f"{path}, which has none", fix="Start without resume."
+        )
+    return found
+
+
+def check_fresh(folder: Path) -> None:
+    """Refuse to begin a new run where an earlier one has its checkpoints."""
+    latest = latest_checkpoint(folder) if folder.is_dir() else None
+    if latest is not None:
+        raise InputError(
+            "a new run needs a folder without checkpoints",
+            got=f"{folder}, which has {latest.name}",
+            fix="Resume from it, choose another folder, or remove what is there.",
+        )
+
+
+def labels_of(checkpoint: Checkpoint) -> Tensor:
+    """The part of each node in the run that a checkpoint is of, ``[num_nodes]``."""
+    labels: Tensor = join_tensors(checkpoint.state["way"]["labels"], checkpoint.tensors)
+    return labels
+
+
+def check_same_run(checkpoint: Checkpoint, options: dict[str, Any], graph_key: str, model: nn.Module) -> None:
+    """Refuse a checkpoint of another run: other options, another graph, or another model.
+
+    Args:
+        checkpoint: The checkpoint.
+        options: The options of training.
+        graph_key: The key of the graph to train on.
+        model: The model to train.
+    """
+
+    def refuse(what: str, got: str, fix: str) -> None:
+        raise InputError(f"{checkpoint.path.name} must be of the same run", got=f"another {what}: {got}", fix=fix)
+
+    state = join_tensors(checkpoint.state, checkpoint.tensors)
+    if state["way"]["graph"] != graph_key:
+        refuse("graph", "its nodes, edges or features differ", "Use the data that the run began with.")
+    free = _FREE - {"epochs"} if options["schedule"] == "cosine" else _FREE  # which ends with the last epoch
+    for name, value in state["options"].items():
+        if name not in free and options.get(name) != value:
+            refuse("option", f"{name} was {value!r} and is {options.get(name)!r}", "Give the options of the first run.")
+    weights = {name: tuple(value.shape) for name, value in state["model"].items()}
+    if weights != {name: tuple(value.shape) for name, value in model.state_dict().items()}:
+        refuse("model", "its weights have other names or shapes", "Build the model as for the first run.")
+
+
+@contextmanager
+def stop_requests(wished_for: bool) -> Iterator[threading.Event]:
+    """An event that is set by Ctrl-C, so that a run can end cleanly; a second Ctrl-C ends it at once.
+
+    Args:
+        wished_for: Whether Ctrl-C is to be caught; if not, or outside of the main thread, it does what it always does.
+    """
+    wanted = threading.Event()
+    if not wished_for or threading.current_thread() is not threading.main_thread():
+        yield wanted
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def request(number: int, frame: FrameType | None) -> None:
+        wanted.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, request)
+    try:
+        yield wanted
+    finally:
+        signal.signal(signal.SIGINT, before)
