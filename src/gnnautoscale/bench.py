@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,12 @@ from torch_geometric.nn import GCN, GIN  # type: ignore[import-untyped]
 from gnnautoscale.autoscale import attached, autoscale
 from gnnautoscale.engine import Engine, Precision
 from gnnautoscale.feed import Feed, Placement
+from gnnautoscale.history import DiskHistory, Storage
 from gnnautoscale.kernels import gather_rows, scatter_rows
 from gnnautoscale.loader import HaloLoader
+from gnnautoscale.peak_memory import PeakMemory
 from gnnautoscale.recipe import make_optimizer
+from gnnautoscale.slots import Memory
 
 Row = dict[str, Any]
 
@@ -100,6 +104,7 @@ def time_epochs(
     precision: Precision = "tf32",
     capture: bool = True,
     epochs: int = 5,
+    before_epoch: Callable[[], None] | None = None,
 ) -> Row:
     """Train a model for some epochs and take the time of all but the first two.
 
@@ -111,6 +116,7 @@ def time_epochs(
         precision: Of matrix products.
         capture: Whether steps are captured.
         epochs: How many epochs are timed.
+        before_epoch: Called before each of them; its time does not count.
 
     Returns:
         ``"epoch"`` and ``"step"`` in seconds, the median over epochs; ``"peak_memory"`` in bytes as allocated and
@@ -128,11 +134,15 @@ def time_epochs(
         torch.cuda.reset_peak_memory_stats(feed.device)
     with engine.running():
         model.train()
-        # An epoch ends with its loss on the host, so nothing is under way any more.
-        seconds = [
-            _seconds(lambda: engine.epoch(islice(loader.ready(), count), then=loader.first_of_next_epoch))
-            for _ in range(epochs + 2)
-        ][2:]
+        seconds = []
+        for _ in range(epochs + 2):
+            if before_epoch is not None:
+                before_epoch()
+            # An epoch ends with its loss on the host, so nothing is under way any more.
+            seconds.append(
+                _seconds(lambda: engine.epoch(islice(loader.ready(), count), then=loader.first_of_next_epoch))
+            )
+        seconds = seconds[2:]
         how = engine.how
     return {
         "epoch": statistics.median(seconds),
@@ -194,6 +204,92 @@ def bench_step(
             }
         )
     return rows
+
+
+#: How histories are kept in each row of the storage benchmark.
+MEDIA: dict[str, Row] = {
+    "device float32": {"storage": "device"},
+    "host float32": {"storage": "host"},
+    "host float32, serial": {"storage": "host", "overlap": False},
+    "host bfloat16": {"storage": "host", "dtype": torch.bfloat16},
+    "host float16": {"storage": "host", "dtype": torch.float16},
+    "host int8": {"storage": "host", "dtype": torch.int8},
+    "host float8": {"storage": "host", "dtype": torch.float8_e4m3fn},
+    "disk float32": {"storage": "disk"},
+    "disk float32, serial": {"storage": "disk", "overlap": False},
+    "disk float32, cold": {"storage": "disk", "cold": True},
+    "disk float32, cold, serial": {"storage": "disk", "cold": True, "overlap": False},
+    "disk bfloat16": {"storage": "disk", "dtype": torch.bfloat16},
+    "disk int8": {"storage": "disk", "dtype": torch.int8},
+}
+
+
+def bench_storage(
+    setup: Setup, ratio: float, device: torch.device, folder: Path, *, layers: int = 4, epochs: int = 5
+) -> list[Row]:
+    """Time a GIN's training step for every medium and precision of histories, on one graph.
+
+    Args:
+        setup: The graph.
+        ratio: Halo nodes per batch node.
+        device: The compute device.
+        folder: Where histories on disk go.
+        layers: Number of layers.
+        epochs: How many epochs are timed for each row.
+
+    Returns:
+        A row for each of ``MEDIA``: ``"milliseconds"`` of a step, that ``"to host"`` memory in float32,
+        ``"megabytes"`` of rows moved in a step, ``"overlap"``, the share of the time of transfers that steps hide,
+        where it was also timed without any overlap, ``"history"`` in bytes, and ``"peak_memory"`` in bytes: on a GPU
+        what PyTorch allocated, on a CPU what the process grew by, with pages of files that the system keeps for it.
+    """
+    loader = make_loader(setup, ratio)
+    rows: list[Row] = []
+    for name, options in MEDIA.items():
+        torch.manual_seed(0)
+        model = GIN(setup.features, setup.features, num_layers=layers, out_channels=setup.classes).to(device)
+        timed = _time_medium(model, setup, loader, folder, epochs, **options)
+        del model  # and its histories with it
+        gc.collect()
+        moved = timed["history"] // setup.nodes * setup.batch_nodes * (1 + ratio)
+        rows.append({"histories": name, "megabytes": 1e-6 * moved, **timed})
+    times = {row["histories"]: row["milliseconds"] for row in rows}
+    for row in rows:
+        name, base = row["histories"], times["device float32"]
+        row["to host"] = row["milliseconds"] / times["host float32"]
+        serial = times.get(f"{name}, serial")
+        row["overlap"] = None if serial is None or serial <= base else (serial - row["milliseconds"]) / (serial - base)
+    return rows
+
+
+def _time_medium(
+    model: nn.Module,
+    setup: Setup,
+    loader: HaloLoader,
+    folder: Path,
+    epochs: int,
+    *,
+    storage: Storage,
+    dtype: torch.dtype | None = None,
+    overlap: bool = True,
+    cold: bool = False,
+) -> Row:
+    device = next(model.parameters()).device
+    with PeakMemory(device) as peak:
+        autoscale(model, setup.nodes, storage=storage, dtype=dtype, history_dir=folder if storage == "disk" else None)
+        memory = attached(model).memory
+        memory.overlap = overlap
+        evict = partial(_evict, memory) if cold else None
+        timed = time_epochs(model, loader, batches=setup.batches, epochs=epochs, before_epoch=evict)
+    size = sum(history.num_bytes for history in memory.histories.values())
+    return {"milliseconds": 1e3 * timed["step"], "history": size, "peak_memory": peak.num_bytes}
+
+
+def _evict(memory: Memory) -> None:
+    memory.settle()
+    for history in memory.histories.values():
+        if isinstance(history, DiskHistory):
+            history.evict()
 
 
 def draw_steps(figure: Any, result: Row) -> None:

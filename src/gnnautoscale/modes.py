@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -23,6 +24,7 @@ from gnnautoscale.feed import plain_item
 from gnnautoscale.inference import infer, infer_from_histories, refresh
 from gnnautoscale.loader import HaloLoader
 from gnnautoscale.options import Evaluation, Partitioner
+from gnnautoscale.partition import fingerprint
 from gnnautoscale.session import describe, evaluating
 
 
@@ -53,16 +55,28 @@ class WithHistories:
         self.connectivity = self._loader.connectivity
         #: Number of batches of this epoch that are done.
         self.done = 0
+        #: Whether no batch is being trained on just now.
+        self.between = True
 
     @property
     def steps(self) -> int:
         """Number of optimizer steps so far."""
         return self._engine.steps
 
+    @cached_property
+    def _key(self) -> str:
+        return data_key(self._loader)
+
     @property
     def how(self) -> str:
         """How steps are run, in words."""
         return self._engine.how
+
+    @property
+    def storage(self) -> str:
+        """Where histories live, and why there, in words."""
+        memory = attached(self._model).memory
+        return f"{memory.medium or memory.storage}: {memory.why}"
 
     @property
     def history_bytes(self) -> int:
@@ -77,12 +91,14 @@ class WithHistories:
         """Train for an epoch, or for its first batches; gives the mean loss."""
 
         def after_step() -> None:
-            self.done += 1
+            self.done, self.between = self.done + 1, True
             after_batch()
+            self.between = False
 
+        self.between = False
         batches = islice(self._loader.ready(), None if most is None else most - self.done)
         loss = self._engine.epoch(batches, after_step=after_step, then=self._loader.first_of_next_epoch)
-        self.done = 0
+        self.done, self.between = 0, True
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,7 +106,7 @@ class WithHistories:
         memory = attached(self._model).memory
         memory.settle()
         return {
-            "graph": self._loader.graph.key,
+            "graph": self._key,
             "labels": self._loader.labels,
             "loader": self._loader.state_dict(self.done),
             "engine": self._engine.state_dict(),
@@ -107,7 +123,9 @@ class WithHistories:
         self.done = state["loader"]["done"]
         self._engine.load_state_dict(state["engine"])
         memory.reopen(
-            {slot: (kept["width"], getattr(torch, kept["dtype"])) for slot, kept in state["histories"].items()}, device
+            {slot: (kept["width"], getattr(torch, kept["dtype"])) for slot, kept in state["histories"].items()},
+            device,
+            self._loader.row_order,
         )
         for slot, kept in state["histories"].items():
             memory.histories[slot].raw.copy_(kept["raw"])
@@ -115,7 +133,7 @@ class WithHistories:
     def refresh(self) -> None:
         """Recompute all histories."""
         loader = self._exact_loaders["train"]
-        if self.at_once and attached(self._model).memory.storage == "device":
+        if self.at_once and attached(self._model).memory.medium == "device":
             self._engine.output(next(loader.ready()), refresh=True)
         else:
             refresh(self._model, loader)
@@ -158,6 +176,7 @@ class OnSubgraphs:
     at_once = False
     connectivity = 0.0
     history_bytes = 0
+    storage = ""
 
     def __init__(
         self,
@@ -182,6 +201,8 @@ class OnSubgraphs:
         self.how = f"uncaptured: a plain model on {loader.kind}"
         #: Number of batches of this epoch that are done.
         self.done = 0
+        #: Whether no batch is being trained on just now.
+        self.between = True
 
     @property
     def steps(self) -> int:
@@ -196,12 +217,14 @@ class OnSubgraphs:
         """Train for an epoch, or for its first batches; gives the mean loss."""
 
         def after_step() -> None:
-            self.done += 1
+            self.done, self.between = self.done + 1, True
             after_batch()
+            self.between = False
 
+        self.between = False
         items = (plain_item(batch, self._device) for batch in islice(self._loader, most))
         loss = self._steps.train((item for item in items if item.y.size(0)), after_step)
-        self.done = 0
+        self.done, self.between = 0, True
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,6 +274,12 @@ def _refuse_cached(model: nn.Module) -> None:
                 got="cached=True, which would reuse the first batch's",
                 fix="Create it with cached=False.",
             )
+
+
+def data_key(loader: HaloLoader) -> str:
+    """A fingerprint of all that a run learns from: the loader's graph, its labels and its splits."""
+    data = loader.data
+    return fingerprint(data.y, *(data.get(f"{split}_mask") for split in ("train", "val", "test")), graph=loader.graph.key)
 
 
 def halo_loaders(

@@ -43,6 +43,7 @@ class FitResult:
         connectivity: Halo nodes per batch node, the mean over the parts; 0 in modes without a halo.
         options: What :func:`fit` was called with.
         how: How training steps were run, in words.
+        storage: Where histories live, and why there, in words; empty in modes without histories.
     """
 
     metric: str
@@ -56,6 +57,7 @@ class FitResult:
     history_bytes: int = 0
     connectivity: float = 0.0
     how: str = ""
+    storage: str = ""
 
     @property
     def evaluations_since_best(self) -> int:

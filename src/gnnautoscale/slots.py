@@ -187,16 +187,19 @@ class Memory:
 
     def prepare(self, plan: Plan, device: torch.device) -> None:
         """Decide where histories live, and check that there is room for all of them."""
-        if self._prepared:
-            return
+        if self._prepared or self.medium in ("device", "host"):
+            return  # where no room is, PyTorch says so
         rows = {slot: plan.rows[slot] for slot in plan.live}
         self._make_room(
             {slot: (math.prod(like.shape[1:]), self.dtype or like.dtype) for slot, like in rows.items()}, device
         )
 
-    def reopen(self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device) -> None:
-        """Create histories as they were before: of what width and type each slot's is."""
+    def reopen(
+        self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device, order: RowOrder | None = None
+    ) -> None:
+        """Create histories as they were before: of what width and type each slot's is, and the order of the rows."""
         self._make_room(kept, device)
+        self._order = order or self._order
         for slot, (width, dtype) in kept.items():
             self._open(slot, width, dtype, device)
 
@@ -221,6 +224,11 @@ class Memory:
         if self._transfer is not None:
             self._transfer[1].settle()
 
+    def release(self) -> None:
+        """Let another run have the folder of histories on disk."""
+        if self.folder is not None:
+            self.folder.close()
+
     def apart(self) -> Memory:
         """A memory of the same graph with histories of its own; what is known about edges is shared."""
         memory = Memory(None, self.num_nodes, self.medium or self.storage, self.dtype, self.folder)
@@ -238,14 +246,15 @@ class Memory:
         self.settle()
         memory = Memory(info.graph, info.graph.num_nodes, self.medium or self.storage, self.dtype, self.folder)
         memory.why, memory.written_by, memory.overlap = self.why, self.written_by, self.overlap
-        for slot, history in self.histories.items():
-            memory._prepared = True  # it has its histories already
+        if self.histories:
+            memory.reopen({slot: (kept.width, kept.dtype) for slot, kept in self.histories.items()}, device)
             row_before, row_now = self.row_order(info).row_of, memory.row_order(info).row_of[: self.num_nodes]
-            copied = memory.history(slot, torch.empty((0, history.width), dtype=history.dtype, device=device))
+        for slot, history in self.histories.items():
             # A type that holds whatever is kept, so that it comes back as it was.
             dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
             for nodes in torch.split(row_now.argsort(), _MOST_COPIED):
-                copied.push(history.pull(row_before[nodes], device=device, dtype=dtype), row_now[nodes])
+                rows = history.pull(row_before[nodes], device=device, dtype=dtype)
+                memory.histories[slot].push(rows, row_now[nodes])
         return memory
 
     def history(self, slot: str, rows: Tensor) -> History:
@@ -277,6 +286,6 @@ def check_finite(slot: str, rows: Tensor, info: BatchInfo) -> None:
     if not bool(torch.isfinite(torch.stack(torch.aminmax(rows))).all()):
         bad = (~torch.isfinite(rows.flatten(1))).any(1).nonzero().squeeze(1)
         raise FloatingPointError(
-            f"layer '{slot}' gives values that are not finite for {bad.numel()} of {rows.size(0)} nodes, "
-            f"node {int(info.n_id[bad[0]])} among them,"
+            f"layer '{slot}' gives values that are not finite for {bad.numel()} of {rows.size(0)} nodes "
+            f"(node {int(info.n_id[bad[0]])} among them)"
         )

@@ -20,7 +20,7 @@ from gnnautoscale.faults import explained
 from gnnautoscale.feed import Feed, Placement
 from gnnautoscale.files import check_data
 from gnnautoscale.history import Storage
-from gnnautoscale.modes import OnSubgraphs, WithHistories, halo_loaders, subgraph_loader
+from gnnautoscale.modes import OnSubgraphs, WithHistories, data_key, halo_loaders, subgraph_loader
 from gnnautoscale.options import ON_SUBGRAPHS, Evaluation, HistoryDtype, Mode, Partitioner, Schedule, check_options
 from gnnautoscale.peak_memory import PeakMemory
 from gnnautoscale.recipe import Clock, LearningRate, class_loss, evaluate, make_optimizer
@@ -151,7 +151,7 @@ def fit(
 
     checkpoint = None if resume is None else open_checkpoint(Path(resume))
     folder = None if checkpoint_dir is None else Path(checkpoint_dir)
-    if folder is not None and checkpoint is None:
+    if folder is not None and (checkpoint is None or folder.resolve() != checkpoint.path.parent.resolve()):
         check_fresh(folder)
 
     torch.manual_seed(seed)
@@ -170,14 +170,14 @@ def fit(
             model, subgraphs, dataset, optimizer, objective, device=device, grad_norm=grad_norm, precision=precision
         )
     else:
-        labels = None if checkpoint is None else labels_of(checkpoint)
+        labels = None if checkpoint is None else labels_of(checkpoint, dataset.train.num_nodes)
         with clock("partition"):
             loaders = halo_loaders(
                 dataset, parts, batch_size, partition, drawings, seed, num_workers, cache_dir, labels
             )
         loader = loaders["train"]
         if checkpoint is not None:
-            check_same_run(checkpoint, options, loader.graph.key, model)
+            check_same_run(checkpoint, options, data_key(loader), model)
         dtype = None if history_dtype == "same" else getattr(torch, history_dtype.replace("float8", "float8_e4m3fn"))
         autoscale(
             model, dataset.train, storage=storage, dtype=dtype, history_dir=history_dir, edge_dropout=edge_dropout
@@ -224,20 +224,24 @@ def fit(
             model.train()
             learning_rate = float(optimizer.param_groups[0]["lr"])
             start = clock.total("train")
-            with clock("train"), explained(way, number, parts=parts, batch_size=batch_size):
-                mean_loss = way.epoch(steps_per_epoch, after_batch)
+            scores: dict[str, float] = {}
+            helped = partial(
+                explained, way, number, parts=parts, batch_size=batch_size, evaluate_parts=evaluate_parts
+            )
+            with helped():
+                with clock("train"):
+                    mean_loss = way.epoch(steps_per_epoch, after_batch)
                 if not math.isfinite(mean_loss):
                     raise FloatingPointError(f"the loss is {mean_loss}")
-            result.steps = way.steps
-            if refresh_every == "epoch":
-                with clock("refresh"):
-                    way.refresh()
-            scores: dict[str, float] = {}
-            if number % evaluate_every == 0 or number == epochs:
-                with clock("evaluate"), peak.paused() if way.evaluates_at_once else nullcontext():
-                    # Right after a refresh the histories are exact, and one layer is less work than all of them.
-                    fresh = refresh_every == "epoch" and not dataset.inductive and not way.at_once
-                    scores = evaluate(dataset, partial(way.output, evaluation="histories" if fresh else evaluation))
+                result.steps = way.steps
+                if refresh_every == "epoch":
+                    with clock("refresh"):
+                        way.refresh()
+                if number % evaluate_every == 0 or number == epochs:
+                    with clock("evaluate"), peak.paused() if way.evaluates_at_once else nullcontext():
+                        # Right after a refresh the histories are exact, and one layer is less work than all of them.
+                        fresh = refresh_every == "epoch" and not dataset.inductive and not way.at_once
+                        scores = evaluate(dataset, partial(way.output, evaluation="histories" if fresh else evaluation))
             result.epochs.append(Epoch(number, mean_loss, scores, learning_rate, clock.total("train") - start))
             if scores and not scores["val"] <= result.scores.get("val", -math.inf):
                 result.best_epoch, result.scores = number, scores
@@ -247,8 +251,9 @@ def fit(
             if callback is not None:
                 callback(result.epochs[-1])
             if stop.is_set() or checkpoint_steps is None or number == epochs:
-                save()
-        result.how = way.how
+                with helped():
+                    save()
+        result.how, result.storage = way.how, way.storage
         on_failure.pop_all()
     model.load_state_dict(run.best_weights)
     result.peak_memory = peak.num_bytes

@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from gnnautoscale import datasets
 from gnnautoscale.atomic import write_atomically
 from gnnautoscale.autoscale import autoscale
+from gnnautoscale.checkpoint import latest_checkpoint
 from gnnautoscale.cli import bench as bench_commands
 from gnnautoscale.cli import demo as demonstration
 from gnnautoscale.cli.display import epochs_shown, errors, megabytes, percent, print_json, print_table
@@ -53,6 +54,10 @@ def train(
     """Train a model on a graph, with histories, in full batch, or as one of the baselines."""
     if options["runs"] < 1:
         raise InputError("runs must be at least 1", got=str(options["runs"]), fix="Change this option.")
+    if options["runs"] > 1 and (options["checkpoint_dir"] or options["resume"]):
+        raise InputError(
+            "checkpoints are of one run", got=f"--runs {options['runs']}", fix="Leave --runs out, and use --seed."
+        )
     model_name = options["model"]
     chosen = {
         option.name: options[option.name]
@@ -74,7 +79,12 @@ def train(
             errors.print("note: none of these models uses edge features (edge_attr)", soft_wrap=True)
         title = f"{dataset.name} {model_name} {training['mode']} seed {seed}"
         with epochs_shown(title, training["epochs"], quiet=quiet) as show:
-            results.append(fit(model, dataset, callback=show, **{**training, "seed": seed}))
+            try:
+                results.append(fit(model, dataset, callback=show, **{**training, "seed": seed}))
+            except KeyboardInterrupt:
+                if training["checkpoint_dir"] is None:
+                    raise
+                _say_how_to_go_on(training["checkpoint_dir"])
     if save is not None and model is not None:
         save_model(save, model, options={"model": model_name, **chosen})
     if json:
@@ -83,6 +93,8 @@ def train(
         _show_results(f"{options['data']} · {model_name} · {training['mode']}", results)
     if training["device"] != "cpu" and not quiet:
         errors.print(f"steps: {results[-1].how}", soft_wrap=True)
+    if training["storage"] == "auto" and not quiet:
+        errors.print(f"histories: {results[-1].storage}", soft_wrap=True)
 
 
 def partition(
@@ -202,7 +214,7 @@ def main() -> None:
     """Run the command line; bad input ends with a sentence, not a traceback."""
     try:
         app()
-    except (InputError, FloatingPointError) as error:
+    except (InputError, FloatingPointError, MemoryError) as error:
         errors.print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
 
@@ -230,6 +242,13 @@ def _dataset(options: dict[str, Any]) -> Dataset:
     if is_file:
         return datasets.from_file(source, split=options["split"], **of_file)
     return datasets.load(source, options["root"], split=options["split"], **of_generator)
+
+
+def _say_how_to_go_on(folder: str) -> NoReturn:
+    latest = latest_checkpoint(Path(folder))
+    if latest is not None:
+        errors.print(f"stopped; the same command with --resume {folder} goes on from {latest.name}", soft_wrap=True)
+    raise typer.Exit(130)
 
 
 def _show_results(title: str, results: list[FitResult]) -> None:

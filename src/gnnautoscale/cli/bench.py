@@ -101,6 +101,47 @@ def epoch(
     _show("an epoch", ["batches", "seconds", "peak memory", "steps"], table, result, output, json)
 
 
+@app.command()
+def storage(
+    folder: Annotated[Path, typer.Argument(help="Where histories on disk go; a local disk.")],
+    ratio: Annotated[float, typer.Option(help="Halo nodes per batch node.")] = 1.0,
+    nodes: Annotated[int, typer.Option(help="Rows of a history.")] = 400_000,
+    batch_nodes: Annotated[int, typer.Option(help="Nodes of a batch.")] = 4000,
+    batches: Annotated[int, typer.Option(help="Batches of an epoch.")] = 25,
+    degree: Annotated[int, typer.Option(help="Edges of a node into its batch.")] = 20,
+    width: Annotated[int, typer.Option(help="Width of features and layers.")] = 256,
+    layers: Annotated[int, typer.Option(help="Number of GIN layers.")] = 4,
+    epochs: Annotated[int, typer.Option(help="Epochs that are timed for each number.")] = 5,
+    device: Device = "cpu",
+    output: Output = None,
+    json: Json = False,
+) -> None:
+    """Time a training step with histories in device memory, host memory and on disk, in every precision."""
+    check_device(device)
+    setup = bench.Setup(nodes, batch_nodes, batches, degree, degree, width, width)
+    _check_setup(setup, [ratio], layers, epochs)
+    rows = bench.bench_storage(setup, ratio, torch.device(device), folder, layers=layers, epochs=epochs)
+    result = {
+        "setup": {**vars(setup), "layers": layers, "ratio": ratio},
+        "machine": bench.machine(torch.device(device)),
+        "rows": rows,
+    }
+    table = [
+        [
+            row["histories"],
+            f"{row['milliseconds']:.2f}",
+            f"{row['to host']:.2f}",
+            f"{row['megabytes']:.1f}",
+            "" if row["overlap"] is None else f"{100 * row['overlap']:.0f} %",
+            megabytes(row["history"]),
+            megabytes(row["peak_memory"]),
+        ]
+        for row in rows
+    ]
+    heads = ["histories", "step (ms)", "to host", "MB moved", "hidden", "size", "peak memory"]
+    _show("a training step", heads, table, result, output, json)
+
+
 def draw_steps(result: dict[str, Any], path: Path) -> None:
     """Draw the numbers of ``gas bench step``: milliseconds, and the overhead of histories in host memory.
 
