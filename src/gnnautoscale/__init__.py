@@ -3,11 +3,13 @@
 from gnnautoscale.autoscale import autoscale, detach
 from gnnautoscale.datasets import Dataset, load
 from gnnautoscale.errors import InputError, StaleHistoryWarning, UnsupportedModelError
+from gnnautoscale.growth import grow
 from gnnautoscale.inference import infer, predict, refresh
 from gnnautoscale.loader import HaloLoader
 from gnnautoscale.regularize import LocalLipschitz
+from gnnautoscale.result import FitResult
 from gnnautoscale.scalable import ScalableGNN
-from gnnautoscale.train import FitResult, fit
+from gnnautoscale.train import fit
 
 __all__ = [
     "Dataset",
@@ -21,6 +23,7 @@ __all__ = [
     "autoscale",
     "detach",
     "fit",
+    "grow",
     "infer",
     "load",
     "predict",

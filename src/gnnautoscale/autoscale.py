@@ -119,6 +119,7 @@ class Autoscaler:
             else:
                 module.__dict__[name] = before
         self._overridden.clear()
+        self.memory.release()
 
     def _layer(self, layer: MessagePassing, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.session is None:

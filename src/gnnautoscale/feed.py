@@ -19,7 +19,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale.autoscale import attached
 from gnnautoscale.batch import BatchInfo, BatchTensor
 from gnnautoscale.kernels import Adjacency
-from gnnautoscale.loader import ReadyBatch
+from gnnautoscale.loader import ReadyBatch, handed_out
 from gnnautoscale.record import Event, Slice
 
 Placement = Literal["auto", "device", "host"]
@@ -147,7 +147,7 @@ class Feed:
         batches = iter(batches)
         # On a GPU the first as it is: what the model does with edges is known only once it has run.
         unpacked = None if self.device.type != "cuda" else int(not self._scaler.memory.events)
-        yield from (plain_item(batch.tagged_copy(), self.device) for batch in islice(batches, unpacked))
+        yield from (plain_item(batch, self.device) for batch in handed_out(islice(batches, unpacked)))
         following = self._next(batches)
         while following is not None:
             package, item = following, self._arrive(following)

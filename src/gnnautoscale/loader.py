@@ -178,7 +178,8 @@ class HaloLoader:
         order = self.labels.argsort(stable=True)
         members = list(torch.split(order, torch.bincount(self.labels).tolist()))
         self._assembly = _Assembly(data, self.graph, members, bidirectional)
-        self._order = RowOrder.of(order)
+        #: The order in which histories keep rows of this loader's nodes.
+        self.row_order = RowOrder.of(order)
         self._generator = torch.Generator().manual_seed(seed)
         # Workers draw their seeds from here and not from the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
@@ -192,7 +193,7 @@ class HaloLoader:
         return -(-self.num_parts // self.batch_size)
 
     def __iter__(self) -> Iterator[Data]:
-        return _handed_out(self.ready())
+        return handed_out(self.ready())
 
     def ready(self) -> Iterator[ReadyBatch]:
         """The batches of an epoch as the loader keeps them: what ``iter(loader)`` hands out copies of."""
@@ -278,7 +279,7 @@ class HaloLoader:
             >>> len(list(loader.in_order()))
             2
         """
-        return _handed_out(self._batches(self._grouped(torch.arange(self.num_parts)), keep=True))
+        return handed_out(self._batches(self._grouped(torch.arange(self.num_parts)), keep=True))
 
     def _batches(self, groups: list[Group], *, keep: bool) -> Iterator[ReadyBatch]:
         # Decided now: another iteration may add to what is ready while this one goes on.
@@ -352,7 +353,7 @@ class HaloLoader:
         batch.num_nodes = pieces.n_id.numel()
         # Copies, since a user may write into the batch's.
         batch.n_id, batch.e_id, batch.batch_size = pieces.n_id.clone(), pieces.e_id.clone(), pieces.batch_size
-        return ReadyBatch(batch, BatchInfo(self.graph, pieces.n_id, pieces.batch_size, pieces.e_id, self._order))
+        return ReadyBatch(batch, BatchInfo(self.graph, pieces.n_id, pieces.batch_size, pieces.e_id, self.row_order))
 
 
 class ReadyBatch:
@@ -377,7 +378,7 @@ class ReadyBatch:
         return [value._version for _, value in self._batch if isinstance(value, Tensor)]
 
 
-def _handed_out(batches: Iterator[ReadyBatch]) -> Iterator[Data]:
+def handed_out(batches: Iterator[ReadyBatch]) -> Iterator[Data]:
     """Copies of the batches; while one is being used, it is known which comes next."""
     batch = next(batches, None)
     while batch is not None:

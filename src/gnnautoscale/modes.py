@@ -279,7 +279,9 @@ def _refuse_cached(model: nn.Module) -> None:
 def data_key(loader: HaloLoader) -> str:
     """A fingerprint of all that a run learns from: the loader's graph, its labels and its splits."""
     data = loader.data
-    return fingerprint(data.y, *(data.get(f"{split}_mask") for split in ("train", "val", "test")), graph=loader.graph.key)
+    return fingerprint(
+        data.y, *(data.get(f"{split}_mask") for split in ("train", "val", "test")), graph=loader.graph.key
+    )
 
 
 def halo_loaders(

@@ -17,8 +17,6 @@ from gnnautoscale.datasets import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.options import Schedule
 
-CALM_DOWN = "lower lr, or clip gradients with grad_norm"
-
 
 def score(out: Tensor, y: Tensor, mask: Tensor) -> float:
     """Accuracy of class scores, or micro-averaged F1 of multi-label scores, in percent.
@@ -63,7 +61,7 @@ def evaluate(dataset: Dataset, output: Callable[[str], Tensor]) -> dict[str, flo
         if id(graph) not in outputs:
             outputs[id(graph)] = output(split)
             if not bool(torch.isfinite(outputs[id(graph)]).all()):
-                raise FloatingPointError(f"the model's outputs are not finite any more: {CALM_DOWN}")
+                raise FloatingPointError("the model's outputs are not finite any more")
         scores[split] = score(outputs[id(graph)], graph.y.cpu(), graph[f"{split}_mask"].cpu())
     return scores
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ _FREE = {
     "epochs", "patience", "storage", "history_dir", "batches_on", "capture", "device", "num_workers", "cache_dir",
     "checkpoint_dir", "checkpoint_every", "resume",
 }  # fmt: skip
+_SAME_DATA = "Use the data that the run began with."
 
 
 @dataclass
@@ -115,8 +117,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_fresh(folder: Path) -> None:
-    """Refuse to begin a new run where an earlier one has its checkpoints."""
-    latest = latest_checkpoint(folder) if folder.is_dir() else None
+    """Refuse to begin a new run where an earlier one has its checkpoints, or where none can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise InputError("a folder of checkpoints must be writable", got=str(folder), fix="Choose another one.")
+    latest = latest_checkpoint(folder)
     if latest is not None:
         raise InputError(
             "a new run needs a folder without checkpoints",
@@ -125,35 +134,50 @@ def check_fresh(folder: Path) -> None:
         )
 
 
-def labels_of(checkpoint: Checkpoint) -> Tensor:
+def labels_of(checkpoint: Checkpoint, num_nodes: int) -> Tensor:
     """The part of each node in the run that a checkpoint is of, ``[num_nodes]``."""
+    if "way" not in checkpoint.state:
+        raise InputError(
+            "a run resumes from a checkpoint of a run", got=str(checkpoint.path), fix="Choose another one."
+        )
     labels: Tensor = join_tensors(checkpoint.state["way"]["labels"], checkpoint.tensors)
+    if labels.size(0) != num_nodes:
+        raise _other_run(checkpoint, f"graph: it had {labels.size(0)} nodes and has {num_nodes}", _SAME_DATA)
     return labels
 
 
-def check_same_run(checkpoint: Checkpoint, options: dict[str, Any], graph_key: str, model: nn.Module) -> None:
+def check_same_run(checkpoint: Checkpoint, options: dict[str, Any], key: str, model: nn.Module) -> None:
     """Refuse a checkpoint of another run: other options, another graph, or another model.
 
     Args:
         checkpoint: The checkpoint.
         options: The options of training.
-        graph_key: The key of the graph to train on.
+        key: The key of the data to train on.
         model: The model to train.
     """
-
-    def refuse(what: str, got: str, fix: str) -> None:
-        raise InputError(f"{checkpoint.path.name} must be of the same run", got=f"another {what}: {got}", fix=fix)
-
     state = join_tensors(checkpoint.state, checkpoint.tensors)
-    if state["way"]["graph"] != graph_key:
-        refuse("graph", "its nodes, edges or features differ", "Use the data that the run began with.")
+    if state["way"]["graph"] != key:
+        raise _other_run(checkpoint, "graph: its edges, features, labels or masks differ", _SAME_DATA)
     free = _FREE - {"epochs"} if options["schedule"] == "cosine" else _FREE  # which ends with the last epoch
     for name, value in state["options"].items():
         if name not in free and options.get(name) != value:
-            refuse("option", f"{name} was {value!r} and is {options.get(name)!r}", "Give the options of the first run.")
-    weights = {name: tuple(value.shape) for name, value in state["model"].items()}
-    if weights != {name: tuple(value.shape) for name, value in model.state_dict().items()}:
-        refuse("model", "its weights have other names or shapes", "Build the model as for the first run.")
+            raise _other_run(
+                checkpoint,
+                f"option: {name} was {value!r} and is {options.get(name)!r}",
+                "Give the options of the first run.",
+            )
+    if _shapes(state["model"]) != _shapes(model.state_dict()):
+        raise _other_run(
+            checkpoint, "model: its weights have other names, shapes or types", "Build the model as for the first run."
+        )
+
+
+def _other_run(checkpoint: Checkpoint, what: str, fix: str) -> InputError:
+    return InputError(f"{checkpoint.path} must be of the same run", got=f"another {what}", fix=fix)
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (value.shape, value.dtype) for name, value in weights.items()}
 
 
 @contextmanager
@@ -167,7 +191,8 @@ def stop_requests(wished_for: bool) -> Iterator[threading.Event]:
     if not wished_for or threading.current_thread() is not threading.main_thread():
         yield wanted
         return
-    before = signal.getsignal(signal.SIGINT)
+    # None is a handler that is not Python's, and cannot be put back.
+    before = signal.getsignal(signal.SIGINT) or signal.default_int_handler
 
     def request(number: int, frame: FrameType | None) -> None:
         wanted.set()

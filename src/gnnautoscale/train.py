@@ -225,9 +225,7 @@ def fit(
             learning_rate = float(optimizer.param_groups[0]["lr"])
             start = clock.total("train")
             scores: dict[str, float] = {}
-            helped = partial(
-                explained, way, number, parts=parts, batch_size=batch_size, evaluate_parts=evaluate_parts
-            )
+            helped = partial(explained, way, number, parts=parts, batch_size=batch_size, evaluate_parts=evaluate_parts)
             with helped():
                 with clock("train"):
                     mean_loss = way.epoch(steps_per_epoch, after_batch)

@@ -15,6 +15,16 @@ Storage = Literal["device", "host", "disk", "auto"]
 
 # The share of what is free that histories may take: the rest is for the model, its batches and everything else.
 _SHARE = 0.5
+# Where control groups of version 2 and 1 say what a process may take, what is taken, and what of that is idle cache.
+_GROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
 
 
 def choose_medium(num_bytes: int, device: torch.device, *, disk: bool) -> tuple[Medium, str]:
@@ -56,13 +66,11 @@ def choose_medium(num_bytes: int, device: torch.device, *, disk: bool) -> tuple[
 def available_memory() -> int:
     """Bytes of host memory that this process can still use, as far as the system and its limits tell."""
     free = [_meminfo("MemAvailable")]
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        most, taken = _number(limit), _number(used)
+    for folder, limit, used, cached in _GROUPS:
+        most, taken = _number(folder / limit), _number(folder / used)
         if most is not None and taken is not None:
-            free.append(max(most - taken, 0))
+            # What is cached of files counts as taken there, but makes way for what is needed.
+            free.append(min(max(most - taken + _statistic(folder / "memory.stat", cached), 0), most))
     most, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if most != resource.RLIM_INFINITY:
         free.append(max(most - _status("VmData"), 0))
@@ -85,11 +93,19 @@ def _field(file: Path, name: str) -> int:
     raise RuntimeError(f"{file} has no {name}")
 
 
-def _number(file: str) -> int | None:
+def _number(file: Path) -> int | None:
     try:
-        return int(Path(file).read_text())
+        return int(file.read_text())
     except (OSError, ValueError):
         return None
+
+
+def _statistic(file: Path, name: str) -> int:
+    try:
+        lines = (line.split() for line in file.read_text().splitlines())
+        return next((int(line[1]) for line in lines if line[0] == name), 0)
+    except OSError:
+        return 0
 
 
 def _amount(num_bytes: float) -> str:

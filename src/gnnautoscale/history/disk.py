@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
+import re
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -24,6 +26,8 @@ _SUFFIX = ".rows"
 # What is read from a disk at once; where that would be too many pieces, larger ones with gaps in between.
 _PIECES = (1 << 16, 1 << 20, 1 << 24)
 _MOST_PIECES = 1024
+# File systems take names of up to 255 bytes.
+_LONGEST_NAME = 200
 
 
 class DiskHistory(History):
@@ -45,10 +49,10 @@ class DiskHistory(History):
         self._row_bytes = self.codec.raw_width * self.codec.raw_dtype.itemsize
         with self._failures_named():
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        weakref.finalize(self, _remove, path, self._file)
+        weakref.finalize(self, _remove, path, self._file, os.getpid())
         with self._failures_named():
             os.posix_fallocate(self._file, 0, max(self.num_bytes, 1))
-            mapped = mmap.mmap(self._file, max(self.num_bytes, 1))
+            self._mapped = mapped = mmap.mmap(self._file, max(self.num_bytes, 1))
         mapped.madvise(mmap.MADV_RANDOM)  # what to read ahead is known here better than there
         size = num_nodes * self.codec.raw_width
         values = torch.frombuffer(mapped, dtype=self.codec.raw_dtype, count=size) if size else torch.empty(0)
@@ -113,6 +117,13 @@ class DiskHistory(History):
         else:
             self._rows.index_copy_(0, where.cpu(), raw)
 
+    def evict(self) -> None:
+        """Drop what the system keeps of the file in memory, to read it from the disk again."""
+        self._mapped.madvise(mmap.MADV_DONTNEED)
+        with self._failures_named():
+            os.fsync(self._file)
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+
     @property
     def raw(self) -> Tensor:
         """See :attr:`History.raw`."""
@@ -144,9 +155,12 @@ def _write_all(file: int, data: Any, start: int) -> None:
         view, start = view[written:], start + written
 
 
-def _remove(path: Path, file: int) -> None:
+def _remove(path: Path, file: int, owner: int) -> None:
+    """Close a file and remove it, unless another one has taken its place, or this is a fork of its process."""
+    with contextlib.suppress(OSError):
+        if os.getpid() == owner and os.path.samestat(os.fstat(file), os.stat(path)):
+            path.unlink()
     os.close(file)
-    path.unlink(missing_ok=True)
 
 
 class Folder:
@@ -173,7 +187,7 @@ class Folder:
             raise InputError(
                 "the folder of histories must be writable", got=f"{path} ({error.strerror})", fix="Choose another one."
             ) from None
-        weakref.finalize(self, os.close, lock)
+        self._unlock = weakref.finalize(self, os.close, lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -186,11 +200,18 @@ class Folder:
             left.unlink(missing_ok=True)
         self._used: dict[str, int] = {}
 
+    def close(self) -> None:
+        """Let another run have the folder; no new file may be made in it."""
+        self._unlock()
+
     def file(self, name: str) -> Path:
         """A new file for a history."""
-        plain = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in name)
-        count = self._used[plain] = self._used.get(plain, 0) + 1
-        return self.path / f"{plain}{'' if count == 1 else f'.{count}'}{_SUFFIX}"
+        made = plain = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:_LONGEST_NAME]
+        while made in self._used:  # which may be a name of its own, too
+            self._used[plain] += 1
+            made = f"{plain}.{self._used[plain]}"
+        self._used[made] = 1
+        return self.path / f"{made}{_SUFFIX}"
 
     def check_space(self, num_bytes: int) -> None:
         """Refuse to begin what the disk has no room for.
