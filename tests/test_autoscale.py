@@ -176,11 +176,12 @@ def test_state_moves_between_plain_and_attached_models() -> None:
         ({"data": True}, "number of nodes, but got True"),
         ({"data": 3.5}, "number of nodes, but got 3.5"),
         ({"data": None}, "number of nodes, but got None"),
-        ({"dtype": torch.int64}, "dtype must be a floating-point type, but got torch.int64"),
+        ({"dtype": torch.int64}, "floating-point rows, or eight bits with a scale for each row, but got torch.int64"),
         ({"edge_dropout": 1.0}, "at least 0 and below 1, but got 1.0"),
         ({"edge_dropout": -0.1}, "at least 0 and below 1"),
         ({"edge_dropout": float("nan")}, "at least 0 and below 1"),
-        ({"storage": "tape"}, "storage must be one of device, host, but got 'tape'"),
+        ({"storage": "tape"}, "storage must be one of device, host, disk, auto, but got 'tape'"),
+        ({"storage": "disk"}, "histories on disk need a folder"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:

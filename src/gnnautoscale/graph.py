@@ -87,7 +87,7 @@ class Graph:
             if name != "edge_index" and isinstance(value, Tensor) and data.is_edge_attr(name)
         }
         _check_attributes(data, self.num_nodes, self.edge_attributes)
-        self._features = {
+        self.features = {
             name: value
             for name, value in data
             if isinstance(value, Tensor) and data.is_node_attr(name) and name != "y" and not name.endswith("_mask")
@@ -97,7 +97,7 @@ class Graph:
     @cached_property
     def key(self) -> str:
         """A fingerprint of edges, features and edge-level attributes: what histories depend on besides weights."""
-        named = sorted({**self._features, **self.edge_attributes}.items())
+        named = sorted({**self.features, **self.edge_attributes}.items())
         names = ",".join(name for name, _ in named)
         return fingerprint(self.edge_index, *(value for _, value in named), nodes=self.num_nodes, names=names)
 

@@ -230,8 +230,8 @@ def _changed_nodes(old: Graph, new: Graph, data: Data) -> Tensor:
     """The nodes that are new or have other features, as a mask."""
     changed = torch.ones(new.num_nodes, dtype=torch.bool)
     changed[: old.num_nodes] = False
-    for name, value in old._features.items():
-        after = _by_node(data, name, new._features[name])[: old.num_nodes]
+    for name, value in old.features.items():
+        after = _by_node(data, name, new.features[name])[: old.num_nodes]
         changed[: old.num_nodes] |= _differ(_by_node(data, name, value), after)
     return changed
 
@@ -408,10 +408,10 @@ def _check_grown(old: Graph, data: Data) -> Graph:
         raise InputError(
             f"the grown graph must begin with the {old.num_nodes} old nodes, in their order",
             got=f"{new.num_nodes} nodes",
-            fix="Keep nodes that are gone, without edges, or autoscale the model again.",
+            fix="Autoscale the model again if nodes were removed.",
         )
     for level, before, after in (
-        ("node", old._features, new._features),
+        ("node", old.features, new.features),
         ("edge", old.edge_attributes, new.edge_attributes),
     ):
         if before.keys() != after.keys():
