@@ -19,6 +19,7 @@ ORDER = [
     "graph",
     "history",
     "batch",
+    "cut",
     "loader",
     "baselines",
     "transfer",

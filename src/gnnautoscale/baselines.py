@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale.cut import Group, cut_attributes, hand_over
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph
-from gnnautoscale.loader import Group, HaloLoader, check_nodes, cut_attributes, hand_over
+from gnnautoscale.loader import HaloLoader, check_nodes
 
 #: A fan-out that takes all neighbours.
 ALL = -1

@@ -127,6 +127,7 @@ def from_file(
     path: str | Path,
     *,
     edges: str | Path | None = None,
+    features_file: str | Path | None = None,
     undirected: bool = False,
     max_features: int | None = None,
     split: int = 0,
@@ -134,8 +135,9 @@ def from_file(
     """A user's own graph, trained, validated and tested on as a whole.
 
     Args:
-        path: See `gnnautoscale.files.load_file`, also for ``edges``, ``undirected`` and ``max_features``.
+        path: See `gnnautoscale.files.load_file`, also for the other options.
         edges: The table of edges, for a table of nodes.
+        features_file: A ``.npy`` file of the features, which is memory-mapped.
         undirected: Add the reverse of every edge.
         max_features: Keep the first features only.
         split: Where the file has no split, the seed of a random one: 60% training, 20% validation, 20% test nodes.
@@ -149,7 +151,9 @@ def from_file(
         >>> dataset.name, dataset.num_classes, int(dataset.train.train_mask.sum())
         ('ring', 2, 3)
     """
-    data = files.load_file(path, edges=edges, undirected=undirected, max_features=max_features)
+    data = files.load_file(
+        path, edges=edges, features_file=features_file, undirected=undirected, max_features=max_features
+    )
     if "train_mask" not in data:
         n = data.num_nodes
         place = torch.randperm(n, generator=torch.Generator().manual_seed(split)) * 10

@@ -40,7 +40,12 @@ DATA_PARTS: list[Any] = [DataEdgeAttr, DataTensorAttr, GlobalStorage]
 
 
 def load_file(
-    path: str | Path, *, edges: str | Path | None = None, undirected: bool = False, max_features: int | None = None
+    path: str | Path,
+    *,
+    edges: str | Path | None = None,
+    features_file: str | Path | None = None,
+    undirected: bool = False,
+    max_features: int | None = None,
 ) -> Data:
     """Read a graph with N nodes, E edges and F features.
 
@@ -60,6 +65,8 @@ def load_file(
     Args:
         path: The file; its ending says which kind it is.
         edges: The table of edges, for a table of nodes.
+        features_file: A ``.npy`` file of ``x``, which the other file has none of then. It is memory-mapped, so that it
+            may be larger than the memory: pass ``keep=False`` to loaders of it.
         undirected: Add the reverse of every edge, with the same edge attributes, and keep one edge per ordered pair:
             the first in the file.
         max_features: Keep the first columns of ``x`` only.
@@ -82,6 +89,10 @@ def load_file(
     rule = "a node table (.csv, .parquet) comes with a table of edges, and no other file does"
     _need(paired, rule, f"{path.name} and edges={edges}", "Pass edges= with a node table, and only then.")
     arrays = _read(path) if edges is None else _tables(_read(path), _read(Path(edges)))
+    if features_file is not None:
+        given = ", ".join(name for name in arrays if name == "x" or name in SPARSE)
+        _need(not given, "x comes from one file", f"features_file and {given} in {path.name}", "Leave one out.")
+        arrays["x"] = _mapped(Path(features_file))
     return _assemble(arrays, undirected, max_features)
 
 
@@ -170,6 +181,18 @@ def _read(path: Path) -> dict[str, _Array]:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         fix = "Check the path, or write the file again."
         raise InputError(f"{path} must be a readable {kind} file", got=reason, fix=fix) from error
+
+
+def _mapped(path: Path) -> _Array:
+    """An array on disk, of which the system reads what is used; writing to it changes a copy in memory."""
+    try:
+        array: _Array = np.load(path, mmap_mode="c", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            "features_file must be a readable .npy file", got=f"{path} ({error})", fix="Write it with numpy.save."
+        ) from None
+    _need(array.dtype == np.float32, "features_file must hold float32", str(array.dtype), "Convert it once.")
+    return array
 
 
 def _archive(path: Path) -> dict[str, _Array]:
@@ -349,4 +372,4 @@ def _integers(name: str, column: _Array) -> _Array:
 def _floats(name: str, column: _Array) -> _Array:
     _need(column.dtype.kind in "fiub", f"{name} must be numbers", f"type {column.dtype}", "Convert or drop it.")
     with np.errstate(over="ignore"):  # what is too large becomes infinite, and that is refused
-        return column.astype(np.float32)
+        return column.astype(np.float32, copy=False)

@@ -5,92 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.batch import BatchInfo, BatchTensor, RowOrder
+from gnnautoscale.cut import Assembly, Group, Pieces, hand_over
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph
 from gnnautoscale.partition import check_labels, connectivity, partition
-
-# The parts of a batch.
-Group: TypeAlias = tuple[int, ...]
-
-
-class _Pieces(NamedTuple):
-    """A batch before it is wrapped: what workers hand over."""
-
-    n_id: Tensor
-    batch_size: int
-    e_id: Tensor
-    attributes: dict[str, Any]
-
-
-class _Assembly(Dataset[_Pieces]):
-    """Cuts batches out of a graph; runs in the main process or in workers."""
-
-    def __init__(self, data: Data, graph: Graph, members: list[Tensor], bidirectional: bool) -> None:
-        self.data = data
-        self.graph = graph
-        self.members = members
-        self.bidirectional = bidirectional
-        # Grouped here, once, so that workers do not each do it again.
-        _ = graph.incoming, graph.outgoing if bidirectional else None
-
-    def __len__(self) -> int:
-        return len(self.members)
-
-    def nodes(self, parts: Group) -> Tensor:
-        """The nodes of some parts, part by part, ``[num_nodes_in_parts]``."""
-        return torch.cat([self.members[part] for part in parts])
-
-    # Batches are kept for later, so they must be ordinary tensors even if the first use is inference only.
-    @torch.inference_mode(False)
-    def __getitem__(self, parts: Any) -> _Pieces:
-        nodes = self.nodes(parts)
-        target, source, e_id = self.graph.incoming.into(nodes)
-        neighbours = source
-        if self.bidirectional:
-            neighbours = torch.cat([source, self.graph.outgoing.into(nodes)[1]])
-        outside = neighbours[self.graph.locate(nodes, neighbours) < 0]
-        n_id = torch.cat([nodes, torch.unique(outside)])
-        edge_index = torch.stack([self.graph.locate(n_id, source), target])
-        return _Pieces(n_id, nodes.numel(), e_id, cut_attributes(self.data, n_id, e_id, edge_index))
-
-
-def cut_attributes(data: Data, n_id: Tensor, e_id: Tensor, edge_index: Tensor) -> dict[str, Any]:
-    """The attributes of a piece of a graph: rows of its nodes and edges, and everything else as it is.
-
-    Args:
-        data: The whole graph.
-        n_id: The piece's nodes, ``[num_rows]``.
-        e_id: The piece's edges, ``[num_edges]``.
-        edge_index: These edges as positions in ``n_id``, ``[2, num_edges]``.
-    """
-    attributes: dict[str, Any] = {}
-    for name, value in data:
-        if name == "edge_index":
-            attributes[name] = edge_index
-        elif isinstance(value, Tensor) and data.is_node_attr(name):
-            attributes[name] = _rows(data, name, value, n_id)
-        elif isinstance(value, Tensor) and data.is_edge_attr(name):
-            attributes[name] = _rows(data, name, value, e_id)
-        elif name != "num_nodes":
-            attributes[name] = value
-    return attributes
-
-
-def _rows(data: Data, name: str, value: Tensor, index: Tensor) -> Tensor:
-    return value.index_select(data.__cat_dim__(name, value), index.to(value.device))
-
-
-def hand_over(pieces: Any) -> Any:
-    """What a worker prepared, as it is: nothing is collated."""
-    return pieces
 
 
 class HaloLoader:
@@ -114,10 +40,10 @@ class HaloLoader:
         num_workers: Number of processes that prepare batches.
         bidirectional: Take nodes that edges from the batch point to into the halo as well. Layers that pass
             messages against the edges of a directed graph need it.
+        keep: Whether batches that come back unchanged (one part each, no shuffling, all parts at once, or few
+            drawings) are cut once and kept in host memory: changes of ``data`` after that are not seen. If not, they
+            are cut anew each time, so that memory-mapped features may be larger than the memory.
         cache_dir: Where METIS partitions are kept between runs.
-
-    Batches that come back unchanged (one part each, no shuffling, all parts at once, or few drawings) are cut once and
-    kept in host memory: changes of ``data`` after that are not seen.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -138,6 +64,7 @@ class HaloLoader:
         seed: int = 0,
         num_workers: int = 0,
         bidirectional: bool = False,
+        keep: bool = True,
         cache_dir: str | None = None,
     ) -> None:
         if not isinstance(data, Data):
@@ -173,11 +100,12 @@ class HaloLoader:
         self.shuffle = shuffle
         self.drawings = drawings
         self.num_workers = num_workers
+        self.keep = keep
         self.bidirectional = bidirectional
         self.seed = seed
         order = self.labels.argsort(stable=True)
         members = list(torch.split(order, torch.bincount(self.labels).tolist()))
-        self._assembly = _Assembly(data, self.graph, members, bidirectional)
+        self._assembly = Assembly(data, self.graph, members, bidirectional)
         #: The order in which histories keep rows of this loader's nodes.
         self.row_order = RowOrder.of(order)
         self._generator = torch.Generator().manual_seed(seed)
@@ -262,7 +190,8 @@ class HaloLoader:
     @property
     def is_fixed(self) -> bool:
         """Whether the same batches come back, in whatever order."""
-        return not self.shuffle or self.drawings is not None or self.batch_size in (1, self.num_parts)
+        same = not self.shuffle or self.drawings is not None or self.batch_size in (1, self.num_parts)
+        return same and self.keep
 
     @property
     def num_batches(self) -> int:
@@ -279,7 +208,7 @@ class HaloLoader:
             >>> len(list(loader.in_order()))
             2
         """
-        return handed_out(self._batches(self._grouped(torch.arange(self.num_parts)), keep=True))
+        return handed_out(self._batches(self._grouped(torch.arange(self.num_parts)), keep=self.keep))
 
     def _batches(self, groups: list[Group], *, keep: bool) -> Iterator[ReadyBatch]:
         # Decided now: another iteration may add to what is ready while this one goes on.
@@ -296,7 +225,7 @@ class HaloLoader:
                 self._ready[group] = batch
             yield batch
 
-    def _fetched(self, groups: list[Group]) -> Iterator[_Pieces]:
+    def _fetched(self, groups: list[Group]) -> Iterator[Pieces]:
         yield from DataLoader(
             self._assembly,
             sampler=groups,
@@ -326,7 +255,7 @@ class HaloLoader:
         nodes = check_nodes(nodes, self.graph.num_nodes)
         if torch.unique(nodes).numel() != nodes.numel():
             raise InputError("a batch holds each node once", got="the same node twice", fix="Pass torch.unique(nodes).")
-        single = _Assembly(self.data, self.graph, [nodes], self._assembly.bidirectional)
+        single = Assembly(self.data, self.graph, [nodes], self._assembly.bidirectional)
         return self._wrap(single[(0,)]).tagged_copy()
 
     def over(self, data: Data, parts: Tensor) -> HaloLoader:
@@ -345,10 +274,11 @@ class HaloLoader:
             seed=self.seed,
             num_workers=self.num_workers,
             bidirectional=self.bidirectional,
+            keep=self.keep,
         )
 
     @torch.inference_mode(False)
-    def _wrap(self, pieces: _Pieces) -> ReadyBatch:
+    def _wrap(self, pieces: Pieces) -> ReadyBatch:
         batch = Data.from_dict(pieces.attributes)
         batch.num_nodes = pieces.n_id.numel()
         # Copies, since a user may write into the batch's.

@@ -50,7 +50,7 @@ class WithHistories:
         #: Whether the training graph is evaluated in one pass, which a GPU captures.
         self.at_once = evaluate_parts == 1
         if evaluate_parts is not None:
-            made = {loader: HaloLoader(loader.data, evaluate_parts) for loader in loaders.values()}
+            made = {loader: HaloLoader(loader.data, evaluate_parts, keep=loader.keep) for loader in loaders.values()}
             self._exact_loaders = {split: made[loader] for split, loader in loaders.items()}
         self.connectivity = self._loader.connectivity
         #: Number of batches of this epoch that are done.
@@ -293,6 +293,7 @@ def halo_loaders(
     seed: int,
     num_workers: int,
     cache_dir: str | None,
+    keep: bool,
     labels: Tensor | None = None,
 ) -> dict[str, HaloLoader]:
     """A loader for each split; splits of the same graph share one. The parts of the training graph may be given."""
@@ -312,6 +313,7 @@ def halo_loaders(
                 drawings=drawings if train else None,
                 seed=seed,
                 num_workers=num_workers,
+                keep=keep,
                 cache_dir=cache_dir,
             )
     graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}

@@ -32,8 +32,8 @@ from gnnautoscale.result import Epoch, FitResult
 
 # Options that say how fast or how long to train, not what is trained: they may change when a run goes on.
 _FREE = {
-    "epochs", "patience", "storage", "history_dir", "batches_on", "capture", "device", "num_workers", "cache_dir",
-    "checkpoint_dir", "checkpoint_every", "resume",
+    "epochs", "patience", "storage", "history_dir", "batches_on", "keep_batches", "capture", "device", "num_workers",
+    "cache_dir", "checkpoint_dir", "checkpoint_every", "resume",
 }  # fmt: skip
 _SAME_DATA = "Use the data that the run began with."
 

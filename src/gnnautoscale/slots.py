@@ -160,7 +160,9 @@ class Memory:
         self.num_nodes = num_nodes
         self.storage = storage
         self.dtype = dtype
-        self.folder = Folder(Path(folder)) if isinstance(folder, (str, Path)) else folder
+        self.folder = folder if isinstance(folder, Folder) else None
+        if isinstance(folder, (str, Path)) and storage in ("disk", "auto"):
+            self.folder = Folder(Path(folder))
         self.medium: Medium | None = None if storage == "auto" else storage
         self.why = "this was asked for"
         self._prepared = False
@@ -210,8 +212,10 @@ class Memory:
         if self.medium is None:
             self.medium, self.why = choose_medium(needed, device, disk=self.folder is not None)
             self._transfer = None  # there was none that mattered
-        if self.medium == "disk" and self.folder is not None:
+        if self.folder is not None and self.medium == "disk":
             self.folder.check_space(needed)
+        elif self.folder is not None:
+            self.folder.close()  # another run may have it
 
     def row_order(self, info: BatchInfo) -> RowOrder:
         """The order of the rows in all histories: that of the loader whose batch came first."""

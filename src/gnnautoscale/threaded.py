@@ -111,6 +111,7 @@ class Threaded(Transfer):
             # If that step did not come to its end, the file has the right rows.
             fresh = read.before is not None and self._recent_of.get(slot) is read.before
             self._arrive(slot, *(places, rows) if fresh else _nothing())
+        self._recent_of.clear()  # until this step comes to its end
         self._staged = set(histories)
         if self._on_gpu:
             self._free_to_read[self._side] = self._mark()

@@ -59,6 +59,7 @@ def fit(
     history_dtype: HistoryDtype = "same",
     precision: Precision = "float32",
     batches_on: Placement = "auto",
+    keep_batches: bool = True,
     capture: bool = True,
     device: str = "cpu",
     num_workers: int = 0,
@@ -115,6 +116,8 @@ def fit(
         precision: Of matrix products: "float32", "tf32" (on a GPU), or "bfloat16" (autocast).
         batches_on: Where a GPU's batches live: on the "device", in "host" memory from where they are copied ahead, or
             "auto" for the device if they fit. Parts that are drawn into new batches every epoch are always copied.
+        keep_batches: Whether batches that come back are cut once and kept in host memory. If not, features may be
+            memory-mapped and larger than the memory; steps are not captured then.
         capture: Whether a GPU's training steps are captured as CUDA graphs where that is possible.
         device: Where to compute, such as "cpu" or "cuda".
         num_workers: Number of processes that prepare batches.
@@ -173,7 +176,7 @@ def fit(
         labels = None if checkpoint is None else labels_of(checkpoint, dataset.train.num_nodes)
         with clock("partition"):
             loaders = halo_loaders(
-                dataset, parts, batch_size, partition, drawings, seed, num_workers, cache_dir, labels
+                dataset, parts, batch_size, partition, drawings, seed, num_workers, cache_dir, keep_batches, labels
             )
         loader = loaders["train"]
         if checkpoint is not None:
@@ -218,9 +221,12 @@ def fit(
             if stop.is_set() or (checkpoint_steps is not None and run.batches % checkpoint_steps == 0):
                 save()
 
-        for number in range(len(result.epochs) + 1, epochs + 1):
-            if patience is not None and result.evaluations_since_best >= patience:
-                break
+        def is_done() -> bool:
+            enough = patience is not None and result.evaluations_since_best >= patience
+            return enough or len(result.epochs) >= epochs
+
+        while not is_done():
+            number = len(result.epochs) + 1
             model.train()
             learning_rate = float(optimizer.param_groups[0]["lr"])
             start = clock.total("train")
@@ -248,7 +254,7 @@ def fit(
                 rate.step(scores.get("val"))
             if callback is not None:
                 callback(result.epochs[-1])
-            if stop.is_set() or checkpoint_steps is None or number == epochs:
+            if stop.is_set() or checkpoint_steps is None or is_done():
                 with helped():
                     save()
         result.how, result.storage = way.how, way.storage

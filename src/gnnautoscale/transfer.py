@@ -182,7 +182,9 @@ class Ahead(Transfer):
         self.reserve(max(b.batch_size for b in batches), max(b.num_halo for b in batches), histories)
         self._wait(self._main, self._pushes)  # the last step's rows are in their histories, its buffers free
         self._wait(self._main, self._pulls)  # what was pulled ahead is there
-        ahead = self._ahead if self._ahead_for is info else {}
+        # Rows that the step before should have written are not there if it did not come to its end.
+        ended = self._current_side != self._side_left
+        ahead = self._ahead if self._ahead_for is info and ended else {}
         self._info, self._order, self._staged = info, order, set(histories)
         self._copied = {batch: self._copy_of(batch) for batch in batches if order not in batch.placed}
         # Where it was placed if it was, since a captured step reads it there.
@@ -190,10 +192,8 @@ class Ahead(Transfer):
             batch: self._copied[batch] if batch in self._copied else batch.placed[order] for batch in batches
         }
         self._to_push.clear()
-        if ahead:
-            self._take_side(1 - self._current_side)
-        else:
-            self._take_side(self._side_left)
+        self._current_side = self._side_left
+        if not ahead:
             self._shared[self._current_side].fill_(-1)
         self._stage({slot: histories[slot] for slot in histories if slot not in ahead}, info, self._current_side)
         self._following, self._ahead_for, self._ahead = following, None, dict(histories)
@@ -210,12 +210,6 @@ class Ahead(Transfer):
             _locate(self._index[following][following.batch_size :], self._rows(self._current).runs, shared)
             self._stage(self._ahead, following, side, shared)
         self._following, self._ahead_for = None, following
-
-    def _take_side(self, side: int) -> None:
-        self._current_side = side
-        if side != self._side_left:  # a step did not come to its end
-            self._side.fill_(side)
-            self._side_left = side
 
     def _stage(self, histories: Mapping[str, History], info: BatchInfo, side: int, skip: Tensor | None = None) -> None:
         """Read a batch's halo into a table."""

@@ -50,6 +50,7 @@ class Option:
 DATA = [
     Option("data", str, "A data set's name, or a file: .npz, .pt, or a table of nodes (.csv, .parquet).", "Data"),
     Option("edges", str, "The table of edges that belongs to a table of nodes.", "Data"),
+    Option("features_file", str, "A .npy file of features, which may be larger than the memory.", "Data"),
     Option("root", str, "Where the published data sets are kept.", "Data", "data"),
     Option("split", int, "Number of the split where a data set has several; each run takes the next.", "Data", 0),
     Option("undirected", bool, "Add the reverse of every edge of a file.", "Data"),
@@ -61,7 +62,7 @@ DATA = [
     Option("classes", int, "Number of classes of communities.", "Data"),
     Option("homophily", float, "Share of edges inside a community.", "Data"),
 ]
-FILE_OPTIONS = ("edges", "undirected", "max_features")
+FILE_OPTIONS = ("edges", "features_file", "undirected", "max_features")
 GENERATOR_OPTIONS = ("graphs", "nodes", "degree", "features", "classes", "homophily")
 
 

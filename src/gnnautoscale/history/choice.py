@@ -102,8 +102,8 @@ def _number(file: Path) -> int | None:
 
 def _statistic(file: Path, name: str) -> int:
     try:
-        lines = (line.split() for line in file.read_text().splitlines())
-        return next((int(line[1]) for line in lines if line[0] == name), 0)
+        lines = (line.partition(" ") for line in file.read_text().splitlines())
+        return next((int(value) for key, _, value in lines if key == name), 0)
     except OSError:
         return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import re
@@ -85,10 +86,11 @@ class DiskHistory(History):
         if not index.numel():
             return
         first = index.numpy() * self._row_bytes
-        for piece in _PIECES:
+        for size in _PIECES:
+            piece = size * -(-self._row_bytes // size)  # no row lies in more than two
             touched = np.unique(np.concatenate([first // piece, (first + self._row_bytes - 1) // piece]))
             ends = np.flatnonzero(np.diff(touched) > 1)
-            if ends.size < _MOST_PIECES or piece == _PIECES[-1]:
+            if ends.size < _MOST_PIECES:
                 break
         starts = touched[np.concatenate([[0], ends + 1])]
         lengths = touched[np.concatenate([ends, [touched.size - 1]])] - starts + 1
@@ -155,6 +157,15 @@ def _write_all(file: int, data: Any, start: int) -> None:
         view, start = view[written:], start + written
 
 
+def _locked(file: int) -> bool:
+    """Try to lock a file for this process alone."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 def _remove(path: Path, file: int, owner: int) -> None:
     """Close a file and remove it, unless another one has taken its place, or this is a fork of its process."""
     with contextlib.suppress(OSError):
@@ -188,14 +199,14 @@ class Folder:
                 "the folder of histories must be writable", got=f"{path} ({error.strerror})", fix="Choose another one."
             ) from None
         self._unlock = weakref.finalize(self, os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _locked(lock):
+            gc.collect()  # it may be a model of this process that nobody uses any more
+        if not _locked(lock):
             raise InputError(
                 "a folder of histories belongs to one run at a time",
                 got=f"{path}, which another run is using",
                 fix="Wait for it to end, or choose another folder.",
-            ) from None
+            )
         for left in path.glob(f"*{_SUFFIX}"):
             left.unlink(missing_ok=True)
         self._used: dict[str, int] = {}
