@@ -92,6 +92,32 @@ def test_steps_are_printed_written_and_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_every_medium_and_precision_is_timed(tmp_path: Path) -> None:
+    printed = call("storage", str(tmp_path / "rows"), *FLAGS, "--layers", "3", "--epochs", "1", "--json")
+    rows = {row["histories"]: row for row in json.loads(printed)["rows"]}
+    assert list(rows) == list(bench.MEDIA)
+    near = rows["host float32"]
+    assert near["to host"] == 1.0
+    # Two histories of 8 values for 300 nodes; a step moves the rows of 20 nodes of a batch and 20 of its halo.
+    assert near["history"] == 2 * 300 * 8 * 4
+    assert near["megabytes"] == pytest.approx(2 * 40 * 8 * 4 / 1e6)
+    assert rows["disk bfloat16"]["history"] == near["history"] / 2
+    assert rows["disk int8"]["history"] == 2 * 300 * 16  # 4 bytes of scale, 8 values, and room to 16
+    assert all(row["milliseconds"] > 0 for row in rows.values())
+    assert not list((tmp_path / "rows").glob("*.rows"))
+
+
+def test_the_hidden_share_compares_with_no_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    times = dict.fromkeys(bench.MEDIA, 3.0) | {"device float32": 1.0, "host float32": 2.0, "host float32, serial": 5.0}
+    left = iter(times.values())
+    monkeypatch.setattr(bench, "time_epochs", lambda *_, **__: {"step": next(left) / 1e3})
+    rows = {row["histories"]: row for row in bench.bench_storage(SMALL, 1.0, CPU, tmp_path)}
+    assert rows["host float32"]["overlap"] == pytest.approx(0.75)
+    assert rows["disk float32"]["overlap"] == pytest.approx(0.0)
+    assert rows["disk int8"]["overlap"] is None
+    assert rows["disk int8"]["to host"] == pytest.approx(1.5)
+
+
 def test_epochs_are_printed_as_json() -> None:
     found = json.loads(call("epoch", "--device", "cpu", "--parts", "3", "--part-nodes", "50", "--width", "4", "--json"))
     assert found["setup"]["nodes"] == 150

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -31,24 +33,24 @@ TINY = ["--data", "communities", "--nodes", "60", "--degree", "4", "--features",
 FAST = ["--epochs", "2", "--parts", "4"]
 
 
-def call(*arguments: str) -> Any:
+def call(*arguments: str | Path) -> Any:
     """Run the command; what it raises is in the result."""
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
-def done(*arguments: str) -> Any:
+def done(*arguments: str | Path) -> Any:
     result = call(*arguments)
     if result.exception is not None:
         raise result.exception
     return result
 
 
-def answer(*arguments: str) -> Any:
+def answer(*arguments: str | Path) -> Any:
     """What the command says with --json."""
     return json.loads(done(*arguments, "--json").stdout)
 
 
-def refused(*arguments: str) -> str:
+def refused(*arguments: str | Path) -> str:
     """The sentence that the command is refused with."""
     result = call(*arguments)
     assert isinstance(result.exception, InputError), (result.exception, result.output)
@@ -743,3 +745,59 @@ def test_help_is_there(command: str) -> None:
     assert "--json" in result.stdout
     for name, flag in flags_of(command).items():
         assert flag.help, name
+
+
+# Checkpoints and storage #############################################################################################
+
+
+def test_a_resumed_run_prints_what_an_uninterrupted_one_does(tmp_path: Path) -> None:
+    whole = answer("train", *TINY, "--epochs", "4", "--parts", "4")["runs"][0]
+    folder = str(tmp_path / "run")
+    done("train", *TINY, "--epochs", "2", "--parts", "4", "--checkpoint-dir", folder)
+    resumed = answer("train", *TINY, "--epochs", "4", "--parts", "4", "--checkpoint-dir", folder, "--resume", folder)
+    assert [epoch["loss"] for epoch in resumed["runs"][0]["epochs"]] == [epoch["loss"] for epoch in whole["epochs"]]
+    assert resumed["runs"][0]["scores"] == whole["scores"]
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+
+    def interrupted(*_: Any, callback: Callable[[Any], None], **options: Any) -> Any:
+        def stop(epoch: Any) -> None:
+            callback(epoch)
+            if epoch.number == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return fit(*_, callback=stop, **options)
+
+    monkeypatch.setattr(cli, "fit", interrupted)
+    result = call("train", *TINY, "--epochs", "9", "--parts", "4", "--checkpoint-dir", folder)
+    assert result.exit_code == 130
+    assert f"--resume {folder} goes on from checkpoint-000000008.safetensors" in result.stderr.replace("\n", "")
+
+
+def test_checkpoints_are_of_one_run(tmp_path: Path) -> None:
+    assert "checkpoints are of one run" in refused("train", *TINY, *FAST, "--runs", "2", "--checkpoint-dir", tmp_path)
+
+
+def test_the_chosen_storage_is_said(tmp_path: Path) -> None:
+    result = done("train", *TINY, *FAST, "--storage", "auto", "--history-dir", tmp_path)
+    assert "histories: device: histories take " in result.stderr
+    run = answer("train", *TINY, *FAST, "--storage", "disk", "--history-dir", tmp_path)["runs"][0]
+    assert run["storage"] == "disk: this was asked for"
+
+
+def test_features_come_from_a_file_of_their_own(tmp_path: Path) -> None:
+    whole = archive(tmp_path / "whole.npz")
+    arrays = dict(np.load(whole))
+    np.save(tmp_path / "x.npy", arrays.pop("x").astype(np.float32))
+    np.savez(tmp_path / "graph.npz", **arrays)
+    apart: list[str | Path] = [
+        "--data",
+        tmp_path / "graph.npz",
+        "--features-file",
+        tmp_path / "x.npy",
+        "--no-keep-batches",
+    ]
+    expected = answer("train", "--data", whole, *FAST)["runs"][0]
+    assert answer("train", *apart, *FAST)["runs"][0]["scores"] == expected["scores"]

@@ -349,3 +349,32 @@ def test_wordnet() -> None:
     assert data.is_undirected()
     assert int(data.y.max()) == 44
     check_data(data)
+
+
+def test_features_may_lie_in_a_mapped_file_of_their_own(tmp_path: Path) -> None:
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
+    np.save(tmp_path / "x.npy", x)
+    np.savez(tmp_path / "graph.npz", edge_index=[[0, 1], [1, 2]], y=[0, 1, 1])
+    data = load_file(tmp_path / "graph.npz", features_file=tmp_path / "x.npy")
+    assert torch.equal(data.x, torch.from_numpy(x))
+    with (tmp_path / "x.npy").open("r+b") as stream:  # what is mapped follows the file
+        stream.seek(-4, 2)
+        stream.write(np.float32(9.0).tobytes())
+    assert data.x[2, 1] == 9.0
+    data.x[0, 0] = 7.0
+    assert np.load(tmp_path / "x.npy")[0, 0] == 0.0
+
+
+def test_odd_files_of_features_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "both.npz", edge_index=[[0], [1]], y=[0, 1], x=np.eye(2))
+    np.savez(tmp_path / "graph.npz", edge_index=[[0], [1]], y=[0, 1])
+    np.save(tmp_path / "x.npy", np.eye(2))
+    (tmp_path / "text.npy").write_text("no array")
+    for graph, features, message in (
+        ("both", "x", "x comes from one file"),
+        ("graph", "x", "must hold float32, but got float64"),
+        ("graph", "text", "a readable .npy file"),
+        ("graph", "missing", "a readable .npy file"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_file(tmp_path / f"{graph}.npz", features_file=tmp_path / f"{features}.npy")

@@ -447,3 +447,15 @@ def test_odd_drawings_are_refused(drawings: Any, shuffle: bool) -> None:
 def test_one_part_per_batch_needs_no_drawings() -> None:
     loader = HaloLoader(undirected_graph(20, 40), 4, shuffle=True, drawings=5)
     assert loader.num_batches == 4
+
+
+def test_batches_that_are_not_kept_are_cut_anew() -> None:
+    data = undirected_graph()
+    loader = HaloLoader(data, 4, keep=False)
+    assert not loader.is_fixed
+    before = [batch.x.clone() for batch in loader]
+    data.x += 1.0
+    for batch, earlier in zip(loader, before, strict=True):
+        assert torch.equal(batch.x, earlier + 1.0)
+    for batch in loader.in_order():
+        assert torch.equal(batch.x, data.x[batch.n_id])
