@@ -7,8 +7,9 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/gas demo
 
+# Several processes of one thread each: these graphs are too small to gain from threads.
 test: lint types
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
 
 lint: .venv/installed
 	$(BIN)/ruff check .

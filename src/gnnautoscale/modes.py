@@ -105,6 +105,8 @@ class WithHistories:
         """What is needed to go on from here, also in the middle of an epoch: histories, parts, order and loss."""
         memory = attached(self._model).memory
         memory.settle()
+        if self._engine.on_gpu:
+            torch.cuda.synchronize()  # the host itself reads rows that the GPU has written
         return {
             "graph": self._key,
             "labels": self._loader.labels,
