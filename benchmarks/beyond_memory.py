@@ -50,7 +50,7 @@ def train(storage: str, folder: str | None, cache: str, sizes: dict[str, int]) -
         # The first epoch makes the files and cuts the batches.
         "step": sum(epoch.seconds for epoch in result.epochs[1:]) / (sizes["parts"] * (sizes["epochs"] - 1)),
         "seconds": time.perf_counter() - start,
-        "most_own_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "most_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
@@ -100,7 +100,7 @@ def main() -> None:
             print(
                 f"{name}: histories {row['history_bytes'] / 1e9:.2f} GB, limit {sizes['limit'] / 1e9:.2f} GB, step "
                 f"{1e3 * row['step']:.1f} ms, loss {row['loss'][-1]:.4f}, resident at most "
-                f"{row['most_own_memory'] / 1e9:.2f} GB"
+                f"{row['most_resident'] / 1e9:.2f} GB"
             )
     near, far = rows["host memory, no limit"], rows["disk, limited"]
     if "step" in near and "step" in far:

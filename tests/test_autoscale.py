@@ -27,6 +27,7 @@ from conftest import (
     undirected_graph,
     whole,
 )
+from gnnautoscale import slots
 from gnnautoscale.autoscale import attached
 from gnnautoscale.errors import InputError, UnsupportedModelError
 
@@ -712,3 +713,14 @@ def test_a_compiled_model_is_refused(how: str) -> None:
         model.convs[0].compile(backend="eager")
     with pytest.raises(gas.UnsupportedModelError, match=r"torch\.compile has wrapped"):
         gas.autoscale(model, undirected_graph())
+
+
+def test_histories_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.")
+
+    data = undirected_graph()
+    model = gas.autoscale(gcn(), data)
+    monkeypatch.setattr(slots, "open_history", no_room)
+    with pytest.raises(InputError, match=r"device memory must have room.*99 bytes.*'convs.0'.*storage='disk'"):
+        gas.refresh(model, gas.HaloLoader(data, 3))

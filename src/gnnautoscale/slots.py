@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnautoscale.batch import BatchInfo, RowOrder
+from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph
 from gnnautoscale.history import (
     Folder,
@@ -271,7 +272,16 @@ class Memory:
         if self.medium is None:
             raise RuntimeError("where histories live is decided before there are any")
         path = self.folder.file(slot) if self.medium == "disk" and self.folder is not None else None
-        self.histories[slot] = open_history(self.medium, self.num_nodes, width, dtype, device=device, path=path)
+        try:
+            self.histories[slot] = open_history(self.medium, self.num_nodes, width, dtype, device=device, path=path)
+        except RuntimeError as error:  # what PyTorch raises for lack of memory, on a GPU as a kind of its own
+            if "memory" not in str(error):
+                raise
+            raise InputError(
+                f"{self.medium} memory must have room for all histories",
+                got=f"{str(error).splitlines()[0]} for '{slot}', {self.num_nodes} rows of {width} {dtype} values",
+                fix="Use storage='disk' (or 'host' if this was a GPU's memory), or a smaller history_dtype.",
+            ) from error
 
 
 def check_finite(slot: str, rows: Tensor, info: BatchInfo) -> None:
