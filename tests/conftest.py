@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -151,6 +152,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays, and need not be looked through whenever training collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

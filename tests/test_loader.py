@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped
 
 from conftest import directed_ring, odd_graph, undirected_graph, with_attributes
 from gnnautoscale.batch import BatchTensor
+from gnnautoscale.checkpoint import join_tensors, split_tensors
 from gnnautoscale.errors import InputError
 from gnnautoscale.loader import HaloLoader
 
@@ -459,3 +462,86 @@ def test_batches_that_are_not_kept_are_cut_anew() -> None:
         assert torch.equal(batch.x, earlier + 1.0)
     for batch in loader.in_order():
         assert torch.equal(batch.x, data.x[batch.n_id])
+
+
+# States ##############################################################################################################
+
+WAYS: dict[str, dict[str, Any]] = {
+    "in order": {"batch_size": 2},
+    "single parts": {"shuffle": True},
+    "shuffled": {"shuffle": True, "batch_size": 3},
+    "all at once": {"shuffle": True, "batch_size": 8},
+    "drawings": {"shuffle": True, "batch_size": 3, "drawings": 2},
+}
+
+
+def made(way: str) -> HaloLoader:
+    return HaloLoader(undirected_graph(), parts=torch.arange(40) % 8, seed=3, **WAYS[way])
+
+
+def through_json(state: dict[str, Any]) -> dict[str, Any]:
+    plain_values, tensors = split_tensors("loader", state)
+    joined: dict[str, Any] = join_tensors(json.loads(json.dumps(plain_values)), tensors)
+    return joined
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("before", [0, 1, 2, 4])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_loader_goes_on_between_epochs(way: str, before: int, ahead: bool) -> None:
+    loader, other = made(way), made(way)
+    for _ in range(before):
+        epoch(loader)
+    if ahead:  # what the next epoch begins with is known already
+        loader.first_of_next_epoch()
+    state = through_json(loader.state_dict())
+    expected = [epoch(loader) for _ in range(4)]
+    epoch(other)
+    other.load_state_dict(state)
+    assert [epoch(other) for _ in range(4)] == expected
+    # The same loader can go back, too.
+    loader.load_state_dict(state)
+    assert [epoch(loader) for _ in range(4)] == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("before", [0, 1, 3])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_loader_goes_on_in_the_middle_of_an_epoch(way: str, before: int, ahead: bool) -> None:
+    for done in range(1, len(made(way)) + 1):
+        loader, other = made(way), made(way)
+        for _ in range(before):
+            epoch(loader)
+        batches = iter(loader)
+        for _ in islice(batches, done):
+            pass
+        if ahead:
+            loader.first_of_next_epoch()
+        state = through_json(loader.state_dict(done))
+        left = [tuple(nodes_of(batch)) for batch in batches]
+        assert len(left) == len(loader) - done
+        expected = [left, *(epoch(loader) for _ in range(3))]
+        other.load_state_dict(state)
+        # A state of what has not gone on yet is the same.
+        assert json.dumps(split_tensors("", other.state_dict(done))[0]) == json.dumps(split_tensors("", state)[0])
+        sweeps = [tuple(nodes_of(batch)) for batch in other.in_order()]
+        assert sorted(sum(sweeps, ())) == list(range(40))
+        assert [epoch(other) for _ in range(4)] == expected
+
+
+def test_a_state_is_not_changed_by_later_epochs() -> None:
+    loader = made("drawings")
+    state = loader.state_dict()
+    first = [epoch(loader) for _ in range(5)]
+    loader.load_state_dict(state)
+    assert [epoch(loader) for _ in range(5)] == first
+
+
+def test_workers_do_not_change_what_a_state_leads_to() -> None:
+    loader, other = made("shuffled"), made("shuffled")
+    other.num_workers = 1
+    epoch(loader)
+    state = loader.state_dict()
+    expected = epoch(loader)
+    other.load_state_dict(state)
+    assert epoch(other) == expected

@@ -440,6 +440,9 @@ def test_a_model_that_writes_into_its_input_spoils_nothing(baseline: str) -> Non
         ("refresh_every", "epoch"),
         ("refresh_every", 3),
         ("evaluation", "histories"),
+        ("drawings", 2),
+        ("checkpoint_dir", "somewhere"),
+        ("resume", "somewhere"),
     ],
 )
 def test_baselines_refuse_what_belongs_to_histories(baseline: str, name: str, value: Any) -> None:
@@ -827,7 +830,8 @@ def test_an_epoch_may_pass_without_a_step(schedule: str) -> None:
         ("partition", "louvain"),
         ("schedule", "linear"),
         ("evaluation", "sampled"),
-        ("storage", "disk"),
+        ("storage", "tape"),
+        ("storage", "disk"),  # without a folder
         ("parts", 0),
         ("parts", 2.5),
         ("batch_size", 0),
@@ -859,6 +863,14 @@ def test_an_epoch_may_pass_without_a_step(schedule: str) -> None:
         ("refresh_every", 1.5),
         ("refresh_every", True),
         ("refresh_every", "²"),
+        ("checkpoint_every", "never"),
+        ("checkpoint_every", "steps"),
+        ("checkpoint_every", 0),
+        ("checkpoint_every", "0"),
+        ("checkpoint_every", -1),
+        ("checkpoint_every", 2.5),
+        ("checkpoint_every", True),
+        ("checkpoint_every", None),
         ("device", "nowhere"),
     ],
 )
@@ -868,6 +880,17 @@ def test_impossible_options_are_refused_before_anything_else(name: str, value: A
         # Data that would be refused too: options are looked at first.
         fit(model, Data(), **{name: value})
     assert not hasattr(model, "_autoscaler")
+
+
+def test_histories_on_disk_need_a_folder() -> None:
+    with pytest.raises(gas.InputError, match=r"need a folder, but got storage='disk' without history_dir"):
+        fit(gcn(), Data(), storage="disk")
+
+
+@pytest.mark.parametrize("every", ["epoch", 1, 7, "7"])
+def test_checkpoints_are_written_after_epochs_or_steps(every: Any) -> None:
+    with pytest.raises(gas.InputError, match="x must"):  # the options are fine
+        fit(gcn(), Data(), checkpoint_every=every)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can be used here")

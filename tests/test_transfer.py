@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -19,6 +19,8 @@ from gnnautoscale.transfer import Ahead, Direct, Transfer, _locate
 
 SLOTS = ("first", "second")
 WIDTH = 64
+
+precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
 
 
 def slow(cycles: int) -> None:
@@ -38,12 +40,26 @@ class SlowHistory(HostHistory):
         slow(self.delay)
         super().read_together(others, index, outs, skip=skip)
 
-    def push(self, rows: Tensor, where: Tensor, runs: Runs | None = None) -> None:
+    def write(self, raw: Tensor, where: Tensor, runs: Runs | None = None) -> None:
         slow(self.delay)
-        super().push(rows, where, runs)
+        super().write(raw, where, runs)
 
 
-def disagreements(transfer: Transfer, device: torch.device, *, steps: int, seed: int) -> int:
+class OpenSlow(Protocol):
+    """Opens a history that has a ``delay``."""
+
+    def __call__(self, num_nodes: int, width: int, dtype: torch.dtype, *, pinned: bool) -> Any: ...
+
+
+def disagreements(
+    transfer: Transfer,
+    device: torch.device,
+    *,
+    steps: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    open_slow: OpenSlow = SlowHistory,
+) -> int:
     """Run random steps against plain tensors; returns how many pulls differ.
 
     Steps are announced rightly, wrongly or not at all, sometimes a layer is run twice, and sometimes histories are
@@ -55,12 +71,14 @@ def disagreements(transfer: Transfer, device: torch.device, *, steps: int, seed:
     batches = [batch.edge_index.info for batch in loader]
     order = batches[0].order
     truth = {slot: torch.zeros(400, WIDTH) for slot in SLOTS}
-    histories = {slot: SlowHistory(400, WIDTH, torch.float32, pinned=device.type == "cuda") for slot in SLOTS}
+    histories = {slot: open_slow(400, WIDTH, dtype, pinned=device.type == "cuda") for slot in SLOTS}
     for info in batches:
         info.placed[order] = order.rows(info).index.to(device)  # so that nothing reads what is no index yet
     # Made ahead, since a copy to the GPU would wait for it.
     fresh = {(step, slot): torch.randn(400, WIDTH, generator=generator) for step in range(steps) for slot in SLOTS}
     fresh_there = {key: rows.to(device) for key, rows in fresh.items()}
+    codec = histories["first"].codec  # rounds on the same device, which may divide differently from another
+    kept = {key: codec.decode(codec.encode(rows), torch.float32).cpu() for key, rows in fresh_there.items()}
     row_of = order.row_of.to(device)
     checks: list[tuple[Tensor, Tensor]] = []
     info = random.choice(batches)
@@ -85,7 +103,7 @@ def disagreements(transfer: Transfer, device: torch.device, *, steps: int, seed:
                 full = transfer.exchange(slot, histories[slot], computed, push=not again).clone()
                 checks.append((full, torch.cat([rows, truth[slot][info.halo]])))
             truth[slot] = truth[slot].clone()
-            truth[slot][info.nodes] = rows
+            truth[slot][info.nodes] = kept[step, slot][: info.batch_size]
         if random.random() < 0.1 and step:
             transfer.begin(info, order, histories)  # a step that did not come to its end is made again
             for slot in SLOTS:
@@ -96,7 +114,7 @@ def disagreements(transfer: Transfer, device: torch.device, *, steps: int, seed:
         if random.random() < 0.1:
             transfer.settle()
             histories["first"].push(fresh_there[step, "second"], row_of)
-            truth["first"] = fresh[step, "second"]
+            truth["first"] = kept[step, "second"]
         info.upcoming = None
         info = following
     wrong = sum(not torch.equal(full.cpu(), expected) for full, expected in checks)
@@ -108,8 +126,10 @@ def disagreements(transfer: Transfer, device: torch.device, *, steps: int, seed:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_direct_transfers_are_exact(seed: int) -> None:
-    assert disagreements(Direct(torch.device("cpu")), torch.device("cpu"), steps=30, seed=seed) == 0
+@precisions
+def test_direct_transfers_are_exact(seed: int, dtype: torch.dtype) -> None:
+    cpu = torch.device("cpu")
+    assert disagreements(Direct(cpu), cpu, steps=30, seed=seed, dtype=dtype) == 0
 
 
 class Line:
@@ -133,18 +153,26 @@ def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_streams")
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_pulled_ahead_is_exact(seed: int) -> None:
+@precisions
+def test_what_is_pulled_ahead_is_exact(seed: int, dtype: torch.dtype) -> None:
     """The bookkeeping alone."""
     cpu = torch.device("cpu")
-    assert disagreements(Ahead(cpu), cpu, steps=60, seed=seed) == 0
+    assert disagreements(Ahead(cpu), cpu, steps=60, seed=seed, dtype=dtype) == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [Direct, Ahead])
-@pytest.mark.parametrize("seed", range(5))
-def test_transfers_on_a_gpu_are_exact_in_any_interleaving(kind: Callable[..., Transfer], seed: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "seed"),
+    [(torch.float32, seed) for seed in range(5)]
+    + [(dtype, seed) for dtype in (torch.int8, torch.float8_e4m3fn) for seed in range(2)],
+    ids=str,
+)
+def test_transfers_on_a_gpu_are_exact_in_any_interleaving(
+    kind: Callable[..., Transfer], dtype: torch.dtype, seed: int
+) -> None:
     device = torch.device("cuda", 0)
-    assert disagreements(kind(device), device, steps=60, seed=seed) == 0
+    assert disagreements(kind(device), device, steps=60, seed=seed, dtype=dtype) == 0
 
 
 @pytest.mark.gpu
@@ -173,14 +201,48 @@ def test_shared_rows_are_found(runs: list[tuple[int, int, int]], expected: list[
     assert where.tolist() == expected
 
 
-def test_gradients_flow_to_the_batch_only() -> None:
+@pytest.mark.usefixtures("no_streams")
+@pytest.mark.parametrize("kind", [Direct, Ahead])
+@precisions
+def test_gradients_flow_to_the_batch_only(kind: Callable[..., Transfer], dtype: torch.dtype) -> None:
     loader = HaloLoader(undirected_graph(40, 100), 4)
     info = next(iter(loader)).edge_index.info
-    transfer, history = Direct(torch.device("cpu")), HostHistory(40, 2, torch.float32, pinned=False)
+    transfer, history = kind(torch.device("cpu")), HostHistory(40, 2, dtype, pinned=False)
     rows = torch.ones(info.batch_size, 2, requires_grad=True)
     transfer.begin(info, info.order, {"first": history})
     transfer.exchange("first", history, rows).sum().backward()  # type: ignore[no-untyped-call]
     assert torch.equal(rows.grad, torch.ones_like(rows)) if rows.grad is not None else False
+
+
+@pytest.mark.usefixtures("no_streams")
+@precisions
+def test_what_a_step_that_did_not_end_computed_is_not_used(dtype: torch.dtype) -> None:
+    """Also if the step after it was announced, and rows were pulled for that."""
+    cpu = torch.device("cpu")
+    transfer, history = Ahead(cpu), HostHistory(40, 2, dtype, pinned=False)
+    check_steps_that_do_not_end(transfer, history)
+
+
+def check_steps_that_do_not_end(transfer: Transfer, history: History) -> None:
+    """A step fails, and the one that was announced to follow is made; all rows have values that every type has."""
+    first, second = [batch.edge_index.info for batch in HaloLoader(undirected_graph(40, 100), 4)][:2]
+    assert bool(torch.isin(second.halo, first.nodes).any())
+    truth = torch.ones(40, 2)
+    history.push(truth, first.order.row_of)
+    for ended in (False, True, False):
+        first.upcoming = second
+        transfer.begin(first, first.order, {"first": history})
+        transfer.look_ahead()
+        transfer.exchange("first", history, torch.full((first.batch_size, 2), -1.0))
+        if ended:
+            transfer.end()
+            truth[first.nodes] = -1.0
+        transfer.begin(second, first.order, {"first": history})
+        full = transfer.exchange("first", history, truth[second.nodes], push=False)
+        assert torch.equal(full, truth[second.n_id])
+        transfer.settle()
+        truth[first.nodes] = 4.0
+        history.push(truth[first.nodes], first.order.row_of[first.nodes])
 
 
 @pytest.mark.gpu
@@ -225,3 +287,17 @@ def test_rows_that_were_placed_where_others_are_now_are_not_used() -> None:
         transfer.look_ahead()
         info.placed.clear()
         assert torch.equal(full, truth[info.n_id])
+
+
+@pytest.mark.usefixtures("no_streams")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_what_is_not_finite_is_not_hidden_by_what_is_pulled_ahead(dtype: torch.dtype) -> None:
+    cpu = torch.device("cpu")
+    info = next(iter(HaloLoader(undirected_graph(40, 100), 4))).edge_index.info
+    history = HostHistory(40, 2, dtype, pinned=False)
+    history.push(torch.tensor([[float("inf"), 1.0]]).expand(40, 2), torch.arange(40))
+    transfer = Ahead(cpu)
+    transfer.begin(info, info.order, {"first": history})
+    full = transfer.exchange("first", history, torch.ones(info.batch_size, 2))
+    assert torch.equal(full[: info.batch_size], torch.ones(info.batch_size, 2))
+    assert bool(full[info.batch_size :].isnan().all())

@@ -23,6 +23,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.batch import BatchInfo, BatchTensor
 from gnnautoscale.errors import UnsupportedModelError
+from gnnautoscale.random_state import undisturbed
 from gnnautoscale.record import tensors_in
 from gnnautoscale.rehearsal import DeviationError, LayerError, Observation, Rehearsal, TinySweep, Truth
 from gnnautoscale.session import Session, evaluating
@@ -47,16 +48,15 @@ def make_plan(model: nn.Module, run: RunModel, info: BatchInfo, arguments: Bound
         UnsupportedModelError: If no placement of histories makes the model right; the message names the layer.
     """
     device = next((value.device for value in model.parameters()), info.n_id.device)
-    cuda = [device] if device.type == "cuda" else []
     with evaluating(model), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
-        with torch.random.fork_rng(devices=cuda):
+        with undisturbed(device):
             torch.manual_seed(0)
             tiny = TinyGraph(info, arguments, device)
         rehearsals = _Rehearsals(model, run, tiny, explicit)
         if any(is_lazy(parameter) for parameter in model.parameters()):
             # Weights that are drawn now must come from the user's own random state.
             rehearsals.observe(set())
-        with torch.random.fork_rng(devices=cuda), _stirred(model):
+        with undisturbed(device), _stirred(model):
             return rehearsals.plan()
 
 

@@ -63,3 +63,22 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Afterwards all random states are as they were before.
+
+    Example:
+        >>> import random
+        >>> random.seed(1)
+        >>> with undisturbed(torch.device("cpu")):
+        ...     first = random.random()
+        >>> random.random() == first
+        True
+    """
+    states = random_states(device)
+    try:
+        yield
+    finally:
+        set_random_states(states, device)

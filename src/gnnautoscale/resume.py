@@ -186,13 +186,15 @@ def stop_requests(wished_for: bool) -> Iterator[threading.Event]:
 
     Args:
         wished_for: Whether Ctrl-C is to be caught; if not, or outside of the main thread, it does what it always does.
+            A process that ignores it, such as one in the background of a script, goes on ignoring it.
     """
     wanted = threading.Event()
-    if not wished_for or threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    in_main = threading.current_thread() is threading.main_thread()
+    # None is a handler that is not Python's, and could not be put back.
+    if not wished_for or not in_main or before in (signal.SIG_IGN, None):
         yield wanted
         return
-    # None is a handler that is not Python's, and cannot be put back.
-    before = signal.getsignal(signal.SIGINT) or signal.default_int_handler
 
     def request(number: int, frame: FrameType | None) -> None:
         wanted.set()
