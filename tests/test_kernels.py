@@ -657,6 +657,7 @@ DTYPE_PAIRS = [
     (torch.bfloat16, torch.float32),
     (torch.float32, torch.bfloat16),
     (torch.float16, torch.float32),
+    (torch.uint8, torch.uint8),
 ]
 
 

@@ -29,6 +29,7 @@ _TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
     torch.float64: tl.float64,
+    torch.uint8: tl.uint8,
 }
 
 
