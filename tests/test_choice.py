@@ -201,22 +201,29 @@ def test_histories_that_fit_nowhere_are_refused(memory_of: Callable[..., None]) 
 
 
 @pytest.mark.parametrize("storage", ["disk", "auto"])
+@pytest.mark.parametrize(("evaluation", "needed"), [("histories", 2560), ("exact", 2 * 2560)])
 def test_no_room_on_disk_is_said_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_of: Callable[..., None], storage: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    memory_of: Callable[..., None],
+    storage: Any,
+    evaluation: Any,
+    needed: int,
 ) -> None:
     memory_of(0)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2559))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     data = undirected_graph()
     data.val_mask = ~data.train_mask
     torch.manual_seed(1)
     model = GCN(CHANNELS, 4, hidden=8, layers=3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(InputError, match=r"histories of 2.56e-06 GB must fit on the disk.*2.56e-06 GB of free space"):
-        gas.fit(model, data, parts=4, epochs=2, storage=storage, history_dir=str(tmp_path))
+    fixed: dict[str, Any] = {"parts": 4, "epochs": 2, "storage": storage, "history_dir": str(tmp_path)}
+    with pytest.raises(InputError, match=rf"histories of {needed / 1e9:.3g} GB must fit on the disk.*of free space"):
+        gas.fit(model, data, evaluation=evaluation, **fixed)
     assert not hasattr(model, "_autoscaler")
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     # One byte more is enough.
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2560))
-    gas.fit(model, data, parts=4, epochs=2, storage=storage, history_dir=str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
+    gas.fit(model, data, evaluation=evaluation, **fixed)
     assert attached(model).memory.medium == "disk"

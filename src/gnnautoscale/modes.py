@@ -58,6 +58,11 @@ class WithHistories:
         #: Whether no batch is being trained on just now.
         self.between = True
 
+    def make_room_to_evaluate(self) -> None:
+        """Count the second set of histories that exact evaluation in batches takes, when their place is chosen."""
+        if len(self._exact_loaders["train"]) > 1:
+            attached(self._model).memory.sets = 2
+
     @property
     def steps(self) -> int:
         """Number of optimizer steps so far."""

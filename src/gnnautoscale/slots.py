@@ -166,6 +166,8 @@ class Memory:
             self.folder = Folder(Path(folder))
         self.medium: Medium | None = None if storage == "auto" else storage
         self.why = "this was asked for"
+        # How many sets of histories there are at a time: exact evaluation in batches takes a second one.
+        self.sets = 1
         self._prepared = False
         self.histories: dict[str, History] = {}
         self.recorder = Recorder(graph) if graph is not None else None
@@ -209,7 +211,7 @@ class Memory:
     def _make_room(self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device) -> None:
         self._prepared = True
         codecs = [codec_for(dtype, width) for width, dtype in kept.values()]
-        needed = sum(self.num_nodes * codec.raw_width * codec.raw_dtype.itemsize for codec in codecs)
+        needed = self.sets * sum(self.num_nodes * codec.raw_width * codec.raw_dtype.itemsize for codec in codecs)
         if self.medium is None:
             self.medium, self.why = choose_medium(needed, device, disk=self.folder is not None)
             self._transfer = None  # there was none that mattered

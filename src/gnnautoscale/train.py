@@ -197,6 +197,8 @@ def fit(
             capture=capture,
         )
         way = WithHistories(model, loaders, engine, evaluate_parts)
+        if evaluation == "exact" and refresh_every != "epoch":
+            way.make_room_to_evaluate()
     run = Run(model, optimizer, rate, way, result, torch.device(device))
     refresh_steps, checkpoint_steps = _steps(refresh_every), _steps(checkpoint_every)
     on_failure = ExitStack()
