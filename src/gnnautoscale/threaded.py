@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnautoscale.batch import BatchInfo, HistoryRows, RowOrder
+from gnnautoscale.batch import BatchInfo, RowOrder
 from gnnautoscale.history import DiskHistory, History
 from gnnautoscale.transfer import Transfer
 
@@ -78,8 +78,6 @@ class Threaded(Transfer):
         self._readers = ThreadPoolExecutor(_READERS, "rows")
         self._rooms: dict[str, _Room] = {}
         self._most_batch = self._most_halo = 0
-        self._info: BatchInfo | None = None
-        self._order: RowOrder | None = None
         self._histories: Mapping[str, History] = {}
         self._staged: set[str] = set()
         self._side = 0
@@ -285,17 +283,6 @@ class Threaded(Transfer):
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-    @property
-    def _current(self) -> BatchInfo:
-        if self._info is None:
-            raise RuntimeError("a step has to begin before its rows are exchanged")
-        return self._info
-
-    def _rows_of(self, info: BatchInfo) -> HistoryRows:
-        if self._order is None:
-            raise RuntimeError("a step has to begin before its rows are exchanged")
-        return self._order.rows(info)
 
 
 def _nothing() -> tuple[Tensor, Tensor]:

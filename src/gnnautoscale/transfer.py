@@ -30,6 +30,9 @@ class Transfer(ABC):
 
     #: Changes when rows move to another address on the device.
     version = 0
+    # The batch of the step that has begun, and the order of rows in its histories.
+    _info: BatchInfo | None = None
+    _order: RowOrder | None = None
 
     @abstractmethod
     def begin(self, info: BatchInfo, order: RowOrder, histories: Mapping[str, History]) -> None:
@@ -71,6 +74,17 @@ class Transfer(ABC):
         """Run a captured step that has begun."""
         graph.replay()
 
+    @property
+    def _current(self) -> BatchInfo:
+        if self._info is None:
+            raise RuntimeError("a step has to begin before its rows are exchanged")
+        return self._info
+
+    def _rows_of(self, info: BatchInfo) -> HistoryRows:
+        if self._order is None:
+            raise RuntimeError("a step has to begin before its rows are exchanged")
+        return self._order.rows(info)
+
 
 class Direct(Transfer):
     """Reads and writes when asked, in the order of the calls.
@@ -91,10 +105,10 @@ class Direct(Transfer):
         """See :meth:`Transfer.exchange`."""
         if self._index.device != rows.device:
             self._index = self._rows.on(rows.device)
-        size = self._info.batch_size
+        size = self._current.batch_size
         if push:
             history.push(rows.detach(), self._index[:size], self._rows.runs)
-        if not self._info.num_halo:
+        if not self._current.num_halo:
             return rows
         return torch.cat([rows, history.pull(self._index[size:], device=rows.device, dtype=rows.dtype)])
 
@@ -134,8 +148,6 @@ class Ahead(Transfer):
         self._pulls, self._pushes = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._buffers: dict[str, _Buffers] = {}
         self._most_batch, self._most_halo = 0, -1
-        self._info: BatchInfo | None = None
-        self._order: RowOrder | None = None
         # Kept while kernels of the side streams may read them; those that were copied for this purpose apart.
         self._index: dict[BatchInfo, Tensor] = {}
         self._copied: dict[BatchInfo, Tensor] = {}
@@ -207,7 +219,7 @@ class Ahead(Transfer):
         following, side = self._following, 1 - self._current_side
         shared = self._shared[side, : following.num_halo]
         with torch.cuda.stream(self._pulls):
-            _locate(self._index[following][following.batch_size :], self._rows(self._current).runs, shared)
+            _locate(self._index[following][following.batch_size :], self._rows_of(self._current).runs, shared)
             self._stage(self._ahead, following, side, shared)
         self._following, self._ahead_for = None, following
 
@@ -239,7 +251,7 @@ class Ahead(Transfer):
     def end(self) -> None:
         """See :meth:`Transfer.end`; what was pushed is written during the backward pass."""
         info = self._current
-        where, runs = self._index[info][: info.batch_size], self._rows(info).runs
+        where, runs = self._index[info][: info.batch_size], self._rows_of(info).runs
         for slot, _, rows in self._to_push:
             room = self._buffers[slot]
             raw = rows if isinstance(room.codec, Cast) else room.codec.encode(rows)
@@ -283,20 +295,9 @@ class Ahead(Transfer):
     def _main(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
-    @property
-    def _current(self) -> BatchInfo:
-        if self._info is None:
-            raise RuntimeError("a step has to begin before its rows are exchanged")
-        return self._info
-
-    def _rows(self, info: BatchInfo) -> HistoryRows:
-        if self._order is None:
-            raise RuntimeError("a step has to begin before its rows are exchanged")
-        return self._order.rows(info)
-
     def _copy_of(self, info: BatchInfo) -> Tensor:
         known = self._copied.get(info)
-        return self._rows(info).on(self._device) if known is None else known
+        return self._rows_of(info).on(self._device) if known is None else known
 
 
 class _Merge(torch.autograd.Function):
