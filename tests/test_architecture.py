@@ -39,6 +39,8 @@ ORDER = [
     "engine",
     "inference",
     "growth",
+    "bounds",
+    "expressiveness",
     "peak_memory",
     "models",
     "generate",

@@ -738,7 +738,7 @@ def test_flags_say_their_default() -> None:
     assert "default" not in flags["data"].help
 
 
-@pytest.mark.parametrize("command", ["train", "partition", "infer", "data", "demo"])
+@pytest.mark.parametrize("command", ["train", "partition", "infer", "data", "demo", "expressiveness"])
 def test_help_is_there(command: str) -> None:
     result = done(command, "--help")
     assert result.exit_code == 0

@@ -19,6 +19,7 @@ from gnnautoscale.autoscale import autoscale
 from gnnautoscale.checkpoint import latest_checkpoint
 from gnnautoscale.cli import bench as bench_commands
 from gnnautoscale.cli import demo as demonstration
+from gnnautoscale.cli import expressiveness as expressiveness_command
 from gnnautoscale.cli.display import epochs_shown, errors, megabytes, percent, print_json, print_table
 from gnnautoscale.cli.reproduce import reproduce
 from gnnautoscale.cli.saved import load_model, save_model
@@ -204,6 +205,7 @@ def demo(
 
 app.add_typer(bench_commands.app, name="bench")
 app.command()(reproduce)
+app.command()(expressiveness_command.expressiveness)
 app.command()(with_options(TRAIN, train))
 app.command()(with_options(PARTITION, partition))
 app.command()(with_options(DATA, infer))
