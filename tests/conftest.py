@@ -186,6 +186,6 @@ def history_rows(model: nn.Module) -> dict[str, Tensor]:
     memory = attached(model).memory
     index = memory._order.row_of if memory._order is not None else torch.arange(memory.num_nodes)
     return {
-        name: history.pull(index, device=torch.device("cpu"), dtype=history.dtype)
+        name: history.pull(index, device=history.raw.device, dtype=history.dtype).cpu()
         for name, history in memory.histories.items()
     }

@@ -72,6 +72,10 @@ def plain(result: FitResult) -> dict[str, Any]:
 
 def assert_same_run(first: Trained, second: Trained) -> None:
     assert plain(first.result) == plain(second.result)
+    assert_same_tensors(first, second)
+
+
+def assert_same_tensors(first: Trained, second: Trained) -> None:
     assert same_bits(first.weights, second.weights)
     assert first.rows.keys() == second.rows.keys()
     assert all(torch.equal(first.rows[slot], second.rows[slot]) for slot in first.rows)
@@ -125,6 +129,24 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, scenario: str) -> None:
         assert len({epoch.learning_rate for epoch in whole.result.epochs}) == 2
     if scenario == "patience":
         assert (len(whole.result.epochs), found) == (3, [4, 8, 9])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("keep_all")
+@pytest.mark.parametrize("storage", ["device", "host", "disk"])
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_run_on_a_gpu_goes_on_bit_for_bit(tmp_path: Path, storage: str, capture: bool) -> None:
+    options: dict[str, Any] = {"storage": storage, "batch_size": 1, "epochs": 4, "device": "cuda", "capture": capture}
+    if storage == "disk":
+        options["history_dir"] = str(tmp_path / "histories")
+    whole = Trained(checkpoint_dir=str(tmp_path / "kept"), checkpoint_every=1, **options)
+    assert capture == whole.result.how.startswith("captured")
+    gas.detach(whole.model)
+    for step in (5, 12):
+        again = Trained(resume=file_of(tmp_path / "kept", step), **options)
+        gas.detach(again.model)
+        assert [epoch.loss for epoch in again.result.epochs] == [epoch.loss for epoch in whole.result.epochs]
+        assert_same_tensors(whole, again)
 
 
 @pytest.mark.usefixtures("keep_all")
