@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -189,3 +190,13 @@ def history_rows(model: nn.Module) -> dict[str, Tensor]:
         name: history.pull(index, device=history.raw.device, dtype=history.dtype).cpu()
         for name, history in memory.histories.items()
     }
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is in memory."""
+
+    def read(*_: Any) -> int:
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "preadv", read)

@@ -135,7 +135,7 @@ def test_what_is_written_and_what_is_mapped_are_one(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def advised(monkeypatch: pytest.MonkeyPatch, cold: None) -> list[tuple[int, int]]:
     """What is announced, with small pieces: of 64, 256 and 1024 bytes, and three at most."""
     ranges: list[tuple[int, int]] = []
 
@@ -197,12 +197,36 @@ def test_every_row_is_announced_once(tmp_path: Path, advised: list[tuple[int, in
     assert len(advised) <= 3 or all(length % largest == 0 for _, length in advised)
 
 
+@pytest.mark.usefixtures("cold")
 def test_pieces_are_of_64_kilobytes_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda _, start, length, __: ranges.append((start, length)))
     history = opened(tmp_path, 20_000, 4)
     history.announce(torch.tensor([0, 4096, 19_999]))
     assert ranges == [(0, 2 << 16), (4 << 16, 1 << 16)]
+
+
+def test_rows_in_memory_are_not_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, length, __: ranges.append((start, length)))
+    asked: list[int] = []
+    in_memory = range(1000 * 16)
+
+    def preadv(file: int, buffers: list[bytearray], start: int, flags: int) -> int:
+        assert flags == os.RWF_NOWAIT
+        asked.append(start)
+        if start not in in_memory:
+            raise BlockingIOError
+        return 1
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    history = opened(tmp_path, 20_000, 4)
+    history.announce(torch.arange(1000))
+    assert not ranges
+    # A few of them are enough to know, and they lie all over.
+    assert asked == list(range(0, 1000 * 16, 62 * 16))
+    history.announce(torch.arange(999, 1001))
+    assert ranges == [(0, 1 << 16)]
 
 
 def test_reading_announces_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +297,7 @@ def test_rows_that_are_not_contiguous_are_written(tmp_path: Path) -> None:
     assert torch.equal(rows_of(history), rows)
 
 
+@pytest.mark.usefixtures("cold")
 @pytest.mark.parametrize(
     ("function", "code", "words"),
     [

@@ -78,7 +78,7 @@ def test_what_is_read_ahead_is_exact(slow_disk: type[SlowDisk], seed: int, dtype
 def test_what_several_threads_read_is_exact(
     slow_disk: type[SlowDisk], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(threaded_module, "_READERS", 3)
+    monkeypatch.setattr(threaded_module, "_WORKERS", 3)
     monkeypatch.setattr(threaded_module, "_SHARE", 20 * test_transfer.WIDTH * 4)  # 20 rows are worth a thread
     pieces: list[tuple[str, int]] = []
 
@@ -253,6 +253,7 @@ def test_a_write_that_fails_is_heard_of_before_anyone_looks_at_the_file(
         transfer.settle()
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_read_that_fails_ends_the_step_that_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 

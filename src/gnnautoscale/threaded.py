@@ -8,7 +8,7 @@ running step writes and the next one needs do not take the way through the file.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from gnnautoscale.history import DiskHistory, History
 from gnnautoscale.transfer import Transfer
 
 # Threads that copy rows into place; more do not make memory faster.
-_READERS = max(1, min(4, (os.cpu_count() or 1) - 1))
+_WORKERS = max(1, min(4, (os.cpu_count() or 1) - 1))
 # Rows that are worth a thread of their own.
 _SHARE = 1 << 20
 
@@ -75,7 +75,7 @@ class Threaded(Transfer):
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, "histories")
-        self._readers = ThreadPoolExecutor(_READERS, "rows")
+        self._workers = ThreadPoolExecutor(_WORKERS, "rows")
         self._rooms: dict[str, _Room] = {}
         self._most_batch = self._most_halo = 0
         self._histories: Mapping[str, History] = {}
@@ -192,8 +192,10 @@ class Threaded(Transfer):
         def write() -> None:
             if copied is not None:
                 copied.synchronize()
-            for slot, history in histories.items():
-                history.write(self._rooms[slot].pushed[side, :count], runs.index[:count], runs.runs)
+            self._together(
+                partial(history.write, self._rooms[slot].pushed[side, :count], runs.index[:count], runs.runs)
+                for slot, history in histories.items()
+            )
 
         self._written[side] = self._do(write)
 
@@ -225,7 +227,11 @@ class Threaded(Transfer):
             for first in range(0, index.numel(), size):
                 piece = slice(first, first + size)
                 jobs.append(partial(history.gather, index[piece], out[piece]))
-        for _ in self._readers.map(lambda job: job(), jobs):
+        self._together(jobs)
+
+    def _together(self, jobs: Iterable[Callable[[], None]]) -> None:
+        """Do several things side by side, and wait for all of them."""
+        for _ in self._workers.map(lambda job: job(), jobs):
             pass
 
     def _arrive(self, slot: str, places: Tensor, rows: Tensor) -> None:

@@ -27,6 +27,8 @@ _SUFFIX = ".rows"
 # What is read from a disk at once; where that would be too many pieces, larger ones with gaps in between.
 _PIECES = (1 << 16, 1 << 20, 1 << 24)
 _MOST_PIECES = 1024
+# How many rows tell whether rows are in memory.
+_PROBES = 16
 # File systems take names of up to 255 bytes.
 _LONGEST_NAME = 200
 
@@ -80,12 +82,14 @@ class DiskHistory(History):
     def announce(self, index: Tensor) -> None:
         """Let the disk bring rows into memory, in few, long pieces, before they are read.
 
+        If a few of them are there already, all of them are taken to be: asking for each costs as much as reading it.
+
         Args:
             index: The rows, ``[count]``, in host memory.
         """
-        if not index.numel():
-            return
         first = index.numpy() * self._row_bytes
+        if self._in_memory(first[:: max(1, first.size // _PROBES)]):
+            return
         for size in _PIECES:
             piece = size * -(-self._row_bytes // size)  # no row lies in more than two
             touched = np.unique(np.concatenate([first // piece, (first + self._row_bytes - 1) // piece]))
@@ -97,6 +101,16 @@ class DiskHistory(History):
         with self._failures_named():
             for start, length in zip((starts * piece).tolist(), (lengths * piece).tolist(), strict=True):
                 os.posix_fadvise(self._file, start, length, os.POSIX_FADV_WILLNEED)
+
+    def _in_memory(self, starts: np.ndarray[tuple[int], np.dtype[np.int64]]) -> bool:
+        """Whether bytes of the file can be read without waiting for the disk."""
+        byte = bytearray(1)
+        try:
+            for start in starts.tolist():
+                os.preadv(self._file, [byte], start, os.RWF_NOWAIT)
+        except OSError:  # they cannot, or the file system does not know
+            return False
+        return True
 
     def gather(self, index: Tensor, out: Tensor) -> None:
         """Read rows in this thread, while others may run.
