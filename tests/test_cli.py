@@ -6,6 +6,8 @@ import inspect
 import io
 import json
 import os
+import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -22,15 +24,22 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import gnnautoscale.cli as cli
-from gnnautoscale import datasets, generate
+from gnnautoscale import datasets, generate, journal
 from gnnautoscale.cli import display
 from gnnautoscale.cli.schema import TRAIN, Option, fit_options, resolve
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import MODELS, model_options
+from gnnautoscale.runs import read_run
 from gnnautoscale.train import fit
 
 TINY = ["--data", "communities", "--nodes", "60", "--degree", "4", "--features", "5", "--classes", "3"]
 FAST = ["--epochs", "2", "--parts", "4"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training writes a folder below the current one."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("here"))
 
 
 def call(*arguments: str | Path) -> Any:
@@ -107,10 +116,102 @@ def tables(folder: Path) -> tuple[Path, Path]:
 
 
 def timeless(value: Any) -> Any:
-    """The same without times and amounts of memory."""
+    """The same without times and amounts of memory, and without the folder, which is named by the time."""
     if isinstance(value, dict):
-        return {key: timeless(item) for key, item in value.items() if key not in ("seconds", "peak_memory")}
+        left_out = ("seconds", "peak_memory", "run_dir")
+        return {key: timeless(item) for key, item in value.items() if key not in left_out}
     return [timeless(item) for item in value] if isinstance(value, list) else value
+
+
+# The folder of a run #################################################################################################
+
+
+def folders() -> list[str]:
+    return sorted(path.name for path in Path("runs").iterdir()) if Path("runs").exists() else []
+
+
+def test_training_leaves_a_folder_and_says_where() -> None:
+    result = done("train", *TINY, *FAST, "--model", "gin", "--layers", "3")
+    (name,) = folders()
+    assert re.fullmatch(r"communities-gin-gas-seed0-\d{8}-\d{6}", name)
+    assert result.stderr.splitlines()[-1] == f"run: runs/{name}"
+    read = read_run(Path("runs") / name)
+    assert read.run["title"] == "communities gin gas seed 0"
+    assert read.run["options"]["layers"] == 3
+    assert [epoch["epoch"] for epoch in read.epochs] == [1, 2]
+    assert [probe["epoch"] for probe in read.staleness] == [1, 2]
+    assert read.result is not None
+    assert (
+        read.result["scores"] == answer("train", *TINY, *FAST, "--model", "gin", "--layers", "3")["runs"][0]["scores"]
+    )
+
+
+def test_quiet_does_not_say_where() -> None:
+    assert done("train", *TINY, *FAST, "--quiet").stderr == ""
+    assert len(folders()) == 1
+
+
+def test_a_folder_may_be_named_or_left_out(tmp_path: Path) -> None:
+    result = done("train", *TINY, *FAST, "--run-dir", "none")
+    assert "run:" not in result.stderr
+    done("train", *TINY, *FAST, "--run-dir", str(tmp_path / "mine"), "--diagnose-every", "never")
+    assert read_run(tmp_path / "mine").staleness == []
+    assert folders() == []
+    assert "new or empty" in refused("train", *TINY, *FAST, "--run-dir", str(tmp_path / "mine"))
+
+
+def test_several_runs_have_a_folder_each(tmp_path: Path) -> None:
+    result = done("train", *TINY, *FAST, "--runs", "2", "--seed", "5", "--run-dir", str(tmp_path / "mine"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine-seed5", "mine-seed6"]
+    assert [read_run(path).run["options"]["seed"] for path in sorted(tmp_path.iterdir())] == [5, 6]
+    assert result.stderr.splitlines()[-1] == f"run: {tmp_path}/mine-seed5, {tmp_path}/mine-seed6"
+
+
+def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
+    kept = ["--checkpoint-dir", str(tmp_path)]
+    done("train", *TINY, "--parts", "4", "--epochs", "2", *kept)
+    done("train", *TINY, "--parts", "4", "--epochs", "4", *kept, "--resume", str(tmp_path))
+    (name,) = folders()
+    assert [epoch["epoch"] for epoch in read_run(Path("runs") / name).epochs] == [1, 2, 3, 4]
+    # Without the folder, what the checkpoint knows is written into a new one.
+    shutil.rmtree("runs")
+    done("train", *TINY, "--parts", "4", "--epochs", "5", *kept, "--resume", str(tmp_path))
+    (name,) = folders()
+    assert [epoch["epoch"] for epoch in read_run(Path("runs") / name).epochs] == [1, 2, 3, 4, 5]
+
+
+def test_what_to_measure_may_be_named(tmp_path: Path) -> None:
+    file = tmp_path / "options.toml"
+    file.write_text('diagnose = ["gradients"]\ndiagnose_every = 2\n')
+    done("train", *TINY, "--epochs", "3", "--parts", "4", "--config", str(file), "--run-dir", "a")
+    assert [probe["epoch"] for probe in read_run("a").gradients] == [2, 3]
+    done("train", *TINY, *FAST, "--diagnose", "staleness", "--diagnose", "lipschitz", "--run-dir", "b")
+    read = read_run("b")
+    assert len(read.staleness) == len(read.lipschitz) == 2
+    assert "diagnose must be some of" in refused("train", *TINY, *FAST, "--diagnose", "everything")
+
+
+def test_tensorboard_gets_the_same_numbers() -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    done("train", *TINY, *FAST, "--tensorboard", "--run-dir", "run")
+    events = accumulator.EventAccumulator("run").Reload()
+    read = read_run("run")
+    for tag, expected in (
+        ("loss", [epoch["loss"] for epoch in read.epochs]),
+        ("scores/val", [epoch["scores"]["val"] for epoch in read.epochs]),
+        ("age/mean", [epoch["age"]["mean"] for epoch in read.epochs]),
+        ("staleness/convs.0/staleness/mean", [probe["layers"][0]["staleness"]["mean"] for probe in read.staleness]),
+    ):
+        scalars = events.Scalars(tag)
+        assert [scalar.step for scalar in scalars] == [1, 2]
+        assert [scalar.value for scalar in scalars] == pytest.approx(expected)
+
+
+def test_tensorboard_needs_its_package_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "tensorboard must be off" in refused("train", *TINY, *FAST, "--tensorboard", "--run-dir", "none")
+    monkeypatch.setattr(journal, "find_spec", lambda name: None)
+    assert "pip install gnnautoscale[tensorboard]" in refused("train", *TINY, *FAST, "--tensorboard")
+    assert folders() == []
 
 
 # As the shell sees it ################################################################################################
@@ -126,11 +227,12 @@ def test_json_stands_alone_on_the_output_and_progress_on_the_error_stream() -> N
     assert got.returncode == 0, got.stderr
     assert got.stdout.count("\n") == 1
     assert list(json.loads(got.stdout)) == ["options", "runs"]
-    progress = got.stderr.splitlines()
+    *progress, folder = got.stderr.splitlines()
     assert [line.split(" loss ")[0] for line in progress] == [
         "communities gcn gas seed 0: epoch 1/2",
         "communities gcn gas seed 0: epoch 2/2",
     ]
+    assert re.fullmatch(r"run: runs/communities-gcn-gas-seed0-\d{8}-\d{6}", folder)
     assert "\x1b" not in got.stdout + got.stderr
 
 

@@ -40,6 +40,7 @@ from gnnautoscale.reproduce import (
 )
 from gnnautoscale.reproduce.neighbourhood import measure_steps
 from gnnautoscale.reproduce.work import perform
+from gnnautoscale.runs import read_run
 from gnnautoscale.train import fit
 
 if sys.version_info >= (3, 11):
@@ -586,7 +587,10 @@ def test_the_command_runs_reports_and_does_nothing_twice(tmp_path: Path, configu
     assert [row[0], row[1], row[5]] == ["gcn communities", "-", "-"]
     assert 0 <= float(row[2]) <= 100
     assert "[2/2] gcn.communities" in first.stderr
-    assert sorted(path.name for path in output.iterdir()) == ["runs.jsonl", "table1.json", "table1.md"]
+    assert sorted(path.name for path in output.iterdir()) == ["runs", "runs.jsonl", "table1.json", "table1.md"]
+    records = [read_run(path) for path in (output / "runs").iterdir()]
+    assert {record.run["options"]["mode"] for record in records} == {"full", "gas"}
+    assert all(record.epochs and not record.staleness and record.result for record in records)
     kept = (output / "runs.jsonl").read_bytes()
     second = done(*arguments)
     assert "2 of 2 runs have results already" in second.stderr

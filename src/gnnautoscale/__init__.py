@@ -2,6 +2,7 @@
 
 from gnnautoscale.autoscale import autoscale, detach
 from gnnautoscale.datasets import Dataset, load
+from gnnautoscale.diagnostics import diagnose
 from gnnautoscale.errors import InputError, StaleHistoryWarning, UnsupportedModelError
 from gnnautoscale.growth import grow
 from gnnautoscale.inference import infer, predict, refresh
@@ -22,6 +23,7 @@ __all__ = [
     "UnsupportedModelError",
     "autoscale",
     "detach",
+    "diagnose",
     "fit",
     "grow",
     "infer",

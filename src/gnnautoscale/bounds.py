@@ -3,8 +3,7 @@ r"""The paper's bounds on the error of histories, evaluated with measured quanti
 For a node and a layer, :math:`h` is the exact embedding, :math:`\tilde{h}` what a batch computes, and :math:`\bar{h}`
 the row in the history. Lemma 1 bounds the error of a layer by closeness :math:`\delta = \| \tilde{h} - h \|` and
 staleness :math:`\epsilon = \| \bar{h} - \tilde{h} \|` of the layer below it, Theorem 1 the error of all layers by
-staleness alone. All norms are Euclidean. Where the paper's statements had to be corrected, it is said below, and the
-tests have a counterexample. Its bound on gradients is left out, since it does not hold; see ``docs/theory.md``.
+staleness alone. All norms are Euclidean. What had to be corrected in the paper is said below and in ``docs/theory.md``.
 """
 
 from __future__ import annotations
@@ -256,12 +255,14 @@ class LayerErrors:
         closeness: :math:`\| \tilde{h}_v - h_v \|`, the paper's :math:`\delta`.
         staleness: :math:`\| \bar{h}_v - \tilde{h}_v \|`, the paper's :math:`\epsilon`.
         history: :math:`\| \bar{h}_v - h_v \|`, at most the sum of these.
+        norm: :math:`\| h_v \|`, to compare them with.
     """
 
     name: str
     closeness: Tensor
     staleness: Tensor
     history: Tensor
+    norm: Tensor
 
 
 @dataclass(frozen=True)
@@ -299,8 +300,9 @@ def measure(model: nn.Module, loader: HaloLoader, *, call: CallModel = _CALL) ->
         output = _pass(model, loader, call, partial(_Step, read=kept, written=computed))
         exact = _exact(model, loader, call)
     kept["output"] = computed["output"] = output
-    rows = [(name, now, kept.get(name, torch.zeros_like(now)), exact[name]) for name, now in computed.items()]
-    return [LayerErrors(name, *map(_distance, (now, old, old), (right, now, right))) for name, now, old, right in rows]
+    rows = [(name, now, kept.get(name, torch.zeros(())), exact[name]) for name, now in computed.items()]
+    pairs = [(name, (now, old, old, right), (right, now, right, torch.zeros(()))) for name, now, old, right in rows]
+    return [LayerErrors(name, *map(_distance, ones, others)) for name, ones, others in pairs]
 
 
 def compare(
@@ -321,8 +323,7 @@ def compare(
         rule, fix = "the paper's bounds need layers that each read the layer before", "Use measure for any model."
         raise InputError(rule, got="a layer that reads others, as with residuals", fix=fix)
     batch_of = (loader.labels // loader.batch_size)[edges.edge_index]
-    factors = [edges.factor(layer) for layer in layers]
-    stale = [layer.staleness for layer in errors[:-1]]
+    factors, stale = [edges.factor(layer) for layer in layers], [layer.staleness for layer in errors[:-1]]
     theorem = theorem1(layers, [float(at.max()) for at in factors], staleness=[float(rows.max()) for rows in stale])
     by_node = theorem1_by_node(layers, edges, stale, batch_of[0] != batch_of[1])
     lemmas = [torch.zeros_like(factors[0])] + [

@@ -19,6 +19,7 @@ from gnnautoscale.autoscale import attached
 from gnnautoscale.batch import BatchInfo
 from gnnautoscale.feed import Feed, Item
 from gnnautoscale.loader import ReadyBatch
+from gnnautoscale.meter import Times
 from gnnautoscale.regularize import LocalLipschitz
 from gnnautoscale.session import Session, evaluating
 from gnnautoscale.transfer import Transfer
@@ -64,45 +65,51 @@ class Steps:
         self._call: Callable[[Data], Any] = model if call is None else call
         self._grad_norm, self._penalty, self._penalty_weight = grad_norm, penalty, penalty_weight
         self._precision: Precision = precision
-        self._device = device
+        self.device = device
         # The loss of this epoch's training rows so far, and how many these are.
         self._total = torch.zeros((), device=device)
         self._count = 0
         #: Number of optimizer steps so far.
         self.steps = 0
+        self.times = Times()  #: Measures what steps spend their time on.
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Everything that touches the model while it trains happens in this context."""
         before = torch.get_float32_matmul_precision()
-        if self._precision == "tf32" and self._device.type == "cuda":
+        if self._precision == "tf32" and self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         try:
             yield
         finally:
             torch.set_float32_matmul_precision(before)
 
-    def train(self, items: Iterable[Item], after_step: Callable[[], None] | None = None) -> float:
+    def train(self, items: Iterable[Item], after_step: Callable[[Item], None] | None = None) -> float:
         """Train on some batches.
 
         Args:
             items: The batches on the compute device, in order.
-            after_step: Called after each of them.
+            after_step: Called with each of them after its step.
 
         Returns:
             The mean loss over all training rows, without the penalty.
         """
         try:
-            for item in items:
+            items = iter(items)
+            while (item := self._next(items)) is not None:
                 self._run(item)
                 self._count += item.y.size(0)
                 self.steps += item.y.size(0) > 0
                 if after_step is not None:
-                    after_step()
+                    after_step(item)
             return float(self._total) / max(self._count, 1)
         finally:
             self._total.zero_()
             self._count = 0
+
+    def _next(self, items: Iterator[Item]) -> Item | None:
+        with self.times.during("loader"):
+            return next(items, None)
 
     def state_dict(self) -> dict[str, Any]:
         """How far training is, also in the middle of an epoch."""
@@ -139,7 +146,7 @@ class Steps:
     def _autocast(self) -> torch.autocast:
         # Casts are not kept, since a captured step must make its own.
         enabled = self._precision == "bfloat16"
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 class Engine(Steps):
@@ -199,7 +206,7 @@ class Engine(Steps):
     @property
     def on_gpu(self) -> bool:
         """Whether the model is on a GPU."""
-        return self._device.type == "cuda"
+        return self.device.type == "cuda"
 
     @property
     def how(self) -> str:
@@ -214,7 +221,7 @@ class Engine(Steps):
     def _obstacle(self, capture: bool) -> str | None:
         if not capture:
             return "this was asked for"
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return "there is no GPU"
         if not self._feed.fixed:
             return "parts are drawn into new batches every epoch (use one part per batch, no shuffling, or drawings)"
@@ -225,10 +232,10 @@ class Engine(Steps):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Everything that touches the model while it trains happens in this context: on a GPU it has its own stream."""
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             yield
             return
-        main, stream = torch.cuda.current_stream(self._device), _training_stream(self._device)
+        main, stream = torch.cuda.current_stream(self.device), _training_stream(self.device)
         stream.wait_stream(main)
         try:
             with super().running(), torch.cuda.stream(stream):
@@ -236,6 +243,7 @@ class Engine(Steps):
                 self._scaler.memory.settle()
         finally:
             main.wait_stream(stream)
+            self.times.stop()
             self._graphs.clear()
             self._captured.clear()
             self._feed.clear()
@@ -245,14 +253,14 @@ class Engine(Steps):
         self,
         batches: Iterable[ReadyBatch],
         *,
-        after_step: Callable[[], None] | None = None,
+        after_step: Callable[[Item], None] | None = None,
         then: Callable[[], ReadyBatch | None] | None = None,
     ) -> float:
         """Train on some batches.
 
         Args:
             batches: Batches of the training graph, in order.
-            after_step: Called after each of them.
+            after_step: Called with each of them after its step.
             then: Says at the end which batch the next epoch begins with, if that is known.
 
         Returns:
@@ -262,7 +270,8 @@ class Engine(Steps):
 
     def _run(self, item: Item) -> None:
         memory = self._scaler.memory
-        transfer = memory.transfer(self._device)
+        transfer = memory.transfer(self.device)
+        transfer.times = self.times
         transfer.begin(item.info, memory.row_order(item.info), memory.histories)
         graph = self._graph(item, transfer) if self._why_not is None else None
         if graph is not None:
@@ -314,11 +323,11 @@ class Engine(Steps):
         """Capture some work; returns the graph, what the work returned, and why it could not be captured if so."""
         if not (self._graphs or self._captured):
             # Memory that graphs share lives as long as one of them.
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        offset = torch.cuda.default_generators[self._device.index].get_offset()
+        offset = torch.cuda.default_generators[self.device.index].get_offset()
         result, reason = None, None
         # Other threads, such as a progress bar's, may go on meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -330,7 +339,7 @@ class Engine(Steps):
             graph.capture_end()
         except RuntimeError as error:
             reason = reason or str(error).splitlines()[0]
-            _recover_from_capture(self._device, self._pool, offset)
+            _recover_from_capture(self.device, self._pool, offset)
         return graph, result, reason
 
     @torch.no_grad()

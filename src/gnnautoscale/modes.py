@@ -17,12 +17,14 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.autoscale import attached, detach, unpack_batch
 from gnnautoscale.baselines import ClusterLoader, SampleLoader
+from gnnautoscale.batch import BatchInfo
 from gnnautoscale.datasets import Dataset
 from gnnautoscale.engine import Engine, Objective, Precision, Steps
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.feed import plain_item
+from gnnautoscale.feed import Item, plain_item
 from gnnautoscale.inference import infer, infer_from_histories, refresh
 from gnnautoscale.loader import HaloLoader
+from gnnautoscale.meter import Flow, times_for
 from gnnautoscale.options import Evaluation, Partitioner
 from gnnautoscale.partition import fingerprint
 from gnnautoscale.session import describe, evaluating
@@ -57,6 +59,26 @@ class WithHistories:
         self.done = 0
         #: Whether no batch is being trained on just now.
         self.between = True
+        #: Follows the rows that steps pull and push, if it was asked for and there is a halo.
+        self.flow: Flow | None = None
+
+    def watch(self) -> None:
+        """Measure from now on what training steps take and move."""
+        self._engine.times = times_for(self._engine.device)
+        if len(self._loader) > 1:
+            self.flow = Flow(self._loader.labels)
+
+    def measured(self) -> dict[str, Any]:
+        """What the steps since the last call took and moved."""
+        codecs = [history.codec for history in attached(self._model).memory.histories.values()]
+        row_bytes = sum(codec.raw_width * codec.raw_dtype.itemsize for codec in codecs)
+        moved = {} if self.flow is None else self.flow.taken(row_bytes)
+        return {"time": self._engine.times.taken(), **moved}
+
+    def _follow(self, info: BatchInfo) -> None:
+        if self.flow is not None:
+            transfer = attached(self._model).memory.transfer(self._engine.device)
+            self.flow.step(info, skips_shared=transfer.skips_shared)
 
     def make_room_to_evaluate(self) -> None:
         """Count the second set of histories that exact evaluation in batches takes, when their place is chosen."""
@@ -95,7 +117,8 @@ class WithHistories:
     def epoch(self, most: int | None, after_batch: Callable[[], None]) -> float:
         """Train for an epoch, or for its first batches; gives the mean loss."""
 
-        def after_step() -> None:
+        def after_step(item: Item) -> None:
+            self._follow(item.info)
             self.done, self.between = self.done + 1, True
             after_batch()
             self.between = False
@@ -121,11 +144,14 @@ class WithHistories:
                 slot: {"width": history.width, "dtype": str(history.dtype).removeprefix("torch."), "raw": history.raw}
                 for slot, history in memory.histories.items()
             },
+            **({} if self.flow is None else {"flow": self.flow.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Go on from there, on a device; the loader has the same parts."""
         memory = attached(self._model).memory
+        if self.flow is not None:
+            self.flow.load_state_dict(state.get("flow"))
         self._loader.load_state_dict(state["loader"])
         self.done = state["loader"]["done"]
         self._engine.load_state_dict(state["engine"])
@@ -139,6 +165,8 @@ class WithHistories:
 
     def refresh(self) -> None:
         """Recompute all histories."""
+        if self.flow is not None:
+            self.flow.refreshed()
         loader = self._exact_loaders["train"]
         if self.at_once and attached(self._model).memory.medium == "device":
             self._engine.output(next(loader.ready()), refresh=True)
@@ -211,6 +239,14 @@ class OnSubgraphs:
         #: Whether no batch is being trained on just now.
         self.between = True
 
+    def watch(self) -> None:
+        """Measure from now on what training steps take."""
+        self._steps.times = times_for(self._device)
+
+    def measured(self) -> dict[str, Any]:
+        """What the steps since the last call took."""
+        return {"time": self._steps.times.taken()}
+
     @property
     def steps(self) -> int:
         """Number of optimizer steps so far."""
@@ -223,7 +259,7 @@ class OnSubgraphs:
     def epoch(self, most: int | None, after_batch: Callable[[], None]) -> float:
         """Train for an epoch, or for its first batches; gives the mean loss."""
 
-        def after_step() -> None:
+        def after_step(_: Item) -> None:
             self.done, self.between = self.done + 1, True
             after_batch()
             self.between = False

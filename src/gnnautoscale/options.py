@@ -78,11 +78,16 @@ def check_options(options: dict[str, Any]) -> None:
     if options["grad_norm"] is not None:
         real("grad_norm", positive=True)
     need(options["edge_dropout"] < 1, "edge_dropout", "at least 0 and below 1")
-    for name, words in (("refresh_every", ("never", "epoch")), ("checkpoint_every", ("epoch",))):
+    for name, words, unit in (
+        ("refresh_every", ("never", "epoch"), "steps"),
+        ("checkpoint_every", ("epoch",), "steps"),
+        ("diagnose_every", ("auto", "never"), "epochs"),
+    ):
         every = str(options[name])
         # Other characters than these may be decimal digits too, but no integers.
-        steps = every.isascii() and every.isdecimal() and int(every) > 0
-        need(every in words or steps, name, f"{', '.join(words)}, or a number of steps")
+        count = every.isascii() and every.isdecimal() and int(every) > 0
+        need(every in words or count, name, f"{', '.join(words)}, or a number of {unit}")
+    need(not options["tensorboard"] or options["run_dir"] is not None, "tensorboard", "off without a run_dir")
     check_storage(options["storage"], options["history_dir"])
     need(options["mode"] == "full" or options["batch_size"] <= options["parts"], "batch_size", "at most parts")
     _check_mode(options)

@@ -64,6 +64,13 @@ class PeakMemory:
             self._highest = max(self._highest, _resident())
             self.num_bytes = self._highest - self._start
 
+    @property
+    def so_far(self) -> int | None:
+        """What ``num_bytes`` would be if the context ended now, as far as it was looked at."""
+        if self.device.type == "cuda":
+            return max(self._highest, torch.cuda.max_memory_allocated(self.device))
+        return None if self._thread is None else self._highest - self._start
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What is done in this context does not count."""

@@ -25,15 +25,17 @@ from gnnautoscale.checkpoint import (
     split_tensors,
 )
 from gnnautoscale.errors import InputError
+from gnnautoscale.journal import epoch_record
 from gnnautoscale.modes import OnSubgraphs, WithHistories
 from gnnautoscale.random_state import random_states, set_random_states
 from gnnautoscale.recipe import LearningRate
 from gnnautoscale.result import Epoch, FitResult
+from gnnautoscale.runs import RUN, RunFolder
 
 # Options that say how fast or how long to train, not what is trained: they may change when a run goes on.
-_FREE = {
+FREE = {
     "epochs", "patience", "storage", "history_dir", "batches_on", "keep_batches", "capture", "device", "num_workers",
-    "cache_dir", "checkpoint_dir", "checkpoint_every", "resume",
+    "cache_dir", "checkpoint_dir", "checkpoint_every", "resume", "run_dir", "diagnose", "diagnose_every", "tensorboard",
 }  # fmt: skip
 _SAME_DATA = "Use the data that the run began with."
 
@@ -158,7 +160,7 @@ def check_same_run(checkpoint: Checkpoint, options: dict[str, Any], key: str, mo
     state = join_tensors(checkpoint.state, checkpoint.tensors)
     if state["way"]["graph"] != key:
         raise _other_run(checkpoint, "graph: its edges, features, labels or masks differ", _SAME_DATA)
-    free = _FREE - {"epochs"} if options["schedule"] == "cosine" else _FREE  # which ends with the last epoch
+    free = FREE - {"epochs"} if options["schedule"] == "cosine" else FREE  # which ends with the last epoch
     for name, value in state["options"].items():
         if name not in free and options.get(name) != value:
             raise _other_run(
@@ -170,6 +172,25 @@ def check_same_run(checkpoint: Checkpoint, options: dict[str, Any], key: str, mo
         raise _other_run(
             checkpoint, "model: its weights have other names, shapes or types", "Build the model as for the first run."
         )
+
+
+def open_run_folder(
+    path: Path, about: Mapping[str, Any], checkpoint: Checkpoint | None, result: FitResult
+) -> RunFolder:
+    """The folder for what is measured in a run: a new one, or that of the run that goes on.
+
+    Args:
+        path: The folder.
+        about: What the run is.
+        checkpoint: Where it goes on from, if it does.
+        result: What the run gave until then.
+    """
+    if checkpoint is not None and (path / RUN).exists():
+        return RunFolder.reopen(path, about, epoch=len(result.epochs), free=FREE)
+    folder = RunFolder.create(path, about)
+    for epoch in result.epochs:  # of a run that goes on in a new folder
+        folder.append(epoch_record(epoch))
+    return folder
 
 
 def _other_run(checkpoint: Checkpoint, what: str, fix: str) -> InputError:

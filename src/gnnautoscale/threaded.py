@@ -104,11 +104,12 @@ class Threaded(Transfer):
         self._side = read.side if read is not None else 1 - self._side
         if read is None:
             read = self._start(info, self._side, None)
-        places, rows = read.done.result()
-        for slot in histories:
-            # If that step did not come to its end, the file has the right rows.
-            fresh = read.before is not None and self._recent_of.get(slot) is read.before
-            self._arrive(slot, *(places, rows) if fresh else _nothing())
+        with self.times.during("pull"):
+            places, rows = read.done.result()
+            for slot in histories:
+                # If that step did not come to its end, the file has the right rows.
+                fresh = read.before is not None and self._recent_of.get(slot) is read.before
+                self._arrive(slot, *(places, rows) if fresh else _nothing())
         self._recent_of.clear()  # until this step comes to its end
         self._staged = set(histories)
         if self._on_gpu:
@@ -181,12 +182,13 @@ class Threaded(Transfer):
     def _write_behind(self, histories: Mapping[str, History]) -> None:
         """Take the step's rows to their files while the next one runs."""
         info, side = self._current, self._side
-        self._raise_failures(side)
         count, runs = info.batch_size, self._rows_of(info)
-        for slot in histories:
-            room = self._rooms[slot]
-            room.pushed[side, :count].copy_(room.recent[:count], non_blocking=True)
-            self._recent_of[slot] = info
+        with self.times.during("push"):
+            self._raise_failures(side)
+            for slot in histories:
+                room = self._rooms[slot]
+                room.pushed[side, :count].copy_(room.recent[:count], non_blocking=True)
+                self._recent_of[slot] = info
         copied = self._mark() if self._on_gpu else None
 
         def write() -> None:

@@ -14,19 +14,31 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.autoscale import autoscale, is_autoscaled
 from gnnautoscale.datasets import Dataset
+from gnnautoscale.diagnostics import check_probes
 from gnnautoscale.engine import Engine, Precision
 from gnnautoscale.errors import InputError
 from gnnautoscale.faults import explained
 from gnnautoscale.feed import Feed, Placement
 from gnnautoscale.files import check_data
 from gnnautoscale.history import Storage
+from gnnautoscale.journal import Board, Journal, check_tensorboard, describe_run
+from gnnautoscale.loader import HaloLoader
 from gnnautoscale.modes import OnSubgraphs, WithHistories, data_key, halo_loaders, subgraph_loader
 from gnnautoscale.options import ON_SUBGRAPHS, Evaluation, HistoryDtype, Mode, Partitioner, Schedule, check_options
 from gnnautoscale.peak_memory import PeakMemory
 from gnnautoscale.recipe import Clock, LearningRate, class_loss, evaluate, make_optimizer
 from gnnautoscale.regularize import LocalLipschitz
 from gnnautoscale.result import Epoch, FitResult
-from gnnautoscale.resume import Run, check_fresh, check_same_run, labels_of, open_checkpoint, stop_requests
+from gnnautoscale.resume import (
+    Run,
+    check_fresh,
+    check_same_run,
+    labels_of,
+    open_checkpoint,
+    open_run_folder,
+    stop_requests,
+)
+from gnnautoscale.runs import check_run_dir
 
 
 def fit(
@@ -68,6 +80,10 @@ def fit(
     checkpoint_dir: str | None = None,
     checkpoint_every: str | int = "epoch",
     resume: str | None = None,
+    run_dir: str | None = None,
+    diagnose: Sequence[str] = ("staleness",),
+    diagnose_every: str | int = "auto",
+    tensorboard: bool = False,
     callback: Callable[[Epoch], None] | None = None,
 ) -> FitResult:
     """Train a model for node classification and leave it with the weights of its best epoch.
@@ -127,6 +143,14 @@ def fit(
             current step and a last checkpoint.
         checkpoint_every: When to write one: "epoch", or a number of steps.
         resume: A checkpoint, or a folder whose newest one is meant, to go on from as if training had never stopped.
+        run_dir: A new folder for what the run is, gives, takes and moves, epoch by epoch. When resuming, the folder of
+            the same run goes on. It changes nothing about training. The command line makes one below ./runs unless this
+            is "none".
+        diagnose: What else to measure then: "staleness" of histories, error of "gradients", and constants of layers
+            ("lipschitz"). The last two run the model on the whole graph at once.
+        diagnose_every: When to: "auto" after the first and the last epoch, and in between as often as it takes at most
+            about 2 % of the training time; "never"; or a number of epochs.
+        tensorboard: Whether the folder's numbers are written for TensorBoard too.
         callback: Called after each epoch.
 
     Example:
@@ -141,6 +165,10 @@ def fit(
     options = {name: value for name, value in locals().items() if name not in ("model", "data", "callback")}
     check_options(options)
     options["fan_out"] = None if fan_out is None else list(fan_out)
+    check_probes(diagnose)
+    if tensorboard:
+        check_tensorboard()
+    options["diagnose"] = list(diagnose)
     if is_autoscaled(model):
         raise InputError(
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
@@ -156,6 +184,8 @@ def fit(
     folder = None if checkpoint_dir is None else Path(checkpoint_dir)
     if folder is not None and (checkpoint is None or folder.resolve() != checkpoint.path.parent.resolve()):
         check_fresh(folder)
+    if run_dir is not None and checkpoint is None:
+        check_run_dir(Path(run_dir))
 
     torch.manual_seed(seed)
     result = FitResult(metric="micro-F1" if dataset.multilabel else "accuracy", options=options)
@@ -164,6 +194,7 @@ def fit(
     optimizer = make_optimizer(model.to(device), lr, weight_decay_conv, weight_decay_other)
     rate = LearningRate(optimizer, schedule, epochs)
     way: WithHistories | OnSubgraphs
+    loader: HaloLoader | None = None
     if mode in ON_SUBGRAPHS:
         with clock("partition"):
             subgraphs = subgraph_loader(
@@ -199,14 +230,39 @@ def fit(
         way = WithHistories(model, loaders, engine, evaluate_parts)
         if evaluation == "exact" and refresh_every != "epoch":
             way.make_room_to_evaluate()
+    if run_dir is not None:
+        way.watch()
     run = Run(model, optimizer, rate, way, result, torch.device(device))
     refresh_steps, checkpoint_steps = _steps(refresh_every), _steps(checkpoint_every)
     on_failure = ExitStack()
     on_failure.callback(way.give_up)
-    with on_failure, PeakMemory(run.device) as peak, way.running(), stop_requests(folder is not None) as stop:
+    journal: Journal | None = None
+    with (
+        on_failure,
+        ExitStack() as files,
+        PeakMemory(run.device) as peak,
+        way.running(),
+        stop_requests(folder is not None) as stop,
+    ):
         if checkpoint is not None:
             run.load(checkpoint)
         result.connectivity = way.connectivity
+        if run_dir is not None:
+            about = describe_run(options, dataset, model, loader)
+            run_folder = open_run_folder(Path(run_dir), about, checkpoint, result)
+            board = Board(run_folder.path, len(result.epochs) + 1) if tensorboard else None
+            journal = files.enter_context(
+                Journal(
+                    run_folder,
+                    way,
+                    model,
+                    loader,
+                    objective,
+                    what=options["diagnose"],
+                    every=diagnose_every,
+                    board=board,
+                )
+            )
 
         def save() -> None:
             if folder is not None:
@@ -222,6 +278,11 @@ def fit(
                     way.refresh()
             if stop.is_set() or (checkpoint_steps is not None and run.batches % checkpoint_steps == 0):
                 save()
+
+        def look_into(epoch: int, *, last: bool) -> None:
+            if journal is not None and journal.is_due(epoch, last=last, trained=clock.total("train")):
+                with clock("diagnose"), peak.paused():
+                    journal.probe(epoch)
 
         def is_done() -> bool:
             enough = patience is not None and result.evaluations_since_best >= patience
@@ -240,6 +301,7 @@ def fit(
                 if not math.isfinite(mean_loss):
                     raise FloatingPointError(f"the loss is {mean_loss}")
                 result.steps = way.steps
+                look_into(number, last=number == epochs)  # before a refresh: what the steps had to do with
                 if refresh_every == "epoch":
                     with clock("refresh"):
                         way.refresh()
@@ -249,6 +311,8 @@ def fit(
                         fresh = refresh_every == "epoch" and not dataset.inductive and not way.at_once
                         scores = evaluate(dataset, partial(way.output, evaluation="histories" if fresh else evaluation))
             result.epochs.append(Epoch(number, mean_loss, scores, learning_rate, clock.total("train") - start))
+            if journal is not None:
+                journal.epoch(result.epochs[-1], peak.so_far)
             if scores and not scores["val"] <= result.scores.get("val", -math.inf):
                 result.best_epoch, result.scores = number, scores
                 run.best_weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -256,14 +320,18 @@ def fit(
                 rate.step(scores.get("val"))
             if callback is not None:
                 callback(result.epochs[-1])
-            if stop.is_set() or checkpoint_steps is None or is_done():
-                with helped():
+            with helped():
+                if is_done() and refresh_every != "epoch":
+                    look_into(number, last=True)
+                if stop.is_set() or checkpoint_steps is None or is_done():
                     save()
         result.how, result.storage = way.how, way.storage
         on_failure.pop_all()
     model.load_state_dict(run.best_weights)
     result.peak_memory = peak.num_bytes
     result.history_bytes = way.history_bytes
+    if journal is not None:
+        journal.finish(result)
     return result
 
 

@@ -19,6 +19,9 @@ from torch import Tensor
 from gnnautoscale.batch import BatchInfo, HistoryRows, RowOrder
 from gnnautoscale.history import Cast, Codec, History, Runs
 from gnnautoscale.kernels import locate_rows, merge_rows, use_triton
+from gnnautoscale.meter import Times
+
+_UNTIMED = Times()
 
 
 class Transfer(ABC):
@@ -30,6 +33,10 @@ class Transfer(ABC):
 
     #: Changes when rows move to another address on the device.
     version = 0
+    #: Measures how long steps wait for rows.
+    times = Times()
+    #: Whether the step that has begun did not pull rows that the one before it wrote, since they are at hand.
+    skips_shared = False
     # The batch of the step that has begun, and the order of rows in its histories.
     _info: BatchInfo | None = None
     _order: RowOrder | None = None
@@ -106,11 +113,14 @@ class Direct(Transfer):
         if self._index.device != rows.device:
             self._index = self._rows.on(rows.device)
         size = self._current.batch_size
+        times = _UNTIMED if rows.is_cuda else self.times  # a captured step cannot be timed from inside
         if push:
-            history.push(rows.detach(), self._index[:size], self._rows.runs)
+            with times.during("push"):
+                history.push(rows.detach(), self._index[:size], self._rows.runs)
         if not self._current.num_halo:
             return rows
-        return torch.cat([rows, history.pull(self._index[size:], device=rows.device, dtype=rows.dtype)])
+        with times.during("pull"):
+            return torch.cat([rows, history.pull(self._index[size:], device=rows.device, dtype=rows.dtype)])
 
     def end(self) -> None:
         """See :meth:`Transfer.end`."""
@@ -193,10 +203,12 @@ class Ahead(Transfer):
         batches = [info] if following is None else [info, following]
         self.reserve(max(b.batch_size for b in batches), max(b.num_halo for b in batches), histories)
         self._wait(self._main, self._pushes)  # the last step's rows are in their histories, its buffers free
-        self._wait(self._main, self._pulls)  # what was pulled ahead is there
+        with self.times.during("pull"):
+            self._wait(self._main, self._pulls)  # what was pulled ahead is there
         # Rows that the step before should have written are not there if it did not come to its end.
         ended = self._current_side != self._side_left
         ahead = self._ahead if self._ahead_for is info and ended else {}
+        self.skips_shared = bool(ahead)
         self._info, self._order, self._staged = info, order, set(histories)
         self._copied = {batch: self._copy_of(batch) for batch in batches if order not in batch.placed}
         # Where it was placed if it was, since a captured step reads it there.
@@ -207,7 +219,8 @@ class Ahead(Transfer):
         self._current_side = self._side_left
         if not ahead:
             self._shared[self._current_side].fill_(-1)
-        self._stage({slot: histories[slot] for slot in histories if slot not in ahead}, info, self._current_side)
+        with self.times.during("pull"):
+            self._stage({slot: histories[slot] for slot in histories if slot not in ahead}, info, self._current_side)
         self._following, self._ahead_for, self._ahead = following, None, dict(histories)
         if following is not None:
             self._wait(self._pulls, self._main)  # the other table is not used any more, and the index is there

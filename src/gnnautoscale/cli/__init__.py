@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 import time
@@ -17,10 +18,12 @@ from gnnautoscale import datasets
 from gnnautoscale.atomic import write_atomically
 from gnnautoscale.autoscale import autoscale
 from gnnautoscale.checkpoint import latest_checkpoint
+from gnnautoscale.cli import advice as advice_commands
 from gnnautoscale.cli import bench as bench_commands
 from gnnautoscale.cli import demo as demonstration
 from gnnautoscale.cli import expressiveness as expressiveness_command
 from gnnautoscale.cli.display import epochs_shown, errors, megabytes, percent, print_json, print_table
+from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
 from gnnautoscale.cli.saved import load_model, save_model
 from gnnautoscale.cli.schema import DATA, FILE_OPTIONS, GENERATOR_OPTIONS, PARTITION, TRAIN, fit_options, with_options
@@ -34,6 +37,8 @@ from gnnautoscale.partition import connectivity
 from gnnautoscale.partition import partition as cut
 from gnnautoscale.recipe import score
 from gnnautoscale.result import FitResult
+from gnnautoscale.resume import open_checkpoint
+from gnnautoscale.runs import free_folder
 from gnnautoscale.train import fit
 
 app = typer.Typer(
@@ -68,7 +73,7 @@ def train(
     check_model_options(model_name, chosen)
     _check_target("--save", save)
     training = {option.name: options[option.name] for option in fit_options()}
-    check_options(training)
+    check_options({**training, "run_dir": None if options["run_dir"] == "none" else "runs"})
     results: list[FitResult] = []
     model: nn.Module | None = None
     for run in range(options["runs"]):
@@ -81,7 +86,8 @@ def train(
         title = f"{dataset.name} {model_name} {training['mode']} seed {seed}"
         with epochs_shown(title, training["epochs"], quiet=quiet) as show:
             try:
-                results.append(fit(model, dataset, callback=show, **{**training, "seed": seed}))
+                run_dir = _run_dir(options, f"{dataset.name}-{model_name}-{training['mode']}-seed{seed}", seed)
+                results.append(fit(model, dataset, callback=show, **{**training, "seed": seed, "run_dir": run_dir}))
             except KeyboardInterrupt:
                 if training["checkpoint_dir"] is None:
                     raise
@@ -96,6 +102,9 @@ def train(
         errors.print(f"steps: {results[-1].how}", soft_wrap=True)
     if training["storage"] == "auto" and not quiet:
         errors.print(f"histories: {results[-1].storage}", soft_wrap=True)
+    if results[-1].options["run_dir"] is not None and not quiet:
+        folders = ", ".join(str(result.options["run_dir"]) for result in results)
+        errors.print(f"run: {folders}", soft_wrap=True, markup=False, highlight=False)
 
 
 def partition(
@@ -203,13 +212,27 @@ def demo(
         demonstration.show(rows)
 
 
+def tune(
+    options: dict[str, Any],
+    *,
+    memory: Annotated[str | None, typer.Option(help="Memory to train in, like 8GB; by default what is free.")] = None,
+    json: Json = False,
+) -> None:
+    """Propose how to train on a graph on this machine, from short trials, and print the command that does it."""
+    check_model_options(options["model"], [])
+    advice_commands.tune(_dataset(options), options, memory, json=json)
+
+
 app.add_typer(bench_commands.app, name="bench")
 app.command()(reproduce)
+app.command()(report)
 app.command()(expressiveness_command.expressiveness)
 app.command()(with_options(TRAIN, train))
 app.command()(with_options(PARTITION, partition))
 app.command()(with_options(DATA, infer))
 app.command()(with_options(DATA, data))
+app.command()(with_options(advice_commands.TUNE, tune))
+app.command()(advice_commands.explain)
 
 
 def main() -> None:
@@ -244,6 +267,21 @@ def _dataset(options: dict[str, Any]) -> Dataset:
     if is_file:
         return datasets.from_file(source, split=options["split"], **of_file)
     return datasets.load(source, options["root"], split=options["split"], **of_generator)
+
+
+def _run_dir(options: dict[str, Any], name: str, seed: int) -> str | None:
+    """The folder of a run: the one that was named, that of the run that goes on, or a new one."""
+    given: str | None = options["run_dir"]
+    if given == "none":
+        return None
+    if given is not None:
+        return given if options["runs"] == 1 else f"{given}-seed{seed}"
+    if options["resume"] is not None:
+        before = open_checkpoint(Path(options["resume"])).state["options"].get("run_dir")
+        if before is not None and Path(before).is_dir():
+            return str(before)
+    plain = re.sub(r"[^\w.-]+", "-", name)
+    return str(free_folder(Path("runs") / f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def _say_how_to_go_on(folder: str) -> NoReturn:

@@ -28,7 +28,8 @@ def reproduce(
 ) -> None:
     """Run an experiment of the paper, or what is missing of it, and show the results beside the published ones.
 
-    Results are kept in the folder run by run: interrupt it, and the same command goes on where it stopped.
+    Results are kept in the folder run by run: interrupt it, and the same command goes on where it stopped. Each
+    training run has a folder below `runs` with what each of its epochs gave and took.
     """
     if jobs < 1 or (seeds is not None and seeds < 1):
         raise InputError("--jobs and --seeds are at least 1", got=f"{jobs} and {seeds}", fix="Change them.")
@@ -38,7 +39,8 @@ def reproduce(
     for name in names() if experiment == "all" else [experiment]:
         described = load(name)
         runs = described.runs(only=only or (), seeds=seeds, device=describe_machine(device))
-        failed += run_all(runs, store, root=root, device=device, jobs=jobs, show=_say)
+        folder = output / "runs"
+        failed += run_all(runs, store, root=root, device=device, jobs=jobs, runs_dir=folder, show=_say)
         if not any(store.get(run) for run in runs):
             continue
         report = make_report(described, runs, store)

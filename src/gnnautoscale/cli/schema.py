@@ -114,7 +114,7 @@ def with_options(options: list[Option], command: Callable[..., None]) -> Callabl
             inspect.Parameter.KEYWORD_ONLY,
             default=typer.Option(
                 None,
-                help=option.help + (f" (default: {option.default})" if option.default is not None else ""),
+                help=option.help + _default_in_words(option.default),
                 metavar="N,N,..." if option.kind is tuple else None,
                 rich_help_panel=option.panel,
                 show_default=False,
@@ -201,7 +201,7 @@ def _read_config(options: list[Option], file: Path) -> dict[str, Any]:
             fits = isinstance(value, list) and all(type(item) is items for item in value)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             values[name] = float(value)
-        elif name == "refresh_every" and isinstance(value, int) and not isinstance(value, bool):
+        elif name.endswith("_every") and kind is str and isinstance(value, int) and not isinstance(value, bool):
             values[name] = str(value)
         elif not fits:
             raise InputError(
@@ -210,6 +210,12 @@ def _read_config(options: list[Option], file: Path) -> dict[str, Any]:
                 fix=f"Change it in {file.name}.",
             )
     return values
+
+
+def _default_in_words(default: Any) -> str:
+    if default is None:
+        return ""
+    return f" (default: {', '.join(map(str, default)) if isinstance(default, tuple) else default})"
 
 
 def _kind(hint: Any) -> type:

@@ -79,16 +79,22 @@ def build_model(name: str, data: Data, num_classes: int, **options: Any) -> nn.M
         num_classes: Number of outputs per node.
         options: Options of the model's class.
 
+    Returns:
+        The model; its ``built_from`` says its name and options.
+
     Example:
         >>> from torch_geometric.datasets import KarateClub
         >>> type(build_model("gcn", KarateClub()[0], 4, hidden=16)).__name__
         'GCN'
     """
     check_model_options(name, options)
+    given = dict(options)
     if PNA is _find(name):
         in_degree = torch.bincount(data.edge_index[1].cpu(), minlength=data.num_nodes)
         options = {"jumping_knowledge": name == "pna-jk", **options, "degrees": torch.bincount(in_degree)}
-    return _find(name)(data.num_features, num_classes, **options)
+    model = _find(name)(data.num_features, num_classes, **options)
+    vars(model)["built_from"] = {"model": name, **given}
+    return model
 
 
 def _find(name: str) -> type[nn.Module]:

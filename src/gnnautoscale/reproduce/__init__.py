@@ -1,11 +1,11 @@
 """The paper's experiments: one configuration file each, run, continued, and shown beside the published numbers."""
 
+from gnnautoscale.journal import describe_machine
 from gnnautoscale.reproduce.config import Experiment, Run, load, names, published
 from gnnautoscale.reproduce.pool import run_all
 from gnnautoscale.reproduce.report import Report, write_report
 from gnnautoscale.reproduce.store import Store
 from gnnautoscale.reproduce.tables import make_report
-from gnnautoscale.reproduce.work import describe_machine
 
 __all__ = [
     "Experiment",

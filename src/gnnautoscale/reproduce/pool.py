@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 
 from gnnautoscale.errors import InputError
+from gnnautoscale.journal import describe_machine
 from gnnautoscale.reproduce.config import Run
 from gnnautoscale.reproduce.store import Result, Store
-from gnnautoscale.reproduce.work import describe_machine, perform
+from gnnautoscale.reproduce.work import perform
+from gnnautoscale.runs import free_folder
 
 Outcome = tuple[Run, Result | str, float]
 
@@ -26,6 +30,7 @@ def run_all(
     root: str,
     device: str,
     jobs: int = 1,
+    runs_dir: Path | None = None,
     show: Callable[[str], None] = print,
 ) -> list[Run]:
     """Do what has no result yet; results are kept as they come.
@@ -36,6 +41,7 @@ def run_all(
         root: Where data sets are kept.
         device: Where to compute.
         jobs: Number of processes at a time. Runs that measure times are done one after the other all the same.
+        runs_dir: Where each training run has a folder for what is measured in it; by default nothing is.
         show: Called with a line about each run.
 
     Returns:
@@ -48,10 +54,11 @@ def run_all(
     missing.sort(key=_length, reverse=True)
     failed: list[Run] = []
     if jobs == 1 or any(run.is_timed for run in missing):
-        machine, outcomes = describe_machine(device), _in_turn(missing, root, device)
+        machine, outcomes = describe_machine(device), _in_turn(missing, root, device, runs_dir)
     else:
         threads = max(1, (os.cpu_count() or 1) // jobs)
-        machine, outcomes = describe_machine(device, threads), _side_by_side(missing, root, device, jobs, threads)
+        machine = describe_machine(device, threads)
+        outcomes = _side_by_side(missing, root, device, runs_dir, jobs, threads)
     for number, (run, outcome, seconds) in enumerate(outcomes, start=1):
         if isinstance(outcome, str):
             failed.append(run)
@@ -62,17 +69,19 @@ def run_all(
     return failed
 
 
-def _in_turn(runs: Sequence[Run], root: str, device: str) -> Iterator[Outcome]:
+def _in_turn(runs: Sequence[Run], root: str, device: str, runs_dir: Path | None) -> Iterator[Outcome]:
     for run in runs:
-        yield run, *_attempt(run, root, device)
+        yield run, *_attempt(run, root, device, runs_dir)
 
 
-def _side_by_side(runs: Sequence[Run], root: str, device: str, jobs: int, threads: int) -> Iterator[Outcome]:
+def _side_by_side(
+    runs: Sequence[Run], root: str, device: str, runs_dir: Path | None, jobs: int, threads: int
+) -> Iterator[Outcome]:
     # Not forked: a GPU's state does not survive that.
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,))
     with pool:
         waiting: dict[Future[tuple[Result | str, float]], Run] = {
-            pool.submit(_attempt, run, root, device): run for run in runs
+            pool.submit(_attempt, run, root, device, runs_dir): run for run in runs
         }
         try:
             for future in as_completed(waiting):
@@ -81,10 +90,13 @@ def _side_by_side(runs: Sequence[Run], root: str, device: str, jobs: int, thread
             pool.shutdown(cancel_futures=True)
 
 
-def _attempt(run: Run, root: str, device: str) -> tuple[Result | str, float]:
+def _attempt(run: Run, root: str, device: str, runs_dir: Path | None) -> tuple[Result | str, float]:
     start = time.perf_counter()
     try:
-        result: Result | str = perform(run.work, root=root, device=device)
+        given = {}
+        if runs_dir is not None and run.work["kind"] == "train":
+            given["run_dir"] = free_folder(runs_dir / re.sub(r"[^\w.-]+", "-", str(run)))
+        result: Result | str = perform(run.work, root=root, device=device, **given)
     except InputError as error:  # such as data that is not there: the sentence says it all
         result = str(error)
     except Exception:  # whatever it is, the other runs go on

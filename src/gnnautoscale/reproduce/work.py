@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,14 @@ Work = Mapping[str, Any]
 _MOST_POINTS = 100  # of a learning curve that are kept
 
 
-def perform(work: Work, *, root: str, device: str) -> dict[str, Any]:
+def perform(work: Work, *, root: str, device: str, run_dir: Path | None = None) -> dict[str, Any]:
     """Do a run's work.
 
     Args:
         work: What to do; see :class:`gnnautoscale.reproduce.config.Run`.
         root: Where data sets are kept.
         device: Where to compute.
+        run_dir: The folder for what is measured during training, if there is any.
 
     Returns:
         The result as plain values.
@@ -40,33 +40,24 @@ def perform(work: Work, *, root: str, device: str) -> dict[str, Any]:
         >>> perform({**work, "seed": 0}, root="data", device="cpu")
         {'connectivity': 0.0, 'parts': 1}
     """
-    result: dict[str, Any] = jsonable(_KINDS[work["kind"]](work, root, device))
+    do = partial(_train, run_dir=run_dir) if work["kind"] == "train" else _KINDS[work["kind"]]
+    result: dict[str, Any] = jsonable(do(work, root, device))
     return result
 
 
-def describe_machine(device: str, threads: int | None = None) -> str:
-    """What results are made on, in words.
-
-    Args:
-        device: Where is computed.
-        threads: Number of threads of a CPU; by default PyTorch's in this process.
-
-    Example:
-        >>> describe_machine("cpu", 1).endswith(", 1 thread)")
-        True
-    """
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(torch.device(device))
-    threads = torch.get_num_threads() if threads is None else threads
-    return f"CPU ({platform.machine()}, {threads} {'thread' if threads == 1 else 'threads'})"
-
-
-def _train(work: Work, root: str, device: str) -> dict[str, Any]:
+def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str, Any]:
     dataset = _dataset(work["dataset"], root, work["seed"], **work["data"])
     torch.manual_seed(work["seed"])
     model = build_model(work["model"], dataset.train, dataset.num_classes, **work["options"])
     fitted = fit(
-        model, dataset, **work["train"], seed=work["seed"], device=device, cache_dir=str(Path(root) / "partitions")
+        model,
+        dataset,
+        **work["train"],
+        seed=work["seed"],
+        device=device,
+        cache_dir=str(Path(root) / "partitions"),
+        run_dir=None if run_dir is None else str(run_dir),
+        diagnose_every="never",  # times and memory are results
     )
     found = fitted.to_dict()
     kept = ("scores", "metric", "best_epoch", "steps", "seconds", "peak_memory", "history_bytes", "connectivity", "how")
@@ -115,7 +106,6 @@ def _dataset(name: str, root: str, split: int, **options: Any) -> Dataset:
 
 
 _KINDS: dict[str, Callable[[Work, str, str], dict[str, Any]]] = {
-    "train": _train,
     "connectivity": _connectivity,
     "neighbourhood": _neighbourhood,
     "step": _step,

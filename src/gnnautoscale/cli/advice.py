@@ -1,0 +1,131 @@
+"""The commands that advise: ``gas tune`` before training, ``gas explain`` after it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gnnautoscale.cli.display import errors, print_json, print_table
+from gnnautoscale.cli.schema import DATA, MODEL, fit_options
+from gnnautoscale.datasets import Dataset
+from gnnautoscale.errors import InputError
+from gnnautoscale.explain import explain as find
+from gnnautoscale.runs import read_run
+from gnnautoscale.tune import PASSED, Advice, amount
+from gnnautoscale.tune import tune as propose
+
+#: What ``gas tune`` takes: the options of ``gas train`` but for those that it proposes.
+TUNE = [*DATA, *MODEL, *(option for option in fit_options() if option.name in PASSED)]
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
+_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", start=1)}
+
+
+def tune(dataset: Dataset, options: dict[str, Any], memory: str | None, *, json: bool) -> None:
+    """Propose how to train, and print the command that does it."""
+    of_model = {
+        option.name: options[option.name]
+        for option in MODEL
+        if option.name != "model" and options[option.name] is not None
+    }
+    of_training = {name: options[name] for name in PASSED}
+    budget = None if memory is None else parse_memory(memory)
+    advice = propose(options["model"], dataset, memory=budget, model_options=of_model, **of_training)
+    command = train_command(options, advice.options)
+    if json:
+        print_json({**advice.to_dict(), "command": command})
+        return
+    _show(advice, f"{options['data']} · {options['model']}")
+    print(command)
+
+
+def explain(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, as `gas train` wrote it.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of sentences.")] = False,
+) -> None:
+    """Say what limits a training run, and what to change."""
+    record = read_run(run)
+    findings = find(record)
+    if json:
+        print_json({"run": str(run), "findings": [finding.to_dict() for finding in findings]})
+        return
+    for number, finding in enumerate(findings, start=1):
+        print(f"{number}. {finding.sentence} {finding.consequence} {finding.change}")
+    if not findings:
+        print("Nothing stands out.")
+    if not record.staleness and not json:
+        errors.print("note: staleness was not measured in this run", soft_wrap=True)
+
+
+def train_command(given: dict[str, Any], proposed: dict[str, Any]) -> str:
+    """The command line that trains with what was given and what is proposed.
+
+    Args:
+        given: Values of the options in ``TUNE``; those that are as by default are left out.
+        proposed: Further options of ``gas train``.
+
+    Example:
+        >>> given = {option.name: option.default for option in TUNE} | {"data": "my graph.npz", "hidden": 64}
+        >>> train_command(given, {"parts": 8})
+        "gas train --data 'my graph.npz' --hidden 64 --parts 8"
+    """
+    changed = {option.name: given[option.name] for option in TUNE if given[option.name] != option.default}
+    return shlex.join(["gas", "train", *(word for item in {**changed, **proposed}.items() for word in _flag(*item))])
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """An option as words of a command line."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", str(value)]
+
+
+def parse_memory(text: str) -> int:
+    """The bytes that a text names.
+
+    Example:
+        >>> parse_memory("8GB"), parse_memory("1.5 GiB"), parse_memory("1000")
+        (8000000000, 1610612736, 1000)
+    """
+    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
+    try:
+        if found is not None:
+            return int(float(found[1]) * _UNITS[found[2].upper()])
+    except (ValueError, KeyError):
+        pass
+    raise InputError("--memory is a number of bytes, KB, MB, GB or TB", got=repr(text), fix="Write it like 8GB.")
+
+
+def _show(advice: Advice, title: str) -> None:
+    heads = ["parts", "halo per node", "largest batch", "histories", "kept", "memory", "step (ms)", "epoch (ms)"]
+    heads += ["how", "verdict"]
+    rows = [
+        [
+            "full batch" if each.parts == 1 else str(each.parts),
+            f"{each.connectivity:.2f}",
+            f"{each.rows:,}",
+            "-" if each.parts == 1 else f"{each.storage}, {each.history_dtype}",
+            "yes" if each.keep else "no",
+            amount(each.memory),
+            f"{1000 * each.step_seconds:.1f}",
+            f"{1000 * each.epoch_seconds:.0f}",
+            "measured" if each.measured else "estimated",
+            "proposed"
+            if each.parts == advice.chosen.parts
+            else "does not fit"
+            if not each.fits
+            else f"slower than {each.slower_than}"
+            if each.slower_than
+            else "",
+        ]
+        for each in advice.candidates
+    ]
+    print_table(f"{title} in {amount(advice.budget)}", heads, rows)
+    for name, value in advice.options.items():
+        print(f"{' '.join(_flag(name, value))}: {advice.reasons[name]}.")

@@ -1,0 +1,21 @@
+"""The command ``gas report``: one HTML page about training runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gnnautoscale.cli.display import errors
+from gnnautoscale.report import write_report
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders with run folders in them.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write one HTML page about training runs: curves, staleness, errors, parts, time and memory, compared."""
+    count = write_report(runs, output)
+    written = f"written: {output}, about {count} {'run' if count == 1 else 'runs'}"
+    errors.print(written, soft_wrap=True, markup=False, highlight=False)

@@ -1,0 +1,39 @@
+"""One HTML page about training runs: what they were, how they learned, how stale histories were, where time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from gnnautoscale.atomic import write_atomically
+from gnnautoscale.report.page import page
+from gnnautoscale.report.shown import find_runs
+
+__all__ = ["write_report"]
+
+
+def write_report(paths: Iterable[str | Path], output: str | Path) -> int:
+    """Write one HTML page about some runs. It needs nothing but itself: no network, no other files.
+
+    Args:
+        paths: Run folders, as ``fit(run_dir=...)`` and ``gas train`` write them, or folders with run folders in them.
+        output: The file to write.
+
+    Returns:
+        The number of runs in the report.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> from gnnautoscale.runs import RunFolder
+        >>> folder = Path(mkdtemp())
+        >>> with RunFolder.create(folder / "run", {"title": "my run"}) as run:
+        ...     run.append({"kind": "epoch", "epoch": 1, "loss": 0.5, "scores": {}})
+        >>> write_report([folder], folder / "report.html")
+        1
+        >>> "<h1>my run</h1>" in (folder / "report.html").read_text()
+        True
+    """
+    runs = find_runs(Path(path) for path in paths)
+    text = page(runs)
+    write_atomically(Path(output), lambda stream: stream.write(text.encode()), rule="the report must be writable")
+    return len(runs)

@@ -1,0 +1,90 @@
+"""The page: all sections that there is something to say in, under one style, with nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+
+from gnnautoscale.report.markup import Section
+from gnnautoscale.report.shown import Shown
+from gnnautoscale.report.staleness import error_section, gradient_section, lipschitz_section, staleness_section
+from gnnautoscale.report.summary import comparison_section, numbers_section, runs_section
+from gnnautoscale.report.svg import COLORS
+from gnnautoscale.report.training import (
+    learning_section,
+    memory_section,
+    parts_section,
+    time_section,
+    transfer_section,
+)
+
+_SECTIONS = (
+    runs_section,
+    numbers_section,
+    comparison_section,
+    learning_section,
+    staleness_section,
+    error_section,
+    gradient_section,
+    lipschitz_section,
+    parts_section,
+    time_section,
+    transfer_section,
+    memory_section,
+)
+
+
+def page(runs: Sequence[Shown]) -> str:
+    """The report as one HTML document."""
+    sections = [section for make in _SECTIONS if (section := make(runs)) is not None]
+    title = runs[0].title if len(runs) == 1 else f"{len(runs)} training runs"
+    style = resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)}</title>
+<style>
+{style}{_hiding(runs)}</style>
+</head>
+<body>
+<header>
+<h1>{escape(title)}</h1>
+{_contents(sections)}
+</header>
+{_chooser(runs)}
+<main>
+{"".join(section.html() for section in sections)}
+</main>
+<footer>Made by <code>gas report</code>. Hold the pointer over a plot to read its values; "Data" below it has them as a
+table.</footer>
+</body>
+</html>
+"""
+
+
+def _contents(sections: Sequence[Section]) -> str:
+    links = "".join(f'<li><a href="#{section.name}">{escape(section.title)}</a></li>' for section in sections)
+    return f'<nav aria-label="Sections"><ul>{links}</ul></nav>'
+
+
+def _chooser(runs: Sequence[Shown]) -> str:
+    """The legend of all runs, which stays in sight and hides the curves of those that are not chosen."""
+    if len(runs) == 1:
+        return ""
+    items = "".join(
+        f'<label><input type="checkbox" id="show-{run.tag}" checked><span class="swatch c{run.number % COLORS}"></span>'
+        f"{escape(run.name)}</label>"
+        for run in runs
+    )
+    return f'<fieldset class="runs"><legend>Runs in the plots</legend><div>{items}</div></fieldset>'
+
+
+def _hiding(runs: Sequence[Shown]) -> str:
+    """What makes the boxes of the legend work."""
+    if len(runs) == 1:
+        return ""
+    return "".join(f":root:has(#show-{run.tag}:not(:checked)) .{run.group} {{ visibility: hidden; }}\n" for run in runs)

@@ -1,0 +1,181 @@
+"""Numbers as people read them: ticks of axes, units, and curves with fewer points."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+Point = tuple[float, float]
+
+
+def finite(value: Any) -> float | None:
+    """The value as a number, or ``None`` if it is none: missing, not finite, or something else.
+
+    Example:
+        >>> finite(3), finite(None), finite(math.nan), finite("3")
+        (3.0, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
+    """Round numbers between two numbers, about ``count`` of them, 1, 2 or 5 times a power of ten apart.
+
+    Args:
+        low: The smallest number of the axis.
+        high: The largest; if it is not above ``low``, that is the only tick.
+        count: How many ticks there should be, more or less.
+        whole: Whether ticks are whole numbers.
+
+    Example:
+        >>> ticks(0, 10), ticks(1, 3, whole=True), ticks(0.62, 0.87, 3)
+        ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [1.0, 2.0, 3.0], [0.7, 0.8])
+    """
+    if not high > low:
+        return [low]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = min((factor * power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / rough)))
+    if whole:
+        step = max(1.0, step)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    # Twelve digits are left of k * step, so that 3 * 0.1 is 0.3.
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)] or [low]
+
+
+def log_ticks(low: float, high: float, count: int = 6) -> list[float]:
+    """Powers of ten between two positive numbers, or, within two decades, 1, 2 and 5 times these.
+
+    Example:
+        >>> log_ticks(0.5, 2000), log_ticks(0.1, 1)
+        ([1.0, 10.0, 100.0, 1000.0], [0.1, 0.2, 0.5, 1.0])
+    """
+    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    every = max(1, math.ceil((last - first) / count))
+    factors = (1, 2, 5) if high <= 100 * low else (1,)
+    found = [float(f"{factor}e{power}") for power in range(first, last + 1, every) for factor in factors]
+    return [tick for tick in found if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+
+
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Labels for ticks, all with as many decimals as the finest needs.
+
+    Example:
+        >>> tick_labels([0.0, 0.5, 1.0]), tick_labels([0.0, 20000.0]), tick_labels([0.0, 2e6]), tick_labels([0.0, 2e-6])
+        (['0.0', '0.5', '1.0'], ['0', '20,000'], ['0', '2M'], ['0', '2e-6'])
+    """
+    largest = max((abs(value) for value in values), default=0.0)
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e5, "k")):
+        if largest >= size:
+            divided = [value / (1e3 if unit == "k" else size) for value in values]
+            return [label + unit if label.strip("0.") else "0" for label in tick_labels(divided)]
+    if 0 < largest < 1e-3:
+        return [short(value) for value in values]
+    decimals = max((_decimals(value) for value in values), default=0)
+    return [f"{value:,.{decimals}f}" for value in values]
+
+
+def short(value: float | None, digits: int = 4) -> str:
+    """A number with a few digits, for tables and tooltips; a dash if there is none.
+
+    Example:
+        >>> short(1234567), short(0.98765), short(2.5e-7), short(10), short(None)
+        ('1,234,567', '0.9877', '2.5e-7', '10', '-')
+    """
+    if value is None:
+        return "-"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    text = f"{value:.{digits}g}"
+    mantissa, _, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else text
+
+
+def bytes_text(value: float | None) -> str:
+    """An amount of memory.
+
+    Example:
+        >>> bytes_text(512), bytes_text(3 * 2**20), bytes_text(2.5 * 2**30), bytes_text(None)
+        ('512 B', '3 MB', '2.5 GB', '-')
+    """
+    if value is None:
+        return "-"
+    size, unit = unit_of_bytes([value])
+    return f"{short(value / size, 3)} {unit}"
+
+
+def unit_of_bytes(values: Sequence[float]) -> tuple[int, str]:
+    """The unit to show amounts of memory in: its size, which the largest of them reaches, and its name.
+
+    Example:
+        >>> unit_of_bytes([10, 3000]), unit_of_bytes([])
+        ((1024, 'KB'), (1, 'B'))
+    """
+    largest = max(values, default=0)
+    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "KB")):
+        if largest >= 1024**power:
+            return 1024**power, unit
+    return 1, "B"
+
+
+def seconds_text(value: float | None) -> str:
+    """A duration.
+
+    Example:
+        >>> seconds_text(0.0123), seconds_text(2.5), seconds_text(150), seconds_text(9000), seconds_text(None)
+        ('12.3 ms', '2.5 s', '2.5 min', '2.5 h', '-')
+    """
+    if value is None:
+        return "-"
+    for size, unit in ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")):
+        if value >= size * (2 if size > 1 else 1):
+            return f"{short(value / size, 3)} {unit}"
+    return f"{short(value * 1e6, 3)} µs" if value else "0 s"
+
+
+def thin(points: Sequence[Point], count: int = 240) -> list[Point]:
+    """At most ``count`` points of a curve: its ends, and the lowest and highest of each stretch, so that peaks stay.
+
+    Args:
+        points: Pairs (x, y), sorted by x.
+        count: The most points to keep, at least 4.
+
+    Example:
+        >>> thin([(x, 9.0 if x == 5 else 0.0) for x in range(12)], 6)
+        [(0, 0.0), (1, 0.0), (5, 9.0), (6, 0.0), (11, 0.0)]
+    """
+    if len(points) <= count:
+        return list(points)
+    inner = range(1, len(points) - 1)
+    stretches = (count - 2) // 2
+    kept = {0, len(points) - 1}
+    for number in range(stretches):
+        start, stop = (len(inner) * at // stretches for at in (number, number + 1))
+        stretch = inner[start:stop]
+        kept.add(min(stretch, key=lambda index: points[index][1]))
+        kept.add(max(stretch, key=lambda index: points[index][1]))
+    return [points[index] for index in sorted(kept)]
+
+
+def spaced(count: int, most: int) -> list[int]:
+    """At most so many of the indices below ``count``, evenly spaced, with the first and the last.
+
+    Example:
+        >>> spaced(3, 5), spaced(9, 3), spaced(9, 1)
+        ([0, 1, 2], [0, 4, 8], [8])
+    """
+    if count <= most:
+        return list(range(count))
+    if most == 1:
+        return [count - 1]
+    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
+
+
+def _decimals(value: float) -> int:
+    """How many decimals a round number has."""
+    return next((digits for digits in range(9) if math.isclose(value, round(value, digits), rel_tol=1e-9)), 9)

@@ -1,0 +1,203 @@
+"""The runs of a report: where they are found, what they are called, and their facts in words."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gnnautoscale.errors import InputError
+from gnnautoscale.report.readable import Point, bytes_text, finite, seconds_text, short
+from gnnautoscale.report.svg import Series
+from gnnautoscale.runs import RunRecord, read_run
+
+_PLACES = ("run_dir", "checkpoint_dir", "resume", "history_dir", "cache_dir")
+"""Options that say where files lie, and nothing about what is computed."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A run in the report.
+
+    Attributes:
+        record: What its folder has.
+        number: Its place in the report, from 0, which gives it a colour and a letter.
+        alone: Whether it is the only one, and needs no letter.
+    """
+
+    record: RunRecord
+    number: int
+    alone: bool = False
+
+    @property
+    def tag(self) -> str:
+        """A letter or two: A to Z, then AA, AB, ..."""
+        first, second = divmod(self.number, 26)
+        return (chr(64 + first) if first else "") + chr(65 + second)
+
+    @property
+    def name(self) -> str:
+        """The tag and the title; for the only run there is, the title."""
+        return self.title if self.alone else f"{self.tag} · {self.title}"
+
+    @property
+    def title(self) -> str:
+        """The run's title, or its folder if it has none."""
+        return str(self.record.run.get("title") or self.record.path.name)
+
+    @property
+    def group(self) -> str:
+        """The class of its curves and bars."""
+        return f"run-{self.tag}"
+
+    @cached_property
+    def options(self) -> dict[str, str]:
+        """Options in words, without those that say where files lie."""
+        options = self.record.run.get("options") or {}
+        return {name: words(value) for name, value in options.items() if name not in _PLACES}
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        """The result; of a run that did not finish, what can be told from its epochs."""
+        if self.record.result is not None:
+            return self.record.result
+        epochs = self.record.epochs
+        scored = [epoch for epoch in epochs if finite((epoch.get("scores") or {}).get("val")) is not None]
+        best = max(scored, key=lambda epoch: epoch["scores"]["val"], default={})
+        memory = [epoch["memory"] for epoch in epochs if finite(epoch.get("memory")) is not None]
+        return {
+            "scores": best.get("scores") or {},
+            "best_epoch": best.get("epoch"),
+            "steps": epochs[-1].get("steps") if epochs else 0,
+            "peak_memory": max(memory, default=None),
+        }
+
+    @property
+    def metric(self) -> str:
+        """What scores are."""
+        return str(self.result.get("metric") or "score")
+
+    def score(self, split: str) -> float | None:
+        """The score of the best epoch on a split, if it is known."""
+        return finite((self.result.get("scores") or {}).get(split))
+
+    @property
+    def epoch_seconds(self) -> float | None:
+        """The median time of an epoch; the first one, which prepares things, counts only if it is alone."""
+        seconds = [value for epoch in self.record.epochs if (value := finite(epoch.get("seconds"))) is not None]
+        return statistics.median(seconds[1:] or seconds) if seconds else None
+
+    def curve(self, path: tuple[str, ...], records: Sequence[dict[str, Any]] | None = None) -> list[Point]:
+        """One number of each epoch (or other records) that has it, by epoch."""
+        points = {}
+        for record in self.record.epochs if records is None else records:
+            value: Any = record
+            for name in path:
+                value = value.get(name) if isinstance(value, dict) else None
+            y, x = finite(value), finite(record.get("epoch"))
+            if x is not None and y is not None:
+                points[x] = y
+        return sorted(points.items())
+
+    def series(self, points: Sequence[Point], *, dashed: bool = False, what: str = "") -> Series:
+        """A curve in this run's colour, under its name."""
+        name = f"{self.name}, {what}" if what else self.name
+        return Series(name, points, self.number, "" if dashed or self.alone else self.tag, dashed, self.group)
+
+    def facts(self) -> dict[str, str]:
+        """What was run, where, and with what."""
+        run = self.record.run
+        data, model, versions = (run.get(name) or {} for name in ("data", "model", "versions"))
+        sizes = [f"{short(finite(data[unit]))} {unit}" for unit in _UNITS if finite(data.get(unit)) is not None]
+        count = finite(model.get("parameters"))
+        return {
+            "data set": ", ".join([words(data.get("name")), *sizes]),
+            "model": words(model.get("name")) + (f", {short(count)} parameters" if count is not None else ""),
+            "mode": self.options.get("mode", "-"),
+            "machine": words(run.get("machine")),
+            "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+            "steps": words(self.result.get("how") or None),
+            "histories": words(self.result.get("storage") or None),
+            "started": words(run.get("started")).replace("T", " ").replace("+00:00", " UTC"),
+            "state": "running, or stopped before its end" if self.record.result is None else "finished",
+        }
+
+    def key_numbers(self) -> dict[str, str]:
+        """The numbers to look at first, in words."""
+        result = self.result
+        peak, histories = finite(result.get("peak_memory")), finite(result.get("history_bytes"))
+        halo = finite(result.get("connectivity"))
+        seconds = [finite(value) or 0.0 for value in (result.get("seconds") or {}).values()]
+        scores = {f"{split} score": score_text(self.score(split)) for split in ("test", "val", "train")}
+        return {
+            **scores,
+            "best epoch": f"{short(finite(result.get('best_epoch')))} of {len(self.record.epochs):,}",
+            "steps": short(finite(result.get("steps"))),
+            "time per epoch": seconds_text(self.epoch_seconds),
+            "time in all": seconds_text(sum(seconds) if seconds else None),
+            "peak memory": bytes_text(peak),
+            "histories": bytes_text(histories) if histories else "-",
+            "halo per batch node": short(halo, 3) if halo else "-",
+        }
+
+
+_UNITS = ("nodes", "edges", "features", "classes")
+
+
+def find_runs(paths: Iterable[Path]) -> list[Shown]:
+    """Read run folders, and those in folders that are none themselves.
+
+    Args:
+        paths: Run folders, or folders with run folders somewhere in them.
+    """
+    folders: dict[Path, Path] = {}
+    for path in paths:
+        found = [path] if (path / "run.json").is_file() else sorted(file.parent for file in path.rglob("run.json"))
+        if not found:
+            raise InputError(
+                "each path is a run folder, or a folder with run folders in it",
+                got=f"{path}, which {'has no run.json' if path.is_dir() else 'is no folder'}",
+                fix="Pass what gas train wrote (--run-dir), or fit(run_dir=...).",
+            )
+        folders |= {folder.resolve(): folder for folder in found}
+    if not folders:
+        raise InputError("a report is about at least one run", got="none", fix="Pass one or more run folders.")
+    alone = len(folders) == 1
+    return [Shown(read_run(folder), number, alone) for number, folder in enumerate(folders.values())]
+
+
+def differing(columns: Sequence[dict[str, str]]) -> list[str]:
+    """The names whose values are not the same in all columns, in order; a missing value is one, too.
+
+    Example:
+        >>> differing([{"lr": "0.1", "seed": "0"}, {"lr": "0.1", "seed": "1", "new": "2"}])
+        ['seed', 'new']
+    """
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [name for name in names if len({column.get(name) for column in columns}) > 1]
+
+
+def words(value: Any) -> str:
+    """A value of a JSON file for people.
+
+    Example:
+        >>> words(None), words(True), words(0.0005), words([10, 5]), words("metis")
+        ('-', 'yes', '0.0005', '[10, 5]', 'metis')
+    """
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    number = finite(value)
+    if number is not None:
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def score_text(value: float | None) -> str:
+    """A score in percent."""
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,419 @@
+"""Plots as SVG text: lines, stacked bars, histograms and heat maps.
+
+Colours are classes (``c0`` to ``c7`` for series, ``h1`` to ``h6`` for heat), which the page's style sheet turns into
+colours for a light or a dark ground. Plots are 400 units wide, which a phone shows at about nine tenths of their size.
+All text is escaped here.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+from gnnautoscale.report.readable import Point, finite, log_ticks, short, spaced, thin, tick_labels, ticks
+
+COLORS = 8
+HEAT_LEVELS = 6
+_WIDTH = 400.0
+_HEIGHT = 240.0
+_TOP, _RIGHT, _BOTTOM = 26.0, 28.0, 38.0
+_LETTER = 6.6  # about the width of a digit
+_BANDS = 60
+_TAG_WIDTH = 16.0
+_DOTS = 25  # the most points of a curve that are also marked by dots
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve.
+
+    Attributes:
+        name: What tooltips call it.
+        points: Pairs (x, y), sorted by x.
+        color: A whole number; colours come again after :data:`COLORS` of them.
+        tag: A letter or two at the end of the curve, so that it is told from others without its colour.
+        dashed: Whether the line is dashed.
+        group: A class of its elements, by which the page can hide them.
+    """
+
+    name: str
+    points: Sequence[Point]
+    color: int = 0
+    tag: str = ""
+    dashed: bool = False
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of stacked bars: its segments are (name, value, colour)."""
+
+    label: str
+    segments: Sequence[tuple[str, float, int]]
+    group: str = ""
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    label: str,
+    x_title: str,
+    y_title: str,
+    log: bool = False,
+    whole_x: bool = True,
+    y_range: tuple[float, float] | None = None,
+    floor: float | None = None,
+) -> str:
+    """Curves over a common axis.
+
+    Args:
+        series: The curves. Those without a point are left out, and on a logarithmic axis points that are not above 0.
+        label: What the plot shows, for those who cannot see it.
+        x_title: Under the horizontal axis.
+        y_title: Above the vertical axis.
+        log: Whether the vertical axis is logarithmic.
+        whole_x: Whether ticks of the horizontal axis are whole numbers.
+        y_range: The least that the vertical axis spans; by default what the curves span.
+        floor: Where a linear vertical axis begins. A curve that comes from below begins there.
+
+    Example:
+        >>> plot = line_chart([Series("a", [(1, 0.5), (2, 1.0)])], label="Loss", x_title="epoch", y_title="loss")
+        >>> plot.startswith('<svg viewBox="0 0 400 240" role="img" aria-label="Loss"'), plot.count("<polyline")
+        (True, 1)
+    """
+    kept = [(one, [point for point in one.points if not log or point[1] > 0]) for one in series]
+    curves = [(one, points) for one, points in kept if points]
+    if not curves:
+        return ""
+    xs = sorted({x for _, points in curves for x, _ in points})
+    ys = [y for _, points in curves for _, y in points] + [*(y_range or ())]
+    low, high = _log_range(min(ys), max(ys)) if log else _linear_range(min(ys), max(ys))
+    low = low if floor is None else floor
+    y_ticks = log_ticks(low, high) if log else ticks(low, high)
+    y_labels = [short(tick) for tick in y_ticks] if log else tick_labels(y_ticks)
+    left = 10 + _LETTER * max(len(text) for text in y_labels)
+    bottom = _HEIGHT - _BOTTOM
+    x_low, x_high = (xs[0], xs[-1]) if len(xs) > 1 else (xs[0] - 1, xs[0] + 1)
+    place_x = _scale(x_low, x_high, left + 4, _WIDTH - _RIGHT)
+    scale = math.log10 if log else float
+    place_y = _scale(scale(low), scale(high), bottom, _TOP)
+
+    body = _y_axis([place_y(scale(tick)) for tick in y_ticks], y_labels, left, y_title)
+    x_ticks = [tick for tick in ticks(x_low, x_high, 6, whole=whole_x) if x_low <= tick <= x_high]
+    body += _x_axis(x_ticks, place_x, left, bottom, x_title)
+    ends = []
+    dotted = max(len(points) for _, points in curves) <= _DOTS
+    for one, points in curves:
+        drawn = [(place_x(x), place_y(scale(max(y, low)))) for x, y in risen(thin(points), low)]
+        body.append(_curve(one, drawn, dotted=dotted or len(points) == 1))
+        ends.append((one, *drawn[-1]))
+    body += _tags(ends, bottom)
+    body += _bands([(one, points) for one, points in curves], xs, place_x, bottom, x_title)
+    return _svg(_HEIGHT, label, body)
+
+
+def bar_chart(bars: Sequence[Bar], *, label: str, unit: str, x_title: str) -> str:
+    """Stacked horizontal bars, one above the other.
+
+    Args:
+        bars: The rows.
+        label: What the plot shows, for those who cannot see it.
+        unit: Of the values.
+        x_title: Under the axis.
+
+    Example:
+        >>> bars = [Bar("A", [("loader", 1.0, 0), ("compute", 3.0, 1)])]
+        >>> bar_chart(bars, label="Time", unit="ms", x_title="milliseconds").count("<rect")
+        2
+    """
+
+    def text(value: float) -> str:
+        return f"{short(value, 3)} {unit}"
+
+    totals = [sum(value for _, value, _ in bar.segments) for bar in bars]
+    high = max(totals, default=0.0) or 1.0
+    row, thick = 42.0, 16.0
+    bottom = 4 + row * len(bars)
+    place = _scale(0.0, high, 1.0, _WIDTH - 1)
+    marks = ticks(0.0, high, 5)
+    body = [_line("grid", place(tick), 2, place(tick), bottom) for tick in marks]
+    for number, (bar, total) in enumerate(zip(bars, totals, strict=True)):
+        top = 16 + row * number
+        parts = [
+            f'<text class="name" x="0" y="{_n(top)}">{escape(_cut(bar.label, 46))}</text>',
+            f'<text class="name" x="{_n(_WIDTH)}" y="{_n(top)}" text-anchor="end">{escape(text(total))}</text>',
+        ]
+        start = 0.0
+        for name, value, color in bar.segments:
+            wide = place(start + value) - place(start)
+            share = f" ({100 * value / total:.0f} %)" if total and len(bar.segments) > 1 else ""
+            parts.append(
+                f'<rect class="c{color % COLORS}" x="{_n(place(start))}" y="{_n(top + 5)}" width="{_n(wide)}"'
+                f' height="{_n(thick)}"><title>{escape(f"{bar.label}: {name} {text(value)}{share}")}</title></rect>'
+            )
+            start += value
+        body.append(f'<g class="{escape(bar.group)}">{"".join(parts)}</g>')
+    body += _x_axis(marks, place, 0.0, bottom, x_title, keep_inside=True)
+    return _svg(bottom + _BOTTOM, label, body)
+
+
+def histogram(values: Sequence[float], edges: Sequence[float], *, label: str, x_title: str, y_title: str) -> str:
+    """How many of the values lie in each interval between two edges, as :func:`bins` chooses them.
+
+    Example:
+        >>> histogram([1, 2, 2, 9], [0, 5, 10], label="Halo", x_title="ratio", y_title="parts").count("<title>")
+        2
+    """
+    counts = [0] * (len(edges) - 1)
+    for value in values:
+        counts[min(max(0, bisect_left(edges, value) - 1), len(counts) - 1)] += 1
+    y_ticks = ticks(0.0, max(counts), 4, whole=True)
+    left, bottom = 10 + _LETTER * max(len(text) for text in tick_labels(y_ticks)), _HEIGHT - _BOTTOM
+    place_x, place_y = _scale(edges[0], edges[-1], left + 4, _WIDTH - _RIGHT), _scale(0, max(counts), bottom, _TOP)
+    body = [f'<text class="axis" x="0" y="12">{escape(y_title)}</text>']
+    for tick, text in zip(y_ticks, tick_labels(y_ticks), strict=True):
+        body.append(_line("grid", left, place_y(tick), _WIDTH - _RIGHT + 4, place_y(tick)))
+        body.append(
+            f'<text class="tick" x="{_n(left - 5)}" y="{_n(place_y(tick) + 4)}" text-anchor="end">{text}</text>'
+        )
+    for count, low, high in zip(counts, edges, edges[1:], strict=False):
+        title = f"{short(low)} to {short(high)}: {count}"
+        body.append(
+            f'<rect class="c0" x="{_n(place_x(low) + 0.5)}" y="{_n(place_y(count))}"'
+            f' width="{_n(place_x(high) - place_x(low) - 1)}" height="{_n(bottom - place_y(count))}">'
+            f"<title>{escape(title)}</title></rect>"
+        )
+    body += _x_axis(ticks(edges[0], edges[-1], 6), place_x, left, bottom, x_title)
+    return _svg(_HEIGHT, label, body)
+
+
+def bins(values: Sequence[float]) -> list[float]:
+    """Round edges of equal intervals, the first ending and the last starting within the values.
+
+    Example:
+        >>> bins([0.07, 0.5]), bins([2.0, 2.0])
+        ([0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5], [1.5, 2.5])
+    """
+    low, high = min(values), max(values)
+    inner = ticks(low, high, 12)
+    if len(inner) < 2:
+        return [low - 0.5, low + 0.5]
+    step = inner[1] - inner[0]
+    before = [inner[0] - step] if inner[0] > low else []
+    after = [inner[-1] + step] if inner[-1] < high else []
+    return [float(f"{edge:.12g}") for edge in [*before, *inner, *after]]
+
+
+def heat_map(matrix: Sequence[Sequence[float]], high: float, *, label: str, x_title: str, y_title: str) -> str:
+    """A square matrix as coloured cells, of which the strongest means ``high``; what is 0 stays empty. Rows go down.
+
+    Example:
+        >>> heat_map([[0.0, 0.5], [1.0, 0.0]], 1.0, label="Halo", x_title="owner", y_title="puller").count('class="h')
+        8
+    """
+    size = len(matrix)
+    left, top = 10 + _LETTER * len(str(size)), 20.0
+    cell = (_WIDTH - left - 2) / max(1, size)
+    bottom = top + cell * size
+    body = [
+        f'<text class="axis" x="0" y="12">{escape(y_title)}</text>',
+        f'<rect class="frame" x="{_n(left)}" y="{_n(top)}" width="{_n(cell * size)}" height="{_n(cell * size)}"/>',
+    ]
+    for row, values in enumerate(matrix):
+        for column, value in enumerate(values):
+            level = heat_level(finite(value) or 0.0, high)
+            if level:
+                title = f"{row + 1} from {column + 1}: {short(value, 3)}"
+                body.append(
+                    f'<rect class="h{level}" x="{_n(left + cell * column)}" y="{_n(top + cell * row)}"'
+                    f' width="{_n(cell)}" height="{_n(cell)}"><title>{title}</title></rect>'
+                )
+    marks = [int(tick) for tick in ticks(1, size, 6, whole=True)] if size > 1 else [1]
+    for mark in marks:
+        middle = cell * (mark - 0.5)
+        body.append(
+            f'<text class="tick" x="{_n(left - 5)}" y="{_n(top + middle + 4)}" text-anchor="end">{mark}</text>'
+            f'<text class="tick" x="{_n(left + middle)}" y="{_n(bottom + 14)}" text-anchor="middle">{mark}</text>'
+        )
+    body.append(f'<text class="axis" x="{_n(_WIDTH)}" y="{_n(bottom + 29)}" text-anchor="end">{escape(x_title)}</text>')
+    # The scale: the upper end of each level.
+    for level in range(1, HEAT_LEVELS + 1):
+        at = left + 46.0 * (level - 1)
+        upper = short(high * (level / HEAT_LEVELS) ** 2, 2)
+        body.append(
+            f'<rect class="h{level}" x="{_n(at)}" y="{_n(bottom + 38)}" width="44" height="9"/>'
+            f'<text class="tick" x="{_n(at + 44)}" y="{_n(bottom + 60)}" text-anchor="end">{upper}</text>'
+        )
+    return _svg(bottom + 66, label, body)
+
+
+def heat_level(value: float, high: float) -> int:
+    """The level of a value, from 1; 0 for nothing. Levels grow by squares, so that small values are told apart.
+
+    Example:
+        >>> [heat_level(value, 36.0) for value in (0.0, 0.5, 1.0, 1.1, 36.0)]
+        [0, 1, 1, 2, 6]
+    """
+    if value <= 0 or high <= 0:
+        return 0
+    return min(HEAT_LEVELS, max(1, math.ceil(HEAT_LEVELS * math.sqrt(value / high) - 1e-9)))
+
+
+def risen(points: Sequence[Point], floor: float) -> list[Point]:
+    """A curve without its beginning below a floor, if it has one and comes up from there.
+
+    Example:
+        >>> risen([(0, 0.0), (1, 10.0), (2, 30.0), (3, 15.0)], 20)
+        [(1.5, 20), (2, 30.0), (3, 15.0)]
+    """
+    first = next((index for index, (_, y) in enumerate(points) if y >= floor), 0)
+    if first == 0:
+        return list(points)
+    (x0, y0), (x1, y1) = points[first - 1], points[first]
+    return [(x0 + (x1 - x0) * (floor - y0) / (y1 - y0), floor), *points[first:]]
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    return lambda value: start + (end - start) * (value - low) / (high - low)
+
+
+def _linear_range(low: float, high: float) -> tuple[float, float]:
+    """A range with some room around the values; from 0 if they come near it."""
+    if low == high:
+        around = abs(low) * 0.1 or 1.0
+        return low - around, high + around
+    room = 0.04 * (high - low)
+    if 0 <= low < 0.4 * high:
+        return 0.0, high + room
+    return low - room, high + room
+
+
+def _log_range(low: float, high: float) -> tuple[float, float]:
+    """A range with some room around positive values, at least a decade."""
+    missing = max(0.0, 1.0 - math.log10(high / low)) / 2
+    factor = 10 ** max(missing, 0.04 * math.log10(high / low))
+    return low / factor, high * factor
+
+
+def _curve(one: Series, drawn: Sequence[Point], *, dotted: bool) -> str:
+    """A line, and dots at its points."""
+    places = " ".join(f"{_n(x)},{_n(y)}" for x, y in drawn)
+    dash = ' stroke-dasharray="5 3"' if one.dashed else ""
+    dots = "".join(f'<circle cx="{_n(x)}" cy="{_n(y)}" r="2.6"/>' for x, y in drawn) if dotted else ""
+    return (
+        f'<g class="c{one.color % COLORS} {escape(one.group)}"><polyline points="{places}"{dash}/>{dots}'
+        f"<title>{escape(one.name)}</title></g>"
+    )
+
+
+def _tags(ends: Sequence[tuple[Series, float, float]], bottom: float) -> list[str]:
+    """The tags at the ends of curves, moved apart where they would overlap; none where there is no room."""
+    clusters: list[list[tuple[Series, float, float]]] = []
+    for end in sorted((end for end in ends if end[0].tag), key=lambda end: end[1]):
+        if clusters and end[1] - clusters[-1][-1][1] < _TAG_WIDTH:
+            clusters[-1].append(end)
+        else:
+            clusters.append([end])
+    found = []
+    for cluster in clusters:
+        cluster.sort(key=lambda end: end[2])
+        for (one, x, _), y in zip(cluster, spread([y for _, _, y in cluster], 12.0, bottom - 5), strict=False):
+            kind = f"tag c{one.color % COLORS} {escape(one.group)}"
+            found.append(f'<text class="{kind}" x="{_n(x + 5)}" y="{_n(y + 4)}">{escape(one.tag)}</text>')
+    return found
+
+
+def spread(places: Sequence[float], apart: float, limit: float) -> list[float]:
+    """Sorted places, moved so that they are ``apart`` from each other and none is above the limit; none if too many.
+
+    Example:
+        >>> spread([10, 12, 99], 5, 100), spread([98, 99], 5, 100), spread([1, 2, 3], 60, 100)
+        ([10, 15, 99], [95, 100], [])
+    """
+    if apart * (len(places) - 1) > limit:
+        return []
+    moved: list[float] = []
+    for place in places:
+        moved.append(max(place, moved[-1] + apart) if moved else place)
+    for index in range(len(moved) - 1, -1, -1):
+        moved[index] = min(moved[index], limit)
+        limit = moved[index] - apart
+    return moved
+
+
+def _bands(
+    curves: Sequence[tuple[Series, Sequence[Point]]],
+    xs: Sequence[float],
+    place: Callable[[float], float],
+    bottom: float,
+    x_title: str,
+) -> list[str]:
+    """Invisible columns whose tooltips give the values of all curves there."""
+    chosen = [xs[index] for index in spaced(len(xs), _BANDS)]
+    middles = [(place(a) + place(b)) / 2 for a, b in pairwise(chosen)]
+    edges = [place(chosen[0]) - 4, *middles, place(chosen[-1]) + 4]
+    found = []
+    for x, start, end in zip(chosen, edges, edges[1:], strict=False):
+        lines = [f"{x_title} {short(x)}"]
+        for one, points in curves:
+            index = bisect_left(points, x, key=lambda point: point[0])
+            if index < len(points) and points[index][0] == x:
+                lines.append(f"{one.name}: {short(points[index][1])}")
+        title = escape("\n".join(lines))
+        found.append(
+            f'<rect class="band" x="{_n(start)}" y="{_n(_TOP)}" width="{_n(end - start)}"'
+            f' height="{_n(bottom - _TOP)}"><title>{title}</title></rect>'
+        )
+    return found
+
+
+def _y_axis(places: Sequence[float], labels: Sequence[str], left: float, title: str) -> list[str]:
+    """The vertical axis: its title above it, and a line across the plot for each tick."""
+    body = [f'<text class="axis" x="0" y="12">{escape(title)}</text>']
+    for at, text in zip(places, labels, strict=True):
+        body.append(_line("grid", left, at, _WIDTH - _RIGHT + 4, at))
+        body.append(f'<text class="tick" x="{_n(left - 5)}" y="{_n(at + 4)}" text-anchor="end">{text}</text>')
+    return body
+
+
+def _x_axis(
+    marks: Sequence[float],
+    place: Callable[[float], float],
+    left: float,
+    bottom: float,
+    title: str,
+    *,
+    keep_inside: bool = False,
+) -> list[str]:
+    """The horizontal axis: its line, ticks with labels, and its title at the right end below them."""
+    labels = tick_labels(marks)
+    body = [_line("base", left, bottom, _WIDTH - (0 if keep_inside else _RIGHT - 4), bottom)]
+    for tick, text in zip(marks, labels, strict=True):
+        half = _LETTER * len(text) / 2 if keep_inside else 0.0
+        at = min(max(place(tick), half), _WIDTH - half)
+        body.append(f'<text class="tick" x="{_n(at)}" y="{_n(bottom + 15)}" text-anchor="middle">{text}</text>')
+    end = _WIDTH if keep_inside else _WIDTH - _RIGHT + 4
+    body.append(f'<text class="axis" x="{_n(end)}" y="{_n(bottom + 31)}" text-anchor="end">{escape(title)}</text>')
+    return body
+
+
+def _svg(height: float, label: str, body: Sequence[str]) -> str:
+    box = f"0 0 {_n(_WIDTH)} {_n(height)}"
+    return f'<svg viewBox="{box}" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
+
+
+def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{kind}" x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}"/>'
+
+
+def _n(value: float) -> str:
+    """A coordinate."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
