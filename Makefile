@@ -1,8 +1,8 @@
-# `make demo` and `make test` each work as the first command: they create .venv and install what they need.
+# `make demo`, `make test` and `make docs` each work as the first command: they create .venv and install what they need.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types format
+.PHONY: demo test lint types format docs figures
 
 demo: .venv/installed
 	$(BIN)/gas demo
@@ -21,6 +21,14 @@ types: .venv/installed
 format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site, in site/: open site/index.html. Broken links and anchors are errors (but not with --quiet).
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Draws the site's figures again; they are kept in git.
+figures: .venv/installed
+	MPLBACKEND=agg $(BIN)/python docs/figures.py
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
