@@ -3,7 +3,7 @@ r"""The paper's bounds on the error of histories, evaluated with measured quanti
 For a node and a layer, :math:`h` is the exact embedding, :math:`\tilde{h}` what a batch computes, and :math:`\bar{h}`
 the row in the history. Lemma 1 bounds the error of a layer by closeness :math:`\delta = \| \tilde{h} - h \|` and
 staleness :math:`\epsilon = \| \bar{h} - \tilde{h} \|` of the layer below it, Theorem 1 the error of all layers by
-staleness alone. All norms are Euclidean. What had to be corrected in the paper is said below and in ``docs/theory.md``.
+staleness alone. All norms are Euclidean. ``docs/theory.md`` says what had to be corrected, and what does not hold.
 """
 
 from __future__ import annotations
