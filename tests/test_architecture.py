@@ -43,6 +43,7 @@ ORDER = [
     "engine",
     "inference",
     "growth",
+    "lipschitz",
     "bounds",
     "expressiveness",
     "peak_memory",

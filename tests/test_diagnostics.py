@@ -17,9 +17,10 @@ import gnnautoscale as gas
 from conftest import CHANNELS, Stack, history_rows, undirected_graph
 from gnnautoscale import diagnostics
 from gnnautoscale.autoscale import attached
-from gnnautoscale.bounds import lipschitz_constant, measure
+from gnnautoscale.bounds import measure
 from gnnautoscale.diagnostics import diagnose
 from gnnautoscale.errors import InputError
+from gnnautoscale.lipschitz import lipschitz_constant
 from gnnautoscale.loader import HaloLoader
 from gnnautoscale.models import APPNP, GAT, GCN, GIN, GraphSAGE
 

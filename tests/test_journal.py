@@ -15,6 +15,7 @@ import gnnautoscale as gas
 import gnnautoscale.journal as journal_module
 from conftest import history_rows
 from gnnautoscale import generate
+from gnnautoscale.autoscale import is_autoscaled
 from gnnautoscale.diagnostics import PROBES
 from gnnautoscale.errors import InputError
 from gnnautoscale.journal import describe_parts
@@ -70,19 +71,23 @@ def final(data: Data, run_dir: Path | None, tmp_path: Path, model: nn.Module | N
     if options.get("storage") == "disk":
         options["history_dir"] = str(tmp_path / f"histories-{run_dir is None}")
     model, result = fit(data, run_dir, model, **options)
-    rows = list(history_rows(model).values()) if hasattr(model, "_autoscaler") else []
+    rows = list(history_rows(model).values()) if is_autoscaled(model) else []
     losses = torch.tensor([[epoch.loss, *epoch.scores.values()] for epoch in result.epochs if epoch.scores])
     return [*(value.clone() for value in model.state_dict().values()), *rows, losses, torch.get_rng_state()]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_training_is_the_same_bit_for_bit(name: str, data: Data, tmp_path: Path) -> None:
-    with_it = {"diagnose": PROBES, "diagnose_every": 1}
-    plain = final(data, None, tmp_path, None, **SCENARIOS[name])
-    watched = final(data, tmp_path / "run", tmp_path, None, **SCENARIOS[name], **with_it)
+def test_training_is_the_same_bit_for_bit(name: str, device: str, data: Data, tmp_path: Path) -> None:
+    options = {**SCENARIOS[name], "device": device}
+    plain = final(data, None, tmp_path, None, **options)
+    watched = final(data, tmp_path / "run", tmp_path, None, **options, diagnose=PROBES, diagnose_every=1)
     assert len(plain) == len(watched)
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
-    assert len(read_run(tmp_path / "run").epochs) == 4
+    found = read_run(tmp_path / "run")
+    assert len(found.epochs) == 4
+    for epoch in found.epochs:
+        assert sum(epoch["time"].values()) == pytest.approx(epoch["seconds"])
 
 
 def test_a_layer_that_draws_is_compared_with_the_same_numbers_after_a_look(data: Data, tmp_path: Path) -> None:

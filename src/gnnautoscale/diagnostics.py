@@ -23,10 +23,11 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN  # type: ignore[import-
 
 from gnnautoscale.autoscale import attached
 from gnnautoscale.batch import BatchInfo
-from gnnautoscale.bounds import Edges, Layer, LayerErrors, jacobian_norm, lipschitz_constant, measure, theorem1_by_node
+from gnnautoscale.bounds import Edges, Layer, LayerErrors, measure, theorem1_by_node
 from gnnautoscale.engine import Objective
 from gnnautoscale.errors import InputError
 from gnnautoscale.inference import CallModel
+from gnnautoscale.lipschitz import jacobian_norm, lipschitz_constant
 from gnnautoscale.loader import HaloLoader
 from gnnautoscale.models.stack import Stack
 from gnnautoscale.random_state import undisturbed
