@@ -32,10 +32,10 @@ _MOST_GROUPS, _MOST_BATCHES = 48, 512
 
 
 class Journal:
-    """Follows a training run and writes its folder.
+    """Follows a training run and writes its folder; without one it does nothing.
 
     Args:
-        folder: The folder.
+        folder: The folder, if there is one.
         way: How the run is trained.
         model: The model.
         loader: Cuts the training graph into batches with a halo; ``None`` in modes that have none.
@@ -47,7 +47,7 @@ class Journal:
 
     def __init__(
         self,
-        folder: RunFolder,
+        folder: RunFolder | None,
         way: WithHistories | OnSubgraphs,
         model: nn.Module,
         loader: HaloLoader | None,
@@ -61,7 +61,8 @@ class Journal:
         self._objective, self._every, self._board = objective, str(every), board
         # One batch of all nodes pulls nothing that could be stale.
         halo = loader is not None and len(loader) > 1
-        self._what = [name for name in what if halo or name != "staleness"] if loader is not None else []
+        able = folder is not None and loader is not None
+        self._what = [name for name in what if halo or name != "staleness"] if able else []
         self._spent = self._last_cost = 0.0
         self._probed: int | None = None
 
@@ -94,6 +95,8 @@ class Journal:
 
     def epoch(self, epoch: Epoch, memory: int | None = None) -> None:
         """Write down an epoch that has just ended."""
+        if self._folder is None:
+            return
         measured = self._way.measured()
         times = measured.pop("time")
         times["compute"] = max(epoch.seconds - sum(times.values()), 0.0)
@@ -109,18 +112,21 @@ class Journal:
 
     def finish(self, result: FitResult) -> None:
         """Write down what the run gave."""
-        self._folder.finish({name: value for name, value in result.to_dict().items() if name != "epochs"})
+        if self._folder is not None:
+            self._folder.finish({name: value for name, value in result.to_dict().items() if name != "epochs"})
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._folder.close()
+        if self._folder is not None:
+            self._folder.close()
         if self._board is not None:
             self._board.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._folder.append(record)
+        if self._folder is not None:
+            self._folder.append(record)
         if self._board is not None:
             self._board.add(record)
 

@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.autoscale import autoscale, is_autoscaled
+from gnnautoscale.checkpoint import Checkpoint
 from gnnautoscale.datasets import Dataset
 from gnnautoscale.diagnostics import check_probes
-from gnnautoscale.engine import Engine, Precision
+from gnnautoscale.engine import Engine, Objective, Precision
 from gnnautoscale.errors import InputError
 from gnnautoscale.faults import explained
 from gnnautoscale.feed import Feed, Placement
@@ -236,7 +238,6 @@ def fit(
     refresh_steps, checkpoint_steps = _steps(refresh_every), _steps(checkpoint_every)
     on_failure = ExitStack()
     on_failure.callback(way.give_up)
-    journal: Journal | None = None
     with (
         on_failure,
         ExitStack() as files,
@@ -247,22 +248,7 @@ def fit(
         if checkpoint is not None:
             run.load(checkpoint)
         result.connectivity = way.connectivity
-        if run_dir is not None:
-            about = describe_run(options, dataset, model, loader)
-            run_folder = open_run_folder(Path(run_dir), about, checkpoint, result)
-            board = Board(run_folder.path, len(result.epochs) + 1) if tensorboard else None
-            journal = files.enter_context(
-                Journal(
-                    run_folder,
-                    way,
-                    model,
-                    loader,
-                    objective,
-                    what=options["diagnose"],
-                    every=diagnose_every,
-                    board=board,
-                )
-            )
+        journal = files.enter_context(_open_journal(options, dataset, run, loader, objective, checkpoint))
 
         def save() -> None:
             if folder is not None:
@@ -280,7 +266,7 @@ def fit(
                 save()
 
         def look_into(epoch: int, *, last: bool) -> None:
-            if journal is not None and journal.is_due(epoch, last=last, trained=clock.total("train")):
+            if journal.is_due(epoch, last=last, trained=clock.total("train")):
                 with clock("diagnose"), peak.paused():
                     journal.probe(epoch)
 
@@ -311,8 +297,7 @@ def fit(
                         fresh = refresh_every == "epoch" and not dataset.inductive and not way.at_once
                         scores = evaluate(dataset, partial(way.output, evaluation="histories" if fresh else evaluation))
             result.epochs.append(Epoch(number, mean_loss, scores, learning_rate, clock.total("train") - start))
-            if journal is not None:
-                journal.epoch(result.epochs[-1], peak.so_far)
+            journal.epoch(result.epochs[-1], peak.so_far)
             if scores and not scores["val"] <= result.scores.get("val", -math.inf):
                 result.best_epoch, result.scores = number, scores
                 run.best_weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -330,9 +315,26 @@ def fit(
     model.load_state_dict(run.best_weights)
     result.peak_memory = peak.num_bytes
     result.history_bytes = way.history_bytes
-    if journal is not None:
-        journal.finish(result)
+    journal.finish(result)
     return result
+
+
+def _open_journal(
+    options: dict[str, Any],
+    dataset: Dataset,
+    run: Run,
+    loader: HaloLoader | None,
+    objective: Objective,
+    checkpoint: Checkpoint | None,
+) -> Journal:
+    """What writes the run's folder, if it has one."""
+    folder, board = None, None
+    if options["run_dir"] is not None:
+        about = describe_run(options, dataset, run.model, loader)
+        folder = open_run_folder(Path(options["run_dir"]), about, checkpoint, run.result)
+        board = Board(folder.path, len(run.result.epochs) + 1) if options["tensorboard"] else None
+    what, every = options["diagnose"], options["diagnose_every"]
+    return Journal(folder, run.way, run.model, loader, objective, what=what, every=every, board=board)
 
 
 def _steps(every: str | int) -> int | None:
