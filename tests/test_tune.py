@@ -23,7 +23,7 @@ from gnnautoscale.cli.schema import TRAIN
 from gnnautoscale.datasets import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import GCN
-from gnnautoscale.trials import Cut, Place, Trial, Trials, interpolate
+from gnnautoscale.trials import Cut, Place, Trial, Trials, class_skew, interpolate
 from gnnautoscale.tune import Candidate, choose, consider, part_counts
 
 TINY = ["--data", "communities", "--nodes", "400", "--degree", "4", "--features", "5", "--classes", "3"]
@@ -79,6 +79,7 @@ class Known(Trials):
         self.levels = 2
         self.done = {(parts, DEVICE): Trial(memory, step, 0.0) for parts, (step, memory) in measured.items()}
         self._failed = set()
+        self._device = torch.device("cpu")
         self._options = {}
         self._rows = [(1, torch.float32)]
         self._saved = 0.0
@@ -154,27 +155,64 @@ def test_refresh_if_histories_are_at_risk_and_it_costs_little() -> None:
     assert tune._refresh(replace(at_risk, measured=False), DEVICE, known)[0] == "never"
 
 
-def test_joins_parts_only_if_that_saves_halo() -> None:
+def test_joins_parts_if_batches_become_better_samples_and_fit() -> None:
     class Joined(Known):
-        halo, kept = 0.0, 0
+        skew, rows, kept = 0.0, 500, 0
 
         def joined(self, parts: int, together: int) -> Cut:
-            assert (parts, together) == (8, 4)
-            return replace(self.cuts[8], connectivity=self.halo, kept=self.kept)
+            assert (parts, together) == (20, 10)
+            return replace(self.cuts[20], connectivity=3.0, skew=self.skew, rows=self.rows, kept=self.kept)
 
-    known = Joined({2: (1.0, 50 * UNIT), 8: (1.0, 50 * UNIT)}, 100 * UNIT)
-    two, eight = consider(known)
-    known.halo = 0.17
-    assert tune._join(two, DEVICE, known)[0] == {"parts": 8, "batch_size": 4, "drawings": tune.DRAWINGS}
-    known.kept = 4 * UNIT  # for each drawing
-    assert tune._join(two, DEVICE, known)[0] == {"batch_size": 1}
-    assert tune._join(two, replace(DEVICE, keep=False), known)[0]["batch_size"] == 4
-    known.halo = 0.19
+    known = Joined({2: (1.0, 50 * UNIT), 20: (1.0, 50 * UNIT)}, 100 * UNIT)
+    known.cuts[2] = replace(known.cuts[2], skew=0.5)
+    two, twenty = consider(known)
+    known.skew = 0.39
     assert tune._join(two, DEVICE, known) == (
-        {"batch_size": 1},
-        "batches of 4 out of 8 parts would have 0.19 halo nodes per node, these have 0.20",
+        {"parts": 20, "batch_size": 10},
+        "the classes of a part are off from the graph's by 0.50 (total variation), those of 10 out of 20 parts by "
+        "0.39, with 3.00 halo nodes per node instead of 0.20",
     )
-    assert "too small" in tune._join(eight, DEVICE, known)[1]
+    known.rows = 2000  # and not 500: 10 units beside those of histories become 40
+    assert tune._join(two, DEVICE, known)[0]["batch_size"] == 10
+    known.rows = 2500
+    options, why = tune._join(two, DEVICE, known)
+    assert options == {"batch_size": 1}
+    assert why.endswith("is expected to take 9 GB")
+    known.rows, known.skew = 500, 0.41
+    assert tune._join(two, DEVICE, known)[0] == {"batch_size": 1}
+    assert "too small" in tune._join(twenty, DEVICE, known)[1]
+
+
+def test_a_gpu_captures_batches_that_come_back() -> None:
+    class Joined(Known):
+        kept = UNIT
+
+        def joined(self, parts: int, together: int) -> Cut:
+            return replace(self.cuts[20], kept=self.kept)
+
+        @property
+        def on_gpu(self) -> bool:
+            return True
+
+    known = Joined({2: (1.0, 50 * UNIT), 20: (1.0, 50 * UNIT)}, 100 * UNIT)
+    known.cuts[2] = replace(known.cuts[2], skew=0.5)
+    two, _ = consider(known)
+    assert tune._join(two, DEVICE, known)[0] == {"parts": 20, "batch_size": 10, "drawings": tune.DRAWINGS}
+    known.kept = 10 * UNIT
+    assert tune._join(two, DEVICE, known)[0] == {"batch_size": 1}
+    assert tune._join(two, replace(DEVICE, keep=False), known)[0]["batch_size"] == 10
+
+
+def test_skew_of_classes() -> None:
+    y, mask = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([True, True, True, True, False, True])
+    # Shares 2/5, 2/5, 1/5; the parts have 1, 0, 0 | 0, 1, 0 | 0, 0, 1.
+    assert class_skew(y, y, mask) == pytest.approx((2 * 0.6 + 2 * 0.6 + 0.8) / 5)
+    assert class_skew(torch.zeros(6, dtype=torch.long), y, mask) == 0.0
+    assert class_skew(torch.tensor([0, 0, 1, 1, 2, 3]), y, mask) == class_skew(y, y, mask)
+    several = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [1.0, 1.0]])
+    everywhere = torch.ones(4, dtype=torch.bool)
+    # Labels 3 : 3; the parts have 2 : 1 and 1 : 2.
+    assert class_skew(torch.tensor([0, 0, 1, 1]), several, everywhere) == pytest.approx(2 / 3 - 1 / 2)
 
 
 # Estimates ###########################################################################################################
@@ -194,11 +232,13 @@ def test_interpolates_between_and_beyond() -> None:
 def test_looks_at_a_cut() -> None:
     # Two triangles and a bridge: each part pulls one node from the other.
     edges = torch.tensor([[0, 1, 2, 3, 4, 5, 2, 3], [1, 2, 0, 4, 5, 3, 3, 2]])
-    data = Data(x=torch.zeros(6, 2), edge_index=edges, y=torch.zeros(6, dtype=torch.long))
+    data = Data(x=torch.zeros(6, 2), edge_index=edges, y=torch.tensor([0, 0, 0, 1, 1, 1]))
+    data.train_mask = torch.tensor([True, False, True, True, False, True])
     cut = Cut.of(data, torch.tensor([0, 0, 0, 1, 1, 1]))
     assert cut.connectivity == pytest.approx(1 / 3)
     assert (cut.rows, cut.work) == (4, (8 + 8) / 2)
-    assert cut.kept == 8 * (2 * 4 + 8) + 8 * 16
+    assert cut.kept == 8 * (2 * 4 + 8 + 1) + 8 * 16
+    assert cut.skew == 0.5
     assert cut.largest == cut.kept // 2
 
 

@@ -61,6 +61,7 @@ class Cut:
         work: Mean number of nodes, halo nodes and edges of a part.
         kept: Bytes of the attributes of all parts and their halos.
         largest: Those of the largest part alone.
+        skew: How far the classes of a part's training nodes are from those of all, see :func:`class_skew`.
     """
 
     labels: Tensor
@@ -69,6 +70,7 @@ class Cut:
     work: float
     kept: int
     largest: int
+    skew: float = 0.0
 
     @staticmethod
     def of(graph: Data, labels: Tensor) -> Cut:
@@ -83,7 +85,8 @@ class Cut:
             elif isinstance(value, Tensor) and graph.is_edge_attr(name):
                 taken += edges * (value.nbytes // max(graph.num_edges, 1))
         work = float((rows + edges).double().mean())
-        return Cut(labels, float(ratio.mean()), int(rows.max()), work, int(taken.sum()), int(taken.max()))
+        skew = class_skew(labels, graph.y, graph.train_mask)
+        return Cut(labels, float(ratio.mean()), int(rows.max()), work, int(taken.sum()), int(taken.max()), skew)
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ class Trials:
     ) -> None:
         self._build, self._dataset, self._options = build, dataset, options
         self._graph, self._device = dataset.train, torch.device(options.get("device", "cpu"))
-        self._free = torch.cuda.mem_get_info(self._device)[0] if self._on_gpu else available_memory()
+        self._free = torch.cuda.mem_get_info(self._device)[0] if self.on_gpu else available_memory()
         #: Bytes to train in.
         self.budget = self._free if memory is None else memory
         #: What is known about each number of parts.
@@ -135,7 +138,8 @@ class Trials:
         self._failed: set[int] = set()
 
     @property
-    def _on_gpu(self) -> bool:
+    def on_gpu(self) -> bool:
+        """Whether it would be trained on a GPU."""
         return self._device.type == "cuda"
 
     def fits(self, memory: int) -> bool:
@@ -210,7 +214,7 @@ class Trials:
                     raise  # it says what has no room
                 continue
             places.append(Place(medium, dtype, why))
-        if self._on_gpu and places[0].storage == "device":
+        if self.on_gpu and places[0].storage == "device":
             # Host memory costs little time, so that it comes before fewer bits.
             why = "histories beside the batches would not fit into the memory to train in"
             places = [places[0], Place("host", "same", why), *(replace(place, storage="host") for place in places[1:])]
@@ -291,11 +295,39 @@ class Trials:
         """The options of ``fit`` that keep batches out of the memory that is counted, if they are to be."""
         if place.keep:
             return {}
-        return {"batches_on": "host"} if self._on_gpu else {"keep_batches": False}
+        return {"batches_on": "host"} if self.on_gpu else {"keep_batches": False}
 
     def _batches(self, count: int) -> int:
         """Number of steps of a trial's epoch. A GPU's are captured when their batch comes for the first time."""
-        return count if self._on_gpu else min(count, STEPS)
+        return count if self.on_gpu else min(count, STEPS)
+
+
+def class_skew(labels: Tensor, y: Tensor, train_mask: Tensor) -> float:
+    """How far the classes of a part are from those of the graph: total variation, the mean over training nodes.
+
+    Args:
+        labels: The part of each node, ``[num_nodes]``.
+        y: The class of each node, ``[num_nodes]``, or which of several it has, ``[num_nodes, num_classes]``.
+        train_mask: The nodes that count, ``[num_nodes]``.
+
+    Returns:
+        0 if all parts have the classes of the graph; towards 1 if each has one of many classes.
+
+    Example:
+        >>> y, everywhere = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
+        >>> class_skew(torch.tensor([0, 0, 1, 1]), y, everywhere), class_skew(torch.tensor([0, 1, 0, 1]), y, everywhere)
+        (0.5, 0.0)
+    """
+    labels, y, parts = labels[train_mask.cpu()], y[train_mask].cpu(), int(labels.max()) + 1
+    if y.dim() == 1:
+        classes = int(y.max()) + 1
+        counts = torch.bincount(labels * classes + y, minlength=parts * classes).view(parts, classes).double()
+    else:
+        counts = torch.zeros(parts, y.size(1), dtype=torch.double).index_add_(0, labels, y.double())
+    sizes = counts.sum(dim=1)
+    shares = counts / sizes.clamp(min=1).unsqueeze(1)
+    apart = 0.5 * (shares - counts.sum(dim=0) / sizes.sum().clamp(min=1)).abs().sum(dim=1)
+    return float((apart * sizes).sum() / sizes.sum().clamp(min=1))
 
 
 def with_margin(memory: int) -> int:
