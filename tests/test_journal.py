@@ -351,3 +351,20 @@ def test_a_node_is_pulled_once_by_each_part() -> None:
     assert parts["batches"]["halo"] == [1, 1, 1]
     assert parts["batches"]["edges_crossing"] == [1, 2, 1]
     assert parts["halo"] == [[0.0, 1.0, 0.0], [0.5, 0.0, 0.0], [1.0, 0.0, 0.0]]
+
+
+def test_a_measurement_that_fails_does_not_end_training(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def fail(*_: Any, **__: Any) -> None:
+        nonlocal calls
+        calls += 1
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(journal_module, "diagnose", fail)
+    with pytest.warns(UserWarning, match="not measured any more.*CUDA out of memory"):
+        found = record(data, tmp_path / "run", diagnose_every=1)
+    assert (calls, len(found.epochs), found.staleness) == (1, 4, [])
+    assert found.result is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import warnings
 from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -87,7 +88,12 @@ class Journal:
             return
         flow = getattr(self._way, "flow", None)
         ages = None if flow is None else flow.ages()
-        found = diagnose(self._model, self._loader, self._what, ages=ages, objective=self._objective)
+        try:
+            found = diagnose(self._model, self._loader, self._what, ages=ages, objective=self._objective)
+        except (RuntimeError, MemoryError) as error:  # such as a lack of memory: no reason to end a run of days
+            warnings.warn(f"errors of histories are not measured any more, since that failed: {error}", stacklevel=2)
+            self._what = []
+            return
         self._last_cost = sum(values["seconds"] for values in found.values())
         self._spent, self._probed = self._spent + self._last_cost, epoch
         for kind, values in found.items():
