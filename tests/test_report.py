@@ -427,6 +427,21 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     assert "run_dir" not in page.text
 
 
+@pytest.mark.parametrize(
+    ("steps", "over"), [((10, 15), "epoch"), ((10, 16), "steps"), ((1, 250), "steps"), ((10, None), "epoch")]
+)
+def test_runs_are_compared_by_step_if_their_epochs_are_not_alike(
+    tmp_path: Path, steps: tuple[int, int | None], over: str
+) -> None:
+    folders = [
+        written(tmp_path / str(at), [{**epoch(n), "steps": per and per * n} for n in (1, 2, 3)])
+        for at, per in enumerate(steps)
+    ]
+    text = source(tmp_path, *folders)
+    assert f"Training loss by {over}, of 2 runs" in text
+    assert f"Test score by {over}, of 2 runs" in text
+
+
 def test_a_run_is_compared_with_one_that_has_no_histories(tmp_path: Path) -> None:
     whole = {"count": 1, "halo": [[0.0]], "batches": {"nodes": [40], "halo": [0]}}
     first = written(tmp_path / "a", [epoch(1)], parts=whole, result={**RESULT, "history_bytes": 0}, mode="full")

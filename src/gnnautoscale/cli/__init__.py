@@ -210,6 +210,7 @@ def demo(
         print_json(rows)
     else:
         demonstration.show(rows)
+        errors.print("more about these runs: gas report runs -o report.html", soft_wrap=True)
 
 
 def tune(

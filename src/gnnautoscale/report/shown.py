@@ -91,14 +91,16 @@ class Shown:
         seconds = [value for epoch in self.record.epochs if (value := finite(epoch.get("seconds"))) is not None]
         return statistics.median(seconds[1:] or seconds) if seconds else None
 
-    def curve(self, path: tuple[str, ...], records: Sequence[dict[str, Any]] | None = None) -> list[Point]:
-        """One number of each epoch (or other records) that has it, by epoch."""
+    def curve(
+        self, path: tuple[str, ...], records: Sequence[dict[str, Any]] | None = None, over: str = "epoch"
+    ) -> list[Point]:
+        """One number of each epoch (or other records) that has it, by epoch or another number of the record."""
         points = {}
         for record in self.record.epochs if records is None else records:
             value: Any = record
             for name in path:
                 value = value.get(name) if isinstance(value, dict) else None
-            y, x = finite(value), finite(record.get("epoch"))
+            y, x = finite(value), finite(record.get(over))
             if x is not None and y is not None:
                 points[x] = y
         return sorted(points.items())

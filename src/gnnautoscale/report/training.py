@@ -15,6 +15,8 @@ from gnnautoscale.report.svg import Bar, bar_chart, bins, heat_map, histogram, l
 _TIMES = ("compute", "pull", "push", "loader")
 _TIME_NAMES = {"compute": "compute", "pull": "wait for pull", "push": "push", "loader": "loader", "other": "other"}
 _MOST_PARTITIONS = 6
+# Runs whose epochs have more steps than this times those of others are compared by step.
+_ALIKE = 1.5
 _Partition = tuple[dict[str, Any], list[str]]
 """The parts, as a run folder has them, and the tags of the runs that have the same."""
 
@@ -25,32 +27,42 @@ def curves(
     points: Callable[[Shown], list[Point]],
     y_title: str,
     *,
+    over: str = "epoch",
     floor: Callable[[list[float]], float | None] = lambda _: None,
 ) -> list[str]:
-    """A figure of one curve per run over epochs, if any run has it."""
+    """A figure of one curve per run over epochs, or what else is said, if any run has it."""
     series = [run.series(found) for run in runs if (found := points(run))]
     if not series:
         return []
     values = [y for one in series for _, y in one.points]
-    label = f"{title} by epoch, of {len(series)} {'run' if len(series) == 1 else 'runs'}"
-    plot = line_chart(series, label=label, x_title="epoch", y_title=y_title, floor=floor(values))
-    return [figure(title, plot, data=series_table(title, "epoch", series))]
+    label = f"{title} by {over}, of {len(series)} {'run' if len(series) == 1 else 'runs'}"
+    plot = line_chart(series, label=label, x_title=over, y_title=y_title, floor=floor(values))
+    return [figure(title, plot, data=series_table(title, over, series))]
 
 
 def learning_section(runs: Sequence[Shown]) -> Section | None:
-    """Loss and scores by epoch."""
+    """Loss and scores by epoch, or by step where an epoch of one run has far more steps than that of another."""
+    over = "epoch" if alike(runs) else "steps"
     metrics = {run.metric for run in runs if run.record.result is not None}
     y_title = f"{metrics.pop()}, %" if len(metrics) == 1 else "score, %"
-    found = curves(runs, "Training loss", partial(Shown.curve, path=("loss",)), "loss")
+    found = curves(runs, "Training loss", partial(Shown.curve, path=("loss",), over=over), "loss", over=over)
     for split, name in (("train", "Training"), ("val", "Validation"), ("test", "Test")):
-        points = partial(Shown.curve, path=("scores", split))
-        found += curves(runs, f"{name} score", points, y_title, floor=score_floor)
+        points = partial(Shown.curve, path=("scores", split), over=over)
+        found += curves(runs, f"{name} score", points, y_title, over=over, floor=score_floor)
     how = (
         "The loss should fall and level off. Where the validation score falls while the training score still rises, "
         "the model learns its training nodes by heart; a run ends with the weights of its best validation score. "
         "Where the first scores are far below the others, the axis begins above them."
     )
     return Section("learning", "Learning curves", paragraph(how) + figures(found)) if found else None
+
+
+def alike(runs: Sequence[Shown]) -> bool:
+    """Whether an epoch has about as many steps in all runs, as far as that is known."""
+    steps = [run.record.epochs[-1].get("steps") for run in runs if run.record.epochs]
+    counts = [len(run.record.epochs) for run in runs if run.record.epochs]
+    rates = [number / count for number, count in zip(map(finite, steps), counts, strict=True) if number]
+    return len(rates) < len(counts) or max(rates, default=1.0) <= _ALIKE * min(rates, default=1.0)
 
 
 def score_floor(scores: list[float]) -> float | None:
