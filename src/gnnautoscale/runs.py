@@ -21,6 +21,7 @@ from gnnautoscale.result import jsonable
 FORMAT = 1
 RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
 _KINDS = {"epoch": "epochs", "staleness": "staleness", "gradients": "gradients", "lipschitz": "lipschitz"}
+_FIX = "Choose another one, or write none (on the command line --run-dir none)."
 
 
 @dataclass(frozen=True)
@@ -124,10 +125,10 @@ def check_run_dir(path: Path) -> None:
         taken = next(path.iterdir(), None) is not None
         writable = os.access(path, os.W_OK)
     except OSError as error:
-        raise InputError("run_dir must be a writable folder", got=f"{path} ({error})", fix="Choose another.") from None
+        raise InputError("run_dir must be a writable folder", got=f"{path} ({error})", fix=_FIX) from None
     if taken or not writable:
         got = f"{path}, which {'holds something' if taken else 'cannot be written to'}"
-        raise InputError("run_dir must be a new or empty folder", got=got, fix="Choose another.")
+        raise InputError("run_dir must be a new or empty folder", got=got, fix=_FIX)
 
 
 def free_folder(path: Path) -> Path:
@@ -220,7 +221,7 @@ def _open(path: Path, mode: str) -> TextIO:
     try:
         stream: Any = (path / METRICS).open(mode, encoding="utf-8")
     except OSError as error:
-        raise InputError("run_dir must be a writable folder", got=f"{path} ({error})", fix="Choose another.") from None
+        raise InputError("run_dir must be a writable folder", got=f"{path} ({error})", fix=_FIX) from None
     return stream  # type: ignore[no-any-return]
 
 
