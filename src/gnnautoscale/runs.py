@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -131,12 +132,18 @@ def check_run_dir(path: Path) -> None:
         raise InputError("run_dir must be a new or empty folder", got=got, fix=_FIX)
 
 
-def free_folder(path: Path) -> Path:
-    """The folder itself, or one with a number behind its name if it is taken."""
-    found, number = path, 1
+def free_folder(parent: Path, name: str) -> Path:
+    """A folder for a run that is not there yet: its name, without what file systems dislike, and a number if need be.
+
+    Example:
+        >>> free_folder(Path("runs"), "cora gcn/full seed 0").as_posix()
+        'runs/cora-gcn-full-seed-0'
+    """
+    plain = re.sub(r"[^\w.-]+", "-", name)
+    found, number = parent / plain, 1
     while found.exists():
         number += 1
-        found = path.with_name(f"{path.name}-{number}")
+        found = parent / f"{plain}-{number}"
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import sys
 import time
@@ -281,8 +280,7 @@ def _run_dir(options: dict[str, Any], name: str, seed: int) -> str | None:
         before = open_checkpoint(Path(options["resume"])).state["options"].get("run_dir")
         if before is not None and Path(before).is_dir():
             return str(before)
-    plain = re.sub(r"[^\w.-]+", "-", name)
-    return str(free_folder(Path("runs") / f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"))
+    return str(free_folder(Path("runs"), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def _say_how_to_go_on(folder: str) -> NoReturn:

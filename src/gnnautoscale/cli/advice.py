@@ -58,7 +58,7 @@ def explain(
         print(f"{number}. {finding.sentence} {finding.consequence} {finding.change}")
     if not findings:
         print("Nothing stands out.")
-    if not record.staleness and not json:
+    if not record.staleness:
         errors.print("note: staleness was not measured in this run", soft_wrap=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -95,7 +94,7 @@ def _attempt(run: Run, root: str, device: str, runs_dir: Path | None) -> tuple[R
     try:
         given = {}
         if runs_dir is not None and run.work["kind"] == "train":
-            given["run_dir"] = free_folder(runs_dir / re.sub(r"[^\w.-]+", "-", str(run)))
+            given["run_dir"] = free_folder(runs_dir, str(run))
         result: Result | str = perform(run.work, root=root, device=device, **given)
     except InputError as error:  # such as data that is not there: the sentence says it all
         result = str(error)
