@@ -31,6 +31,7 @@ ORDER = [
     "fused",
     "record",
     "slots",
+    "norms",
     "session",
     "sweep",
     "tiny",

@@ -370,7 +370,7 @@ def test_models_that_the_bounds_are_not_about_are_refused() -> None:
 def test_exact_after_as_many_sweeps_as_layers_and_not_before(name: str, num_layers: int) -> None:
     """With at least as many batches as layers, each next to all others, not one sweep can be saved."""
     data = plain(undirected_graph(60, 400))
-    model = build_model(name, data, 4, hidden=6, layers=num_layers).double()
+    model = build_model(name, data, 4, hidden=16, layers=num_layers).double()
     spread_norms(model)
     gas.autoscale(model, data)
     loader = gas.HaloLoader(data, 6, parts="random")

@@ -52,7 +52,7 @@ def trained(model: nn.Module, data: Data, *, steps: int = 12, lr: float = 0.05, 
 
 
 def gin(**options: Any) -> GIN:
-    return GIN(CHANNELS, 4, **{"hidden": 8, "layers": 3, "batch_norm": False, "residual": False, **options})
+    return GIN(CHANNELS, 4, **{"hidden": 16, "layers": 3, "batch_norm": False, "residual": False, **options})
 
 
 # Staleness ###########################################################################################################

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale import norms
 from gnnautoscale.batch import BatchTensor
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.record import ArgumentKind, Event, map_tensors, tensors_in
@@ -145,7 +147,7 @@ class Observation(Session):
         """Note whether the norm sees nodes."""
         if not self._inside_propagate and x.size(0) == NUM_NODES:
             self.plan.node_norms.add(norm)
-        return run(x)
+        return _norm_of_rows(norm, run)(x)
 
     def propagate(self, run: Callable[..., Any], edge_index: Tensor, size: Any, values: dict[str, Any]) -> Any:
         """Count propagations."""
@@ -158,6 +160,10 @@ class _ExactHistories(Session):
 
     truth: Truth
     checking = True
+
+    def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Normalize in a way that can be compared with the whole graph."""
+        return super().batch_norm(norm, run, x) if norm.training else _norm_of_rows(norm, run)(x)
 
     def exchange(self, slot: str, out: Tensor) -> Tensor:
         halo = self.truth.slots[slot][self.info.halo.to(self.device)]
@@ -274,6 +280,11 @@ class DeviationError(Exception):
 
 # What a fused layer does not call.
 _UNFUSED = ("message", "aggregate")
+
+
+def _norm_of_rows(norm: _BatchNorm, run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What a norm does in evaluation; without its statistics if they would be those of the rows at hand."""
+    return partial(norms.by_constants, norm) if norms.takes_statistics(norm) else run
 
 
 def _place(layer: MessagePassing, method: str) -> int:

@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale import norms
 from gnnautoscale.batch import BatchInfo, BatchTensor
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.graph import EdgesByTarget
@@ -163,21 +163,15 @@ class Session:
 
     def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Normalize all rows by the statistics of the batch's own rows."""
-        if not norm.training:
+        if not norms.takes_statistics(norm):
             return run(x)
+        if not norm.training and self.info.batch_size < self.memory.num_nodes:
+            norms.warn_of_batch_statistics()
         if self._repeating:
-            run = partial(_batch_norm_without_tracking, norm)
+            run = partial(norms.without_tracking, norm)
         if self._inside_propagate or norm not in self.plan.node_norms or x.size(0) != self.info.num_rows:
             return run(x)
-        inside, halo = x[: self.info.batch_size], x[self.info.batch_size :]
-        normalized = run(inside)
-        if not halo.size(0):
-            return normalized
-        with torch.no_grad():
-            single = inside.to(torch.promote_types(inside.dtype, torch.float32))
-            variance, mean = torch.var_mean(single, dim=[0, *range(2, x.dim())], correction=0)
-        outside = F.batch_norm(halo, mean, variance, norm.weight, norm.bias, False, 0.0, norm.eps)
-        return torch.cat([normalized, outside])
+        return norms.by_own_rows(norm, run, x, self.info.batch_size)
 
     def begin(self) -> None:
         """Start the step: rows that it needs are on their way."""
@@ -423,10 +417,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def describe(call: str, layer: nn.Module) -> str:
     """A layer call as messages name it."""
     return f"{type(layer).__name__} ('{call}')"
-
-
-def _batch_norm_without_tracking(norm: _BatchNorm, x: Tensor) -> Tensor:
-    return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
 
 
 def _can_fuse(layer: MessagePassing) -> bool:

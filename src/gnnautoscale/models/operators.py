@@ -91,7 +91,9 @@ class GIN(Stack):
         layers: Number of layers.
         dropout: Probability of dropout.
         drop_input: Whether dropout acts on the input features too.
-        batch_norm: Whether layers, and the linear layers inside of them, are followed by batch norm.
+        batch_norm: Whether there is batch norm inside of layers, between their two linear layers.
+        track_running_stats: Whether batch norm keeps running averages for evaluation, as usual. The paper's has none:
+            it takes the statistics of the nodes at hand, in evaluation too.
         residual: Whether layers are bridged.
 
     Example:
@@ -109,12 +111,13 @@ class GIN(Stack):
         dropout: float = 0.0,
         drop_input: bool = False,
         batch_norm: bool = True,
+        track_running_stats: bool = True,
         residual: bool = True,
     ) -> None:
         def make_layer(width_in: int, width_out: int, _: int) -> pyg.GINConv:
-            norm = nn.BatchNorm1d(width_out) if batch_norm else nn.Identity()
-            mlp = nn.Sequential(nn.Linear(width_in, width_out), norm, nn.ReLU(), nn.Linear(width_out, width_out))
-            return pyg.GINConv(mlp, train_eps=True)
+            norm = nn.BatchNorm1d(width_out, track_running_stats=track_running_stats) if batch_norm else nn.Identity()
+            mlp = [nn.Linear(width_in, width_out), norm, nn.ReLU(), nn.Linear(width_out, width_out), nn.ReLU()]
+            return pyg.GINConv(nn.Sequential(*mlp), train_eps=True)
 
         super().__init__(
             make_layer,
@@ -124,7 +127,7 @@ class GIN(Stack):
             layers=layers,
             dropout=dropout,
             drop_input=drop_input,
-            batch_norm=batch_norm,
+            batch_norm=False,
             residual=residual,
             linear=True,
         )
@@ -190,7 +193,7 @@ class GCNII(Stack):
     def call_layer(
         self, conv: nn.Module, x: Tensor, start: Tensor, edge_index: Tensor, edge_weight: Tensor | None
     ) -> Tensor:
-        """Run one layer, which sees the first layer's input too."""
+        """Run one layer, which sees the first layer's input too, without dropout."""
         out: Tensor = conv(x, start, edge_index, edge_weight)
         return out
 

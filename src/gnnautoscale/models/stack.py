@@ -84,9 +84,10 @@ class Stack(nn.Module):
             refuse_edge_weight(self, edge_weight)
         if self.drop_input:
             x = self._drop(x)
-        if self.first is not None:
-            x = self._drop(self.first(x).relu())
-        start, outputs = x, [x]
+        start = x if self.first is None else self.first(x).relu()
+        # What layers see again and again is whole: dropout acts on what the first of them is given.
+        x = start if self.first is None else self._drop(start)
+        outputs = [x]
         for conv, norm in zip(self.convs, self.norms, strict=False):
             h = norm(self.call_layer(conv, x, start, edge_index, edge_weight))
             if self.residual and h.size(-1) == x.size(-1):
@@ -101,7 +102,7 @@ class Stack(nn.Module):
     def call_layer(
         self, conv: nn.Module, x: Tensor, start: Tensor, edge_index: Tensor, edge_weight: Tensor | None
     ) -> Tensor:
-        """Run one layer; ``start`` is what the first layer was given."""
+        """Run one layer; ``start`` is what the first layer was given, before dropout."""
         out: Tensor = conv(x, edge_index, edge_weight) if self.takes_edge_weight else conv(x, edge_index)
         return out
 
