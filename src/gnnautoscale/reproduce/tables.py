@@ -287,6 +287,7 @@ def _wordnet(found: Found) -> Report:
     names = {
         "full": "full batch",
         "gas": "GAS",
+        "lean": "GAS, lean",
         "history": "naive history",
         "sage": "GraphSAGE sampling",
         "cluster": "Cluster-GCN",
@@ -295,22 +296,23 @@ def _wordnet(found: Found) -> Report:
     values: dict[str, dict[str, dict[str, list[float]]]] = {}
     for cell in found.cells():
         model = cell.split(".")[0]
-        values[model] = {
-            variant: {
+        for variant, name in names.items():
+            results = found.of(cell, variant)
+            if not results:
+                continue
+            ours = {
                 "test": found.values(cell, variant, "scores", "test"),
-                "milliseconds": [1e3 * r["seconds"]["train"] / max(1, r["steps"]) for r in found.of(cell, variant)],
+                "milliseconds": [1e3 * result["seconds"]["train"] / max(1, result["steps"]) for result in results],
                 "megabytes": [num_bytes / 2**20 for num_bytes in found.values(cell, variant, "peak_memory")],
             }
-            for variant in names
-        }
-        row = [model, *(spread(ours["test"]) for ours in values[model].values())]
-        for what, digits in (("milliseconds", 1), ("megabytes", 0)):
-            means = (statistics.mean(ours[what]) if ours[what] else math.nan for ours in values[model].values())
-            row += [number(mean, digits) for mean in means]
-        rows.append(row)
-    heads = ["", *(f"{name} ({unit})" for unit in ("%", "ms", "MB") for name in names.values())]
+            values.setdefault(model, {})[variant] = ours
+            means = {what: statistics.mean(of) if of else math.nan for what, of in ours.items()}
+            rows.append(
+                [model, name, spread(ours["test"]), number(means["milliseconds"], 1), number(means["megabytes"], 0)]
+            )
+    heads = ["", "", "test accuracy (%)", "ms per step", "MB"]
     notes = [
-        "Test accuracy, training time per step with waiting for batches, and peak memory. Evaluations count for memory "
+        "Time is that of training per step, with waiting for batches; memory is the peak. Evaluations count for memory "
         "except with GraphSAGE sampling and Cluster-GCN, which are evaluated on the whole graph at once."
     ]
     return Report("WordNet 3.0, 117,659 nodes", heads, rows, notes, {"wordnet": values})
