@@ -273,6 +273,19 @@ def test_jumping_knowledge_is_a_matter_of_the_name() -> None:
 # Options #############################################################################################################
 
 
+def test_dropout_leaves_the_initial_residual_of_gcnii_alone() -> None:
+    data = small_graph()
+    model = build("gcnii", layers=3, dropout=0.9, drop_input=False).train()
+    given: list[tuple[Tensor, Tensor]] = []
+    for conv in model.convs:
+        conv.register_forward_pre_hook(lambda _, args: given.append(args[:2]))
+    model(data.x, data.edge_index)
+    start = model.first(data.x).relu()
+    assert len(given) == 3
+    assert all(torch.equal(initial, start) for _, initial in given)
+    assert not torch.equal(given[0][0], start)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"batch_norm": True}, {"residual": True}, {"linear": True}, {"linear": True, "residual": True}]
 )
