@@ -254,6 +254,21 @@ def test_gin_by_its_formula() -> None:
     torch.testing.assert_close(call(model, data), model.last(x))
 
 
+@pytest.mark.parametrize("averages", [False, True])
+def test_gin_bridges_what_has_passed_relu_and_normalizes_inside_only(averages: bool) -> None:
+    data = small_graph()
+    model: Any = GIN(FEATURES, CLASSES, hidden=4, layers=2, track_running_stats=averages).train()
+    adjacency = torch.zeros(NODES, NODES)
+    adjacency.index_put_((data.edge_index[1], data.edge_index[0]), torch.tensor(1.0), accumulate=True)
+    x = model.first(data.x).relu()
+    for conv in model.convs:
+        inner = conv.nn[0](x + adjacency @ x)
+        inner = (inner - inner.mean(0)) / (inner.var(0, correction=0) + 1e-5).sqrt()
+        x = x + conv.nn[3](inner.relu()).relu()
+    torch.testing.assert_close(model(data.x, data.edge_index), model.last(x))
+    assert any("running" in name for name, _ in model.named_buffers()) == averages
+
+
 def test_jumping_knowledge_sees_all_layers() -> None:
     data = small_graph()
     model = build("pna-jk", layers=2, batch_norm=False)
