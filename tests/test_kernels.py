@@ -877,8 +877,8 @@ def test_runs_in_a_cuda_graph(reduce: str) -> None:
         scatter_rows(out, goal, pushed)
         return out, gradient
 
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
+    torch.cuda.synchronize()  # the other stream reads what was made on this one
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         step()
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
@@ -903,10 +903,12 @@ def test_first_long_rows_are_in_a_cuda_graph(reduce: str) -> None:
     """A graph cannot load kernels. No other test loads those for this type and width."""
     few, many = (Hubs("cuda", DEGREES[name], weighted=True) for name in ("as long as a piece", "several"))
     adjacency = Adjacency.of(many.adjacency().tensors(), 8)
-    assert few.adjacency().pieces is None
+    adjacency_of_few, rows_of_few = few.adjacency(), few.rows(24, torch.float16)
+    assert adjacency_of_few.pieces is None
     assert adjacency.pieces is not None
+    torch.cuda.synchronize()  # the other stream reads what was made on this one
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        run(few.adjacency(), *few.rows(24, torch.float16), reduce)
+        run(adjacency_of_few, *rows_of_few, reduce)
     torch.cuda.synchronize()
     x, grad = many.rows(24, torch.float16)
     captured = torch.cuda.CUDAGraph()
