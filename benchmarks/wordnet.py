@@ -1,9 +1,9 @@
 """Tells apart what costs GAS accuracy on WordNet where everything is trained for long.
 
-Models and settings are those of `gas reproduce wordnet`, with as many epochs as asked for. GAS is trained in three more
+Models and settings are those of `gas reproduce wordnet`, with as many epochs as asked for. GAS is trained in more
 ways: with more drawings of its batches; with all histories recomputed before every step, so that nothing is stale and
-only gradients stop at the border of a batch; and with a loss on the same batches whose gradients go through the whole
-graph. Batches may be larger too: one of all 200 parts is full batch. Time per step means something where a run has the
+only gradients stop at the border of a batch; and with a loss on the same batches, or on random ones, whose gradients go
+through the whole graph. Batches may be larger too: one of all 200 parts is full batch. Time per step means something where a run has the
 machine to itself.
 
     python benchmarks/wordnet.py --models gcn gcnii --ways full --epochs 4000 --device cuda
@@ -34,6 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gas, 16 drawings": {"drawings": 16},
     "gas, nothing stale": {"refresh_every": 1, "storage": "device"},
     "gas, whole gradients": {},
+    "gas, whole gradients, random parts": {"partition": "random"},
 }
 SPLITS = ("train", "val", "test")
 
@@ -43,6 +44,7 @@ def train_through_all(model: torch.nn.Module, data: Data, options: dict[str, Any
     loader = gas.HaloLoader(
         data,
         options["parts"],
+        parts=options["partition"],
         batch_size=options["batch_size"],
         shuffle=True,
         drawings=options["drawings"],
@@ -89,7 +91,7 @@ def train(dataset: Dataset, work: Mapping[str, Any], way: str, args: argparse.Na
         options["batch_size"] = args.batch_size
     torch.manual_seed(args.seed)
     model = build_model(work["model"], dataset.train, dataset.num_classes, **work["options"])
-    if way == "gas, whole gradients":
+    if "whole gradients" in way:
         return train_through_all(model, dataset.train, options, args.seed)
     result = gas.fit(model, dataset, **options, seed=args.seed).to_dict()
     return {
