@@ -1,14 +1,14 @@
 """Tells apart what costs GAS accuracy on WordNet where everything is trained for long.
 
-Models and settings are those of `gas reproduce wordnet`, with as many epochs as asked for. GAS is trained in more
-ways: with more drawings of its batches; with all histories recomputed before every step, so that nothing is stale and
-only gradients stop at the border of a batch; and with a loss on the same batches, or on random ones, whose gradients go
-through the whole graph. Batches may be larger too: one of all 200 parts is full batch. Time per step means something where a run has the
-machine to itself.
+Models and settings are those of `gas reproduce wordnet`, with as many epochs as asked for. GAS is trained in more ways:
+with more drawings of its batches; with all histories recomputed before every step, so that nothing is stale and only
+gradients stop at the border of a batch; and with a loss on the same batches, or on random ones, whose gradients go
+through the whole graph. Batches may be larger too: one of all 200 parts is full batch. Time per step means something
+where a run has the machine to itself.
 
     python benchmarks/wordnet.py --models gcn gcnii --ways full --epochs 4000 --device cuda
     python benchmarks/wordnet.py --models gcn gcnii --ways gas "gas, nothing stale" --epochs 400 --device cuda
-    python benchmarks/wordnet.py --models gcn --ways gas "gas, whole gradients" --epochs 60 --max-features 300
+    python benchmarks/wordnet.py --models gcn --ways gas "gas, whole gradients" --epochs 40 --max-features 300
 """
 
 from __future__ import annotations
