@@ -24,7 +24,7 @@ def train(storage: str, folder: str | None, cache: str, sizes: dict[str, int]) -
     import torch
 
     import gnnautoscale as gas
-    from gnnautoscale import generate
+    from gnnautoscale.data import generate
     from gnnautoscale.models import GCN
 
     torch.set_num_threads(1)

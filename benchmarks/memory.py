@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn import GCN
 
-from gnnautoscale.autoscale import attached, autoscale
-from gnnautoscale.bench import PRODUCTS, Row, Setup, machine, make_loader, time_epochs
+from gnnautoscale.attach.autoscaler import attached, autoscale
+from gnnautoscale.experiments.bench import PRODUCTS, Row, Setup, machine, make_loader, time_epochs
+from gnnautoscale.forward.record import Event, Recorder
+from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.kernels import Adjacency, spmm
-from gnnautoscale.loader import HaloLoader
-from gnnautoscale.record import Event, Recorder
 
 WIDTH = 256
 DEPTHS = (2, 3, 4)

@@ -12,7 +12,7 @@ import pymetis
 import torch
 from torch import Tensor
 
-from gnnautoscale.partition import connectivity, partition
+from gnnautoscale.graph.partitioning import connectivity, partition
 
 NUM_PARTS = 100
 COMMUNITY = 1000  # nodes in each

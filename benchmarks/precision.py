@@ -16,15 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gnnautoscale import HaloLoader, autoscale, datasets, detach, refresh
-from gnnautoscale.autoscale import attached
-from gnnautoscale.datasets import Dataset
+from gnnautoscale import HaloLoader, detach, refresh
+from gnnautoscale.attach import autoscale
+from gnnautoscale.attach.autoscaler import attached
+from gnnautoscale.attach.inference import infer_from_histories
+from gnnautoscale.data import datasets
+from gnnautoscale.data.datasets import Dataset
+from gnnautoscale.experiments.reproduce import config, describe_machine
+from gnnautoscale.experiments.reproduce.store import versions
 from gnnautoscale.history import codec_for
-from gnnautoscale.inference import infer_from_histories
 from gnnautoscale.models import build_model
-from gnnautoscale.reproduce import config, describe_machine
-from gnnautoscale.reproduce.store import versions
-from gnnautoscale.train import FitResult, fit
+from gnnautoscale.training.loop import FitResult, fit
 
 PRECISIONS = {
     "float32": torch.float32,

@@ -25,9 +25,9 @@ from torch_geometric.data import Data
 from torch_geometric.utils import to_torch_csr_tensor
 
 import gnnautoscale as gas
-from gnnautoscale.datasets import Dataset, from_file
+from gnnautoscale.data.datasets import Dataset, from_file
+from gnnautoscale.experiments.reproduce import load
 from gnnautoscale.models import build_model
-from gnnautoscale.reproduce import load
 
 # Each is "gas" with these changes.
 CHANGES: dict[str, dict[str, Any]] = {

@@ -22,9 +22,9 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCN  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
-from gnnautoscale.bounds import error_by_sweep
-from gnnautoscale.generate import communities
-from gnnautoscale.partition import connectivity, partition
+from gnnautoscale.analysis.bounds import error_by_sweep
+from gnnautoscale.data.generate import communities
+from gnnautoscale.graph.partitioning import connectivity, partition
 
 FOLDER = Path(__file__).parent / "figures"
 

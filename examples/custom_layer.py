@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 import gnnautoscale as gas
-from gnnautoscale.generate import communities
+from gnnautoscale.data.generate import communities
 
 
 class SimilarityConv(MessagePassing):

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 import gnnautoscale as gas
-from gnnautoscale.generate import communities
+from gnnautoscale.data.generate import communities
 from gnnautoscale.models import GCN
-from gnnautoscale.runs import read_run
+from gnnautoscale.runs.folder import read_run
 
 data = communities(600, degree=8, num_features=16, num_classes=4)
 torch.manual_seed(0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_geometric.nn import GCN
 
 import gnnautoscale as gas
-from gnnautoscale.generate import communities
+from gnnautoscale.data.generate import communities
 
 torch.manual_seed(0)
 data = communities(400, degree=8, num_features=16, num_classes=4)

@@ -9,7 +9,7 @@ import torch
 from torch_geometric.nn import GAT
 
 import gnnautoscale as gas
-from gnnautoscale.generate import communities
+from gnnautoscale.data.generate import communities
 
 data = communities(600, degree=8, num_features=16, num_classes=4)
 

@@ -5,7 +5,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN
 
 import gnnautoscale as gas
-from gnnautoscale.generate import communities
+from gnnautoscale.data.generate import communities
 
 torch.manual_seed(0)
 whole = communities(1200, degree=4, num_features=16, num_classes=4)

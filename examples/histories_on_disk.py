@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 import gnnautoscale as gas
-from gnnautoscale.generate import communities
+from gnnautoscale.data.generate import communities
 from gnnautoscale.models import GCN
 
 data = communities(600, degree=8, num_features=16, num_classes=4)

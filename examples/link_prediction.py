@@ -11,7 +11,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GraphSAGE
 
 import gnnautoscale as gas
-from gnnautoscale.generate import communities
+from gnnautoscale.data.generate import communities
 
 torch.manual_seed(0)
 whole = communities(600, degree=10, num_features=16, num_classes=4)

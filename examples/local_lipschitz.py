@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch_geometric.nn import GIN
 
 import gnnautoscale as gas
-from gnnautoscale.bounds import measure
-from gnnautoscale.generate import communities
+from gnnautoscale.analysis.bounds import measure
+from gnnautoscale.data.generate import communities
 
 data = communities(400, degree=8, num_features=16, num_classes=4)
 

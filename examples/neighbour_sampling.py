@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 
 import gnnautoscale as gas
-from gnnautoscale.baselines import SampleLoader
-from gnnautoscale.generate import communities
+from gnnautoscale.data.generate import communities
+from gnnautoscale.graph.baselines import SampleLoader
 from gnnautoscale.models import GraphSAGE
 
 LAYERS, FAN_OUT = 3, [4, 4, 4]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch_geometric.nn import GraphSAGE
 
 import gnnautoscale as gas
-from gnnautoscale.generate import communities
+from gnnautoscale.data.generate import communities
 
 torch.manual_seed(0)
 data = communities(600, degree=8, num_features=16, num_classes=4)

@@ -8,9 +8,9 @@ import tempfile
 import torch
 
 import gnnautoscale as gas
-from gnnautoscale.generate import communities
+from gnnautoscale.data.generate import communities
 from gnnautoscale.models import GCN
-from gnnautoscale.result import Epoch
+from gnnautoscale.runs.result import Epoch
 
 data = communities(400, degree=8, num_features=16, num_classes=4)
 

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale.autoscale import attached, is_autoscaled
+from gnnautoscale.attach.autoscaler import attached, is_autoscaled
 
 CHANNELS = 8
 EDGE_CHANNELS = 3

@@ -13,10 +13,9 @@ import torch
 import typer
 from torch import nn
 
-from gnnautoscale import datasets
-from gnnautoscale.atomic import write_atomically
-from gnnautoscale.autoscale import autoscale
-from gnnautoscale.checkpoint import latest_checkpoint
+from gnnautoscale._util import write_atomically
+from gnnautoscale.attach import autoscale
+from gnnautoscale.attach import infer as run_inference
 from gnnautoscale.cli import advice as advice_commands
 from gnnautoscale.cli import bench as bench_commands
 from gnnautoscale.cli import demo as demonstration
@@ -26,19 +25,14 @@ from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
 from gnnautoscale.cli.saved import load_model, save_model
 from gnnautoscale.cli.schema import DATA, FILE_OPTIONS, GENERATOR_OPTIONS, PARTITION, TRAIN, fit_options, with_options
-from gnnautoscale.datasets import Dataset
+from gnnautoscale.data import Dataset, datasets
 from gnnautoscale.errors import InputError
-from gnnautoscale.inference import infer as run_inference
-from gnnautoscale.loader import HaloLoader
+from gnnautoscale.graph import HaloLoader, connectivity
+from gnnautoscale.graph import partition as cut
 from gnnautoscale.models import build_model, check_model_options
-from gnnautoscale.options import check_device, check_options
-from gnnautoscale.partition import connectivity
-from gnnautoscale.partition import partition as cut
-from gnnautoscale.recipe import score
-from gnnautoscale.result import FitResult
-from gnnautoscale.resume import open_checkpoint
-from gnnautoscale.runs import free_folder
-from gnnautoscale.train import fit
+from gnnautoscale.runs import FitResult, free_folder
+from gnnautoscale.tasks import score
+from gnnautoscale.training import check_device, check_options, fit, latest_checkpoint, open_checkpoint
 
 app = typer.Typer(
     help="Train graph neural networks on graphs that do not fit a GPU, with historical embeddings.",

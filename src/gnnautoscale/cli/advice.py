@@ -11,12 +11,12 @@ import typer
 
 from gnnautoscale.cli.display import errors, print_json, print_table
 from gnnautoscale.cli.schema import DATA, MODEL, fit_options
-from gnnautoscale.datasets import Dataset
+from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.explain import explain as find
+from gnnautoscale.runs import explain as find
 from gnnautoscale.runs import read_run
-from gnnautoscale.tune import PASSED, Advice, amount
-from gnnautoscale.tune import tune as propose
+from gnnautoscale.tuning import PASSED, Advice, amount
+from gnnautoscale.tuning import tune as propose
 
 #: What ``gas tune`` takes: the options of ``gas train`` but for those that it proposes.
 TUNE = [*DATA, *MODEL, *(option for option in fit_options() if option.name in PASSED)]

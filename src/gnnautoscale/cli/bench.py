@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from gnnautoscale import bench
-from gnnautoscale.atomic import write_atomically
+from gnnautoscale._util import write_atomically
 from gnnautoscale.cli.display import megabytes, print_json, print_table
 from gnnautoscale.errors import InputError
-from gnnautoscale.options import check_device
+from gnnautoscale.experiments import bench
+from gnnautoscale.training import check_device
 
 app = typer.Typer(help="Measure steps, transfers and epochs on this machine.", no_args_is_help=True)
 Device = Annotated[str, typer.Option(help="Where to compute.")]

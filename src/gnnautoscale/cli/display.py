@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gnnautoscale.result import Epoch, jsonable
+from gnnautoscale.runs import Epoch, jsonable
 
 errors = Console(stderr=True)
 

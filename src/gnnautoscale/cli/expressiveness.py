@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale import generate
 from gnnautoscale.cli.display import print_json, print_table
+from gnnautoscale.data import generate
 from gnnautoscale.errors import InputError
-from gnnautoscale.expressiveness import (
+from gnnautoscale.experiments.expressiveness import (
     TOLERANCE,
     Comparison,
     PowerfulGNN,
@@ -31,7 +31,7 @@ from gnnautoscale.expressiveness import (
     with_samples,
     wl_colours,
 )
-from gnnautoscale.options import Partitioner
+from gnnautoscale.training import Partitioner
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import typer
 
 from gnnautoscale.cli.display import errors, print_json, print_table
 from gnnautoscale.errors import InputError
-from gnnautoscale.options import check_device
-from gnnautoscale.reproduce import Store, describe_machine, load, make_report, names, run_all, write_report
+from gnnautoscale.experiments.reproduce import Store, describe_machine, load, make_report, names, run_all, write_report
+from gnnautoscale.training import check_device
 
 
 def reproduce(

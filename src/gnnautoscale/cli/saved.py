@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale.atomic import write_atomically
+from gnnautoscale._util import write_atomically
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import build_model
 

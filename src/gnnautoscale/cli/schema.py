@@ -19,7 +19,7 @@ import typer
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import MODELS, model_options
-from gnnautoscale.train import fit
+from gnnautoscale.training import fit
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -9,10 +9,10 @@ import torch
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.history.base import History, Runs
-from gnnautoscale.history.choice import Medium, Storage, choose_medium
 from gnnautoscale.history.device import DeviceHistory
 from gnnautoscale.history.disk import DiskHistory, Folder
 from gnnautoscale.history.host import HostHistory
+from gnnautoscale.history.placement import Medium, Storage, choose_medium
 from gnnautoscale.history.precision import Cast, Codec, codec_for
 
 __all__ = [

@@ -12,6 +12,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.models.operators import APPNP, GAT, GCN, GCNII, GIN, PNA, GraphSAGE
+from gnnautoscale.models.stack import Stack
 
 __all__ = [
     "APPNP",
@@ -22,6 +23,7 @@ __all__ = [
     "MODELS",
     "PNA",
     "GraphSAGE",
+    "Stack",
     "build_model",
     "check_model_options",
     "model_options",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from gnnautoscale.atomic import write_atomically
+from gnnautoscale._util import write_atomically
 from gnnautoscale.report.page import page
 from gnnautoscale.report.shown import find_runs
 

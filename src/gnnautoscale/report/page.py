@@ -11,13 +11,7 @@ from gnnautoscale.report.shown import Shown
 from gnnautoscale.report.staleness import error_section, gradient_section, lipschitz_section, staleness_section
 from gnnautoscale.report.summary import comparison_section, numbers_section, runs_section
 from gnnautoscale.report.svg import COLORS
-from gnnautoscale.report.training import (
-    learning_section,
-    memory_section,
-    parts_section,
-    time_section,
-    transfer_section,
-)
+from gnnautoscale.report.training import learning_section, memory_section, parts_section, time_section, transfer_section
 
 _SECTIONS = (
     runs_section,

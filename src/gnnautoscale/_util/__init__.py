@@ -1,0 +1,22 @@
+"""What every package may use and no user needs.
+
+Files that are written whole, random states, memory at hand, nested tensors. It knows nothing about graphs or models.
+"""
+
+from gnnautoscale._util.atomic import write_atomically
+from gnnautoscale._util.memory import available_memory
+from gnnautoscale._util.nested import map_tensors, tensors_in
+from gnnautoscale._util.peak_memory import PeakMemory
+from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
+
+__all__ = [
+    "PeakMemory",
+    "RandomState",
+    "available_memory",
+    "map_tensors",
+    "random_states",
+    "set_random_states",
+    "tensors_in",
+    "undisturbed",
+    "write_atomically",
+]

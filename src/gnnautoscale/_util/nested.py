@@ -1,0 +1,42 @@
+"""Tensors in nested tuples, lists and dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+# What has no tensors in it; asked first, since it is most of what is asked about.
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: T) -> T:
+    """Apply a function to every tensor in nested tuples, lists and dictionaries, in a fixed order."""
+    if type(value) in _PLAIN_TYPES:
+        return value
+    if isinstance(value, Tensor):
+        return cast(T, function(value))
+    if type(value) is tuple:
+        return cast(T, tuple([map_tensors(function, item) for item in cast(tuple[Any, ...], value)]))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return cast(T, type(value)(*[map_tensors(function, item) for item in value]))
+    if isinstance(value, (tuple, list)):
+        return cast(T, type(value)([map_tensors(function, item) for item in value]))
+    if isinstance(value, dict):
+        return cast(T, {name: map_tensors(function, item) for name, item in value.items()})
+    return value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in nested tuples, lists and dictionaries, in the order of :func:`map_tensors`."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for item in value if type(item) not in _PLAIN_TYPES for tensor in tensors_in(item)]

@@ -1,0 +1,391 @@
+"""How far histories, and gradients through them, are from exact ones, and how much layers amplify such errors.
+
+Everything here looks at a model as it is and changes nothing: neither weights, gradients and histories nor the random
+state. ``docs/diagnostics.md`` says how to read the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.nn import GCNConv, GINConv, MessagePassing, SAGEConv  # type: ignore[import-untyped]
+from torch_geometric.nn.models.basic_gnn import BasicGNN  # type: ignore[import-untyped]
+
+from gnnautoscale._util import map_tensors, tensors_in, undisturbed
+from gnnautoscale.analysis.bounds import Edges, Layer, LayerErrors, measure, theorem1_by_node
+from gnnautoscale.analysis.lipschitz import jacobian_norm, lipschitz_constant
+from gnnautoscale.attach import CallModel, attached
+from gnnautoscale.errors import InputError
+from gnnautoscale.forward import Plan, Session, evaluating, flat
+from gnnautoscale.graph import BatchInfo, HaloLoader
+from gnnautoscale.models import Stack
+from gnnautoscale.tasks import Objective, class_loss
+from gnnautoscale.transfer.direct import Direct
+
+Probe = Literal["staleness", "gradients", "lipschitz"]
+PROBES: tuple[Probe, ...] = get_args(Probe)
+
+# The most groups that rows are put into by their age.
+_MOST_AGES = 64
+# The most iterations to find a Jacobian's norm in, and the most rows of a layer's own network to look at.
+_ITERATIONS = 50
+_MOST_ROWS = 2048
+
+
+def diagnose(
+    model: nn.Module,
+    loader: HaloLoader,
+    what: Sequence[Probe] = ("staleness",),
+    *,
+    ages: Tensor | None = None,
+    objective: Objective | None = None,
+    call: CallModel = nn.Module.__call__,
+) -> dict[str, dict[str, Any]]:
+    r"""Measure what histories do to a model, with its weights and histories as they are now.
+
+    Every batch is computed as if it came next, in evaluation mode. ``"staleness"`` compares the rows of histories and
+    of batches with exact ones, layer by layer, and with the bound of Theorem 1 where a model's constants are known.
+    ``"gradients"`` compares the gradient of the mean loss over all training nodes, added up over batches, with that of
+    the whole graph at once. ``"lipschitz"`` looks for the largest factor by which each layer can make a small change of
+    its inputs larger, on the whole graph at once, with the constants of its messages and its update where they can be
+    told apart.
+
+    Args:
+        model: An autoscaled model.
+        loader: Cuts the training graph into batches; ``"gradients"`` needs its ``y`` and ``train_mask``.
+        what: What to measure.
+        ages: How many steps ago each node's rows were written, ``[num_nodes]``, -1 for never, if that is known.
+        objective: Computes the mean loss of some rows from outputs and labels; by default that of :func:`fit`.
+        call: How to call the model with a batch, if ``model(batch)`` is not right.
+
+    Returns:
+        For each thing measured what a run's folder holds about it.
+
+    Example:
+        >>> import gnnautoscale as gas
+        >>> from torch_geometric.datasets import KarateClub
+        >>> from torch_geometric.nn import GCN
+        >>> data = KarateClub()[0]
+        >>> model = gas.autoscale(GCN(34, 16, num_layers=2, out_channels=4), data)
+        >>> loader = gas.HaloLoader(data, num_parts=4)
+        >>> gas.refresh(model, loader)
+        >>> found = gas.diagnose(model, loader, ["staleness", "gradients"])
+        >>> found["staleness"]["layers"][0]["staleness"]["max"] < 1e-5
+        True
+        >>> 0.5 < found["gradients"]["cosine"] <= 1.0  # no gradient flows through pulled rows
+        True
+    """
+    check_probes(what)
+    probes: dict[str, Callable[..., dict[str, Any]]] = {
+        "staleness": partial(_staleness, ages=ages),
+        "gradients": partial(_gradients, objective=objective or _class_loss),
+        "lipschitz": _lipschitz,
+    }
+    found: dict[str, dict[str, Any]] = {}
+    with _nothing_changed(model):
+        for name in what:
+            start = time.perf_counter()
+            values = probes[name](model, loader, call=call)
+            found[name] = {"seconds": time.perf_counter() - start, **values}
+    return found
+
+
+def check_probes(what: Sequence[str]) -> None:
+    """Refuse what cannot be measured."""
+    if isinstance(what, str) or not set(what) <= set(PROBES):
+        raise InputError(f"diagnose must be some of {', '.join(PROBES)}", got=repr(what), fix="Name them in a list.")
+
+
+# Staleness ###########################################################################################################
+
+
+def _staleness(model: nn.Module, loader: HaloLoader, *, call: CallModel, ages: Tensor | None) -> dict[str, Any]:
+    errors = measure(model, loader, call=call)
+    pulled = torch.zeros(loader.graph.num_nodes, dtype=torch.bool)
+    for batch in loader.in_order():
+        pulled[batch.edge_index.info.halo] = True
+    bounds = _bounds(model, loader, errors)
+    return {"layers": [_layer(at, pulled, ages, bound) for at, bound in zip(errors, bounds, strict=True)]}
+
+
+def _layer(errors: LayerErrors, pulled: Tensor, ages: Tensor | None, bound: float | None) -> dict[str, Any]:
+    has_history = errors.name != "output" and bool(pulled.any())
+    old = pulled if ages is None else pulled & (ages >= 0)
+    grouped = has_history and ages is not None and bool(old.any())
+    return {
+        "layer": errors.name,
+        "staleness": _summary(errors.staleness[pulled], errors.norm[pulled]) if has_history else None,
+        "closeness": _summary(errors.closeness, errors.norm),
+        "history": _summary(errors.history[pulled], errors.norm[pulled]) if has_history else None,
+        "by_age": _by_age(cast(Tensor, ages)[old], errors.staleness[old]) if grouped else [],
+        "bound": bound,
+    }
+
+
+def _summary(error: Tensor, norm: Tensor) -> dict[str, float]:
+    mean = float(error.mean())
+    return {"mean": mean, "max": float(error.max()), "relative": mean / max(float(norm.mean()), 1e-30)}
+
+
+def _by_age(ages: Tensor, staleness: Tensor) -> list[dict[str, Any]]:
+    """Rows by their age, in at most so many groups of neighbouring ages."""
+    width = 1 + int(ages.max() - ages.min()) // _MOST_AGES
+    _, group, rows = torch.unique((ages - ages.min()) // width, return_inverse=True, return_counts=True)
+    zeros = torch.zeros(rows.numel(), dtype=torch.double)
+    mean_age, mean = (zeros.index_add(0, group, value.double()) / rows for value in (ages, staleness))
+    return [
+        {"age": round(age), "rows": count, "staleness": value}
+        for age, count, value in zip(mean_age.tolist(), rows.tolist(), mean.tolist(), strict=True)
+    ]
+
+
+# Bounds ##############################################################################################################
+
+
+def _bounds(model: nn.Module, loader: HaloLoader, errors: Sequence[LayerErrors]) -> list[float | None]:
+    """The largest error that Theorem 1 allows at each layer; ``None`` where it does not apply or constants are unknown.
+
+    It is about layers that each read the one before and pass messages along the same edges.
+    """
+    scaler, plan = attached(model), cast(Plan, attached(model).plan)
+    slots = [slot for slot in plan.needs if slot != Plan.OUTPUT]
+    plain = all(plan.needs[slot] == {before} for before, slot in pairwise([*slots, Plan.OUTPUT]))
+    layers = _constants(model) if plain and not plan.inner and not plan.explicit else None
+    events = [event for slot in slots for event in scaler.memory.events.get(slot, [])]
+    same = len(events) == len(slots) and len(set(events)) == 1 and events[0].edges.target_row == 1
+    if layers is None or not same or len(layers) != len(errors):
+        return [None] * len(errors)
+    edges = Edges(events[0].edges.edge_index, loader.graph.num_nodes, events[0].constants.get("edge_weight"))
+    batch_of = (loader.labels // loader.batch_size)[edges.edge_index]
+    stale = [layer.staleness for layer in errors[:-1]]
+    by_node = theorem1_by_node(layers, edges, stale, batch_of[0] != batch_of[1])
+    return [float(bound.max()) for bound in by_node]
+
+
+def _constants(model: nn.Module) -> list[Layer] | None:
+    """The constants of all layers of a model whose forward pass is known, in evaluation mode.
+
+    What comes between two layers belongs to the one that follows, what comes after the last one to that one.
+    """
+    convs: list[nn.Module] = list(getattr(model, "convs", []))
+    try:
+        after = _between(model, len(convs))
+        layers = [layer_constants(conv) for conv in convs]
+    except InputError:  # a module whose constant is not known
+        return None
+    if after is None or not layers:
+        return None
+    found = []
+    for layer, before in zip(layers, [1.0, *after], strict=False):
+        if layer is None:
+            return None
+        found.append(replace(layer, message=layer.message * before, own=layer.own * before))
+    found[-1] = replace(found[-1], update=found[-1].update * after[-1])
+    return found
+
+
+def _between(model: nn.Module, num_layers: int) -> list[float] | None:
+    """The constant of what follows each layer; ``None`` for models whose forward pass is not known."""
+    if isinstance(model, Stack):
+        known = type(model).forward is Stack.forward and type(model).call_layer is Stack.call_layer
+        after = [lipschitz_constant(norm) for norm in model.norms]  # ReLU and dropout change nothing
+        after += [1.0] * (num_layers - len(after))
+        after[-1] *= 1.0 if model.last is None else lipschitz_constant(model.last)
+        return after if known else None
+    if isinstance(model, BasicGNN) and type(model).forward is BasicGNN.forward:
+        known = model.act is None or isinstance(model.act, (nn.ReLU, nn.Tanh))
+        after = [lipschitz_constant(norm) for norm in model.norms]
+        return after if known and model.jk_mode is None else None
+    return None
+
+
+def layer_constants(layer: Any) -> Layer | None:
+    """The constants of some of PyG's layers by themselves, in evaluation mode; ``None`` for all others.
+
+    Example:
+        >>> layer_constants(GCNConv(4, 2)).own  # its own row comes in by a self-loop
+        0.0
+    """
+    if type(layer) is GCNConv:
+        return Layer(1.0, lipschitz_constant(layer.lin), own=0.0)
+    if type(layer) is GINConv:
+        return Layer(1.0, lipschitz_constant(layer.nn), own=abs(1.0 + layer.eps.item()))
+    if type(layer) is SAGEConv and layer.aggr == "mean" and not (layer.project or layer.normalize):
+        both = [layer.lin_l, layer.lin_r] if layer.root_weight else [layer.lin_l]
+        return Layer(1.0, max(map(lipschitz_constant, both)), "mean", own=float(layer.root_weight))
+    return None
+
+
+# Gradients ###########################################################################################################
+
+
+def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, objective: Objective) -> dict[str, Any]:
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    missing = [name for name in ("y", "train_mask") if name not in loader.data]
+    if missing or not weights or not bool(loader.data.train_mask.any()):
+        raise InputError(
+            "gradients are those of the loss of training nodes",
+            got=f"data without {', '.join(missing) or 'training nodes'}, or a model without weights",
+            fix="Set data.y and data.train_mask.",
+        )
+    count = int(loader.data.train_mask.sum())
+    attached(model).memory_of(loader.graph).settle()
+
+    def added_up(batches: Iterator[Data]) -> list[Tensor]:
+        total = [torch.zeros_like(weight, dtype=torch.double) for weight in weights.values()]
+        for batch in batches:
+            mask, y = batch.train_mask[: batch.batch_size], batch.y[: batch.batch_size]
+            if not bool(mask.any()):
+                continue
+            with attached(model).running(_Reading):
+                out = call(model, batch.to(str(_device(model))))
+            share = int(mask.sum()) / count
+            mask, y = mask.to(_device(model)), y.to(_device(model))
+            loss = share * objective(out[mask], y[mask])
+            pieces = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+            for sum_, piece in zip(total, pieces, strict=True):
+                sum_ += 0.0 if piece is None else piece
+        return total
+
+    with torch.enable_grad():
+        ours, exact = added_up(loader.in_order()), added_up(iter([_whole(loader)]))
+    pairs = [(name, a.flatten(), b.flatten()) for name, a, b in zip(weights, ours, exact, strict=True)]
+    return {
+        **_compared(torch.cat([a for _, a, _ in pairs]), torch.cat([b for _, _, b in pairs])),
+        "layers": [{"layer": name, **_compared(a, b)} for name, a, b in pairs],
+    }
+
+
+def _compared(ours: Tensor, exact: Tensor) -> dict[str, float]:
+    lengths = float(ours.norm() * exact.norm())
+    length = float(exact.norm())
+    return {
+        "cosine": float(ours @ exact) / lengths if lengths else math.nan,
+        "relative_error": float((ours - exact).norm()) / length if length else math.nan,
+    }
+
+
+class _Reading(Session):
+    """A training step in which rows are pulled from histories as they are and nothing is pushed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._transfer = Direct(self.device)
+
+    def exchange(self, slot: str, out: Tensor) -> Tensor:
+        """The batch's rows, with the halo's behind them."""
+        rows, history = self._own(out), self.memory.histories.get(slot)
+        if history is None:  # never written
+            return torch.cat([rows, rows.new_zeros((self.info.num_halo, *rows.shape[1:]))])
+        return self._transfer.exchange(slot, history, flat(rows), push=False).view(-1, *rows.shape[1:])
+
+
+# Lipschitz constants #################################################################################################
+
+
+@torch.no_grad()
+def _lipschitz(model: nn.Module, loader: HaloLoader, *, call: CallModel) -> dict[str, Any]:
+    found: list[dict[str, Any]] = []
+    with attached(model).running(partial(_Jacobians, found=found)):
+        call(model, _whole(loader).to(str(_device(model))))
+    return {"layers": found}
+
+
+class _Jacobians(_Reading):
+    """A pass over the whole graph that looks at each layer around the inputs it gets."""
+
+    def __init__(self, *args: Any, found: list[dict[str, Any]]) -> None:
+        super().__init__(*args, penalty=self, input_gradients=True)
+        self._found = found
+        self._running: list[tuple[str, MessagePassing]] = []
+
+    def _run_layer(self, call: str, layer: MessagePassing, *args: Any) -> Any:
+        self._running.append((call, layer))
+        try:
+            return super()._run_layer(call, layer, *args)
+        finally:
+            self._running.pop()
+
+    def compare(
+        self, out: Any, again: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], info: BatchInfo
+    ) -> None:
+        """Called with each layer's output and a way to run it again on other arguments."""
+        if len(self._running) > 1:  # a piece of another layer
+            return
+        name, layer = self._running[-1]
+        rows = [x for x in tensors_in((args, kwargs)) if x.is_floating_point() and x.dim() > 1]
+        x = next((x for x in rows if x.size(0) == info.num_rows), None)
+        if x is None:
+            return
+
+        def run(other: Tensor) -> Any:
+            new_args, new_kwargs = map_tensors(lambda value: other if value is x else value, (args, kwargs))
+            return again(*new_args, **new_kwargs)
+
+        # All rows as one, since the layer mixes them.
+        whole = _norm(lambda row: run(row.view(x.shape)).reshape(1, -1), x.reshape(1, -1))
+        message, update = self._apart(layer, run, x)
+        self._found.append({"layer": name, "whole": whole, "message": message, "update": update})
+
+    def _apart(
+        self, layer: MessagePassing, run: Callable[[Tensor], Any], x: Tensor
+    ) -> tuple[float | None, float | None]:
+        """The constants of messages and update, where they are known."""
+        if type(layer) is GINConv:
+            seen: list[Tensor] = []
+            with layer.nn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
+                run(x)
+            return 1.0, _norm(layer.nn, seen[0][:: 1 + seen[0].size(0) // _MOST_ROWS])
+        known = layer_constants(layer)
+        return (None, None) if known is None else (known.message, known.update)
+
+
+def _norm(function: Callable[[Tensor], Any], x: Tensor) -> float | None:
+    """The largest norm of a Jacobian over some rows; ``None`` where PyTorch cannot differentiate twice."""
+    try:
+        return float(jacobian_norm(function, x, iterations=_ITERATIONS).max())
+    except (RuntimeError, AttributeError, InputError):
+        return None
+
+
+# Helpers #############################################################################################################
+
+
+def _class_loss(out: Any, y: Tensor) -> Tensor:
+    return class_loss(out.size(1) if isinstance(out, Tensor) and out.dim() == 2 else 0, out, y)
+
+
+def _whole(loader: HaloLoader) -> Data:
+    """The whole graph as one batch."""
+    return loader.around(torch.arange(loader.graph.num_nodes))
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((weight.device for weight in model.parameters()), torch.device("cpu"))
+
+
+@contextmanager
+def _nothing_changed(model: nn.Module) -> Iterator[None]:
+    """Afterwards random states, and what is known about layers in training, are as they were before."""
+    device, scaler = _device(model), attached(model)
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    draws = {name: call.draws for name, call in scaler.calls.items()}
+    try:
+        with undisturbed(torch.device("cpu")), evaluating(model):
+            yield
+    finally:
+        for name, call in scaler.calls.items():
+            call.draws = draws.get(name)
+        # Captured steps share the GPU's random state, so it is touched only if it has to be.
+        if on_gpu is not None and not torch.equal(on_gpu, torch.cuda.get_rng_state(device)):
+            torch.cuda.set_rng_state(on_gpu, device)

@@ -1,0 +1,112 @@
+"""The paper's interface: a base class whose subclasses push and pull by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnnautoscale.attach.autoscaler import Autoscaler, attached, is_autoscaled
+from gnnautoscale.errors import InputError
+from gnnautoscale.forward import Memory
+from gnnautoscale.history import Storage
+
+
+@dataclass(frozen=True)
+class HistorySlot:
+    """Names one of a model's histories in :meth:`ScalableGNN.push_and_pull`.
+
+    Attributes:
+        name: The history's name.
+        width: The width of its rows.
+    """
+
+    name: str
+    width: int
+
+
+class _AttachOnceBuilt(type):
+    """Attaches a model after its last constructor has run, when all its layers are there."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        model = super().__call__(*args, **kwargs)
+        memory = Memory(None, model.num_nodes, model._storage, model._dtype, model._history_dir)
+        Autoscaler(model, memory, None, explicit=True)
+        return model
+
+
+class ScalableGNN(nn.Module, metaclass=_AttachOnceBuilt):
+    r"""A model that says itself where its histories are.
+
+    Subclasses build their layers and call :meth:`push_and_pull` between them, as in the paper's Listing 2. They are
+    called with batches of a :class:`HaloLoader`: ``model(batch.x, batch.edge_index, batch.n_id)``.
+
+    Args:
+        num_nodes: Number of nodes of the graph to train on.
+        hidden_channels: Width of the histories.
+        num_layers: Number of layers; there is one history less.
+        storage: Where histories live: ``"device"`` or ``"host"`` memory, on ``"disk"``, or ``"auto"``.
+        dtype: The type histories are kept in; by default that of the embeddings.
+        history_dir: The folder for histories on disk.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> class GNN(ScalableGNN):
+        ...     def __init__(self, num_nodes: int) -> None:
+        ...         super().__init__(num_nodes, hidden_channels=16, num_layers=2)
+        ...         self.first, self.second = SAGEConv(34, 16), SAGEConv(16, 4)
+        ...
+        ...     def forward(self, x: Tensor, adj_t: Tensor, n_id: Tensor) -> Tensor:
+        ...         x = self.first(x, adj_t).relu()
+        ...         x = self.push_and_pull(self.histories[0], x, n_id)
+        ...         return self.second(x, adj_t)
+        >>> len(GNN(34).histories)
+        1
+    """
+
+    def __init__(
+        self,
+        num_nodes: int,
+        hidden_channels: int,
+        num_layers: int,
+        *,
+        storage: Storage = "device",
+        dtype: torch.dtype | None = None,
+        history_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("num_nodes", num_nodes), ("hidden_channels", hidden_channels), ("num_layers", num_layers)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"{name} must be a positive integer", got=repr(value), fix="Pass a count.")
+        self.num_nodes = num_nodes
+        self._storage = storage
+        self._dtype = dtype
+        self._history_dir = history_dir
+        self.histories = [HistorySlot(f"histories.{i}", hidden_channels) for i in range(num_layers - 1)]
+
+    def push_and_pull(self, history: HistorySlot, x: Tensor, n_id: Tensor) -> Tensor:
+        """Write the batch's rows to a history and return them with the halo's rows read from it.
+
+        Args:
+            history: One of ``self.histories``.
+            x: Embeddings of batch and halo, ``[num_rows, hidden_channels]``; the halo's rows are ignored.
+            n_id: The batch's ``n_id``, ``[num_rows]``.
+
+        Returns:
+            Embeddings of batch and halo, ``[num_rows, hidden_channels]``. The halo's rows are constants.
+        """
+        session = attached(self).session if is_autoscaled(self) else None
+        if session is None:  # detached: the whole graph at once
+            return x
+        if x.dim() != 2 or x.size(1) != history.width or n_id.numel() != session.info.num_rows:
+            raise InputError(
+                f"this history takes rows of width {history.width}, one for each of the batch's "
+                f"{session.info.num_rows} nodes in n_id",
+                got=f"rows of shape {tuple(x.shape)} and n_id of shape {tuple(n_id.shape)}",
+                fix="Pass batch.n_id, and hidden_channels as wide as the layers between the first and the last.",
+            )
+        rows: Tensor = session.slot(history.name, lambda: x)
+        return rows

@@ -1,0 +1,9 @@
+"""Graphs to train on.
+
+The paper's data sets by name, a user's own files, and generated graphs. It knows nothing about models or training.
+"""
+
+from gnnautoscale.data.datasets import Dataset, load
+from gnnautoscale.data.files import check_data
+
+__all__ = ["Dataset", "check_data", "load"]

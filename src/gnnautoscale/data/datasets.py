@@ -1,0 +1,344 @@
+"""Names to data: the data sets of the paper with its splits and its preparation of features.
+
+Every graph that leaves this module is a plain ``Data`` with ``x`` [N, F] float32, ``edge_index`` [2, E], ``y`` ([N]
+int64, or [N, C] float32 when a node has several labels) and ``train_mask``, ``val_mask``, ``test_mask`` [N].
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import pickle
+import shutil
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric import datasets as pyg  # type: ignore[import-untyped]
+from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
+from torch_geometric.utils import index_to_mask, to_undirected  # type: ignore[import-untyped]
+
+from gnnautoscale.data import files, generate
+from gnnautoscale.errors import InputError
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What to train, validate and test on.
+
+    Args:
+        name: As given to `load`, or the name of the user's file.
+        train: The graph to train on, with ``train_mask``.
+        val: The graph to validate on, with ``val_mask``: the same object unless the data set is inductive.
+        test: The graph to test on, with ``test_mask``: likewise.
+        num_features: Columns of ``x``.
+        num_classes: Classes, or labels when a node has several.
+        multilabel: Whether a node can have several labels: then ``y`` is [N, C].
+    """
+
+    name: str
+    train: Data
+    val: Data
+    test: Data
+    num_features: int
+    num_classes: int
+    multilabel: bool
+
+    @property
+    def inductive(self) -> bool:
+        """Whether validation and test nodes are unseen while training."""
+        return not self.train is self.val is self.test
+
+    @staticmethod
+    def of(data: Data, name: str = "data") -> Dataset:
+        """A single graph with ``train_mask``, ``val_mask`` and, if there is one, ``test_mask`` as a data set.
+
+        Example:
+            >>> mask = torch.tensor([True, False])
+            >>> edges = torch.tensor([[0, 1], [1, 0]])
+            >>> data = Data(x=torch.eye(2), edge_index=edges, y=torch.tensor([0, 1]), train_mask=mask, val_mask=~mask)
+            >>> Dataset.of(data).num_classes
+            2
+        """
+        files.check_data(data, splits=("train", "val"))
+        graph = copy.copy(data)  # everything else that a model may use stays
+        if "test_mask" not in graph:
+            graph.test_mask = torch.zeros_like(graph.train_mask)
+        graph.y = graph.y.float() if graph.y.dim() == 2 else graph.y.long()
+        multilabel = graph.y.dim() == 2
+        num_classes = graph.y.size(1) if multilabel else int(graph.y.max()) + 1
+        return Dataset(name, graph, graph, graph, graph.x.size(1), num_classes, multilabel)
+
+
+def load(name: str, root: str | Path = "data", *, split: int = 0, seed: int = 0, **options: Any) -> Dataset:
+    """Load or generate a data set by name.
+
+    Files are looked for below ``root`` where PyG and OGB put them (``root/Planetoid``, ``root/Amazon``, ``root/ogb``,
+    ...) and downloaded if they are not there.
+
+    Args:
+        name: One of `names`, in upper or lower case.
+        root: The folder of all data sets.
+        split: Which of several splits: 20 training and 30 validation nodes per class at random, with this seed, for
+            Coauthor and Amazon; one of the 20 published splits for Wiki-CS. All others have one split and ignore it.
+        seed: For generated data: ``cluster``, ``pattern``, ``communities``.
+        options: ``graphs`` (training graphs) for ``cluster`` and ``pattern``; ``nodes``, ``degree``, ``features``,
+            ``classes`` and ``homophily`` for ``communities``.
+
+    Example:
+        >>> dataset = load("cluster", graphs=10)
+        >>> dataset.inductive, dataset.num_features, dataset.num_classes, int(dataset.val.graph_id.max()) + 1
+        (True, 7, 6, 1)
+    """
+    key = name.lower()
+    if key not in _LOADERS:
+        close = difflib.get_close_matches(key, _LOADERS, n=1)
+        fix = f"Did you mean {close[0]}?" if close else "Use from_file for a graph of your own."
+        raise InputError(f"a data set is one of {', '.join(_LOADERS)}", got=name, fix=fix)
+    known = _OPTIONS.get(key, ())
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        fix = f"Choose from {', '.join(known)}." if known else "Leave it out."
+        rule = f"{key} has {len(known) or 'no'} options"
+        raise InputError(rule, got=", ".join(unknown), fix=fix)
+    if split < 0 or seed < 0:
+        raise InputError("split and seed must be at least 0", got=f"{split} and {seed}", fix="Count from 0.")
+    return _dataset(key, *_LOADERS[key](root=Path(root), split=split, seed=seed, **options))
+
+
+def names() -> tuple[str, ...]:
+    """All names that `load` knows.
+
+    Example:
+        >>> "cora" in names()
+        True
+    """
+    return tuple(_LOADERS)
+
+
+def from_file(
+    path: str | Path,
+    *,
+    edges: str | Path | None = None,
+    features_file: str | Path | None = None,
+    undirected: bool = False,
+    max_features: int | None = None,
+    split: int = 0,
+) -> Dataset:
+    """A user's own graph, trained, validated and tested on as a whole.
+
+    Args:
+        path: See `gnnautoscale.data.files.load_file`, also for the other options.
+        edges: The table of edges, for a table of nodes.
+        features_file: A ``.npy`` file of the features, which is memory-mapped.
+        undirected: Add the reverse of every edge.
+        max_features: Keep the first features only.
+        split: Where the file has no split, the seed of a random one: 60% training, 20% validation, 20% test nodes.
+
+    Example:
+        >>> import numpy as np
+        >>> from tempfile import mkdtemp
+        >>> file = Path(mkdtemp()) / "ring.npz"
+        >>> np.savez(file, edge_index=[range(5), [1, 2, 3, 4, 0]], x=np.eye(5), y=[0, 1, 0, 1, 0])
+        >>> dataset = from_file(file, undirected=True)
+        >>> dataset.name, dataset.num_classes, int(dataset.train.train_mask.sum())
+        ('ring', 2, 3)
+    """
+    data = files.load_file(
+        path, edges=edges, features_file=features_file, undirected=undirected, max_features=max_features
+    )
+    if "train_mask" not in data:
+        n = data.num_nodes
+        place = torch.randperm(n, generator=torch.Generator().manual_seed(split)) * 10
+        data.train_mask, data.test_mask = place < 6 * n, place >= 8 * n
+        data.val_mask = ~(data.train_mask | data.test_mask)
+    files.check_data(data)
+    return _dataset(Path(path).stem, data)
+
+
+def _dataset(name: str, train: Data, val: Data | None = None, test: Data | None = None) -> Dataset:
+    """One graph (transductive) or three (inductive) as a data set of plain ``Data``."""
+    graphs = [_plain(data) for data in (train, val, test) if data is not None]
+    y = graphs[0].y
+    return Dataset(
+        name,
+        train=graphs[0],
+        val=graphs[len(graphs) // 2],
+        test=graphs[-1],
+        num_features=graphs[0].x.size(1),
+        num_classes=y.size(1) if y.dim() == 2 else max(int(data.y.max()) for data in graphs) + 1,
+        multilabel=y.dim() == 2,
+    )
+
+
+def _plain(data: Data) -> Data:
+    """Only what the library uses, in its types; masks that do not apply are all False."""
+    kept = {name: data[name] for name in ("graph_id", *files.EDGE_LEVEL) if name in data}
+    nothing = torch.zeros(data.x.size(0), dtype=torch.bool)
+    masks = {name: data[name] if name in data else nothing.clone() for name in files.MASKS}
+    y = data.y.float() if data.y.dim() == 2 else data.y.long()
+    values = {"x": data.x.float(), "edge_index": data.edge_index, "y": y, **masks, **kept}
+    return Data(**{name: value.contiguous() for name, value in values.items()})
+
+
+def _read(make: Callable[[], Any], folder: Path) -> Any:
+    """What ``make`` gives; it reads or downloads the files of a data set below ``folder``."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        return make()
+    except ImportError as error:
+        fix = f"Run: pip install {error.name}"
+        raise InputError("PyG needs a package to read this data set", got=str(error), fix=fix) from error
+    except (OSError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        if missing:  # folders that were made for a download that did not come
+            shutil.rmtree(missing[-1], ignore_errors=True)
+        raise InputError(
+            f"the files of this data set must lie in {folder} or be at hand to download",
+            got=f"{type(error).__name__}: {error}",
+            fix="Put the raw files there, in the layout of PyG or OGB (whole ones), or run it once with a network.",
+        ) from error
+
+
+def _planetoid(root: Path, split: int, seed: int, *, title: str) -> list[Data]:
+    folder = root / "Planetoid"
+    data = _read(lambda: pyg.Planetoid(str(folder), title)[0], folder / title)
+    data.x = data.x / data.x.sum(dim=1, keepdim=True).clamp_min(torch.finfo(data.x.dtype).tiny)
+    return [data]
+
+
+def _few_labels(root: Path, split: int, seed: int, *, source: str, title: str) -> list[Data]:
+    """Coauthor and Amazon: 20 training and 30 validation nodes of each class, the rest for test."""
+    folder = root / source
+    data = _read(lambda: getattr(pyg, source)(str(folder), title)[0], folder / title)
+    order = torch.randperm(data.y.numel(), generator=torch.Generator().manual_seed(split))
+    order = order[data.y[order].argsort(stable=True)]  # by class, at random inside
+    count = data.y.bincount()
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(order.numel()) - (count.cumsum(0) - count)[data.y[order]]
+    data.train_mask, data.val_mask, data.test_mask = rank < 20, (rank >= 20) & (rank < 50), rank >= 50
+    return [data]
+
+
+def _wiki_cs(root: Path, split: int, seed: int) -> list[Data]:
+    folder = root / "WikiCS"
+    data = _read(lambda: pyg.WikiCS(str(folder), is_undirected=True)[0], folder)
+    if split >= data.train_mask.size(1):
+        rule = f"wiki-cs has {data.train_mask.size(1)} splits"
+        raise InputError(rule, got=f"split {split}", fix="Splits are numbered from 0.")
+    data.train_mask, data.val_mask = data.train_mask[:, split], data.val_mask[:, split]
+    return [data]
+
+
+def _own_split(root: Path, split: int, seed: int, *, source: str, standardize: bool) -> list[Data]:
+    """Reddit, Flickr and Yelp come with masks."""
+    folder = root / source
+    data = _read(lambda: getattr(pyg, source)(str(folder))[0], folder)
+    if standardize:
+        data.x = _standardized(data.x, data.train_mask)
+    return [data]
+
+
+def _standardized(x: Tensor, train_mask: Tensor) -> Tensor:
+    """Columns with mean 0 and deviation 1 on the training nodes; constant ones are centred only."""
+    std, mean = torch.std_mean(x[train_mask], dim=0, correction=0)
+    return (x - mean) / torch.where(std > 0, std, torch.ones_like(std))
+
+
+def _ppi(root: Path, split: int, seed: int) -> list[Data]:
+    folder = root / "PPI"
+    parts = ("train", "val", "test")
+    return _inductive(_join(_read(partial(pyg.PPI, str(folder), split=part), folder)) for part in parts)
+
+
+def _join(graphs: Iterable[Data]) -> Data:
+    """Several graphs side by side as one; ``graph_id`` [N] says which one a node is from."""
+    batch = Batch.from_data_list(list(graphs))
+    return Data(x=batch.x, edge_index=batch.edge_index, y=batch.y, graph_id=batch.batch)
+
+
+def _inductive(graphs: Iterable[Data]) -> list[Data]:
+    """Graphs for training, validation and test: all nodes of each serve that one purpose."""
+    made = list(graphs)
+    for data, mask in zip(made, files.MASKS, strict=True):
+        data[mask] = torch.ones(data.x.size(0), dtype=torch.bool)
+    return made
+
+
+def _cluster(root: Path, split: int, seed: int, *, graphs: int = 10_000) -> list[Data]:
+    counts = (graphs, max(1, graphs // 10), max(1, graphs // 10))
+    return _inductive(generate.cluster(count, seed=3 * seed + part) for part, count in enumerate(counts))
+
+
+def _pattern(root: Path, split: int, seed: int, *, graphs: int = 10_000) -> list[Data]:
+    counts = (graphs, max(1, graphs // 5), max(1, graphs // 5))
+    parts = enumerate(counts)
+    return _inductive(generate.pattern(count, seed=3 * seed + part, pattern_seed=seed) for part, count in parts)
+
+
+def _communities(
+    root: Path,
+    split: int,
+    seed: int,
+    *,
+    nodes: int = 10_000,
+    degree: float = 10.0,
+    features: int = 64,
+    classes: int = 10,
+    homophily: float = 0.8,
+) -> list[Data]:
+    sizes = {"num_features": features, "num_classes": classes}
+    return [generate.communities(nodes, degree=degree, **sizes, homophily=homophily, seed=seed)]
+
+
+def _ogbn(root: Path, split: int, seed: int, *, title: str) -> list[Data]:
+    folder = root / "ogb"
+    try:
+        ogb = importlib.import_module("ogb.nodeproppred")
+    except ImportError as error:
+        fix = "Run: pip install 'gnnautoscale[ogb]'"
+        raise InputError(f"{title} needs the package ogb", got="an environment without it", fix=fix) from error
+    # OGB saves `Data` and opens it with torch's defaults, and makes tensors of arrays that pandas locks.
+    with torch.serialization.safe_globals(files.DATA_PARTS), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        source = _read(lambda: ogb.PygNodePropPredDataset(title, root=str(folder)), folder / title.replace("-", "_"))
+        data, index = source[0], source.get_idx_split()
+    data.y = data.y.squeeze(1)
+    for name, part in zip(files.MASKS, ("train", "valid", "test"), strict=True):
+        data[name] = index_to_mask(index[part], size=data.y.numel())
+    if title == "ogbn-arxiv":  # published with one direction only
+        data.edge_index = to_undirected(data.edge_index, num_nodes=data.y.numel())
+    return [data]
+
+
+_LOADERS: dict[str, Callable[..., list[Data]]] = {
+    "cora": partial(_planetoid, title="Cora"),
+    "citeseer": partial(_planetoid, title="CiteSeer"),
+    "pubmed": partial(_planetoid, title="PubMed"),
+    "coauthor-cs": partial(_few_labels, source="Coauthor", title="CS"),
+    "coauthor-physics": partial(_few_labels, source="Coauthor", title="Physics"),
+    "amazon-computers": partial(_few_labels, source="Amazon", title="Computers"),
+    "amazon-photo": partial(_few_labels, source="Amazon", title="Photo"),
+    "wiki-cs": _wiki_cs,
+    "cluster": _cluster,
+    "pattern": _pattern,
+    "reddit": partial(_own_split, source="Reddit", standardize=True),
+    "ppi": _ppi,
+    "flickr": partial(_own_split, source="Flickr", standardize=False),
+    "yelp": partial(_own_split, source="Yelp", standardize=True),
+    "ogbn-arxiv": partial(_ogbn, title="ogbn-arxiv"),
+    "ogbn-products": partial(_ogbn, title="ogbn-products"),
+    "communities": _communities,
+}
+
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "cluster": ("graphs",),
+    "pattern": ("graphs",),
+    "communities": ("nodes", "degree", "features", "classes", "homophily"),
+}

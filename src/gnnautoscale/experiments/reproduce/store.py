@@ -1,0 +1,94 @@
+"""Keeps the results of finished runs in one file, so that an interrupted experiment goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_geometric  # type: ignore[import-untyped]
+
+from gnnautoscale.errors import InputError
+from gnnautoscale.experiments.reproduce.config import Run
+
+Result = dict[str, Any]
+
+
+class Store:
+    """Results by the key of their run: a line of JSON each.
+
+    A line is written in one go when its run is done. A line that was cut off by a crash is dropped when the file is
+    read, and its run is done again.
+
+    Args:
+        path: The file; it and its folder are made if they are not there.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> store = Store(Path(mkdtemp()) / "runs.jsonl")
+        >>> run = Run("gcn.cora", "full", 0, {"kind": "train"})
+        >>> store.add(run, {"test": 81.0}, seconds=1.0, machine="one core")
+        >>> Store(store.path).get(run)
+        {'test': 81.0}
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines: dict[str, dict[str, Any]] = {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = path.read_text() if path.exists() else ""
+        except OSError as error:
+            raise InputError("results must be readable and writable", got=str(error), fix="Check --output.") from None
+        whole, cut = text[: text.rfind("\n") + 1], text[text.rfind("\n") + 1 :]
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                read = json.loads(line)
+                self._lines[read["key"]] = read
+            except (ValueError, TypeError, KeyError):
+                raise InputError(
+                    f"every line of {path.name} is a result", got=f"line {number}: {line[:40]}", fix="Remove this line."
+                ) from None
+        if cut:
+            with path.open("r+b") as stream:
+                stream.truncate(len(whole.encode()))
+
+    def get(self, run: Run) -> Result | None:
+        """The result of a run, or ``None`` if there is none yet."""
+        line = self._lines.get(run.key)
+        return None if line is None else line["result"]
+
+    def add(self, run: Run, result: Result, *, seconds: float, machine: str) -> None:
+        """Keep the result of a run, with what made it."""
+        line = {
+            "key": run.key,
+            "run": str(run),
+            "work": run.work,
+            "result": result,
+            "seconds": round(seconds, 2),
+            "machine": machine,
+            "versions": versions(),
+        }
+        with self.path.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+        self._lines[run.key] = line
+
+    def origin(self, runs: Iterable[Run]) -> dict[str, list[str]]:
+        """The machines and versions that made the results of some runs."""
+        lines = [self._lines[run.key] for run in runs if run.key in self._lines]
+        return {
+            "machines": sorted({line["machine"] for line in lines}),
+            "versions": sorted({", ".join(f"{k} {v}" for k, v in line["versions"].items()) for line in lines}),
+        }
+
+
+def versions() -> dict[str, str]:
+    """The versions that results may depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torch-geometric": str(torch_geometric.__version__),
+    }

@@ -1,0 +1,112 @@
+"""Does the work of one run, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gnnautoscale.data import Dataset, datasets
+from gnnautoscale.experiments import bench
+from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
+from gnnautoscale.graph import connectivity, partition
+from gnnautoscale.models import build_model
+from gnnautoscale.runs import jsonable
+from gnnautoscale.training import fit
+
+Work = Mapping[str, Any]
+
+_MOST_POINTS = 100  # of a learning curve that are kept
+
+
+def perform(work: Work, *, root: str, device: str, run_dir: Path | None = None) -> dict[str, Any]:
+    """Do a run's work.
+
+    Args:
+        work: What to do; see :class:`gnnautoscale.experiments.reproduce.config.Run`.
+        root: Where data sets are kept.
+        device: Where to compute.
+        run_dir: The folder for what is measured during training, if there is any.
+
+    Returns:
+        The result as plain values.
+
+    Example:
+        >>> work = {"kind": "connectivity", "cell": "cluster", "data": {"graphs": 3}, "parts": 1, "method": "metis"}
+        >>> perform({**work, "seed": 0}, root="data", device="cpu")
+        {'connectivity': 0.0, 'parts': 1}
+    """
+    do = partial(_train, run_dir=run_dir) if work["kind"] == "train" else _KINDS[work["kind"]]
+    result: dict[str, Any] = jsonable(do(work, root, device))
+    return result
+
+
+def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str, Any]:
+    dataset = _dataset(work["dataset"], root, work["seed"], **work["data"])
+    torch.manual_seed(work["seed"])
+    model = build_model(work["model"], dataset.train, dataset.num_classes, **work["options"])
+    fitted = fit(
+        model,
+        dataset,
+        **work["train"],
+        seed=work["seed"],
+        device=device,
+        cache_dir=str(Path(root) / "partitions"),
+        run_dir=None if run_dir is None else str(run_dir),
+        diagnose_every="never",  # times and memory are results
+    )
+    found = fitted.to_dict()
+    kept = ("scores", "metric", "best_epoch", "steps", "seconds", "peak_memory", "history_bytes", "connectivity", "how")
+    result = {name: found[name] for name in kept}
+    evaluated = [epoch for epoch in fitted.epochs if epoch.scores]
+    shown = evaluated[:: -(-len(evaluated) // _MOST_POINTS)]
+    result["curve"] = {
+        "epoch": [epoch.number for epoch in shown],
+        "loss": [round(epoch.loss, 5) for epoch in shown],
+        **{split: [round(epoch.scores[split], 3) for epoch in shown] for split in ("train", "val", "test")},
+    }
+    return result
+
+
+def _connectivity(work: Work, root: str, device: str) -> dict[str, Any]:
+    graph = _dataset(work["cell"], root, 0, **work.get("data", {})).train
+    labels = partition(graph.edge_index, graph.num_nodes, work["parts"], method=work["method"], seed=work["seed"])
+    return {"connectivity": float(connectivity(graph.edge_index, labels).mean()), "parts": work["parts"]}
+
+
+def _neighbourhood(work: Work, root: str, device: str) -> dict[str, Any]:
+    dataset = _dataset(work["cell"], root, 0, **work.get("data", {}))
+    names = ("method", "batch_nodes", "hidden", "layers", "steps", "epochs", "seed")
+    options = {name: work[name] for name in names}
+    return measure_steps(dataset, torch.device(device), **options, cache_dir=str(Path(root) / "partitions"))
+
+
+def _step(work: Work, root: str, device: str) -> dict[str, Any]:
+    setup = bench.Setup(**{field.name: work[field.name] for field in fields(bench.Setup)})
+    where, layers = torch.device(device), work["layers"]
+    row = bench.bench_step(setup, [work["ratio"]], where, layers=layers, epochs=work["epochs"])[0]
+    return {"row": row, "setup": {**vars(setup), "layers": layers}, "machine": bench.machine(where)}
+
+
+@lru_cache(maxsize=4)  # runs come sorted by data set
+def _load(name: str, root: str, split: int, options: tuple[tuple[str, Any], ...]) -> Dataset:
+    given = dict(options)
+    if "file" in given:
+        return datasets.from_file(Path(root) / given.pop("file"), split=split, **given)
+    return datasets.load(name, root, split=split, **given)
+
+
+def _dataset(name: str, root: str, split: int, **options: Any) -> Dataset:
+    has_splits = name.startswith(("coauthor", "amazon", "wiki"))
+    return _load(name, root, split if has_splits else 0, tuple(sorted(options.items())))
+
+
+_KINDS: dict[str, Callable[[Work, str, str], dict[str, Any]]] = {
+    "connectivity": _connectivity,
+    "neighbourhood": _neighbourhood,
+    "step": _step,
+}

@@ -1,0 +1,193 @@
+"""What is remembered about one graph: a history for each slot, and what layers do with its edges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gnnautoscale.errors import InputError
+from gnnautoscale.forward.plan import Plan
+from gnnautoscale.forward.record import Event, Recorder
+from gnnautoscale.graph import BatchInfo, Graph, RowOrder
+from gnnautoscale.history import Folder, History, Medium, Storage, check_storage, choose_medium, codec_for, open_history
+from gnnautoscale.transfer import Threaded, Transfer, transfer_for
+
+# How many rows are copied at once.
+_MOST_COPIED = 1 << 18
+
+
+class Memory:
+    """What is remembered about one graph: a history for each slot, and what layers do with its edges.
+
+    Args:
+        graph: The graph, or ``None`` if only its size is known so far.
+        num_nodes: Number of nodes.
+        storage: Where histories live; ``"auto"`` decides once it is known how large they are.
+        dtype: The type histories are kept in, or ``None`` for the type of the embeddings.
+        folder: Where histories on disk are.
+
+    Attributes:
+        medium: Where histories live, once that is decided.
+        why: Why they do, in words.
+    """
+
+    def __init__(
+        self,
+        graph: Graph | None,
+        num_nodes: int,
+        storage: Storage,
+        dtype: torch.dtype | None,
+        folder: Folder | str | Path | None = None,
+    ) -> None:
+        check_storage(storage, folder if not isinstance(folder, Folder) else folder.path)
+        self.num_nodes = num_nodes
+        self.storage = storage
+        self.dtype = dtype
+        self.folder = folder if isinstance(folder, Folder) else None
+        if isinstance(folder, (str, Path)) and storage in ("disk", "auto"):
+            self.folder = Folder(Path(folder))
+        self.medium: Medium | None = None if storage == "auto" else storage
+        self.why = "this was asked for"
+        # How many sets of histories there are at a time: exact evaluation in batches takes a second one.
+        self.sets = 1
+        self._prepared = False
+        self.histories: dict[str, History] = {}
+        self.recorder = Recorder(graph) if graph is not None else None
+        self.events: dict[str, list[Event]] = {}
+        # Checksums of the weights that wrote all rows of all histories, or None if no single weights did.
+        self.written_by: list[float] | None = None
+        # Whether rows in host memory move while a step computes.
+        self.overlap = True
+        self._transfer: tuple[torch.device, Transfer] | None = None
+        self._order: RowOrder | None = None
+
+    def transfer(self, device: torch.device) -> Transfer:
+        """How training steps on a device reach these histories."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if self._transfer is None or self._transfer[0] != device:
+            self.settle()
+            threaded = self.medium == "disk" and self.overlap
+            host = self.medium == "host" and self.overlap
+            self._transfer = device, Threaded(device) if threaded else transfer_for(device, host=host)
+        return self._transfer[1]
+
+    def prepare(self, plan: Plan, device: torch.device) -> None:
+        """Decide where histories live, and check that there is room for all of them."""
+        if self._prepared or self.medium in ("device", "host"):
+            return  # where no room is, PyTorch says so
+        rows = {slot: plan.rows[slot] for slot in plan.live}
+        self._make_room(
+            {slot: (math.prod(like.shape[1:]), self.dtype or like.dtype) for slot, like in rows.items()}, device
+        )
+
+    def reopen(
+        self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device, order: RowOrder | None = None
+    ) -> None:
+        """Create histories as they were before: of what width and type each slot's is, and the order of the rows."""
+        self._make_room(kept, device)
+        self._order = order or self._order
+        for slot, (width, dtype) in kept.items():
+            self._open(slot, width, dtype, device)
+
+    def _make_room(self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device) -> None:
+        self._prepared = True
+        codecs = [codec_for(dtype, width) for width, dtype in kept.values()]
+        needed = self.sets * sum(self.num_nodes * codec.raw_width * codec.raw_dtype.itemsize for codec in codecs)
+        if self.medium is None:
+            self.medium, self.why = choose_medium(needed, device, disk=self.folder is not None)
+            self._transfer = None  # there was none that mattered
+        if self.folder is not None and self.medium == "disk":
+            self.folder.check_space(needed)
+        elif self.folder is not None:
+            self.folder.close()  # another run may have it
+
+    def row_order(self, info: BatchInfo) -> RowOrder:
+        """The order of the rows in all histories: that of the loader whose batch came first."""
+        if self._order is None:
+            self._order = info.order
+        return self._order
+
+    def settle(self) -> None:
+        """Let what follows see all pushes of training steps; afterwards it may change histories itself."""
+        if self._transfer is not None:
+            self._transfer[1].settle()
+
+    def release(self) -> None:
+        """Let another run have the folder of histories on disk."""
+        if self.folder is not None:
+            self.folder.close()
+
+    def apart(self) -> Memory:
+        """A memory of the same graph with histories of its own; what is known about edges is shared."""
+        memory = Memory(None, self.num_nodes, self.medium or self.storage, self.dtype, self.folder)
+        memory.recorder, memory.events = self.recorder, self.events
+        memory.overlap = False  # there are no steps to overlap with
+        return memory
+
+    def grown(self, info: BatchInfo, device: torch.device) -> Memory:
+        """A memory of a graph that begins with the nodes of this one's: their rows are the same, others are zero.
+
+        Args:
+            info: A batch of that graph; rows are kept in the order of its loader.
+            device: The compute device.
+        """
+        self.settle()
+        memory = Memory(info.graph, info.graph.num_nodes, self.medium or self.storage, self.dtype, self.folder)
+        memory.why, memory.written_by, memory.overlap = self.why, self.written_by, self.overlap
+        if self.histories:
+            memory.reopen({slot: (kept.width, kept.dtype) for slot, kept in self.histories.items()}, device)
+            row_before, row_now = self.row_order(info).row_of, memory.row_order(info).row_of[: self.num_nodes]
+        for slot, history in self.histories.items():
+            # A type that holds whatever is kept, so that it comes back as it was.
+            dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
+            for nodes in torch.split(row_now.argsort(), _MOST_COPIED):
+                rows = history.pull(row_before[nodes], device=device, dtype=dtype)
+                memory.histories[slot].push(rows, row_now[nodes])
+        return memory
+
+    def history(self, slot: str, rows: Tensor) -> History:
+        """The slot's history, created on first use for rows like these, which are on the compute device."""
+        if slot not in self.histories:
+            self._open(slot, math.prod(rows.shape[1:]), self.dtype or rows.dtype, rows.device)
+        return self.histories[slot]
+
+    def _open(self, slot: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        if self.medium is None:
+            raise RuntimeError("where histories live is decided before there are any")
+        path = self.folder.file(slot) if self.medium == "disk" and self.folder is not None else None
+        try:
+            self.histories[slot] = open_history(self.medium, self.num_nodes, width, dtype, device=device, path=path)
+        except RuntimeError as error:  # what PyTorch raises for lack of memory, on a GPU as a kind of its own
+            if "memory" not in str(error):
+                raise
+            raise InputError(
+                f"{self.medium} memory must have room for all histories",
+                got=f"{str(error).splitlines()[0]} for '{slot}', {self.num_nodes} rows of {width} {dtype} values",
+                fix="Use storage='disk' (or 'host' if this was a GPU's memory), or a smaller history_dtype.",
+            ) from error
+
+
+def check_finite(slot: str, rows: Tensor, info: BatchInfo) -> None:
+    """Refuse to keep rows that are not finite, since they would spoil those of other batches for good.
+
+    On a GPU, where looking would make every step wait, the loss is looked at after each epoch instead.
+
+    Args:
+        slot: The slot that they are of.
+        rows: The batch's rows, ``[batch_size, ...]``.
+        info: The batch.
+    """
+    if rows.is_cuda or not rows.numel():
+        return
+    rows = rows.detach()
+    if not bool(torch.isfinite(torch.stack(torch.aminmax(rows))).all()):
+        bad = (~torch.isfinite(rows.flatten(1))).any(1).nonzero().squeeze(1)
+        raise FloatingPointError(
+            f"layer '{slot}' gives values that are not finite for {bad.numel()} of {rows.size(0)} nodes "
+            f"(node {int(info.n_id[bad[0]])} among them)"
+        )

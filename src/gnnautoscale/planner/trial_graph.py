@@ -1,0 +1,125 @@
+"""The tiny graph that models are tried on, and a model's arguments recast for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from inspect import BoundArguments
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.forward import ArgumentKind, Memory
+from gnnautoscale.graph import BatchInfo, BatchTensor, HaloLoader
+
+# A ring with chords and one self-loop. Halo nodes have neighbours beyond the halo, so that their degrees inside a
+# batch are wrong; no count of edges equals a count of nodes.
+NUM_NODES = 13
+_PAIRS = [(i, (i + 1) % NUM_NODES) for i in range(NUM_NODES)]
+_PAIRS += [(0, 5), (1, 7), (2, 9), (11, 3), (8, 4), (12, 6), (0, 10)]
+_PARTS = (0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2)
+
+
+class TinyGraph:
+    """The tiny graph, as a whole and in parts, with features and edge attributes like those of a real batch.
+
+    Args:
+        info: The real batch.
+        arguments: The arguments of the model's call with that batch.
+        device: The compute device.
+    """
+
+    def __init__(self, info: BatchInfo, arguments: BoundArguments, device: torch.device) -> None:
+        self.info, self.call, self.device = info, arguments, device
+        # As symmetric as the real graph, since a model may rely on that.
+        pairs = [*_PAIRS, *((b, a) for a, b in _PAIRS)] if info.graph.is_symmetric else _PAIRS
+        # Sorted by target, which some aggregations ask for.
+        edge_index = torch.tensor(sorted([*pairs, (2, 2)], key=lambda pair: pair[1])).t().contiguous()
+        data = Data(edge_index=edge_index, num_nodes=NUM_NODES)
+        for name, value in info.graph.edge_attributes.items():
+            data[name] = _sample(value, edge_index.size(1), edge_level=True)
+        self._names: dict[int, str] = {}
+        for parameter, value in arguments.arguments.items():
+            for leaf in _leaves(value):
+                if isinstance(leaf, Data):
+                    self._add_batch(data, leaf)
+                elif not isinstance(leaf, BatchTensor):
+                    self._add(data, f"{parameter} {len(self._names)}", leaf)
+        self.whole = HaloLoader(data, parts=torch.zeros(NUM_NODES, dtype=torch.long))
+        # Both ways, since the real loader's halo may be; if it is not although a layer needs it, that layer says so.
+        self.parts = HaloLoader(data, parts=torch.tensor(_PARTS), bidirectional=True)
+        self.memory = Memory(self.parts.graph, NUM_NODES, "device", None)
+
+    def _add_batch(self, data: Data, batch: Data) -> None:
+        for name, value in batch:
+            if isinstance(value, BatchTensor) or name in ("e_id", "batch_size", "num_nodes"):
+                continue
+            if not isinstance(value, Tensor) or not self._add(data, name, value):
+                data[name] = value
+
+    def _add(self, data: Data, name: str, value: Tensor) -> bool:
+        """Put rows like the given ones into the tiny graph, if they belong to nodes or edges."""
+        kind = kind_of(value, self.info.num_rows, self.info.e_id.numel(), name)
+        if kind == "other":
+            return False
+        num_rows = NUM_NODES if kind == "node" else data.edge_index.size(1)
+        data[name] = _sample(value, num_rows, edge_level=kind == "edge").cpu()
+        self._names[id(value)] = name
+        return True
+
+    def arguments(self, batch: Data) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments, taken from a batch of the tiny graph."""
+        # A copy, since the model may write into its inputs.
+        batch = batch.clone().to(str(self.device))
+
+        def recast(value: Any) -> Any:
+            if isinstance(value, BatchTensor):
+                # A node may index a table of the real graph's size, which can be smaller than the tiny graph.
+                own = batch.n_id % self.info.graph.num_nodes if value.attribute == "n_id" else batch[value.attribute]
+                return own if value.is_original and not value.requires_grad else own.clone().detach().mul(1)
+            if isinstance(value, Tensor):
+                name = self._names.get(id(value))
+                if name is None:
+                    return value
+                found = batch[name]
+                return found.plain if isinstance(found, BatchTensor) else found
+            if isinstance(value, Data):
+                return batch
+            if isinstance(value, (tuple, list)):
+                return type(value)(recast(item) for item in value)
+            if isinstance(value, dict):
+                return {name: recast(item) for name, item in value.items()}
+            return value
+
+        return recast(self.call.args), recast(self.call.kwargs)
+
+
+def kind_of(value: Tensor, num_nodes: int, num_edges: int, name: str = "") -> ArgumentKind:
+    """What a tensor's rows belong to: nodes, edges or something else."""
+    if value.dim() == 0 or value.size(0) not in (num_nodes, num_edges):
+        return "other"
+    # In a graph with as many edges as nodes only the name can tell.
+    return "node" if value.size(0) == num_nodes and not (num_nodes == num_edges and "edge" in name) else "edge"
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (Tensor, Data)):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+
+
+def _sample(value: Tensor, num_rows: int, *, edge_level: bool) -> Tensor:
+    """Rows like the given ones: random where they are real numbers, drawn from them where they are anything else."""
+    shape = (num_rows, *value.shape[1:])
+    if value.is_floating_point():
+        # Edge weights are positive, since layers take roots of their sums.
+        rows = torch.rand(shape) + 0.5 if edge_level else torch.randn(shape)
+        return rows.to(value.device, value.dtype)
+    if not value.size(0):
+        return value.new_zeros(shape)
+    return value.detach()[torch.arange(num_rows, device=value.device) % value.size(0)]

@@ -1,0 +1,439 @@
+"""Says in sentences what limits a training run, from the folder that it wrote."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gnnautoscale.runs.folder import RunRecord
+
+# A tenth of an embedding's norm. Rows in float8 are off by a fortieth, and that changes some classes already.
+STALENESS = 0.1
+# What counts is the model's output: off by a fiftieth of its norm, about one node in a hundred gets another class.
+OUTPUT_ERROR = 0.02
+# Below half of its first value, staleness counts as shrinking: training and its learning rate do that by themselves.
+SHRUNK = 0.5
+# A gradient that is off by half of its length still points the same way within 30 degrees, and beyond it may not.
+GRADIENT_ERROR = 0.5
+# A quarter of a step's time is more than a user's own changes to the model are likely to gain.
+WAITING_SHARE = 0.25
+# Beside training itself; at a third, a run is half as long again as it has to be.
+SIDE_SHARE = 0.33
+# Cutting a graph once is expected, so that only a run that mostly cuts is worth a word.
+PARTITION_SHARE = 0.5
+# Calling the kernels of a small model takes a few milliseconds a step, whatever the size of the batch.
+TINY_STEP_SECONDS = 0.01
+TINY_BATCH_NODES = 1000
+MANY_STEPS = 8
+# More rows are pulled than computed.
+CONNECTIVITY = 1.0
+# In a random order half of the halo comes from batches that were not trained on yet, whatever the partition.
+FIRST_HIT_RATIO = 0.6
+# Below this number of epochs the first one, with its empty histories, is a tenth of training or more.
+FEW_EPOCHS = 10
+# Half of the peak: what is smaller cannot halve it.
+MEMORY_SHARE = 0.5
+# Smaller peaks limit nobody.
+MEMORY_BYTES = 10**9
+# Percentage points between training and validation. Few labels make ten of them ordinary.
+OVERFITTING = 15.0
+UNDERFITTING = 2.0
+# The share of the way from guessing to a perfect training score below which nothing was learned.
+LEARNED = 0.1
+# Where in the run the best epoch was; a curve needs some epochs to say anything.
+EARLY, LATE, CURVE = 0.3, 0.95, 20
+
+# What a run's folder calls the last layer, which has no history.
+OUTPUT = "output"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that limits a run.
+
+    Attributes:
+        name: What it is about, in a word or two.
+        sentence: What was found, with the number.
+        consequence: What follows from it.
+        change: What to do about it: an option to change.
+        times: How many times over its threshold it is; infinite if there is no threshold.
+    """
+
+    name: str
+    sentence: str
+    consequence: str
+    change: str
+    times: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON, which has no infinite number: ``times`` is ``None`` then."""
+        return {**asdict(self), "times": self.times if math.isfinite(self.times) else None}
+
+
+def explain(record: RunRecord) -> list[Finding]:
+    """What limits a run; what is furthest over its threshold comes first, and nothing may stand out at all.
+
+    Args:
+        record: What :func:`gnnautoscale.runs.folder.read_run` gives.
+
+    Example:
+        >>> from pathlib import Path
+        >>> result = {"seconds": {"train": 1.0, "evaluate": 3.0}}
+        >>> for finding in explain(RunRecord(Path("runs/a"), {"options": {"evaluate_every": 1}}, result=result)):
+        ...     print(finding.sentence, finding.change)
+        Evaluation took 75 % of the run's 4.0 seconds. Evaluate less often: --evaluate-every 5.
+    """
+    found = (check(record) for check in _CHECKS)
+    return sorted((finding for finding in found if finding is not None), key=lambda finding: -finding.times)
+
+
+def _unfinished(record: RunRecord) -> Finding | None:
+    if record.result is not None:
+        return None
+    folder = record.run.get("options", {}).get("checkpoint_dir")
+    return Finding(
+        "unfinished",
+        f"The run has no result: it stopped after epoch {_last(record, 'epoch') or 0}, or is still running.",
+        "Scores, total times and peak memory are not known.",
+        f"Go on with --resume {folder}." if folder else "Train with --checkpoint-dir, so that a run can go on.",
+        math.inf,
+    )
+
+
+def _staleness(record: RunRecord) -> Finding | None:
+    if not record.staleness:
+        return None
+    relative = {layer["layer"]: _relative(layer) for layer in record.staleness[-1]["layers"]}
+    layer = max(relative, key=lambda name: relative[name], default=None)
+    if layer is None or relative[layer] <= STALENESS:
+        return None
+    now = relative[layer]
+    output = next(
+        (_relative(one, "closeness") for one in record.staleness[-1]["layers"] if one["layer"] == OUTPUT), None
+    )
+    if output is not None and output <= OUTPUT_ERROR:
+        return None
+    outputs = f", and outputs by {output:.2g} of theirs" if output is not None else ""
+    before = next((_relative(one) for one in record.staleness[0]["layers"] if one["layer"] == layer), now)
+    if len(record.staleness) < 2:
+        trend = "It was measured once, so nothing is known about its course."
+    elif now < SHRUNK * before:
+        trend = f"It shrinks: at first it was {before:.2g}."
+    else:
+        trend = f"It does not shrink much: at first it was {before:.2g}."
+    age = (_last(record, "age") or {}).get("mean")
+    old = f" Pulled rows are {age:.0f} steps old on average." if age is not None else ""
+    refreshed = _option(record, "refresh_every") not in (None, "never")
+    change = (
+        "Cut into fewer parts (--parts), lower --lr, or clip gradients (--grad-norm 1)."
+        if refreshed
+        else "Refresh histories (--refresh-every epoch), cut into fewer parts, or clip gradients (--grad-norm 1)."
+    )
+    return Finding(
+        "staleness",
+        f"Histories of '{layer}' are off by {now:.2g} of the embeddings' norm{outputs}. {trend}{old}",
+        "Batches are trained on halo rows that the current weights would not give.",
+        change,
+        now / STALENESS,
+    )
+
+
+def _gradients(record: RunRecord) -> Finding | None:
+    if not record.gradients:
+        return None
+    last = record.gradients[-1]
+    error, cosine = last.get("relative_error"), last.get("cosine")
+    if error is None or error <= GRADIENT_ERROR:
+        return None
+    worst = max(last.get("layers", []), key=lambda layer: layer.get("relative_error") or 0.0, default=None)
+    where = f", most in '{worst['layer']}'" if worst is not None else ""
+    angle = f" (cosine {cosine:.2f})" if cosine is not None else ""
+    return Finding(
+        "gradient error",
+        f"Gradients are off by {error:.2g} of the full-batch gradient's norm{angle}{where}.",
+        "Steps go elsewhere than full batch would; part of it is that a batch sees its own training nodes only.",
+        "Use larger batches (--batch-size) or fewer parts, and refresh histories (--refresh-every epoch).",
+        error / GRADIENT_ERROR,
+    )
+
+
+def _transfers(record: RunRecord) -> Finding | None:
+    pull, push = _time_share(record, "pull"), _time_share(record, "push")
+    share = pull + push
+    if share <= WAITING_SHARE:
+        return None
+    storage, dtype = _option(record, "storage"), _option(record, "history_dtype")
+    if storage == "disk":
+        change = "Keep histories in memory if they fit (--storage auto)."
+    elif storage == "host" and _on_gpu(record):
+        change = "Keep histories on the GPU if they fit (--storage device)."
+    else:
+        change = "Cut into fewer parts, so that halos are smaller (--parts)."
+    if dtype in (None, "same", "float32") and storage != "device":
+        change += " Or keep fewer bytes: --history-dtype bfloat16."
+    return Finding(
+        "transfers",
+        f"Pulls and pushes take {100 * share:.0f} % of training ({100 * pull:.0f} and {100 * push:.0f} %).",
+        "Steps wait for histories.",
+        change,
+        share / WAITING_SHARE,
+    )
+
+
+def _loader(record: RunRecord) -> Finding | None:
+    share = _time_share(record, "loader")
+    if share <= WAITING_SHARE:
+        return None
+    drawn_anew = (_option(record, "batch_size") or 1) > 1 and _option(record, "drawings") is None
+    return Finding(
+        "loader",
+        f"Waiting for batches takes {100 * share:.0f} % of training.",
+        "The device is idle while batches are cut out of the graph.",
+        "Draw parts into batches a few times only, so that batches are kept: --drawings 10."
+        if drawn_anew
+        else "Prepare batches in other processes (--num-workers 2), and keep them (--keep-batches).",
+        share / WAITING_SHARE,
+    )
+
+
+def _tiny_batches(record: RunRecord) -> Finding | None:
+    parts = record.run.get("parts") or {}
+    nodes = parts.get("batches", {}).get("nodes", [])
+    epochs = _settled(record)
+    if not nodes or not epochs:
+        return None
+    # Parts are listed one by one, whatever number of them makes a batch.
+    together = _option(record, "batch_size") or 1
+    size = together * sum(nodes) / len(nodes)
+    steps = math.ceil(parts.get("count", len(nodes)) / together)
+    seconds = sum(epoch["seconds"] for epoch in epochs) / len(epochs) / steps
+    if size >= TINY_BATCH_NODES or steps < MANY_STEPS or seconds >= TINY_STEP_SECONDS:
+        return None
+    return Finding(
+        "tiny batches",
+        f"An epoch has {steps} steps of {size:.0f} nodes, and a step takes {1000 * seconds:.1f} ms.",
+        "That is about what calling the kernels takes; the device has little to do in between.",
+        f"Train on larger batches: --batch-size {2 * together}, or fewer parts: --parts {parts.get('count', 2) // 2}.",
+        TINY_BATCH_NODES / max(size, 1.0),
+    )
+
+
+def _hits(record: RunRecord) -> Finding | None:
+    first = next((epoch.get("hit_ratio") for epoch in record.epochs if epoch.get("epoch") == 1), None)
+    count = len(record.epochs)
+    if first is None or first >= FIRST_HIT_RATIO or count > FEW_EPOCHS:
+        return None
+    return Finding(
+        "empty histories",
+        f"In the first of {count} epochs, {100 * (1 - first):.0f} % of the pulled rows had never been written.",
+        "So much of training has seen zeros in place of embeddings.",
+        "Train for more epochs (--epochs), or refresh early and often (--refresh-every, with a number of steps).",
+        FIRST_HIT_RATIO / max(first, 1e-3),
+    )
+
+
+def _memory(record: RunRecord) -> Finding | None:
+    result = record.result or {}
+    peak, histories = result.get("peak_memory"), result.get("history_bytes") or 0
+    if peak is None or peak < MEMORY_BYTES:
+        return None
+    storage = _option(record, "storage")
+    if storage == "auto":  # what was chosen is the first word of what is said about it
+        storage = str(result.get("storage", "")).partition(":")[0]
+    counted = storage == "device" or (storage == "host" and not _on_gpu(record))
+    share = histories / peak if counted else 0.0
+    if share > MEMORY_SHARE:
+        return Finding(
+            "memory of histories",
+            f"Histories take {histories / 1e9:.2g} GB, {100 * share:.0f} % of the peak of {peak / 1e9:.2g} GB.",
+            "Smaller batches would hardly need less memory.",
+            ("Keep them in host memory (--storage host)" if _on_gpu(record) else "Keep them on disk (--storage disk)")
+            + ", or in half the bytes (--history-dtype bfloat16).",
+            share / MEMORY_SHARE,
+        )
+    if _option(record, "mode") == "full":
+        change = "Train in batches: --mode gas; `gas tune` proposes how many parts."
+    else:
+        count = _option(record, "parts")
+        change = f"Cut into more parts: --parts {2 * count}." if count else "Cut into more parts (--parts)."
+    return Finding(
+        "memory of batches",
+        f"Batches and activations take {100 * (1 - share):.0f} % of the peak of {peak / 1e9:.2g} GB.",
+        "Where the histories are hardly matters for it.",
+        change,
+        (1 - share) / MEMORY_SHARE,
+    )
+
+
+def _connectivity(record: RunRecord) -> Finding | None:
+    ratio = (record.result or {}).get("connectivity")
+    if ratio is None:
+        batches = (record.run.get("parts") or {}).get("batches", {})
+        ratio = sum(batches.get("halo", [])) / max(sum(batches.get("nodes", [])), 1)
+    if ratio <= CONNECTIVITY:
+        return None
+    random = _option(record, "partition") == "random" or _option(record, "mode") == "history"
+    count = _option(record, "parts")
+    return Finding(
+        "connectivity",
+        f"A part has {ratio:.1f} halo nodes for each of its own.",
+        "Most rows that a step works on are pulled and stale, and are kept several times over.",
+        "Cut with METIS: --partition metis" + (" and --mode gas." if _option(record, "mode") == "history" else ".")
+        if random
+        else f"Cut into fewer parts: --parts {max(1, count // 2)}."
+        if count
+        else "Cut into fewer parts (--parts).",
+        ratio / CONNECTIVITY,
+    )
+
+
+def _fit_to_training_nodes(record: RunRecord) -> Finding | None:
+    scores = (record.result or {}).get("scores") or {}
+    train, val = scores.get("train"), scores.get("val")
+    if train is None or val is None:
+        return None
+    gap, (best, count) = train - val, _best(record)
+    if gap > OVERFITTING:
+        return Finding(
+            "overfitting",
+            f"The training score is {train:.1f}, the validation score {val:.1f}, {gap:.1f} points less.",
+            "The model has learned its training nodes by heart.",
+            "Regularize more: a higher --dropout, --weight-decay-conv 5e-4, or a smaller --hidden.",
+            gap / OVERFITTING,
+        )
+    if gap < UNDERFITTING and count >= CURVE and best >= LATE * count:
+        return Finding(
+            "underfitting",
+            f"The best epoch was {best} of {count}, and the training score ({train:.1f}) is {gap:.1f} points above "
+            "validation.",
+            "Training stopped while the model was still getting better.",
+            f"Train for longer (--epochs {2 * count}), or with a larger --hidden, a higher --lr or less dropout.",
+            best / (LATE * count),
+        )
+    return None
+
+
+def _learned(record: RunRecord) -> Finding | None:
+    classes = (record.run.get("data") or {}).get("classes")
+    train = next((each["scores"].get("train") for each in reversed(record.epochs) if each.get("scores")), None)
+    if (record.result or {}).get("metric") != "accuracy" or not classes or classes < 2 or train is None:
+        return None
+    guessing = 100.0 / classes
+    share = (train - guessing) / (100.0 - guessing)
+    if share >= LEARNED:
+        return None
+    return Finding(
+        "nothing learned",
+        f"At the end the training score is {train:.1f}; guessing one of {classes} classes gives {guessing:.1f}.",
+        "The model has not learned anything, or has lost it again.",
+        "Lower --lr, clip gradients (--grad-norm 1), or lower --dropout.",
+        LEARNED / max(share, 0.01),
+    )
+
+
+def _early_best(record: RunRecord) -> Finding | None:
+    best, count = _best(record)
+    if count < CURVE or not 0 < best <= EARLY * count:
+        return None
+    return Finding(
+        "early best epoch",
+        f"The best epoch was {best} of {count}.",
+        f"The other {count - best} epochs brought nothing.",
+        f"Train for fewer epochs (--epochs {2 * best}), stop early (--patience {max(10, best // 2)}), or lower --lr.",
+        EARLY * count / best,
+    )
+
+
+def _side_work(name: str, noun: str, threshold: float, change: Callable[[RunRecord], str]) -> _Check:
+    """A check of what a run did besides training."""
+
+    def check(record: RunRecord) -> Finding | None:
+        seconds = (record.result or {}).get("seconds") or {}
+        total = sum(seconds.values())
+        share = seconds.get(name, 0.0) / total if total else 0.0
+        if share <= threshold:
+            return None
+        return Finding(
+            f"time of {name}",
+            f"{noun} took {100 * share:.0f} % of the run's {total:.1f} seconds.",
+            f"Without it the run would take {total - seconds[name]:.1f} seconds.",
+            change(record),
+            share / threshold,
+        )
+
+    return check
+
+
+def _refresh_less(record: RunRecord) -> str:
+    every = _option(record, "refresh_every")
+    if str(every).isdecimal():
+        return f"Refresh less often: --refresh-every {2 * int(every)}."
+    return "Refresh in fewer and larger batches (--evaluate-parts), or not at all (--refresh-every never)."
+
+
+def _evaluate_less(record: RunRecord) -> str:
+    return f"Evaluate less often: --evaluate-every {5 * (_option(record, 'evaluate_every') or 1)}."
+
+
+_Check = Callable[[RunRecord], Finding | None]
+_CHECKS: tuple[_Check, ...] = (
+    _unfinished,
+    _staleness,
+    _gradients,
+    _transfers,
+    _loader,
+    _tiny_batches,
+    _hits,
+    _memory,
+    _connectivity,
+    _fit_to_training_nodes,
+    _learned,
+    _early_best,
+    _side_work("refresh", "Refreshing histories", SIDE_SHARE, _refresh_less),
+    _side_work("evaluate", "Evaluation", SIDE_SHARE, _evaluate_less),
+    _side_work("diagnose", "Measuring errors", SIDE_SHARE, lambda _: "Measure less often: --diagnose-every."),
+    _side_work("checkpoint", "Writing checkpoints", SIDE_SHARE, lambda _: "Write fewer of them: --checkpoint-every."),
+    _side_work(
+        "partition", "Cutting the graph", PARTITION_SHARE, lambda _: "Keep the parts for the next run: --cache-dir."
+    ),
+)
+
+
+def _option(record: RunRecord, name: str) -> Any:
+    return record.run.get("options", {}).get(name)
+
+
+def _on_gpu(record: RunRecord) -> bool:
+    return str(_option(record, "device") or "cpu").startswith("cuda")
+
+
+def _relative(layer: dict[str, Any], error: str = "staleness") -> float:
+    return float((layer.get(error) or {}).get("relative") or 0.0)
+
+
+def _last(record: RunRecord, name: str) -> Any:
+    return record.epochs[-1].get(name) if record.epochs else None
+
+
+def _best(record: RunRecord) -> tuple[int, int]:
+    """The number of the best epoch and that of the last one; zeros if the run has no result."""
+    return (record.result or {}).get("best_epoch") or 0, _last(record, "epoch") or 0
+
+
+def _settled(record: RunRecord) -> list[dict[str, Any]]:
+    """The epochs after the first, which also cuts batches and tries the model; the first if it is the only one."""
+    return [epoch for epoch in record.epochs[1:] or record.epochs if epoch.get("seconds")]
+
+
+def _time_share(record: RunRecord, part: str) -> float:
+    """The share of training time, without the first epoch, that a part of it took."""
+    epochs = _settled(record)
+    return _total((epoch.get("time") or {}).get(part) for epoch in epochs) / (
+        _total(epoch["seconds"] for epoch in epochs) or 1.0
+    )
+
+
+def _total(values: Iterable[float | None]) -> float:
+    return sum(value or 0.0 for value in values)

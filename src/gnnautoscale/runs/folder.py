@@ -1,0 +1,236 @@
+"""The folder of a training run: what it was, what it measured as it went on, and what it gave.
+
+``run.json`` says what the run is, ``metrics.jsonl`` has one line for everything that was measured, and ``result.json``
+is there once the run has come to its end. ``docs/diagnostics.md`` says what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TextIO
+
+from gnnautoscale._util import write_atomically
+from gnnautoscale.errors import InputError
+from gnnautoscale.runs.result import jsonable
+
+FORMAT = 1
+RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
+_KINDS = {"epoch": "epochs", "staleness": "staleness", "gradients": "gradients", "lipschitz": "lipschitz"}
+_FIX = "Choose another one, or write none (on the command line --run-dir none)."
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the folder of a run holds.
+
+    Attributes:
+        path: The folder.
+        run: What the run is: ``"title"``, ``"options"``, ``"data"``, ``"model"``, ``"parts"`` and more.
+        epochs: What each epoch gave and cost.
+        staleness: Errors of histories, each time they were measured.
+        gradients: Errors of gradients, likewise.
+        lipschitz: Lipschitz constants of layers, likewise.
+        result: What the run gave; ``None`` as long as it has not come to its end.
+    """
+
+    path: Path
+    run: dict[str, Any]
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    staleness: list[dict[str, Any]] = field(default_factory=list)
+    gradients: list[dict[str, Any]] = field(default_factory=list)
+    lipschitz: list[dict[str, Any]] = field(default_factory=list)
+    result: dict[str, Any] | None = None
+
+
+class RunFolder:
+    """Writes the folder of a run, as it goes on.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> with RunFolder.create(Path(mkdtemp()) / "run", {"title": "a run"}) as folder:
+        ...     folder.append({"kind": "epoch", "epoch": 1, "loss": 0.5})
+        ...     folder.finish({"steps": 8})
+        >>> read_run(folder.path).epochs[0]["loss"]
+        0.5
+    """
+
+    def __init__(self, path: Path, stream: TextIO) -> None:
+        self.path = path
+        self._stream = stream
+
+    @staticmethod
+    def create(path: Path, run: Mapping[str, Any]) -> RunFolder:
+        """Begin a run in a folder that is new or empty.
+
+        Args:
+            path: The folder.
+            run: What the run is, as plain values; format and time are added.
+        """
+        check_run_dir(path)
+        _write_json(path / RUN, {"format": FORMAT, "started": _now(), **run})
+        return RunFolder(path, _open(path, "w"))
+
+    @staticmethod
+    def reopen(path: Path, run: Mapping[str, Any], *, epoch: int, free: Collection[str] = ()) -> RunFolder:
+        """Go on with a run; what it measured after some epoch is dropped, since that comes again.
+
+        Args:
+            path: The folder of the same run.
+            run: What the run is, to be compared with the folder's.
+            epoch: The last epoch that is kept.
+            free: Names of options that may differ.
+        """
+        known = read_run(path)
+        here, there = (json.loads(json.dumps(_identity(which, free))) for which in (jsonable(dict(run)), known.run))
+        if here != there:
+            names = ", ".join(name for name in here if here[name] != there[name])
+            raise InputError(
+                "a run goes on in its own folder", got=f"{path}, with other {names}", fix="Choose another run_dir."
+            )
+        lines = [line for line in _lines(path / METRICS) if line.get("epoch", 0) <= epoch]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        write_atomically(path / METRICS, lambda stream: stream.write(text.encode()), rule="run_dir must be writable")
+        (path / RESULT).unlink(missing_ok=True)
+        return RunFolder(path, _open(path, "a"))
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write a record; it is in the file when this returns."""
+        self._stream.write(json.dumps(jsonable(dict(record)), allow_nan=False) + "\n")
+        self._stream.flush()
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Say that the run has come to its end, and what it gave."""
+        _write_json(self.path / RESULT, {**result, "finished": _now()})
+
+    def close(self) -> None:
+        """Close the folder's files; nothing more can be appended."""
+        self._stream.close()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check_run_dir(path: Path) -> None:
+    """Refuse a folder that holds something, or that cannot be written to; it is there afterwards."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        taken = next(path.iterdir(), None) is not None
+        writable = os.access(path, os.W_OK)
+    except OSError as error:
+        raise InputError("run_dir must be a writable folder", got=f"{path} ({error})", fix=_FIX) from None
+    if taken or not writable:
+        got = f"{path}, which {'holds something' if taken else 'cannot be written to'}"
+        raise InputError("run_dir must be a new or empty folder", got=got, fix=_FIX)
+
+
+def free_folder(parent: Path, name: str) -> Path:
+    """A folder for a run that is not there yet: its name, without what file systems dislike, and a number if need be.
+
+    Example:
+        >>> free_folder(Path("runs"), "cora gcn/full seed 0").as_posix()
+        'runs/cora-gcn-full-seed-0'
+    """
+    plain = re.sub(r"[^\w.-]+", "-", name)
+    found, number = parent / plain, 1
+    while found.exists():
+        number += 1
+        found = parent / f"{plain}-{number}"
+    return found
+
+
+def read_run(path: str | Path) -> RunRecord:
+    """Read the folder of a run, finished or not.
+
+    A last line that was cut off by a crash is dropped, and kinds of records that are not known are left out.
+
+    Args:
+        path: The folder.
+
+    Example:
+        >>> read_run("nowhere")
+        Traceback (most recent call last):
+        ...
+        gnnautoscale.errors.InputError: a run's folder has a file run.json, but got nowhere. Pass what --run-dir named.
+    """
+    path = Path(path)
+    if not (path / RUN).is_file():
+        raise InputError(f"a run's folder has a file {RUN}", got=str(path), fix="Pass what --run-dir named.")
+    run = _read_json(path / RUN)
+    if run.get("format") != FORMAT:
+        raise InputError(
+            f"{RUN} must have format {FORMAT}", got=repr(run.get("format")), fix="Use the version that wrote it."
+        )
+    records: dict[str, list[dict[str, Any]]] = {name: [] for name in _KINDS.values()}
+    for line in _lines(path / METRICS):
+        if line.get("kind") in _KINDS:
+            records[_KINDS[line["kind"]]].append(line)
+    result = _read_json(path / RESULT) if (path / RESULT).exists() else None
+    return RunRecord(path, run, result=result, **records)
+
+
+def _identity(run: Mapping[str, Any], free: Collection[str]) -> dict[str, Any]:
+    """What makes a run the same run."""
+    options = {name: value for name, value in run.get("options", {}).items() if name not in free}
+    return {**{name: run.get(name) for name in ("title", "data", "model")}, "options": options}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    except OSError as error:
+        raise _unreadable(path, str(error)) from None
+    lines = text.split("\n")
+    last = lines.pop()  # nothing, unless it was cut off
+    read = [_parsed(line, path, number) for number, line in enumerate(lines, start=1)]
+    try:
+        complete = json.loads(last) if last.strip() else None
+    except ValueError:
+        complete = None
+    return [*read, complete] if isinstance(complete, dict) else read
+
+
+def _parsed(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise _unreadable(path, f"line {number}: {error}") from None
+    if not isinstance(value, dict):
+        raise _unreadable(path, f"line {number}: {type(value).__name__} in place of an object")
+    return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return _parsed(path.read_text(encoding="utf-8"), path, 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, str(error)) from None
+
+
+def _unreadable(path: Path, what: str) -> InputError:
+    return InputError(f"{path.name} must hold JSON objects", got=f"{path} ({what})", fix="Restore or remove it.")
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    text = json.dumps(jsonable(dict(value)), indent=1, allow_nan=False)
+    write_atomically(path, lambda stream: stream.write(text.encode()), rule="run_dir must be writable")
+
+
+def _open(path: Path, mode: str) -> TextIO:
+    try:
+        stream: Any = (path / METRICS).open(mode, encoding="utf-8")
+    except OSError as error:
+        raise InputError("run_dir must be a writable folder", got=f"{path} ({error})", fix=_FIX) from None
+    return stream  # type: ignore[no-any-return]
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,330 @@
+"""Training steps that a GPU captures once per batch and replays."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gnnautoscale.attach import LocalLipschitz, attached
+from gnnautoscale.forward import Session, evaluating
+from gnnautoscale.graph import BatchInfo, ReadyBatch
+from gnnautoscale.tasks import Objective
+from gnnautoscale.training.feed import Feed, Item
+from gnnautoscale.training.steps import Precision, Steps
+from gnnautoscale.transfer import Transfer
+
+# Every graph takes memory on the GPU that does not depend on the batch's size; batches beyond run uncaptured.
+MOST_GRAPHS = 512
+
+
+# Training steps before the first capture: they compile kernels and give the optimizer its state.
+_WARM_UP = 2
+
+
+class Engine(Steps):
+    """Trains an autoscaled model on the batches of a feed.
+
+    On a GPU a step is captured as one CUDA graph per batch if the batches come back unchanged and the model does the
+    same in every step; :attr:`how` says what is done.
+
+    Args:
+        model: The autoscaled model.
+        optimizer: Updates its weights; with ``capturable=True`` on a GPU.
+        feed: Gives the batches.
+        objective: Computes the loss of training rows from the model's output and their labels.
+        grad_norm: Norm that gradients are clipped to.
+        penalty: Local Lipschitz penalty.
+        penalty_weight: Its weight in the loss.
+        precision: Of matrix products: full, TF32 inside of products, or bfloat16 by autocast.
+        capture: Whether steps may be captured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        feed: Feed,
+        objective: Objective,
+        *,
+        grad_norm: float | None = None,
+        penalty: LocalLipschitz | None = None,
+        penalty_weight: float = 0.0,
+        precision: Precision = "float32",
+        capture: bool = True,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            objective,
+            feed.device,
+            grad_norm=grad_norm,
+            penalty=penalty,
+            penalty_weight=penalty_weight,
+            precision=precision,
+        )
+        self._feed = feed
+        self._scaler = attached(model)
+        self._warm_up = _WARM_UP
+        self._graphs: dict[BatchInfo, torch.cuda.CUDAGraph] = {}
+        self._versions: tuple[int, int] | None = None
+        self._pool: Any = None
+        self._why_not = self._obstacle(capture)
+        # The whole graph as a batch, and for each way to pass over it how often that was done, or a captured pass.
+        self._whole = Feed(model, fixed=True)
+        self._passes: dict[tuple[BatchInfo, bool], int] = {}
+        self._captured: dict[tuple[BatchInfo, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._why_no_pass = None if capture and self.on_gpu else "it is not wanted, or there is no GPU"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model is on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def how(self) -> str:
+        """How steps are run, in words."""
+        if not self.on_gpu:
+            return "uncaptured: CUDA graphs need a GPU"
+        where = "on the GPU" if self._feed.resident else "copied ahead from host memory"
+        if self._why_not is not None:
+            return f"uncaptured, since {self._why_not}; batches {where}"
+        return f"captured as {len(self._graphs)} CUDA graphs; batches {where}"
+
+    def _obstacle(self, capture: bool) -> str | None:
+        if not capture:
+            return "this was asked for"
+        if self.device.type != "cuda":
+            return "there is no GPU"
+        if not self._feed.fixed:
+            return "parts are drawn into new batches every epoch (use one part per batch, no shuffling, or drawings)"
+        if self._scaler.edge_dropout:
+            return "edge dropout changes the number of edges in every step"
+        return None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Everything that touches the model while it trains happens in this context: on a GPU it has its own stream."""
+        if self.device.type != "cuda":
+            yield
+            return
+        main, stream = torch.cuda.current_stream(self.device), _training_stream(self.device)
+        stream.wait_stream(main)
+        try:
+            with super().running(), torch.cuda.stream(stream):
+                yield
+                self._scaler.memory.settle()
+        finally:
+            main.wait_stream(stream)
+            self.times.stop()
+            self._graphs.clear()
+            self._captured.clear()
+            self._feed.clear()
+            self._whole.clear()
+
+    def epoch(
+        self,
+        batches: Iterable[ReadyBatch],
+        *,
+        after_step: Callable[[Item], None] | None = None,
+        then: Callable[[], ReadyBatch | None] | None = None,
+    ) -> float:
+        """Train on some batches.
+
+        Args:
+            batches: Batches of the training graph, in order.
+            after_step: Called with each of them after its step.
+            then: Says at the end which batch the next epoch begins with, if that is known.
+
+        Returns:
+            The mean loss over all training rows, without the penalty.
+        """
+        return self.train(self._feed.items(batches, then), after_step)
+
+    def _run(self, item: Item) -> None:
+        memory = self._scaler.memory
+        transfer = memory.transfer(self.device)
+        transfer.times = self.times
+        transfer.begin(item.info, memory.row_order(item.info), memory.histories)
+        graph = self._graph(item, transfer) if self._why_not is None else None
+        if graph is not None:
+            transfer.replay(graph)
+            transfer.look_ahead()
+            memory.written_by = None
+            return
+        transfer.look_ahead()
+        last_of_warm_up = self._warm_up == 1 and item.y.size(0) > 0
+        self._warm_up = max(self._warm_up - (item.y.size(0) > 0), 0)
+        with transfer.begun():
+            if self._why_not is None and last_of_warm_up:
+                with _watching(self._model) as reasons:
+                    self._step(item)
+                self._why_not = next(iter(reasons), None)
+            else:
+                self._step(item)
+
+    def _graph(self, item: Item, transfer: Transfer) -> torch.cuda.CUDAGraph | None:
+        """The captured step of a batch; none if it must not, or not yet, be captured."""
+        versions = self._feed.version, transfer.version
+        if versions != self._versions:
+            self._graphs.clear()
+            self._versions = versions
+        known = self._graphs.get(item.info)
+        if known is not None or self._warm_up > 0 or item.version != self._feed.version:
+            return known
+        if self._penalty is not None and any(call.draws for call in self._scaler.calls.values()):
+            self._why_not = "the penalty runs layers with dropout inside a second time with the same random numbers"
+            return None
+        return self._capture(item, transfer) if len(self._graphs) < MOST_GRAPHS else None
+
+    def _capture(self, item: Item, transfer: Transfer) -> torch.cuda.CUDAGraph | None:
+        def step() -> None:
+            with transfer.begun():
+                self._step(item)
+
+        self._optimizer.zero_grad()
+        graph, _, reason = self._record(step)
+        if reason is None:
+            self._graphs[item.info] = graph
+            return graph
+        self._why_not = f"the model cannot be captured ({reason})"
+        self._graphs.clear()
+        self._optimizer.zero_grad()
+        return None
+
+    def _record(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any, str | None]:
+        """Capture some work; returns the graph, what the work returned, and why it could not be captured if so."""
+        if not (self._graphs or self._captured):
+            # Memory that graphs share lives as long as one of them.
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        offset = torch.cuda.default_generators[self.device.index].get_offset()
+        result, reason = None, None
+        # Other threads, such as a progress bar's, may go on meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            result = work()
+        except Exception as error:  # the work is done as it is next, and says what is wrong if more is wrong than that
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            reason = reason or str(error).splitlines()[0]
+            _recover_from_capture(self.device, self._pool, offset)
+        return graph, result, reason
+
+    @torch.no_grad()
+    def output(self, batch: ReadyBatch, *, refresh: bool = False) -> Tensor:
+        """The model's output for the whole training graph as one batch, in evaluation mode.
+
+        On a GPU the batch stays there, and after two passes a captured one is replayed, if there is no obstacle.
+
+        Args:
+            batch: All nodes of the training graph.
+            refresh: Whether all histories are written on the way, which must be in device memory then.
+
+        Returns:
+            The output on the model's device, ``[num_nodes, num_classes]``; the next call overwrites it.
+        """
+        key = batch.info, refresh
+        if key not in self._captured:
+            feed = self._feed if self._feed.holds(batch.info) else self._whole
+            with (
+                evaluating(self._model),
+                self._scaler.visiting(batch.info.graph, apart=not refresh) as memory,
+                self._scaler.running(partial(Session, push_all=refresh)),
+            ):
+                memory.written_by = None  # nobody asks during training, and the checksums take a while
+                for item in feed.items([batch]):
+                    self._passes[key] = self._passes.get(key, 0) + 1
+                    if self._passes[key] > _WARM_UP and feed.resident and self._why_no_pass is None:
+                        graph, out, self._why_no_pass = self._record(partial(self._call, item.batch))
+                        if self._why_no_pass is None:
+                            self._captured[key] = graph, out
+                            break
+                    plain: Tensor = self._call(item.batch)
+                    return plain
+        graph, out = self._captured[key]
+        graph.replay()
+        return out
+
+
+@cache
+def _training_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that training runs on: always the same, since PyTorch keeps work space on the GPU for each one.
+
+    Where a step and the transfers beside it want the same part of the GPU, the step comes first.
+    """
+    stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def _recover_from_capture(device: torch.device, pool: Any, offset: int) -> None:
+    """A capture that ends with an error leaves PyTorch's allocator and random numbers in the middle of it."""
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize(device)
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    generator = torch.cuda.default_generators[device.index]
+    fresh = torch.Generator(device)
+    fresh.manual_seed(generator.initial_seed())
+    fresh.set_offset(offset)
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+@contextmanager
+def _watching(model: nn.Module) -> Iterator[list[str]]:
+    """Notice what a step does that a captured one would not do again, or could not; lists reasons."""
+    reasons: list[str] = []
+    before = _host_state(model)
+    with _waits_noticed() as waits:
+        yield reasons
+    if waits:
+        reasons.append("the model waits for values on the host (such as .item(), or indexing with a mask)")
+    after = _host_state(model)
+    reasons += [reason for reason, value in before.items() if value != after[reason]]
+
+
+@contextmanager
+def _waits_noticed() -> Iterator[list[str]]:
+    """Collect what PyTorch says about operations that make the host wait for a GPU."""
+    waits: list[str] = []
+    if not torch.cuda.is_available():
+        yield waits
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    waits += [str(warning.message) for warning in caught if "called a synchronizing" in str(warning.message)]
+
+
+def _host_state(model: nn.Module) -> dict[str, Any]:
+    plain = {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str))
+    }
+    return {
+        "the model draws random numbers on the host": (
+            random.getstate(),
+            repr(np.random.get_state(legacy=False)["state"]),  # noqa: NPY002
+            torch.get_rng_state().numpy().tobytes(),
+        ),
+        "the model's attributes change from step to step": plain,
+    }

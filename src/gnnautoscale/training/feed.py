@@ -1,0 +1,289 @@
+"""Training batches on the compute device: packed into one piece of memory each, and copied ahead.
+
+On a GPU a batch consists of what the model reads (features, and the recorded edges in the form its layers use) and
+of what the loss needs. All of it lies in one buffer, so that it moves in one copy. Buffers stay on the GPU if all of
+them fit; otherwise the next batch's is copied while a step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.attach import attached
+from gnnautoscale.forward import Event, Slice
+from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, handed_out
+from gnnautoscale.kernels import Adjacency
+
+Placement = Literal["auto", "device", "host"]
+
+# Every tensor in a buffer starts at a multiple of this.
+_ALIGNMENT = 256
+# The share of the GPU's free memory that batches may take to stay there.
+_SHARE = 0.5
+# How much more room than needed is made, since the next batch may be a little larger.
+_SLACK = 1.1
+
+
+@dataclass(eq=False)
+class Item:
+    """A training batch on the compute device.
+
+    Attributes:
+        batch: What the model is called with.
+        rows: Which of the batch's rows are trained on, ``[count]``, or ``None`` for all.
+        y: The labels of these rows, ``[count, ...]``.
+        version: The feed's version when the batch was placed, or ``None`` if it was moved as it is.
+    """
+
+    batch: Data
+    rows: Tensor | None
+    y: Tensor
+    version: int | None = None
+
+    @property
+    def info(self) -> BatchInfo:
+        """Where the batch lies in its graph."""
+        info: BatchInfo = self.batch.edge_index.info
+        return info
+
+
+def plain_item(batch: Data, device: torch.device) -> Item:
+    """Move a batch as it is.
+
+    Args:
+        batch: A batch of a training graph, with ``y`` and ``train_mask``.
+        device: The compute device.
+    """
+    rows, y = _training_rows(batch)
+    return Item(batch.to(str(device)), None if rows is None else rows.to(device), y.to(device))
+
+
+def _training_rows(batch: Data) -> tuple[Tensor | None, Tensor]:
+    mask, y = batch.train_mask[: batch.batch_size], batch.y[: batch.batch_size]
+    rows = mask.nonzero().squeeze(1)
+    return (None, y) if rows.numel() == batch.batch_size else (rows, y[rows])
+
+
+@dataclass(eq=False)
+class _Package:
+    """A batch in one piece of memory.
+
+    Attributes:
+        info: Where the batch lies in its graph.
+        layout: For each tensor its type, shape and first byte.
+        buffer: The bytes, on the GPU or in pinned host memory.
+        item: The batch with its tensors where they stay; ``None`` if they are copied for each step.
+    """
+
+    info: BatchInfo
+    layout: dict[Any, tuple[torch.dtype, torch.Size, int]]
+    buffer: Tensor
+    item: Item | None = None
+
+    @staticmethod
+    def of(info: BatchInfo, tensors: Mapping[Any, Tensor], device: torch.device) -> _Package:
+        """Pack tensors one behind the other, on a device."""
+        layout, end = {}, 0
+        for name, tensor in tensors.items():
+            layout[name] = tensor.dtype, tensor.shape, end
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        package = _Package(info, layout, torch.empty(end, dtype=torch.uint8, device=device))
+        for name, view in package.views(package.buffer).items():
+            view.copy_(tensors[name])
+        return package
+
+    def views(self, buffer: Tensor) -> dict[Any, Tensor]:
+        """The tensors in a buffer."""
+        return {
+            name: buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for name, (dtype, shape, start) in self.layout.items()
+        }
+
+
+class Feed:
+    """Gives training steps their batches.
+
+    Args:
+        model: The autoscaled model, on the compute device.
+        placement: Where packed batches live: ``"device"``, ``"host"``, or ``"auto"`` for the device if they fit.
+        fixed: Whether the same batches come back every epoch.
+        num_batches: Number of batches of an epoch.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, placement: Placement = "auto", fixed: bool = False, num_batches: int = 1
+    ) -> None:
+        self.device = device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
+        self.fixed = fixed
+        self._scaler = attached(model)
+        self._placement = placement
+        self._num_batches = num_batches
+        self._packages: dict[BatchInfo, _Package] = {}
+        #: Whether batches stay on the GPU; ``None`` as long as no batch was packed.
+        self.resident: bool | None = None
+        #: Changes when batches that are copied for each step move to another address.
+        self.version = 0
+        if device.type == "cuda":
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._back = self._front = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def items(
+        self, batches: Iterable[ReadyBatch], then: Callable[[], ReadyBatch | None] | None = None
+    ) -> Iterator[Item]:
+        """The batches of an epoch on the compute device; each is valid until the next is asked for.
+
+        Args:
+            batches: The batches, in order.
+            then: Says at the end which batch the next epoch begins with, if that is known.
+        """
+        batches = iter(batches)
+        # On a GPU the first as it is: what the model does with edges is known only once it has run.
+        unpacked = None if self.device.type != "cuda" else int(not self._scaler.memory.events)
+        yield from (plain_item(batch, self.device) for batch in handed_out(islice(batches, unpacked)))
+        following = self._next(batches)
+        while following is not None:
+            package, item = following, self._arrive(following)
+            following = self._next(batches)
+            upcoming = following if following is not None or then is None else then()
+            package.info.upcoming = None if upcoming is None else upcoming.info
+            yield item
+            package.info.upcoming = None
+            if not self.resident:
+                package.info.placed.clear()
+
+    def holds(self, info: BatchInfo) -> bool:
+        """Whether a batch is kept."""
+        return info in self._packages
+
+    def clear(self) -> None:
+        """Free what is kept for the batches."""
+        for info in self._packages:
+            info.placed.clear()
+        self._packages.clear()
+
+    def _next(self, batches: Iterator[ReadyBatch]) -> _Package | None:
+        """Pack the next batch and start to copy it; a GPU goes on with earlier steps meanwhile."""
+        batch = next(batches, None)
+        if batch is None:
+            return None
+        with torch.cuda.stream(self._copies):
+            package = self._packages.get(batch.info) or self._package(batch.tagged_copy())
+        if package.item is None:
+            self._make_room(package.buffer.numel())
+            self._copies.wait_stream(self._main)  # the batch before this one has left the room
+            with torch.cuda.stream(self._copies):
+                self._back[: package.buffer.numel()].copy_(package.buffer, non_blocking=True)
+        return package
+
+    def _arrive(self, package: _Package) -> Item:
+        if package.item is not None:
+            return package.item
+        size = package.buffer.numel()
+        self._main.wait_stream(self._copies)
+        # Always to the same place, since a captured step reads from there.
+        self._front[:size].copy_(self._back[:size])
+        return self._item(package, package.views(self._front))
+
+    def _make_room(self, size: int) -> None:
+        if size > self._back.numel():
+            torch.cuda.synchronize(self.device)
+            rooms = (torch.empty(int(_SLACK * size), dtype=torch.uint8, device=self.device) for _ in range(2))
+            self._back, new_front = rooms
+            new_front[: self._front.numel()].copy_(self._front)
+            self._front = new_front
+            self._back.record_stream(self._copies)
+            self.version += 1
+
+    @property
+    def _main(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    # Packing #########################################################################################################
+
+    def _package(self, batch: Data) -> _Package:
+        info: BatchInfo = batch.edge_index.info
+        package = _Package.of(info, self._tensors(batch, info), self.device)
+        if self.resident is None:
+            self.resident = self.fixed and self._should_stay(package.buffer.numel() * self._num_batches)
+        if self.resident:
+            package.item = self._item(package, package.views(package.buffer))
+        else:
+            host = torch.empty_like(package.buffer, device="cpu", pin_memory=True)
+            host.copy_(package.buffer, non_blocking=True)
+            package.buffer = host
+        self._copies.synchronize()
+        if self.fixed:
+            self._packages[info] = package
+            for event in self._events:
+                info.memo.pop(event, None)  # what was cut is in the package now
+        return package
+
+    def _should_stay(self, num_bytes: int) -> bool:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return self._placement == "device" or (self._placement == "auto" and num_bytes <= _SHARE * free)
+
+    def _tensors(self, batch: Data, info: BatchInfo) -> dict[Any, Tensor]:
+        """Everything that a training step reads, by name."""
+        rows, y = _training_rows(batch)
+        order = self._scaler.memory.row_order(info)
+        tensors: dict[Any, Tensor] = {"n_id": info.n_id, "places": order.rows(info).index, "y": y}
+        if rows is not None:
+            tensors["rows"] = rows
+        for name in self._scaler.attributes(batch):
+            value = batch[name]
+            if isinstance(value, BatchTensor):
+                value = value.emptied().plain if self._scaler.is_bare and value.is_own_edges else value.plain
+            if isinstance(value, Tensor) and name != "n_id":
+                tensors["batch", name] = value
+        for event, (weights, as_they_are) in self._events.items():
+            part = event.cut(info, "a layer").to(self.device)
+            if as_they_are:
+                tensors[event, "edge_index"] = part.edges
+                tensors.update({(event, "constant", name): value for name, value in part.constants.items()})
+            for weight in weights:
+                adjacency = part.adjacency(weight, event.edges.target_row, info)
+                tensors.update({(event, "fused", weight, name): value for name, value in adjacency.tensors().items()})
+        return tensors
+
+    def _item(self, package: _Package, views: dict[Any, Tensor]) -> Item:
+        """The batch made of the tensors in a buffer; its recorded edges are placed where sessions find them."""
+        info = package.info
+        batch = Data(num_nodes=info.num_rows, batch_size=info.batch_size)
+        for name, value in {**views, ("batch", "n_id"): views["n_id"]}.items():
+            if name[0] == "batch":
+                tagged = name[1] in ("edge_index", "n_id", *info.graph.edge_attributes)
+                batch[name[1]] = BatchTensor.tag(value, info, name[1]) if tagged else value
+        info.placed[self._scaler.memory.row_order(info)] = views["places"]
+        for event, (weights, as_they_are) in self._events.items():
+            edge_index, constants = None, {}
+            if as_they_are:
+                edge_index = views[event, "edge_index"]
+                constants = {name: views[event, "constant", name] for name in event.constants}
+            adjacencies = {}
+            for weight in weights:
+                tensors = {name[3]: value for name, value in views.items() if name[:3] == (event, "fused", weight)}
+                adjacencies[weight] = Adjacency.of(tensors, info.num_rows)
+            info.placed[event] = Slice(edge_index, constants, adjacencies)
+        return Item(batch, views.get("rows"), views["y"], self.version)
+
+    @property
+    def _events(self) -> dict[Event, tuple[frozenset[str | None], bool]]:
+        """For each event the weights that layers fuse it with, and whether some layer needs its edges as they are."""
+        found: dict[Event, tuple[frozenset[str | None], bool]] = {}
+        for name, events in self._scaler.memory.events.items():
+            call = self._scaler.calls[name]
+            for position, event in enumerate(events):
+                weights, as_they_are = found.get(event, (frozenset[str | None](), False))
+                # Which edges are dropped is drawn from edges as they are.
+                if call.fuses(position, event.constants) and not self._scaler.edge_dropout:
+                    found[event] = weights | {call.weight(position)}, as_they_are
+                else:
+                    found[event] = weights, True
+        return found

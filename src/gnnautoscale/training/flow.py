@@ -1,0 +1,155 @@
+"""What training steps take and move: times, rows, bytes, and how old the rows are that they pull.
+
+Nothing here waits for a GPU, or takes part in a step that is captured.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnautoscale.graph import BatchInfo
+
+# The most steps that are counted together.
+_MOST_WAITING = 256
+
+
+class Flow:
+    """Follows which rows of histories steps pull and push, part by part.
+
+    A batch consists of parts, so all rows of a part are written at the same time.
+
+    Args:
+        labels: The part of each node, ``[num_nodes]``.
+
+    Attributes:
+        steps: Number of steps so far.
+
+    Example:
+        A graph of two parts, 0 and 1 | 2; each is the other's halo.
+
+        >>> from gnnautoscale.graph.loader import HaloLoader
+        >>> from torch_geometric.data import Data
+        >>> data = Data(edge_index=torch.tensor([[0, 1, 2], [1, 2, 1]]), num_nodes=3, x=torch.ones(3, 1))
+        >>> loader = HaloLoader(data, parts=torch.tensor([0, 0, 1]))
+        >>> flow = Flow(loader.labels)
+        >>> for batch in loader:
+        ...     flow.step(batch.edge_index.info)
+        >>> flow.taken(row_bytes=8)
+        {'pulled_bytes': 16, 'pushed_bytes': 24, 'hit_ratio': 0.5, 'age': {'mean': 1.0, 'max': 1}}
+    """
+
+    def __init__(self, labels: Tensor) -> None:
+        self._labels = labels
+        self._num_parts = int(labels.max()) + 1
+        self.steps = 0
+        # The step after which each part's rows were written last; -1 for never.
+        self._written = np.full(self._num_parts, -1)
+        self._sums: dict[str, int] = {}
+        # Steps that are not counted yet: doing so for many of them at a time takes far less of the processor's time.
+        self._waiting: list[tuple[_Parts, bool]] = []
+
+    def step(self, info: BatchInfo, *, skips_shared: bool = False) -> None:
+        """Count a step that is done.
+
+        Args:
+            info: Its batch.
+            skips_shared: Whether rows that the step before wrote did not have to be pulled.
+        """
+        self.steps += 1
+        self._waiting.append((self._parts(info), skips_shared))
+        if len(self._waiting) >= _MOST_WAITING:
+            self._count()
+
+    def _count(self) -> None:
+        sums = self._sums
+        first = self.steps - len(self._waiting) + 1
+        for step, (batch, skips_shared) in enumerate(self._waiting, start=first):
+            written, rows, hits = self._written[batch.halo], batch.rows, batch.num_halo
+            if hits and written.min() < 0:
+                known = written >= 0
+                written, rows = written[known], rows[known]
+                hits = int(rows.sum())
+            ages = step - written
+            moved = batch.num_halo - (int(rows[ages == 1].sum()) if skips_shared else 0)
+            for name, value in (
+                ("pulled", batch.num_halo),
+                ("moved", moved),
+                ("pushed", batch.batch_size),
+                ("hits", hits),
+                ("ages", int(rows @ ages)),
+            ):
+                sums[name] = sums.get(name, 0) + value
+            sums["oldest"] = max(sums.get("oldest", 0), int(ages.max(initial=0)))
+            self._written[batch.own] = step
+        self._waiting.clear()
+
+    def refreshed(self) -> None:
+        """All rows were written anew after the last step."""
+        self._count()
+        self._written[:] = self.steps
+
+    def ages(self) -> Tensor:
+        """How many steps ago each node's rows were written, as the next step would find them, ``[num_nodes]``.
+
+        -1 where they never were.
+        """
+        self._count()
+        ages = np.where(self._written >= 0, self.steps + 1 - self._written, -1)
+        return torch.from_numpy(ages)[self._labels]
+
+    def taken(self, row_bytes: int) -> dict[str, Any]:
+        """What steps moved since this was asked last; nothing if they pulled nothing.
+
+        Args:
+            row_bytes: Bytes of a node's rows in all histories together.
+        """
+        self._count()
+        sums, self._sums = self._sums, {}
+        if not sums.get("pulled"):
+            return {}
+        hits = sums["hits"]
+        return {
+            "pulled_bytes": sums["moved"] * row_bytes,
+            "pushed_bytes": sums["pushed"] * row_bytes,
+            "hit_ratio": hits / sums["pulled"],
+            "age": {"mean": sums["ages"] / hits, "max": sums["oldest"]} if hits else None,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on from here."""
+        self._count()
+        return {"steps": self.steps, "written": torch.from_numpy(self._written.copy()), "sums": dict(self._sums)}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on from there; if nobody followed until now, all rows count as written just now."""
+        if state is None:
+            self.refreshed()
+            return
+        self.steps, self._sums = state["steps"], dict(state["sums"])
+        self._written[:] = state["written"].numpy()
+
+    def _parts(self, info: BatchInfo) -> _Parts:
+        if self not in info.memo:
+            own, halo = (
+                torch.bincount(self._labels[nodes], minlength=self._num_parts) for nodes in (info.nodes, info.halo)
+            )
+            parts = halo.nonzero().squeeze(1)
+            info.memo[self] = _Parts(
+                own.nonzero().squeeze(1).numpy(), parts.numpy(), halo[parts].numpy(), info.batch_size, info.num_halo
+            )
+        found: _Parts = info.memo[self]
+        return found
+
+
+class _Parts(NamedTuple):
+    """A batch's own parts, those of its halo, how many nodes of the halo each of these has, and how many there are."""
+
+    own: Any
+    halo: Any
+    rows: Any
+    batch_size: int
+    num_halo: int

@@ -1,0 +1,310 @@
+"""Writes down what a training run is, what each epoch took and moved, and now and then how far histories are off."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnnautoscale._util import available_memory
+from gnnautoscale.analysis import Probe, diagnose
+from gnnautoscale.attach import attached
+from gnnautoscale.data import Dataset
+from gnnautoscale.errors import InputError
+from gnnautoscale.graph import HaloLoader
+from gnnautoscale.runs import Epoch, FitResult, RunFolder
+from gnnautoscale.tasks import Objective
+from gnnautoscale.training.strategies import OnSubgraphs, WithHistories
+
+# The share of the training time that measuring errors may take if nobody says how often to.
+_SHARE = 0.02
+# The share of the free memory that it may take then, and how much it needs for each value in histories.
+_MEMORY_SHARE, _BYTES_PER_VALUE = 0.5, 48
+# Into how many groups parts are put to say which pull from which, and for how many of them sizes are told.
+_MOST_GROUPS, _MOST_BATCHES = 48, 512
+
+
+class Journal:
+    """Follows a training run and writes its folder; without one it does nothing.
+
+    Args:
+        folder: The folder, if there is one.
+        way: How the run is trained.
+        model: The model.
+        loader: Cuts the training graph into batches with a halo; ``None`` in modes that have none.
+        objective: Computes the loss.
+        what: What to measure besides what each epoch takes and moves.
+        every: When to: "auto", "never", or a number of epochs.
+        board: Where numbers are written for TensorBoard too.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        way: WithHistories | OnSubgraphs,
+        model: nn.Module,
+        loader: HaloLoader | None,
+        objective: Objective,
+        *,
+        what: Sequence[Probe],
+        every: str | int,
+        board: Board | None = None,
+    ) -> None:
+        self._folder, self._way, self._model, self._loader = folder, way, model, loader
+        self._objective, self._every, self._board = objective, str(every), board
+        # One batch of all nodes pulls nothing that could be stale.
+        halo = loader is not None and len(loader) > 1
+        able = folder is not None and loader is not None
+        self._what = [name for name in what if halo or name != "staleness"] if able else []
+        self._spent = self._last_cost = 0.0
+        self._probed: int | None = None
+
+    def is_due(self, epoch: int, *, last: bool, trained: float) -> bool:
+        """Whether errors are to be measured after an epoch.
+
+        Args:
+            epoch: The epoch.
+            last: Whether no other follows.
+            trained: Seconds of training so far.
+        """
+        if not self._what or self._every == "never" or self._probed == epoch:
+            return False
+        if self._every != "auto":
+            return last or epoch % int(self._every) == 0
+        affordable = self._spent + self._last_cost <= _SHARE * trained
+        return (self._probed is None or last or affordable) and self._fits()
+
+    def probe(self, epoch: int) -> None:
+        """Measure errors with weights and histories as they are now."""
+        if self._loader is None:
+            return
+        flow = getattr(self._way, "flow", None)
+        ages = None if flow is None else flow.ages()
+        try:
+            found = diagnose(self._model, self._loader, self._what, ages=ages, objective=self._objective)
+        except (RuntimeError, MemoryError) as error:  # such as a lack of memory: no reason to end a run of days
+            warnings.warn(f"errors of histories are not measured any more, since that failed: {error}", stacklevel=2)
+            self._what = []
+            return
+        self._last_cost = sum(values["seconds"] for values in found.values())
+        self._spent, self._probed = self._spent + self._last_cost, epoch
+        for kind, values in found.items():
+            self._write({"kind": kind, "epoch": epoch, "step": self._way.steps, **values})
+
+    def epoch(self, epoch: Epoch, memory: int | None = None) -> None:
+        """Write down an epoch that has just ended."""
+        if self._folder is None:
+            return
+        measured = self._way.measured()
+        times = measured.pop("time")
+        times["compute"] = max(epoch.seconds - sum(times.values()), 0.0)
+        self._write(
+            {
+                **epoch_record(epoch),
+                "steps": self._way.steps,
+                "memory": memory,
+                "time": times,
+                **measured,
+            }
+        )
+
+    def finish(self, result: FitResult) -> None:
+        """Write down what the run gave."""
+        if self._folder is not None:
+            self._folder.finish({name: value for name, value in result.to_dict().items() if name != "epochs"})
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None:
+            self._folder.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._folder is not None:
+            self._folder.append(record)
+        if self._board is not None:
+            self._board.add(record)
+
+    def _fits(self) -> bool:
+        """Whether there is room for rows of all histories side by side, more than once."""
+        memory = attached(self._model).memory
+        values = memory.num_nodes * sum(history.width for history in memory.histories.values())
+        return values * _BYTES_PER_VALUE <= _MEMORY_SHARE * available_memory()
+
+
+def epoch_record(epoch: Epoch) -> dict[str, Any]:
+    """What is written down about an epoch even if nobody measured what it took."""
+    return {
+        "kind": "epoch",
+        "epoch": epoch.number,
+        "loss": epoch.loss,
+        "scores": epoch.scores,
+        "learning_rate": epoch.learning_rate,
+        "seconds": epoch.seconds,
+    }
+
+
+# What a run is #######################################################################################################
+
+
+def describe_run(
+    options: dict[str, Any], dataset: Dataset, model: nn.Module, loader: HaloLoader | None
+) -> dict[str, Any]:
+    """What a run is, as plain values.
+
+    Args:
+        options: The options of training.
+        dataset: What it is trained on.
+        model: The model.
+        loader: Cuts the training graph into parts, if there is a halo.
+    """
+    graph = dataset.train
+    built: dict[str, Any] = getattr(model, "built_from", {})
+    name = built.get("model", type(model).__name__.lower())
+    return {
+        "title": f"{dataset.name} {name} {options['mode']} seed {options['seed']}",
+        "options": {**options, **built},
+        "data": {
+            "name": dataset.name,
+            "nodes": graph.num_nodes,
+            "edges": graph.num_edges,
+            "features": dataset.num_features,
+            "classes": dataset.num_classes,
+        },
+        "model": {"name": type(model).__name__, "parameters": sum(weight.numel() for weight in model.parameters())},
+        "versions": _versions(),
+        "machine": describe_machine(options["device"]),
+        "parts": None if loader is None else describe_parts(loader.graph.edge_index, loader.labels),
+    }
+
+
+def describe_machine(device: str, threads: int | None = None) -> str:
+    """What results are made on, in words.
+
+    Args:
+        device: Where is computed.
+        threads: Number of threads of a CPU; by default PyTorch's in this process.
+
+    Example:
+        >>> describe_machine("cpu", 1).endswith(", 1 thread)")
+        True
+    """
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(torch.device(device))
+    threads = torch.get_num_threads() if threads is None else threads
+    return f"CPU ({platform.machine()}, {threads} {'thread' if threads == 1 else 'threads'})"
+
+
+def describe_parts(edge_index: Tensor, labels: Tensor) -> dict[str, Any]:
+    """How large parts are, and which of them pull from which, as if each were a batch of its own.
+
+    Args:
+        edge_index: Sources and targets, ``[2, num_edges]``.
+        labels: The part of each node, ``[num_nodes]``.
+
+    Example:
+        >>> parts = describe_parts(torch.tensor([[0, 1, 2], [1, 2, 1]]), torch.tensor([0, 0, 1]))
+        >>> parts["halo"]  # part 0 pulls 1 row for 2 nodes, part 1 pulls 1 row for 1 node
+        [[0.0, 0.5], [1.0, 0.0]]
+        >>> parts["batches"]
+        {'nodes': [2, 1], 'halo': [1, 1], 'edges_inside': [1, 0], 'edges_crossing': [1, 1]}
+    """
+    sizes = torch.bincount(labels)
+    count, num_nodes = sizes.numel(), labels.numel()
+    source, part = edge_index[0], labels[edge_index[1]]
+    crossing = labels[source] != part
+    inside, outside = (torch.bincount(part[which], minlength=count) for which in (~crossing, crossing))
+    pairs = torch.unique(part[crossing] * num_nodes + source[crossing])  # each node once for each part that pulls it
+    pulling, owning = pairs // num_nodes, labels[pairs % num_nodes]
+    groups = min(count, _MOST_GROUPS)
+    group = torch.arange(count) * groups // count
+    matrix = torch.bincount(group[pulling] * groups + group[owning], minlength=groups**2).view(groups, groups).double()
+    group_sizes = torch.zeros(groups, dtype=torch.double).index_add(0, group, sizes.double())
+    shown = torch.arange(min(count, _MOST_BATCHES)) * count // min(count, _MOST_BATCHES)
+    columns = {
+        "nodes": sizes,
+        "halo": torch.bincount(pulling, minlength=count),
+        "edges_inside": inside,
+        "edges_crossing": outside,
+    }
+    return {
+        "count": count,
+        "sizes": sizes.tolist(),
+        "groups": groups,
+        "halo": (matrix / group_sizes.clamp(min=1).unsqueeze(1)).tolist(),
+        "batches": {name: values[shown].tolist() for name, values in columns.items()},
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "torch-geometric", "gnnautoscale"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # run from its sources
+            found[name] = "unknown"
+    return found
+
+
+# TensorBoard #########################################################################################################
+
+
+class Board:
+    """Writes the numbers of records for TensorBoard.
+
+    Args:
+        path: The folder for its files.
+        first: The first epoch that is written; what is there from this one on is dropped.
+    """
+
+    def __init__(self, path: Path, first: int = 1) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(path), purge_step=first)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Write all numbers of a record, at its epoch."""
+        values = {name: value for name, value in record.items() if name not in ("kind", "epoch", "step")}
+        prefix = "" if record["kind"] == "epoch" else record["kind"]
+        for name, value in _scalars(prefix, values).items():
+            self._writer.add_scalar(name, value, record["epoch"])
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+def check_tensorboard() -> None:
+    """Refuse to write for TensorBoard without its package."""
+    if find_spec("tensorboard") is None:
+        raise InputError(
+            "tensorboard=True needs the package tensorboard",
+            got="an environment without it",
+            fix="Install it with `pip install gnnautoscale[tensorboard]`.",
+        )
+
+
+def _scalars(prefix: str, value: Any) -> dict[str, float]:
+    """All numbers in nested values, by their path; items of lists go by their layer.
+
+    Example:
+        >>> _scalars("", {"loss": 0.5, "age": {"mean": 2.0}, "layers": [{"layer": "convs.0", "bound": 1.0}]})
+        {'loss': 0.5, 'age/mean': 2.0, 'convs.0/bound': 1.0}
+    """
+    if isinstance(value, dict):
+        items = [(prefix if name == "layers" else f"{prefix}/{name}", item) for name, item in value.items()]
+    elif isinstance(value, list):
+        items = [(f"{prefix}/{item['layer']}", item) for item in value if "layer" in item]
+    else:
+        return {prefix: float(value)} if isinstance(value, (int, float)) else {}
+    return {name: number for path, item in items for name, number in _scalars(path.lstrip("/"), item).items()}

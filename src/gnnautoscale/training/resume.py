@@ -1,0 +1,227 @@
+"""All that a training run changes, to a checkpoint and back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnnautoscale._util import random_states, set_random_states
+from gnnautoscale.errors import InputError
+from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder
+from gnnautoscale.training.checkpoint import (
+    Checkpoint,
+    join_tensors,
+    latest_checkpoint,
+    load_checkpoint,
+    load_latest,
+    save_checkpoint,
+    split_tensors,
+)
+from gnnautoscale.training.journal import epoch_record
+from gnnautoscale.training.optimizer import LearningRate
+from gnnautoscale.training.strategies import OnSubgraphs, WithHistories
+
+# Options that say how fast or how long to train, not what is trained: they may change when a run goes on.
+FREE = {
+    "epochs", "patience", "storage", "history_dir", "batches_on", "keep_batches", "capture", "device", "num_workers",
+    "cache_dir", "checkpoint_dir", "checkpoint_every", "resume", "run_dir", "diagnose", "diagnose_every", "tensorboard",
+}  # fmt: skip
+_SAME_DATA = "Use the data that the run began with."
+
+
+@dataclass
+class Run:
+    """A training run in progress.
+
+    Attributes:
+        model: The model.
+        optimizer: Updates its weights.
+        rate: Moves the learning rate on.
+        way: How it is trained.
+        result: What it gave so far.
+        device: Where it computes.
+        best_weights: The weights of the best epoch so far.
+        batches: Number of batches so far.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    rate: LearningRate
+    way: WithHistories | OnSubgraphs
+    result: FitResult
+    device: torch.device
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    batches: int = 0
+
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint; returns its file."""
+        if not all(bool(torch.isfinite(weight).all()) for weight in self.model.parameters()):
+            raise FloatingPointError("the weights are not finite any more")
+        self.result.steps = self.way.steps
+        gave = asdict(self.result)
+        nested = {
+            "options": gave.pop("options"),
+            "result": gave,
+            "batches": self.batches,
+            "model": dict(self.model.state_dict()),
+            "best_weights": self.best_weights,
+            "optimizer": self.optimizer.state_dict(),
+            "rate": self.rate.state_dict(),
+            "random": random_states(self.device),
+            "way": self.way.state_dict(),
+        }
+        state, tensors = split_tensors("run", nested)
+        return save_checkpoint(folder, self.batches, state, tensors)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint that :func:`check_same_run` has approved of."""
+        state = join_tensors(checkpoint.state, checkpoint.tensors)
+        epochs = [Epoch(**epoch) for epoch in state["result"].pop("epochs")]
+        self.result.seconds.update(state["result"].pop("seconds"))
+        for name, value in {**state["result"], "epochs": epochs}.items():
+            setattr(self.result, name, value)
+        self.batches = state["batches"]
+        self.model.load_state_dict(state["model"])
+        self.best_weights = {name: value.to(self.device) for name, value in state["best_weights"].items()}
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(rate, Tensor):  # captured steps read it where it is
+                group["lr"] = rate.copy_(group["lr"])
+        self.rate.load_state_dict(state["rate"])
+        self.way.load_state_dict(state["way"], self.device)
+        set_random_states(state["random"], self.device)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint.
+
+    Args:
+        path: Its file, or a folder whose newest one is meant.
+    """
+    found = load_latest(path) if path.is_dir() else load_checkpoint(path)
+    if found is None:
+        raise InputError(
+            "there must be a checkpoint to resume from", got=f"{path}, which has none", fix="Start without resume."
+        )
+    return found
+
+
+def check_fresh(folder: Path) -> None:
+    """Refuse to begin a new run where an earlier one has its checkpoints, or where none can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise InputError("a folder of checkpoints must be writable", got=str(folder), fix="Choose another one.")
+    latest = latest_checkpoint(folder)
+    if latest is not None:
+        raise InputError(
+            "a new run needs a folder without checkpoints",
+            got=f"{folder}, which has {latest.name}",
+            fix="Resume from it, choose another folder, or remove what is there.",
+        )
+
+
+def labels_of(checkpoint: Checkpoint, num_nodes: int) -> Tensor:
+    """The part of each node in the run that a checkpoint is of, ``[num_nodes]``."""
+    if "way" not in checkpoint.state:
+        raise InputError(
+            "a run resumes from a checkpoint of a run", got=str(checkpoint.path), fix="Choose another one."
+        )
+    labels: Tensor = join_tensors(checkpoint.state["way"]["labels"], checkpoint.tensors)
+    if labels.size(0) != num_nodes:
+        raise _other_run(checkpoint, f"graph: it had {labels.size(0)} nodes and has {num_nodes}", _SAME_DATA)
+    return labels
+
+
+def check_same_run(checkpoint: Checkpoint, options: dict[str, Any], key: str, model: nn.Module) -> None:
+    """Refuse a checkpoint of another run: other options, another graph, or another model.
+
+    Args:
+        checkpoint: The checkpoint.
+        options: The options of training.
+        key: The key of the data to train on.
+        model: The model to train.
+    """
+    state = join_tensors(checkpoint.state, checkpoint.tensors)
+    if state["way"]["graph"] != key:
+        raise _other_run(checkpoint, "graph: its edges, features, labels or masks differ", _SAME_DATA)
+    free = FREE - {"epochs"} if options["schedule"] == "cosine" else FREE  # which ends with the last epoch
+    for name, value in state["options"].items():
+        if name not in free and options.get(name) != value:
+            raise _other_run(
+                checkpoint,
+                f"option: {name} was {value!r} and is {options.get(name)!r}",
+                "Give the options of the first run.",
+            )
+    if _shapes(state["model"]) != _shapes(model.state_dict()):
+        raise _other_run(
+            checkpoint, "model: its weights have other names, shapes or types", "Build the model as for the first run."
+        )
+
+
+def open_run_folder(
+    path: Path, about: Mapping[str, Any], checkpoint: Checkpoint | None, result: FitResult
+) -> RunFolder:
+    """The folder for what is measured in a run: a new one, or that of the run that goes on.
+
+    Args:
+        path: The folder.
+        about: What the run is.
+        checkpoint: Where it goes on from, if it does.
+        result: What the run gave until then.
+    """
+    if checkpoint is not None and (path / RUN).exists():
+        return RunFolder.reopen(path, about, epoch=len(result.epochs), free=FREE)
+    folder = RunFolder.create(path, about)
+    for epoch in result.epochs:  # of a run that goes on in a new folder
+        folder.append(epoch_record(epoch))
+    return folder
+
+
+def _other_run(checkpoint: Checkpoint, what: str, fix: str) -> InputError:
+    return InputError(f"{checkpoint.path} must be of the same run", got=f"another {what}", fix=fix)
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (value.shape, value.dtype) for name, value in weights.items()}
+
+
+@contextmanager
+def stop_requests(wished_for: bool) -> Iterator[threading.Event]:
+    """An event that is set by Ctrl-C, so that a run can end cleanly; a second Ctrl-C ends it at once.
+
+    Args:
+        wished_for: Whether Ctrl-C is to be caught; if not, or outside of the main thread, it does what it always does.
+            A process that ignores it, such as one in the background of a script, goes on ignoring it.
+    """
+    wanted = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+    in_main = threading.current_thread() is threading.main_thread()
+    # None is a handler that is not Python's, and could not be put back.
+    if not wished_for or not in_main or before in (signal.SIG_IGN, None):
+        yield wanted
+        return
+
+    def request(number: int, frame: FrameType | None) -> None:
+        wanted.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, request)
+    try:
+        yield wanted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,345 @@
+"""Proposes how to train on a graph here: number of parts, storage and precision of histories, and refresh.
+
+``docs/tune.md`` has the rules, and how far estimates were from what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale._util import undisturbed
+from gnnautoscale.data import Dataset
+from gnnautoscale.errors import InputError
+from gnnautoscale.history import Medium
+from gnnautoscale.models import build_model
+from gnnautoscale.training import HistoryDtype, check_device
+from gnnautoscale.tuning.trials import Place, Trials, with_margin
+
+# Fewer parts have less halo, so that others have to be faster by more than this.
+FASTER = 0.2
+# Smaller batches leave a processor little to do in a step.
+LEAST_NODES = 50
+MOST_COUNTS = 10
+# How many parts are joined into a batch if that brings its classes closer to the graph's by so much, and how often they
+# are drawn on a GPU, which captures what comes back. On WordNet, where it was tried, they come closer by 0.24.
+JOINED, SKEW, DRAWINGS = 10, 0.1, 4
+# Halo nodes per batch node, times the histories that build on each other: errors enter with each halo row and each
+# layer. At 1 a batch of a 2-layer model pulls as many rows as it computes.
+RISK = 1.0
+# What a refresh in every epoch may add to the time of an epoch with its evaluation.
+REFRESH_COST = 0.25
+
+#: What ``fit`` takes and this leaves to the user.
+PASSED = (
+    *("epochs", "evaluate_every", "evaluate_parts", "patience", "lr", "schedule", "weight_decay_conv"),
+    *("weight_decay_other", "grad_norm", "lipschitz", "lipschitz_radius", "edge_dropout", "history_dir", "precision"),
+    *("batches_on", "keep_batches", "capture", "device", "num_workers", "seed", "cache_dir"),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train, and what is expected of it.
+
+    Attributes:
+        parts: Number of parts; 1 is full batch.
+        connectivity: Halo nodes per batch node, the mean over the parts.
+        rows: Nodes and halo of the largest batch.
+        storage: Where histories would be.
+        history_dtype: The type they would be kept in.
+        keep: Whether batches would be kept, in the memory that is counted.
+        memory: Bytes at the peak, as ``FitResult.peak_memory`` counts them.
+        step_seconds: Seconds of a training step.
+        epoch_seconds: Seconds of the steps of an epoch.
+        measured: Whether memory and times are from a trial, and not estimated from those of others.
+        fits: Whether the memory suffices, with a margin.
+        slower_than: A larger number of parts that needs no more memory and is faster, if there is one.
+    """
+
+    parts: int
+    connectivity: float
+    rows: int
+    storage: Medium
+    history_dtype: HistoryDtype
+    keep: bool
+    memory: int
+    step_seconds: float
+    epoch_seconds: float
+    measured: bool
+    fits: bool
+    slower_than: int | None = None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """How to train.
+
+    Attributes:
+        options: What to call :func:`gnnautoscale.fit` with.
+        reasons: For each of these options, why.
+        chosen: What is expected.
+        candidates: All numbers of parts that were considered.
+        budget: Bytes of memory to train in.
+    """
+
+    options: dict[str, Any]
+    reasons: dict[str, str]
+    chosen: Candidate
+    candidates: list[Candidate]
+    budget: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return asdict(self)
+
+
+def tune(
+    model: str | Callable[[], nn.Module],
+    data: Data | Dataset,
+    *,
+    memory: int | None = None,
+    model_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Advice:
+    """Propose how to train a model on a graph, on the machine that this runs on.
+
+    Args:
+        model: The name of one of the library's models, or a function that builds a model of your own.
+        data: The graph to train on, or a data set.
+        memory: Bytes to train in; by default what is free, on a GPU of its own memory.
+        model_options: Options of the named model.
+        options: Options of :func:`gnnautoscale.fit` that are decided already, such as ``device`` or ``grad_norm``.
+
+    Raises:
+        InputError: If nothing fits into the memory; the message says how much is needed.
+
+    Example:
+        >>> from torch_geometric.datasets import KarateClub
+        >>> data = KarateClub()[0]
+        >>> data.val_mask = data.test_mask = ~data.train_mask
+        >>> advice = tune("gcn", data, model_options={"hidden": 8})
+        >>> [candidate.parts for candidate in advice.candidates]
+        [1, 2]
+    """
+    unknown = sorted(set(options) - set(PASSED))
+    if unknown:
+        raise InputError(
+            f"what is decided already can be {', '.join(PASSED)}", got=", ".join(unknown), fix="Leave these out."
+        )
+    if memory is not None and memory <= 0:
+        raise InputError("memory must be a positive number of bytes", got=str(memory), fix="Change it.")
+    device = options.get("device", "cpu")
+    check_device(device)
+    dataset = data if isinstance(data, Dataset) else Dataset.of(data)
+    if dataset.train.num_nodes < 2:
+        raise InputError("a graph to cut has at least two nodes", got="fewer", fix="Train on it as it is.")
+
+    def build() -> nn.Module:
+        if isinstance(model, str):
+            return build_model(model, dataset.train, dataset.num_classes, **(model_options or {}))
+        return model()
+
+    with undisturbed(torch.device(device)):
+        return _advise(Trials(build, dataset, part_counts(dataset.train.num_nodes), memory, options))
+
+
+def part_counts(num_nodes: int) -> list[int]:
+    """Numbers of parts worth considering: powers of two, or of four on large graphs.
+
+    Example:
+        >>> part_counts(2708), part_counts(60)
+        ([1, 2, 4, 8, 16, 32], [1, 2])
+    """
+    most = max(2, num_nodes // LEAST_NODES)
+    doublings = [2**power for power in range(most.bit_length())]
+    return doublings if len(doublings) <= MOST_COUNTS else doublings[::2][:MOST_COUNTS]
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The candidate with the fewest parts that fits, without those that are slower than one with more parts.
+
+    Whatever fits and is slower than another one needs at least as much memory, so that the other one fits too. With
+    less memory there are never fewer parts.
+
+    Returns:
+        The choice, or ``None`` if nothing fits.
+    """
+    fitting = (each for each in candidates if each.fits and each.slower_than is None)
+    return min(fitting, key=lambda each: each.parts, default=None)
+
+
+def consider(trials: Trials) -> list[Candidate]:
+    """All numbers of parts, each with its histories in the first place where it fits."""
+    usual = {parts: trials.expect(parts, trials.places[0]) for parts in trials.cuts}
+    candidates = []
+    for parts, cut in trials.cuts.items():
+        # Compared where histories usually are, so that the memory to train in has no say in it.
+        faster = (
+            other
+            for other, expected in usual.items()
+            if other > parts
+            and expected.memory <= usual[parts].memory
+            and (1 + FASTER) * other * expected.step_seconds < parts * usual[parts].step_seconds
+        )
+        places = [place for place in trials.places if trials.fits(trials.expect(parts, place).memory)]
+        place = next(iter(places), trials.places[0])
+        expected = trials.expect(parts, place)
+        candidates.append(
+            Candidate(
+                parts=parts,
+                connectivity=cut.connectivity,
+                rows=cut.rows,
+                storage=place.storage,
+                history_dtype=place.history_dtype,
+                keep=place.keep,
+                memory=expected.memory,
+                step_seconds=expected.step_seconds,
+                epoch_seconds=parts * expected.step_seconds,
+                measured=(parts, place) in trials.done,
+                fits=bool(places),
+                slower_than=next(faster, None),
+            )
+        )
+    return candidates
+
+
+def _advise(trials: Trials) -> Advice:
+    """Try some numbers of parts, choose, and try the choice too if that was not done."""
+    counts = list(trials.cuts)
+    room = (place for place in trials.places if trials.fits(trials.known_bytes(counts[-1], place)))
+    first = next(room, trials.places[-1])
+    # The smallest batches first: what they take says whether larger ones may be tried.
+    for parts in dict.fromkeys([counts[-1], counts[len(counts) // 2], counts[0]]):
+        trials.attempt(parts, first)
+    while True:
+        candidates = consider(trials)
+        chosen = choose(candidates)
+        if chosen is None:
+            raise _nothing_fits(trials)
+        place = _place_of(chosen, trials)
+        if chosen.measured or not trials.attempt(chosen.parts, place):
+            break
+    why = _why_parts(chosen, candidates, trials)
+    if chosen.parts == 1:
+        return Advice({"mode": "full"}, {"mode": why}, chosen, candidates, trials.budget)
+    options: dict[str, Any] = {"parts": chosen.parts}
+    reasons = {"parts": why}
+    joined, why_joined = _join(chosen, place, trials)
+    options |= joined
+    reasons["batch_size"] = why_joined
+    if "parts" in joined:
+        reasons["parts"] = f"{JOINED} of them are as large as one of {chosen.parts} parts, {why}"
+    if "drawings" in joined:
+        reasons["drawings"] = "batches that come back are captured as CUDA graphs"
+    options["storage"], reasons["storage"] = place.storage, place.why
+    options["history_dtype"] = place.history_dtype
+    reasons["history_dtype"] = (
+        "histories have room as they are"
+        if place.history_dtype == "same"
+        else "half of the bytes have room where all of them have not, and hardly anything is lost"
+    )
+    for name, value in trials.batch_options(place).items():
+        options[name] = value
+        reasons[name] = f"all batches together take {amount(trials.cuts[chosen.parts].kept)}, too much to keep them"
+    options["refresh_every"], reasons["refresh_every"] = _refresh(chosen, place, trials)
+    return Advice(options, reasons, chosen, candidates, trials.budget)
+
+
+def _place_of(chosen: Candidate, trials: Trials) -> Place:
+    wanted = (chosen.storage, chosen.history_dtype, chosen.keep)
+    return next(each for each in trials.places if (each.storage, each.history_dtype, each.keep) == wanted)
+
+
+def _nothing_fits(trials: Trials) -> InputError:
+    needed = {
+        with_margin(trials.expect(parts, place).memory): parts for parts in trials.cuts for place in trials.places
+    }
+    least = min(needed)
+    return InputError(
+        "some number of parts must fit into the memory",
+        got=amount(trials.budget),
+        fix=f"Pass at least {amount(least)} as memory: {needed[least]} parts are expected to take that, with a margin.",
+    )
+
+
+def _why_parts(chosen: Candidate, candidates: Sequence[Candidate], trials: Trials) -> str:
+    how = "measured" if chosen.measured else "estimated"
+    larger = [each for each in candidates if each.parts < chosen.parts]
+    what = "the fewest that fit" + " and are not slow" * any(each.fits for each in larger) + ": they take"
+    if chosen.parts == 1:
+        what = "no history is needed, so that nothing is stale, and the whole graph at once takes"
+    memory, needed = amount(chosen.memory), amount(with_margin(chosen.memory))
+    reasons = [f"{what} {memory} ({how}), {needed} with a margin, and there are {amount(trials.budget)}"]
+    for each in larger[-1:]:
+        name = "full batch" if each.parts == 1 else f"{each.parts} parts"
+        if not each.fits:
+            known = "measured" if each.measured else "estimated"
+            reasons.append(f"{name} would take {amount(each.memory)} ({known})")
+        else:
+            reasons.append(
+                f"an epoch of {name} would take {1000 * each.epoch_seconds:.0f} ms, with these it takes "
+                f"{1000 * chosen.epoch_seconds:.0f} ms"
+            )
+    return "; ".join(reasons)
+
+
+def _join(chosen: Candidate, place: Place, trials: Trials) -> tuple[dict[str, Any], str]:
+    """Whether batches of several small parts are better samples of the graph than larger parts are, and fit."""
+    parts = JOINED * chosen.parts
+    if parts > max(trials.cuts):
+        return {"batch_size": 1}, f"{parts} parts, to join {JOINED} of them into a batch, would be too small"
+    single, joined = trials.cuts[chosen.parts], trials.joined(parts, JOINED)
+    compared = (
+        f"the classes of a part are off from the graph's by {single.skew:.2f} (total variation), those of {JOINED} out "
+        f"of {parts} parts by {joined.skew:.2f}, with {joined.connectivity:.2f} halo nodes per node instead of "
+        f"{single.connectivity:.2f}"
+    )
+    if single.skew - joined.skew < SKEW:
+        return {"batch_size": 1}, compared
+    options: dict[str, Any] = {"parts": parts, "batch_size": JOINED}
+    # All but what batches take grows with the rows of a batch.
+    before = trials.known_bytes(chosen.parts, place)
+    memory = before + int((chosen.memory - before) * max(joined.rows / single.rows, 1.0))
+    if trials.on_gpu:
+        options["drawings"] = DRAWINGS
+        memory += DRAWINGS * joined.kept - single.kept if place.keep else 0
+    if not trials.fits(memory):
+        return {"batch_size": 1}, f"{compared}, which would be better, but is expected to take {amount(memory)}"
+    return options, compared
+
+
+def _refresh(chosen: Candidate, place: Place, trials: Trials) -> tuple[str, str]:
+    """Whether to refresh histories in every epoch: if they are at risk to be stale, and if it costs little."""
+    risk = chosen.connectivity * trials.levels
+    histories = "1 history" if trials.levels == 1 else f"{trials.levels} histories on top of each other"
+    at_risk = f"{chosen.connectivity:.2f} halo nodes per batch node and {histories} make {risk:.2f}"
+    if risk < RISK:
+        return "never", f"{at_risk}, less than {RISK:g}: staleness is no great risk"
+    if not chosen.measured:
+        return "never", f"{at_risk}, {RISK:g} or more, but the cost of a refresh could not be measured"
+    plain = trials.expect(chosen.parts, place)
+    fresh = trials.run(chosen.parts, place, refresh_every="epoch")
+    before = chosen.epoch_seconds + plain.other_seconds
+    cost = (fresh.other_seconds - plain.other_seconds) / before
+    measured = (
+        f"and a refresh in every epoch adds {max(100 * cost, 0):.0f} % to an epoch with its evaluation (measured)"
+    )
+    if cost > REFRESH_COST:
+        return "never", f"{at_risk}, {RISK:g} or more, {measured}, more than {100 * REFRESH_COST:.0f} %"
+    return "epoch", f"{at_risk}, {RISK:g} or more, {measured}"
+
+
+def amount(num_bytes: float) -> str:
+    """An amount of memory in words.
+
+    Example:
+        >>> amount(41_300_000), amount(2e9)
+        ('41.3 MB', '2 GB')
+    """
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"

@@ -1,0 +1,358 @@
+"""What a number of parts would take here: measured in short trials, and estimated between and beyond them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale._util import available_memory
+from gnnautoscale.attach import attached, autoscale, detach, is_autoscaled
+from gnnautoscale.data import Dataset
+from gnnautoscale.errors import InputError
+from gnnautoscale.graph import HaloLoader, connectivity, partition
+from gnnautoscale.history import Medium, choose_medium, codec_for
+from gnnautoscale.training import HistoryDtype, fit
+
+# What is left free: a fresh process loads code, allocators keep pieces, other seeds cut other parts.
+MARGIN, LEAST_MARGIN = 0.2, 30 * 10**6
+# A trial: so many epochs, of which the first warms up; so many steps each on a CPU; the longest that one may take.
+EPOCHS, STEPS, SECONDS = 3, 16, 120.0
+# An estimate may be wrong by this factor before a trial runs out of the machine's memory.
+SAFETY = 2.0
+# Batches that are there at a time if none is kept: in use, copied, being cut, and evaluated. So it was measured.
+AT_A_TIME = 4
+# Options that would make a trial longer or end it early.
+_LENGTH = ("epochs", "evaluate_every", "patience", "schedule")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where histories and batches could be.
+
+    Attributes:
+        storage: Where histories are.
+        history_dtype: The type they are kept in.
+        why: Why they are there.
+        keep: Whether batches that come back are kept in the memory that is counted.
+    """
+
+    storage: Medium
+    history_dtype: HistoryDtype
+    why: str
+    keep: bool = True
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is known about parts without training.
+
+    Attributes:
+        labels: The part of each node, ``[num_nodes]``.
+        connectivity: Halo nodes per batch node, the mean over the parts.
+        rows: Nodes and halo of the largest part.
+        work: Mean number of nodes, halo nodes and edges of a part.
+        kept: Bytes of the attributes of all parts and their halos.
+        largest: Those of the largest part alone.
+        skew: How far the classes of a part's training nodes are from those of all, see :func:`class_skew`.
+    """
+
+    labels: Tensor
+    connectivity: float
+    rows: int
+    work: float
+    kept: int
+    largest: int
+    skew: float = 0.0
+
+    @staticmethod
+    def of(graph: Data, labels: Tensor) -> Cut:
+        """Look at the parts of a graph."""
+        ratio, sizes = connectivity(graph.edge_index, labels), torch.bincount(labels)
+        rows = sizes + (ratio * sizes).round().long()
+        edges = torch.bincount(labels[graph.edge_index[1].cpu()], minlength=sizes.numel())
+        taken = torch.zeros_like(rows)
+        for name, value in graph:
+            if isinstance(value, Tensor) and graph.is_node_attr(name):
+                taken += rows * (value.nbytes // graph.num_nodes)
+            elif isinstance(value, Tensor) and graph.is_edge_attr(name):
+                taken += edges * (value.nbytes // max(graph.num_edges, 1))
+        work = float((rows + edges).double().mean())
+        skew = class_skew(labels, graph.y, graph.train_mask)
+        return Cut(labels, float(ratio.mean()), int(rows.max()), work, int(taken.sum()), int(taken.max()), skew)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What training takes.
+
+    Attributes:
+        memory: Bytes at the peak, as ``FitResult.peak_memory`` counts them.
+        step_seconds: Seconds of a training step.
+        other_seconds: Seconds of evaluation and refresh in an epoch.
+    """
+
+    memory: int
+    step_seconds: float
+    other_seconds: float
+
+
+class Trials:
+    """Cuts a graph, trains on it for a few steps where that is safe, and estimates the rest.
+
+    Args:
+        build: Builds the model.
+        dataset: The graph to train on.
+        counts: Numbers of parts, ascending.
+        memory: Bytes to train in; ``None`` for all that is free.
+        options: Options of ``fit`` that are decided already.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        dataset: Dataset,
+        counts: list[int],
+        memory: int | None,
+        options: dict[str, Any],
+    ) -> None:
+        self._build, self._dataset, self._options = build, dataset, options
+        self._graph, self._device = dataset.train, torch.device(options.get("device", "cpu"))
+        self._free = torch.cuda.mem_get_info(self._device)[0] if self.on_gpu else available_memory()
+        #: Bytes to train in.
+        self.budget = self._free if memory is None else memory
+        #: What is known about each number of parts.
+        self.cuts = {count: self.cut(count) for count in counts}
+        self._rows, self.levels, self._saved = self._probe()
+        #: Where histories could be: first what ``storage="auto"`` would choose, then what takes less memory.
+        self.places = self._possible_places()
+        #: What was measured.
+        self.done: dict[tuple[int, Place], Trial] = {}
+        self._failed: set[int] = set()
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it would be trained on a GPU."""
+        return self._device.type == "cuda"
+
+    def fits(self, memory: int) -> bool:
+        """Whether so many bytes at the peak leave a margin."""
+        return with_margin(memory) <= self.budget
+
+    # What is known without training ##################################################################################
+
+    def cut(self, parts: int) -> Cut:
+        """Cut the graph as ``gas train`` would."""
+        seed, cache = self._options.get("seed", 0), self._options.get("cache_dir")
+        labels = partition(self._graph.edge_index, self._graph.num_nodes, parts, seed=seed, cache_dir=cache)
+        return Cut.of(self._graph, labels)
+
+    def joined(self, parts: int, together: int) -> Cut:
+        """Batches of several parts, drawn at random."""
+        labels = self.cut(parts).labels
+        order = torch.randperm(parts, generator=torch.Generator().manual_seed(self._options.get("seed", 0)))
+        return Cut.of(self._graph, (order // together)[labels])
+
+    def _probe(self) -> tuple[list[tuple[int, torch.dtype]], int, float]:
+        """Widths and types of all histories, how many build on each other, and bytes kept of a row for gradients."""
+        labels = next(reversed(self.cuts.values())).labels
+        # The nodes of a single part: histories of all nodes might not have room.
+        piece = self._graph.subgraph(labels == labels.bincount().argmax())
+        model = autoscale(self._model(), piece)
+        model.train()
+        batch = next(iter(HaloLoader(piece, min(2, piece.num_nodes), parts="random"))).to(self._device)
+        with torch.no_grad():
+            model(batch)
+        own = {weight.data_ptr() for weight in model.parameters()}
+        own |= {value.data_ptr() for _, value in batch if isinstance(value, Tensor)}
+        saved: dict[int, int] = {}
+
+        def keep(value: Tensor) -> Tensor:
+            if value.data_ptr() not in own:
+                saved[value.data_ptr()] = value.nbytes
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            out = model(batch)
+        plan = attached(model).plan
+        if plan is None or not isinstance(out, Tensor):
+            raise InputError("the model must return a tensor", got=type(out).__name__, fix="Change its forward.")
+        rows = [(math.prod(plan.rows[slot].shape[1:]), plan.rows[slot].dtype) for slot in plan.live]
+        detach(model)
+        return rows, len(plan.levels), sum(saved.values()) / batch.num_nodes
+
+    def _model(self) -> nn.Module:
+        torch.manual_seed(self._options.get("seed", 0))
+        model = self._build()
+        if is_autoscaled(model):
+            raise InputError("a plain model is tuned", got="an autoscaled one", fix="Leave gas.autoscale out.")
+        return model.to(self._device)
+
+    def _history_bytes(self, dtype: HistoryDtype) -> int:
+        """Bytes of all histories, with the second set that an exact evaluation in batches takes."""
+        kept = [codec_for(torch.bfloat16 if dtype == "bfloat16" else own, width) for width, own in self._rows]
+        sets = 1 if self._options.get("evaluate_parts") == 1 else 2
+        rows = sets * int(self._graph.num_nodes)
+        return rows * sum(codec.raw_width * codec.raw_dtype.itemsize for codec in kept)
+
+    def _possible_places(self) -> list[Place]:
+        disk = self._options.get("history_dir") is not None
+        dtypes: tuple[HistoryDtype, ...] = ("same", "bfloat16")
+        places: list[Place] = []
+        for dtype in dtypes:
+            try:
+                medium, why = choose_medium(self._history_bytes(dtype), self._device, disk=disk)
+            except InputError:
+                if dtype == dtypes[-1]:
+                    raise  # it says what has no room
+                continue
+            places.append(Place(medium, dtype, why))
+        if self.on_gpu and places[0].storage == "device":
+            # Host memory costs little time, so that it comes before fewer bits.
+            why = "histories beside the batches would not fit into the memory to train in"
+            places = [places[0], Place("host", "same", why), *(replace(place, storage="host") for place in places[1:])]
+        if disk and all(place.storage != "disk" for place in places):
+            places.append(Place("disk", "same", "histories in memory would not fit into the memory to train in"))
+        keep = self._options.get("keep_batches", True) and self._options.get("batches_on") != "host"
+        return places * keep + [replace(place, keep=False) for place in places]
+
+    # Trials and estimates ############################################################################################
+
+    def attempt(self, parts: int, place: Place) -> bool:
+        """Train for a few epochs if memory and time are sure to suffice; says whether there is something new."""
+        if (parts, place) in self.done or parts in self._failed:
+            return False
+        if self.done:  # the first has the smallest batches
+            expected = self.expect(parts, place)
+            too_long = EPOCHS * self._batches(parts) * expected.step_seconds > SECONDS
+            if too_long or not self.fits(expected.memory) or SAFETY * expected.memory > self._free:
+                return False
+        try:
+            self.done[parts, place] = self.run(parts, place)
+        except MemoryError:
+            self._failed.add(parts)
+        return True
+
+    def run(self, parts: int, place: Place, *, batch_size: int = 1, **changed: Any) -> Trial:
+        """Train for a few epochs.
+
+        Args:
+            parts: Number of parts; 1 is full batch.
+            place: Where histories are.
+            batch_size: Number of parts in a batch.
+            changed: Further options of ``fit``.
+        """
+        batches = self._batches(-(-parts // batch_size))
+        options = {name: value for name, value in self._options.items() if name not in _LENGTH}
+        options |= {"storage": place.storage, "history_dtype": place.history_dtype, **self.batch_options(place)}
+        options |= {"epochs": EPOCHS, **changed}
+        options |= {"mode": "full" if parts == 1 else "gas", "steps_per_epoch": batches}
+        model = self._model()
+        try:
+            result = fit(model, self._dataset, parts=parts, batch_size=batch_size, **options)
+        finally:
+            if is_autoscaled(model):
+                detach(model)  # a folder of histories is free again
+        if result.peak_memory is None:
+            raise InputError(
+                "a trial needs a system that tells how much memory is in use", got="none", fix="Use Linux."
+            )
+        step = min(epoch.seconds for epoch in result.epochs[1:]) / batches
+        other = sum(result.seconds.get(name, 0.0) for name in ("evaluate", "refresh")) / EPOCHS
+        return Trial(result.peak_memory, step, other)
+
+    def expect(self, parts: int, place: Place) -> Trial:
+        """What was measured, or an estimate: histories and kept batches are known, the rest grows with the batch."""
+        if (parts, place) in self.done:
+            return self.done[parts, place]
+        cut = self.cuts[parts]
+        rest, steps, others = {}, {}, {}
+        # Beyond what was tried, a row takes what is kept of it for gradients, and as much again for these.
+        for (tried, where), trial in self.done.items():
+            known = self.cuts[tried]
+            rest[float(known.rows)] = float(max(trial.memory - self.known_bytes(tried, where), 0))
+            steps[known.work], others[known.work] = trial.step_seconds, trial.other_seconds
+        memory = self.known_bytes(parts, place) + int(interpolate(rest, cut.rows, least_slope=2 * self._saved))
+        if parts in self._failed:
+            memory = max(memory, self.budget)
+        return Trial(memory, interpolate(steps, cut.work), interpolate(others, cut.work))
+
+    def known_bytes(self, parts: int, place: Place) -> int:
+        """Bytes of batches, and of histories where these are in the memory that is counted."""
+        cut = self.cuts[parts]
+        histories = place.storage == "device" and parts > 1  # full batch has none
+        batches = cut.kept if place.keep else min(cut.kept, AT_A_TIME * cut.largest)
+        return batches + self._history_bytes(place.history_dtype) * histories
+
+    def batch_options(self, place: Place) -> dict[str, Any]:
+        """The options of ``fit`` that keep batches out of the memory that is counted, if they are to be."""
+        if place.keep:
+            return {}
+        return {"batches_on": "host"} if self.on_gpu else {"keep_batches": False}
+
+    def _batches(self, count: int) -> int:
+        """Number of steps of a trial's epoch. A GPU's are captured when their batch comes for the first time."""
+        return count if self.on_gpu else min(count, STEPS)
+
+
+def class_skew(labels: Tensor, y: Tensor, train_mask: Tensor) -> float:
+    """How far the classes of a part are from those of the graph: total variation, the mean over training nodes.
+
+    Args:
+        labels: The part of each node, ``[num_nodes]``.
+        y: The class of each node, ``[num_nodes]``, or which of several it has, ``[num_nodes, num_classes]``.
+        train_mask: The nodes that count, ``[num_nodes]``.
+
+    Returns:
+        0 if all parts have the classes of the graph; towards 1 if each has one of many classes.
+
+    Example:
+        >>> y, everywhere = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
+        >>> class_skew(torch.tensor([0, 0, 1, 1]), y, everywhere), class_skew(torch.tensor([0, 1, 0, 1]), y, everywhere)
+        (0.5, 0.0)
+    """
+    labels, y, parts = labels[train_mask.cpu()], y[train_mask].cpu(), int(labels.max()) + 1
+    if y.dim() == 1:
+        classes = int(y.max()) + 1
+        counts = torch.bincount(labels * classes + y, minlength=parts * classes).view(parts, classes).double()
+    else:
+        counts = torch.zeros(parts, y.size(1), dtype=torch.double).index_add_(0, labels, y.double())
+    sizes = counts.sum(dim=1)
+    shares = counts / sizes.clamp(min=1).unsqueeze(1)
+    apart = 0.5 * (shares - counts.sum(dim=0) / sizes.sum().clamp(min=1)).abs().sum(dim=1)
+    return float((apart * sizes).sum() / sizes.sum().clamp(min=1))
+
+
+def with_margin(memory: int) -> int:
+    """The memory that has to be there if so many bytes are expected to be used."""
+    return memory + max(int(MARGIN * memory), LEAST_MARGIN)
+
+
+def interpolate(points: dict[float, float], place: float, *, least_slope: float = 0.0) -> float:
+    """The value at a place on straight lines through known points, which go on outside of them.
+
+    Args:
+        points: Values by place, at least one. A single one is taken to grow in proportion.
+        place: Where the value is wanted.
+        least_slope: What the value grows by at least, beyond the points.
+
+    Example:
+        >>> interpolate({1.0: 10.0, 3.0: 14.0}, 2.0), interpolate({1.0: 10.0, 3.0: 14.0}, 5.0)
+        (12.0, 18.0)
+    """
+    places = sorted(points)
+    if len(places) == 1:
+        return points[places[0]] + max(points[places[0]] / places[0], least_slope) * (place - places[0])
+    after = next((number for number, known in enumerate(places) if known > place), len(places))
+    after = min(max(after, 1), len(places) - 1)
+    first, second = places[after - 1], places[after]
+    slope = (points[second] - points[first]) / (second - first)
+    if place > second:
+        slope = max(slope, least_slope)
+    near = first if place < second else second
+    return max(points[near] + slope * (place - near), 0.0)

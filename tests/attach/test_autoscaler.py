@@ -1,0 +1,726 @@
+"""Attaching, detaching, calling, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch_geometric import nn as pyg  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.utils import add_self_loops  # type: ignore[import-untyped]
+
+import gnnautoscale as gas
+from conftest import (
+    CHANNELS,
+    EDGE_CHANNELS,
+    Counted,
+    Stack,
+    assert_same,
+    call_whole,
+    directed_ring,
+    odd_graph,
+    undirected_graph,
+    whole,
+)
+from gnnautoscale.attach.autoscaler import attached
+from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.forward import plan as slots
+
+C = CHANNELS
+
+
+def gcn(**options: Any) -> Any:
+    return pyg.GCN(C, 6, num_layers=3, out_channels=4, **options)
+
+
+def first_batch(data: Data, num_parts: int = 4) -> Data:
+    return next(iter(gas.HaloLoader(data, num_parts)))
+
+
+def exact(model: nn.Module, data: Data, num_parts: int = 5) -> None:
+    expected = whole(model, data)
+    gas.autoscale(model, data)
+    assert_same(gas.infer(model, gas.HaloLoader(data, num_parts, parts="random")), expected)
+
+
+# Attach and detach ###################################################################################################
+
+
+def attributes(model: nn.Module) -> list[set[str]]:
+    return [set(vars(module)) for module in model.modules()]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_detaching_gives_the_model_back(used: bool) -> None:
+    data = undirected_graph()
+    model = gcn(norm="batch_norm", jk="cat").eval()
+    before, names = attributes(model), list(model.state_dict())
+    expected = call_whole(model, data)
+    assert gas.autoscale(model, data) is model
+    assert list(model.state_dict()) == names
+    if used:
+        gas.infer(model, gas.HaloLoader(data, 3))
+    assert gas.detach(model) is model
+    assert attributes(model) == before
+    assert list(model.state_dict()) == names
+    assert model.forward.__func__ is type(model).forward
+    assert torch.equal(call_whole(model, data), expected)
+
+
+def test_an_instances_own_forward_comes_back() -> None:
+    """Other libraries replace ``forward`` on instances too."""
+    data = undirected_graph()
+    model = gcn().eval()
+    original = model.forward
+
+    def doubled(x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = original(x, edge_index)
+        return out * 2
+
+    model.forward = doubled
+    expected = model(data.x, data.edge_index).detach()
+    gas.autoscale(model, data)
+    assert_same(gas.infer(model, gas.HaloLoader(data, 3)), expected)
+    gas.detach(model)
+    assert_same(model(data.x, data.edge_index), expected)
+
+
+def test_weights_are_trained_in_place() -> None:
+    data = undirected_graph()
+    model = gcn()
+    weights = list(model.parameters())
+    before = [value.detach().clone() for value in weights]
+    gas.autoscale(model, data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(first_batch(data)).square().sum().backward()
+    optimizer.step()
+    gas.detach(model)
+    assert all(a is b for a, b in zip(model.parameters(), weights, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(weights, before, strict=True))
+
+
+def test_attaching_twice_is_refused_and_again_after_detaching_is_not() -> None:
+    data = undirected_graph()
+    model = gas.autoscale(gcn(), data)
+    with pytest.raises(InputError, match="autoscaled once and as a whole, but got GCN, which already is"):
+        gas.autoscale(model, data)
+    gas.detach(model)
+    with pytest.raises(InputError, match="needs an autoscaled model, but got GCN"):
+        gas.detach(model)
+    other = odd_graph()
+    exact(model, other)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        return self.inner(x, edge_index)
+
+
+def test_attaching_around_an_attached_model_is_refused() -> None:
+    data = undirected_graph()
+    inner = gas.autoscale(gcn(), data)
+    with pytest.raises(InputError, match="already"):
+        gas.autoscale(Wrapper(inner), data)
+
+
+def test_attaching_inside_of_an_attached_model_is_refused() -> None:
+    data = undirected_graph()
+    outer = gas.autoscale(Wrapper(gcn()), data)
+    with pytest.raises(InputError, match="already"):
+        gas.autoscale(outer.inner, data)
+
+
+@pytest.mark.parametrize("num_nodes_only", [False, True])
+def test_deep_copies_are_independent(num_nodes_only: bool) -> None:
+    data = undirected_graph()
+    loader = gas.HaloLoader(data, 4)
+    model = gas.autoscale(gcn(), data.num_nodes if num_nodes_only else data)
+    expected = gas.infer(model, loader)
+    copied = copy.deepcopy(model)
+    assert torch.equal(gas.infer(copied, loader), expected)
+    copied.convs[0].lin.weight.data.mul_(3.0)
+    copied.train()
+    changed = gas.infer(copied, loader)
+    assert not torch.allclose(changed, expected)
+    assert torch.equal(gas.infer(model, loader), expected)
+    gas.detach(copied)
+    assert_same(whole(copied, data), changed)
+    assert attached(model).session is None
+
+
+def test_state_moves_between_plain_and_attached_models() -> None:
+    data = undirected_graph()
+    trained, plain, fresh = gas.autoscale(gcn(), data), gcn(), gas.autoscale(gcn(), data)
+    plain.load_state_dict(trained.state_dict())
+    fresh.load_state_dict(plain.state_dict())
+    loader = gas.HaloLoader(data, 4)
+    assert_same(gas.infer(fresh, loader), gas.infer(trained, loader), 1e-7)
+    assert_same(gas.infer(fresh, loader), whole(plain, data))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "GCN"}, "takes a torch.nn.Module, but got str"),
+        ({"model": pyg.GCN}, "takes a torch.nn.Module"),
+        ({"data": 0}, "the graph or its number of nodes, but got 0"),
+        ({"data": -3}, "number of nodes, but got -3"),
+        ({"data": True}, "number of nodes, but got True"),
+        ({"data": 3.5}, "number of nodes, but got 3.5"),
+        ({"data": None}, "number of nodes, but got None"),
+        ({"dtype": torch.int64}, "floating-point rows, or eight bits with a scale for each row, but got torch.int64"),
+        ({"edge_dropout": 1.0}, "at least 0 and below 1, but got 1.0"),
+        ({"edge_dropout": -0.1}, "at least 0 and below 1"),
+        ({"edge_dropout": float("nan")}, "at least 0 and below 1"),
+        ({"storage": "tape"}, "storage must be one of device, host, disk, auto, but got 'tape'"),
+        ({"storage": "disk"}, "histories on disk need a folder"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    model = gcn()
+    given: dict[str, Any] = {"model": model, "data": undirected_graph(), **arguments}
+    with pytest.raises(InputError, match=message):
+        gas.autoscale(**given)
+    assert "forward" not in vars(model)
+
+
+def test_bad_graph_is_refused() -> None:
+    data = undirected_graph()
+    data.edge_weight[3] = float("nan")
+    with pytest.raises(InputError, match="edge_weight must be finite"):
+        gas.autoscale(gcn(), data)
+
+
+# Calling #############################################################################################################
+
+
+def test_one_row_per_node_of_the_batch() -> None:
+    data = undirected_graph()
+    model = gas.autoscale(gcn().eval(), data)
+    for batch in gas.HaloLoader(data, 4, batch_size=2):
+        out = model(batch.x, batch.edge_index, edge_weight=batch.edge_weight)
+        assert out.shape == (batch.batch_size, 4)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, batch: model(batch),
+        lambda model, batch: model(batch.x, batch.edge_index, batch.edge_weight),
+        lambda model, batch: model(x=batch.x, edge_index=batch.edge_index, edge_weight=batch.edge_weight),
+        lambda model, batch: model(batch.to("cpu")),
+        lambda model, batch: model(batch.x, batch.edge_index.to("cpu"), batch.edge_weight.to("cpu", copy=True)),
+        lambda model, batch: model(batch.x.clone(), batch.edge_index.clone(), batch.edge_weight.clone()),
+        lambda model, batch: model(batch.clone()),
+    ],
+)
+def test_ways_to_call_a_model(call: Callable[[nn.Module, Data], Tensor]) -> None:
+    data = undirected_graph()
+    model = Stack([pyg.GCNConv(C, C), pyg.GCNConv(C, C)], ("edge_weight",))
+    expected = whole(model, data)
+    gas.autoscale(model, data)
+    for _ in range(2):
+        for batch in gas.HaloLoader(data, 3):
+            out = call(model, batch)
+    assert_same(out, expected[batch.n_id[: batch.batch_size]])
+
+
+def test_batch_of_another_loader_of_the_same_graph_is_accepted() -> None:
+    data = undirected_graph()
+    model = gcn()
+    expected = whole(model, data)
+    gas.autoscale(model, data)
+    gas.infer(model, gas.HaloLoader(data, 3))
+    batch = next(iter(gas.HaloLoader(data.clone(), 7, parts="random")))
+    assert_same(model(batch), expected[batch.n_id[: batch.batch_size]])
+
+
+@pytest.mark.parametrize("number", [40, None])
+def test_batch_of_another_graph_is_refused(number: int | None) -> None:
+    data = undirected_graph()
+    model = gas.autoscale(gcn(), number or data)
+    model(first_batch(data))
+    reweighted = data.clone()
+    reweighted.edge_weight = data.edge_weight + 1
+    for other in (odd_graph(), undirected_graph(seed=1), reweighted):
+        with pytest.raises(InputError, match=r"graph that its histories belong to, which has 40 nodes.*gas.infer"):
+            model(first_batch(other))
+
+
+def test_whole_graph_is_refused() -> None:
+    data = undirected_graph()
+    model = gas.autoscale(gcn(), data)
+    for arguments in ((data.x, data.edge_index), (data,), ()):
+        with pytest.raises(InputError, match=r"called with a batch of a HaloLoader.*gas.infer"):
+            model(*arguments)
+
+
+def test_mixed_batches_are_refused() -> None:
+    data = undirected_graph()
+    model = gas.autoscale(Stack([pyg.GCNConv(C, C)], ("edge_weight",)), data)
+    first, second = gas.HaloLoader(data, parts=torch.arange(40) % 2)
+    model(first)
+    with pytest.raises(InputError, match="same batch"):
+        model(first.x, first.edge_index, second.edge_weight)
+
+
+def test_missing_arguments_are_named() -> None:
+    class Needy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = pyg.SAGEConv(C, C)
+
+        def forward(self, x: Tensor, edge_index: Tensor, timestamps: Tensor) -> Any:
+            return self.conv(x, edge_index)
+
+    model = gas.autoscale(Needy(), 40)
+    with pytest.raises(
+        InputError, match=r"Needy.forward that the batch has by its name, but got a batch without timest"
+    ):
+        model(first_batch(undirected_graph()))
+
+
+def test_rows_of_the_batch_alone_are_refused() -> None:
+    data = undirected_graph()
+    model = gas.autoscale(gcn(), data)
+    batch = first_batch(data)
+    with pytest.raises((InputError, IndexError, RuntimeError)):
+        model(batch.x[: batch.batch_size], batch.edge_index)
+
+
+def test_other_arguments_than_at_first_are_refused() -> None:
+    data = undirected_graph()
+    model = gas.autoscale(gcn(), data)
+    batch = first_batch(data)
+    model(batch.x, batch.edge_index, edge_weight=batch.edge_weight)
+    with pytest.raises(
+        UnsupportedModelError, match=r"GCNConv \('convs\.0'\) must be called in the same way every time"
+    ):
+        model(batch.x, batch.edge_index)
+
+
+def test_other_weights_than_at_first_are_used_or_refused() -> None:
+    """What was recorded for one edge attribute must not stand in for another."""
+    data = undirected_graph()
+    data.edge_other = data.edge_weight.flip(0) * 3
+    model = gcn().eval()
+    expected = model(data.x, data.edge_index, edge_weight=data.edge_other).detach()
+    gas.autoscale(model, data)
+    batch = first_batch(data, 1)
+    model(batch.x, batch.edge_index, edge_weight=batch.edge_weight)
+    try:
+        out = model(batch.x, batch.edge_index, edge_weight=batch.edge_other)
+    except InputError:
+        return
+    assert_same(out, expected)
+
+
+def test_changed_edges_are_refused_later_too() -> None:
+    data = undirected_graph()
+    model = gas.autoscale(gcn(), data)
+    batch = first_batch(data)
+    model(batch)
+    batch.edge_weight.mul_(2.0)
+    with pytest.raises(UnsupportedModelError, match="changed since"):
+        model(batch)
+
+
+def test_history_keeps_its_width() -> None:
+    data = undirected_graph()
+    model = gas.autoscale(Stack([pyg.SAGEConv(C, C), pyg.SAGEConv(C, C)]), data)
+    model(first_batch(data))
+    model.layers[0].lin_l, model.layers[0].lin_r = nn.Linear(C, 5), nn.Linear(C, 5, bias=False)
+    with pytest.raises(InputError, match=r"rows of width 8.*autoscale the model again"):
+        model(first_batch(data))
+
+
+def test_failed_call_leaves_the_model_usable() -> None:
+    data = undirected_graph()
+    model = gcn()
+    expected = whole(model, data)
+    gas.autoscale(model, data)
+    loader = gas.HaloLoader(data, 4)
+    gas.infer(model, loader)
+    batch = first_batch(data)
+    with pytest.raises((RuntimeError, InputError)):
+        model(batch.x[:, :3], batch.edge_index, edge_weight=batch.edge_weight)
+    assert_same(gas.infer(model, loader), expected)
+
+
+# Models that users write #############################################################################################
+
+
+def test_model_that_is_a_layer() -> None:
+    exact(pyg.GCNConv(C, 4), undirected_graph())
+
+
+def test_pyg_sequential() -> None:
+    data = undirected_graph()
+    model = pyg.Sequential(
+        "x, edge_index",
+        [
+            (pyg.GCNConv(C, C), "x, edge_index -> x"),
+            nn.ReLU(inplace=True),
+            (pyg.GCNConv(C, 4), "x, edge_index -> x"),
+        ],
+    ).eval()
+    expected = model(data.x, data.edge_index).detach()
+    gas.autoscale(model, data)
+    loader = gas.HaloLoader(data, 4)
+    out = gas.infer(model, loader, call=lambda model, batch: model(batch.x, batch.edge_index))
+    assert_same(out, expected)
+
+
+class Nested(nn.Module):
+    """Layers in dictionaries, in modules in modules, and one layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.ModuleDict({"gcn": pyg.GCNConv(C, C), "gat": pyg.GATConv(C, C)})
+        self.block = Wrapper(Wrapper(pyg.GraphSAGE(C, C, num_layers=2)))
+        self.shared = pyg.GCNConv(C, C)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        x = self.act(self.kinds["gcn"](x, edge_index))
+        x = self.block(x, edge_index) + self.kinds["gat"](x, edge_index)
+        for _ in range(3):
+            x = self.act(self.shared(x, edge_index)) + x
+        return {"scores": x, "kinds": (x > 0).long()}["scores"]
+
+
+@pytest.mark.parametrize("make_data", [undirected_graph, odd_graph])
+def test_nested_and_shared_modules(make_data: Callable[[], Data]) -> None:
+    exact(Nested(), make_data())
+
+
+class Embedded(nn.Module):
+    """Takes classes and node numbers, and looks both up."""
+
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__()
+        self.classes, self.nodes = nn.Embedding(4, C), nn.Embedding(num_nodes, C)
+        self.convs = nn.ModuleList(pyg.GCNConv(C, C) for _ in range(3))
+
+    def forward(self, y: Tensor, edge_index: Tensor, n_id: Tensor) -> Any:
+        x = self.classes(y) + self.nodes(n_id)
+        for conv in self.convs:
+            x = conv(x, edge_index).tanh()
+        return x
+
+
+@pytest.mark.parametrize("num_nodes", [5, 40])
+def test_embeddings_of_classes_and_nodes(num_nodes: int) -> None:
+    data = undirected_graph(num_nodes)
+    model = Embedded(num_nodes).eval()
+    expected = model(data.y, data.edge_index, torch.arange(num_nodes)).detach()
+    gas.autoscale(model, data)
+    assert_same(gas.infer(model, gas.HaloLoader(data, 5)), expected)
+
+
+def test_integer_nodes_where_edges_are_as_many_as_rows() -> None:
+    """Nodes and edges cannot always be told apart by counting."""
+
+    class Typed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.classes, self.conv = nn.Embedding(4, C), pyg.GCNConv(C, C)
+
+        def forward(self, y: Tensor, edge_index: Tensor) -> Any:
+            return self.conv(self.classes(y), edge_index)
+
+    exact(Typed(), directed_ring(), 1)
+
+
+class TakesData(nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(pyg.GCNConv(C, C) for _ in range(2))
+        self.names = names
+
+    def forward(self, data: Data) -> Any:
+        x = data.x
+        for conv in self.convs:
+            x = conv(x, data.edge_index, data.edge_weight).tanh()
+        for name in self.names:
+            x = x * data[name]
+        return x
+
+
+@pytest.mark.parametrize("make_data", [undirected_graph, odd_graph, directed_ring])
+@pytest.mark.parametrize("num_parts", [1, 5])
+def test_model_that_takes_data(make_data: Callable[[], Data], num_parts: int) -> None:
+    data = make_data()
+    model = TakesData().eval()
+    expected = model(data).detach()
+    gas.autoscale(model, data)
+    assert_same(gas.infer(model, gas.HaloLoader(data, num_parts)), expected)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(3.0), torch.full((1,), 3.0), torch.arange(8.0), 3])
+def test_model_that_takes_data_with_graph_level_attributes(value: Any) -> None:
+    data = undirected_graph()
+    data.scale = value
+    model = TakesData("scale").eval()
+    expected = model(data).detach()
+    gas.autoscale(model, data)
+    assert_same(gas.infer(model, gas.HaloLoader(data, 4)), expected)
+
+
+def test_lazy_layers() -> None:
+    """They take their size from the first batch, and the same weights as in full batch from the same seed."""
+    data = undirected_graph()
+
+    def lazy() -> nn.Module:
+        torch.manual_seed(5)
+        return Stack([pyg.GCNConv(-1, 6), pyg.SAGEConv(-1, 6), pyg.GATConv(-1, 4)])
+
+    plain = lazy().eval()
+    expected = call_whole(plain, data).detach()
+    loader = gas.HaloLoader(data, 4)
+    batch = next(iter(loader))
+    model = gas.autoscale(lazy(), data)
+    model(batch)
+    assert_same(gas.infer(model, loader), expected)
+
+
+def test_inputs_may_be_written_to() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = pyg.APPNP(3, 0.1)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+            return self.conv(x.mul_(0.5), edge_index)
+
+    data = undirected_graph()
+    model = Writing()
+    expected = model(data.x.clone(), data.edge_index)
+    gas.autoscale(model, data)
+    loader = gas.HaloLoader(data, 4)
+    for _ in range(2):
+        assert_same(gas.infer(model, loader), expected)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(pyg.GCNConv(C, C, add_self_loops=False) for _ in range(2))
+        self.recompute = recompute
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        for conv in self.convs:
+            out = checkpoint(conv, x, edge_index, use_reentrant=False) if self.recompute else conv(x, edge_index)
+            x = out.tanh()
+        return x
+
+
+def deep_gcn(recompute: bool) -> nn.Module:
+    return Stack(
+        [
+            pyg.DeepGCNLayer(
+                pyg.GCNConv(C, C, add_self_loops=False), nn.LayerNorm(C), nn.Tanh(), "res", ckpt_grad=recompute
+            )
+            for _ in range(2)
+        ]
+    )
+
+
+@pytest.mark.parametrize("make", [Checkpointed, deep_gcn])
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.utils.checkpoint")
+def test_checkpointed_layers_have_the_right_gradient_or_are_refused(make: Callable[[bool], nn.Module]) -> None:
+    """Recomputing a layer in the backward pass must see the same edge weights as before."""
+    data = undirected_graph()
+    plain, thrifty = make(False), make(True)
+    thrifty.load_state_dict(plain.state_dict())
+    for model in (plain, thrifty):
+        gas.autoscale(model, data).train()
+        try:
+            for batch in gas.HaloLoader(data, 4):
+                model(batch.x.clone().requires_grad_(), batch.edge_index).square().sum().backward()
+        except (InputError, RuntimeError):
+            assert model is thrifty
+            return
+    for got, expected in zip(thrifty.parameters(), plain.parameters(), strict=True):
+        assert got.grad is not None
+        assert expected.grad is not None
+        assert_same(got.grad, expected.grad)
+
+
+def test_precision_may_change_later() -> None:
+    data = undirected_graph()
+    model = gas.autoscale(gcn(), data)
+    gas.infer(model, gas.HaloLoader(data, 4))
+    model.double()
+    wide = undirected_graph(dtype=torch.float64)
+    gas.detach(model)
+    expected = whole(model, wide)
+    gas.autoscale(model, wide)
+    assert_same(gas.infer(model, gas.HaloLoader(wide, 4)), expected, 1e-12)
+
+
+def test_parameters_may_be_absent() -> None:
+    exact(Stack([pyg.SimpleConv(aggr="mean"), pyg.LGConv()]), odd_graph())
+
+
+def test_number_of_nodes_is_enough() -> None:
+    data = undirected_graph()
+    model = gcn()
+    expected = whole(model, data)
+    gas.autoscale(model, 40)
+    assert_same(gas.infer(model, gas.HaloLoader(data, 4)), expected)
+
+
+# Edge dropout ########################################################################################################
+
+
+@pytest.mark.parametrize("probability", [0.2, 0.7])
+def test_edge_dropout_leaves_out_its_share_in_training_only(probability: float) -> None:
+    data = undirected_graph(200, 2000)
+    layer = Counted()
+    model = gas.autoscale(Stack([layer]), data, edge_dropout=probability)
+    loader = gas.HaloLoader(data, 4)
+    model.eval()
+    model(next(iter(loader)))
+    layer.num_edges = 0
+    for batch in loader:
+        model(batch)
+    assert layer.num_edges == data.num_edges
+    model.train()
+    layer.num_edges = 0
+    for batch in loader:
+        model(batch)
+    assert layer.num_edges / data.num_edges == pytest.approx(1 - probability, abs=0.04)
+    model.train(False)
+    assert_same(gas.infer(model, loader), gas.infer(model, gas.HaloLoader(data, 1)))
+
+
+def test_edge_dropout_keeps_self_loops_and_weights_with_their_edges() -> None:
+    """With weights that name their edge, the sum over the kept edges shows which were kept."""
+    num_nodes = 12
+    pairs = torch.cartesian_prod(torch.arange(num_nodes), torch.arange(num_nodes)).t()
+    data = Data(x=torch.eye(num_nodes), edge_index=pairs, edge_weight=torch.arange(1.0, pairs.size(1) + 1))
+    model = gas.autoscale(Stack([pyg.SimpleConv()], ("edge_weight",)), data, edge_dropout=0.6).train()
+    out = model(next(iter(gas.HaloLoader(data, 1)))).t()  # [source, target]: the weight of each kept edge
+    full = data.edge_weight.view(num_nodes, num_nodes)
+    kept = out != 0
+    assert bool(kept.diagonal().all())
+    assert torch.equal(out[kept], full[kept])
+    assert int((~kept).sum()) > 0
+    again = model(next(iter(gas.HaloLoader(data, 1)))).t()
+    assert not torch.equal(again, out)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: pyg.GCNConv(C, C),
+        lambda: pyg.GATConv(C, C),
+        lambda: pyg.GATv2Conv(C, C, heads=2, concat=False),
+        lambda: pyg.SGConv(C, C, K=2),
+        lambda: pyg.GraphConv(C, C),
+    ],
+    ids=["GCN", "GAT", "GATv2", "SG", "Graph"],
+)
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_edge_dropout_works_for_any_layer(layer: Callable[[], Any], num_parts: int) -> None:
+    data = odd_graph()
+    model = gas.autoscale(Stack([layer(), layer()]), data, edge_dropout=0.5).train()
+    for batch in gas.HaloLoader(data, num_parts):
+        out = model(batch)
+        out.square().sum().backward()
+        assert bool(torch.isfinite(out).all())
+
+
+@pytest.mark.parametrize("layer", [pyg.GATConv, pyg.GATv2Conv, pyg.TransformerConv])
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_edge_dropout_keeps_edge_features_with_their_edges(layer: Callable[..., Any], num_parts: int) -> None:
+    data = odd_graph()
+    make = [layer(C, C, edge_dim=EDGE_CHANNELS) for _ in range(2)]
+    model = gas.autoscale(Stack(make, ("edge_attr",)), data, edge_dropout=0.5).train()
+    for batch in gas.HaloLoader(data, num_parts):
+        model(batch).square().sum().backward()
+
+
+def test_edge_dropout_works_on_derived_edges_or_is_refused() -> None:
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = pyg.GraphConv(C, C)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+            return self.conv(x, add_self_loops(edge_index, num_nodes=x.size(0))[0])
+
+    data = undirected_graph()
+    model = gas.autoscale(Looped(), data, edge_dropout=0.9).train()
+    batch = first_batch(data)
+    try:
+        first, second = model(batch), model(batch)
+    except InputError:
+        return
+    assert not torch.equal(first, second)
+
+
+def test_edge_dropout_works_with_learned_weights() -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weigh, self.conv = nn.Linear(EDGE_CHANNELS, 1), pyg.GraphConv(C, C)
+
+        def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Any:
+            return self.conv(x, edge_index, self.weigh(edge_attr).squeeze(-1))
+
+    data = odd_graph()
+    model = gas.autoscale(Learned(), data, edge_dropout=0.5).train()
+    for batch in gas.HaloLoader(data, 3):
+        model(batch).square().sum().backward()
+    assert model.weigh.weight.grad is not None
+    assert bool((model.weigh.weight.grad != 0).all())
+
+
+# torch.compile #######################################################################################################
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, about its compiler
+def test_torch_compile_leaves_an_autoscaled_model_as_it_is() -> None:
+    data = undirected_graph()
+    torch.manual_seed(0)
+    model = gas.autoscale(pyg.GCN(CHANNELS, 8, num_layers=3, out_channels=4), data)
+    loader = gas.HaloLoader(data, num_parts=3)
+    compiled = torch.compile(model, backend="eager")
+    for batch in [*loader, *loader]:
+        expected = model(batch.x, batch.edge_index)
+        assert torch.equal(compiled(batch.x, batch.edge_index), expected)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place", "inside"])
+def test_a_compiled_model_is_refused(how: str) -> None:
+    model = pyg.GCN(CHANNELS, 8, num_layers=2, out_channels=4)
+    if how == "wrapped":
+        model = torch.compile(model, backend="eager")
+    elif how == "in place":
+        model.compile(backend="eager")
+    else:
+        model.convs[0].compile(backend="eager")
+    with pytest.raises(gas.UnsupportedModelError, match=r"torch\.compile has wrapped"):
+        gas.autoscale(model, undirected_graph())
+
+
+def test_histories_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.")
+
+    data = undirected_graph()
+    model = gas.autoscale(gcn(), data)
+    monkeypatch.setattr(slots, "open_history", no_room)
+    with pytest.raises(InputError, match=r"device memory must have room.*99 bytes.*'convs.0'.*storage='disk'"):
+        gas.refresh(model, gas.HaloLoader(data, 3))

@@ -1,0 +1,349 @@
+"""Weisfeiler-Lehman colours against plain Python, and the paper's Proposition and Theorem 2 on small graphs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+from typer.testing import CliRunner
+
+import gnnautoscale.cli as cli
+from conftest import assert_same, odd_graph
+from gnnautoscale.cli import expressiveness as command
+from gnnautoscale.cli.expressiveness import Example, counterexample, examples, random_graph, survey, two_stars
+from gnnautoscale.errors import InputError
+from gnnautoscale.experiments.expressiveness import (
+    TOLERANCE,
+    Comparison,
+    PowerfulGNN,
+    compare,
+    full_batch,
+    is_finer,
+    nearest_colours,
+    row_classes,
+    same_classes,
+    while_training,
+    with_clusters,
+    with_histories,
+    with_samples,
+    wl_colours,
+)
+
+SMALL = [example for example in examples() if example.data.num_nodes < 1000]
+SEEDS = range(4)
+
+
+def refined_by_hand(edge_index: Tensor, colours: list[int], rounds: int) -> list[Any]:
+    """Colour refinement with nested tuples as colours: nothing is renamed, so nothing can be confused."""
+    now: list[Any] = list(colours)
+    edges = edge_index.t().tolist()
+    for _ in range(rounds):
+        names = {colour: number for number, colour in enumerate(sorted(set(now)))}
+        ranks = [names[colour] for colour in now]
+        incoming: list[list[int]] = [[] for _ in now]
+        for source, target in edges:
+            incoming[target].append(ranks[source])
+        now = [(rank, *sorted(others)) for rank, others in zip(ranks, incoming, strict=True)]
+    return now
+
+
+def first_appearance(values: list[Any]) -> list[int]:
+    seen: dict[Any, int] = {}
+    return [seen.setdefault(value, len(seen)) for value in values]
+
+
+def odd(seed: int) -> Data:
+    """A directed graph with all that is odd, in two colours."""
+    data = odd_graph(seed)
+    return Data(x=torch.eye(2, dtype=torch.double)[data.y % 2], edge_index=data.edge_index)
+
+
+def classes(out: Tensor) -> Tensor:
+    return row_classes(out, TOLERANCE)
+
+
+def model_for(example: Example, seed: int = 0) -> PowerfulGNN:
+    return PowerfulGNN(example.data.num_features, example.layers, seed=seed)
+
+
+def separation(exact: Tensor, colours: Tensor) -> float:
+    """The least distance of outputs of different colours."""
+    apart = torch.cdist(exact, exact)[colours.unsqueeze(0) != colours.unsqueeze(1)]
+    return float(apart.min()) if apart.numel() else float("inf")
+
+
+# Colours #############################################################################################################
+
+
+def test_colours_of_a_star_and_of_a_directed_path() -> None:
+    star = torch.tensor([[0, 1, 0, 2, 0, 3], [1, 0, 2, 0, 3, 0]])
+    assert wl_colours(star, 5).tolist() == [0, 1, 1, 1, 2]  # node 4 has no edge
+    path = torch.tensor([[0, 1, 2], [1, 2, 3]])
+    assert wl_colours(path, 4).tolist() == [0, 1, 2, 3]
+    assert wl_colours(path, 4, rounds=0).tolist() == [0, 0, 0, 0]
+    assert wl_colours(path, 4, rounds=1).tolist() == [0, 1, 1, 1]
+    assert wl_colours(path, 4, rounds=2).tolist() == [0, 1, 2, 2]
+
+
+def test_edges_count_as_often_as_they_are_there() -> None:
+    assert wl_colours(torch.tensor([[0, 0, 0], [1, 1, 2]]), 3).tolist() == [0, 1, 2]
+
+
+def test_colours_to_start_from_are_kept_apart() -> None:
+    ring = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+    assert wl_colours(ring, 4).tolist() == [0, 0, 0, 0]
+    assert wl_colours(ring, 4, colours=torch.tensor([9, 4, 4, 4])).tolist() == [0, 1, 2, 3]
+    assert wl_colours(ring, 4, colours=torch.tensor([9, 4, 9, 4])).tolist() == [0, 1, 0, 1]
+
+
+def test_what_no_round_tells_apart() -> None:
+    assert wl_colours(command.hexagon_and_triangles().edge_index, 12).tolist() == [0] * 12
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2, 3, None])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_colours_are_those_of_plain_python(seed: int, rounds: int | None) -> None:
+    for data in (odd(seed), random_graph(60, pairs=70, colours=2, seed=seed)):
+        start = row_classes(data.x)
+        found = wl_colours(data.edge_index, data.num_nodes, colours=start, rounds=rounds)
+        by_hand = refined_by_hand(data.edge_index, start.tolist(), data.num_nodes if rounds is None else rounds)
+        assert found.tolist() == first_appearance(by_hand)
+
+
+def test_a_renumbered_graph_has_the_same_colours() -> None:
+    data = random_graph(50, pairs=60, colours=2)
+    place = torch.randperm(50)
+    renumbered = wl_colours(place[data.edge_index], 50)
+    assert same_classes(renumbered[place], wl_colours(data.edge_index, 50))
+
+
+def test_more_rounds_are_finer() -> None:
+    data = random_graph(80, pairs=80, colours=1)
+    rounds = [wl_colours(data.edge_index, 80, rounds=count) for count in range(5)]
+    assert all(is_finer(later, earlier) for earlier, later in pairwise(rounds))
+    assert not is_finer(rounds[0], rounds[1])
+
+
+def test_compared_classes() -> None:
+    colours = torch.tensor([0, 0, 1, 1, 2])
+    assert compare(torch.tensor([3, 3, 1, 1, 0]), colours) == Comparison(3, 3, torn=0, merged=0)
+    assert compare(torch.tensor([0, 1, 2, 2, 3]), colours) == Comparison(3, 4, torn=1, merged=0)
+    assert compare(torch.tensor([0, 0, 0, 0, 3]), colours) == Comparison(3, 2, torn=0, merged=2)
+    assert compare(torch.tensor([0, 1, 1, 1, 1]), colours) == Comparison(3, 2, torn=1, merged=3)
+    assert same_classes(colours, torch.tensor([5, 5, 0, 0, 9]))
+    assert not same_classes(colours, torch.tensor([0, 0, 1, 2, 3]))
+
+
+def test_rows_that_are_nearly_equal() -> None:
+    rows = torch.tensor([[0.0, 1.0], [1e-12, 1.0], [0.0, 1.1], [0.3, 1.0]], dtype=torch.double)
+    assert row_classes(rows, 1e-9).tolist() == [0, 0, 1, 2]
+    assert row_classes(rows).tolist() == [0, 1, 2, 3]
+    assert row_classes(rows, 1.0).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: wl_colours(torch.tensor([[0], [3]]), 2), "indices from 0 to 1"),
+        (lambda: wl_colours(torch.tensor([[0], [1]]), 0), "at least one node"),
+        (lambda: wl_colours(torch.tensor([[0], [1]]), 2, rounds=-1), "rounds must be"),
+        (lambda: wl_colours(torch.tensor([[0], [1]]), 2, colours=torch.ones(2)), "must be integers"),
+        (lambda: wl_colours(torch.tensor([[0], [1]]), 2, colours=torch.arange(3)), "2 nodes"),
+        (lambda: compare(torch.arange(2), torch.arange(3)), "3 nodes"),
+        (lambda: compare(torch.arange(0), torch.arange(0)), "at least one"),
+        (lambda: row_classes(torch.tensor([[float("nan")]])), "finite"),
+        (lambda: row_classes(torch.ones(3)), r"shape \[3\]"),
+        (lambda: PowerfulGNN(1, 0), "at least one layer"),
+        (lambda: with_histories(PowerfulGNN(3, 1), counterexample(), 2, passes=0), "passes must be"),
+        (lambda: with_clusters(PowerfulGNN(3, 1), Data(edge_index=torch.zeros(2, 1).long()), 1), "needs features"),
+    ],
+)
+def test_bad_input_is_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        call()
+
+
+# The model ###########################################################################################################
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_model_tells_apart_what_as_many_rounds_do(seed: int, layers: int) -> None:
+    for data in (odd(seed), random_graph(60, pairs=70, colours=2, seed=seed)):
+        colours = wl_colours(data.edge_index, data.num_nodes, colours=row_classes(data.x), rounds=layers)
+        assert same_classes(classes(full_batch(PowerfulGNN(2, layers, seed=seed), data)), colours)
+
+
+def test_outputs_do_not_depend_on_the_global_random_state() -> None:
+    first = full_batch(PowerfulGNN(3, 2), counterexample())
+    torch.manual_seed(99)
+    assert torch.equal(first, full_batch(PowerfulGNN(3, 2), counterexample()))
+
+
+# The Proposition #####################################################################################################
+
+
+def drawn(data: Data, keep: list[int]) -> tuple[Tensor, Tensor]:
+    """Outputs of one layer on all edges, and on some with the Proposition's weights."""
+    model = PowerfulGNN(3, 1)
+    edges = data.edge_index[:, keep]
+    degree, left = (torch.bincount(index[1], minlength=data.num_nodes) for index in (data.edge_index, edges))
+    with torch.no_grad():
+        return full_batch(model, data), model(data.x, edges, degree[edges[1]] / left[edges[1]].double())
+
+
+def test_a_drawing_that_tears_nodes_of_one_colour() -> None:
+    data = counterexample()
+    assert wl_colours(data.edge_index, 4, colours=row_classes(data.x), rounds=1).tolist() == [0, 1, 2, 0]
+    # The edges into node 0 and node 3 are those from 1 and from 2: keep one of each, not the same.
+    wanted = [(1, 0), (2, 3)]
+    edges = [tuple(edge) for edge in data.edge_index.t().tolist()]
+    whole, sampled = drawn(data, [edges.index(edge) for edge in wanted])
+    assert_same(whole[0], whole[3], 1e-12)
+    assert float((sampled[0] - sampled[3]).norm()) > 0.1
+
+
+def test_a_drawing_that_merges_nodes_of_two_colours() -> None:
+    data = two_stars()
+    colours = wl_colours(data.edge_index, 8, colours=row_classes(data.x), rounds=1)
+    assert colours[0] != colours[1]
+    edges = [tuple(edge) for edge in data.edge_index.t().tolist()]
+    whole, sampled = drawn(data, [edges.index((2, 0)), edges.index((5, 1))])  # both see colour 1
+    assert float((whole[0] - whole[1]).norm()) > 0.1
+    assert_same(sampled[0], sampled[1], 1e-12)
+
+
+@pytest.mark.parametrize("rescale", [True, False])
+def test_sampling_does_not_keep_classes(rescale: bool) -> None:
+    def outcomes(example: Example) -> list[Comparison]:
+        outputs = [with_samples(model_for(example), example.data, [1], rescale=rescale, seed=s) for s in range(20)]
+        return [compare(classes(out), example.colours) for out in outputs]
+
+    tearing, merging = outcomes(SMALL[0]), outcomes(SMALL[1])
+    # Nodes 0 and 3 draw one of two neighbours each: different ones half of the time.
+    assert {(result.torn, result.merged) for result in tearing} == {(0, 0), (1, 0)}
+    assert {(result.torn, result.merged) for result in merging} == {(0, 0), (0, 2)}
+
+
+def test_dropping_edges_between_parts_does_not_keep_classes() -> None:
+    parts = torch.tensor([0, 0, 1, 1])
+    out = with_clusters(model_for(SMALL[0]), SMALL[0].data, parts=parts)
+    assert compare(classes(out), SMALL[0].colours) == Comparison(3, 4, torn=1, merged=0)
+
+
+@pytest.mark.parametrize("example", SMALL, ids=lambda example: example.name)
+def test_nothing_is_lost_if_no_edge_is(example: Example) -> None:
+    model = model_for(example)
+    exact = full_batch(model, example.data)
+    assert_same(with_samples(model, example.data, [-1] * example.layers), exact, 1e-12)
+    assert_same(with_clusters(model, example.data, 1), exact, 1e-12)
+
+
+# Theorem 2 ###########################################################################################################
+
+
+@pytest.mark.parametrize("parts", ["metis", "random", "one"])
+@pytest.mark.parametrize("example", SMALL, ids=lambda example: example.name)
+def test_histories_keep_classes(example: Example, parts: Literal["metis", "random", "one"]) -> None:
+    for seed in SEEDS:
+        model = model_for(example, seed)
+        count = 1 if parts == "one" else example.parts
+        how: Literal["metis", "random"] = "random" if parts == "random" else "metis"
+        exact = full_batch(model, example.data)
+        for passes in (None, example.layers, example.layers + 2):
+            out = with_histories(model, example.data, count, parts=how, passes=passes, seed=seed)
+            assert_same(out, exact, 1e-11)
+            assert same_classes(classes(out), example.colours)
+
+
+@pytest.mark.parametrize("parts", ["metis", "random"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_histories_keep_classes_of_directed_graphs(seed: int, parts: Literal["metis", "random"]) -> None:
+    data = odd(seed)
+    colours = wl_colours(data.edge_index, 33, colours=row_classes(data.x), rounds=3)
+    for passes in (None, 3):
+        out = with_histories(PowerfulGNN(2, 3, seed=seed), data, 5, parts=parts, passes=passes, seed=seed)
+        assert same_classes(classes(out), colours)
+
+
+def test_histories_that_are_still_empty_do_not_keep_classes() -> None:
+    """What the theorem asks for is needed: the first pass pulls rows that nobody has written."""
+    example = SMALL[2]
+    out = with_histories(model_for(example), example.data, 4, passes=1)
+    assert compare(classes(out), example.colours).torn == 1
+
+
+@pytest.mark.parametrize("example", SMALL, ids=lambda example: example.name)
+def test_stale_histories_keep_classes_while_they_are_not_too_stale(example: Example) -> None:
+    """Whenever outputs are nearer to the exact ones than half of what lies between colours."""
+    colours = example.colours
+    for lr in (1e-2, 1e-4, 1e-5):
+        out, exact = while_training(model_for(example), example.data, example.parts, lr=lr)
+        error = float((out - exact).norm(dim=1).max())
+        assert (error > 1e-8) == (example.layers > 1)  # one layer reads features only, which are never stale
+        near = 2 * error < separation(exact, colours)
+        assert near or lr > 1e-4
+        if near:
+            assert torch.equal(nearest_colours(out, exact, colours), colours)
+
+
+def test_histories_that_are_too_stale_do_not_keep_classes() -> None:
+    example = SMALL[3]
+    out, exact = while_training(model_for(example), example.data, example.parts, lr=1.0)
+    assert not torch.equal(nearest_colours(out, exact, example.colours), example.colours)
+
+
+def test_the_model_itself_is_left_alone() -> None:
+    model, data = PowerfulGNN(3, 2), counterexample()
+    before = full_batch(model, data)
+    while_training(model, data, 2, lr=0.1)
+    with_histories(model, data, 2)
+    assert torch.equal(before, full_batch(model, data))
+
+
+# The command #########################################################################################################
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "examples", lambda: SMALL[:3])
+
+
+def test_every_way_is_surveyed() -> None:
+    found = survey(SMALL[3], seed=1, partition="random")
+    assert list(found)[:2] == ["full batch", "GAS"]
+    assert {way for way in found if found[way].same} >= {"full batch", "GAS", "GAS, a pass per layer"}
+    assert not found["GraphSAGE"].same
+    assert not found["Cluster-GCN"].same
+
+
+@pytest.mark.usefixtures("_small")
+def test_the_table() -> None:
+    result = CliRunner().invoke(cli.app, ["expressiveness", "--draws", "4"])
+    lines = [line.split("\t") for line in result.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["graph", "counterexample", "two stars", "hexagon and triangles"]
+    cells = {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[1:]}
+    assert {row["GAS"] for row in cells.values()} == {"yes"}
+    assert cells["counterexample"]["Cluster-GCN"] == "0/4: 1.0 torn"
+    assert cells["hexagon and triangles"]["WL colours"] == "1"
+
+
+@pytest.mark.usefixtures("_small")
+def test_the_table_as_json() -> None:
+    found = json.loads(CliRunner().invoke(cli.app, ["expressiveness", "--draws", "2", "--json"]).stdout)
+    assert found["draws"] == 2
+    row = found["rows"][0]
+    assert row["graph"] == "counterexample"
+    assert row["ways"]["GAS"]["kept"] == 2
+    assert row["ways"]["GAS"]["draws"][0] == {"colours": 3, "classes": 3, "torn": 0, "merged": 0}
+
+
+@pytest.mark.parametrize("flags", [["--draws", "0"], ["--partition", "best"], ["--lr", "-1"]])
+def test_bad_options_are_refused(flags: list[str]) -> None:
+    assert isinstance(CliRunner().invoke(cli.app, ["expressiveness", *flags]).exception, InputError)

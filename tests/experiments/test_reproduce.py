@@ -1,0 +1,645 @@
+"""The paper's experiments: their configurations, how runs are kept and continued, and what reports say."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+from typer.testing import CliRunner
+
+from gnnautoscale.cli import app
+from gnnautoscale.data import datasets
+from gnnautoscale.data.datasets import Dataset
+from gnnautoscale.errors import InputError
+from gnnautoscale.experiments import bench
+from gnnautoscale.experiments.reproduce import (
+    Experiment,
+    Report,
+    Run,
+    Store,
+    config,
+    describe_machine,
+    load,
+    make_report,
+    names,
+    pool,
+    published,
+    run_all,
+    tables,
+    write_report,
+)
+from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
+from gnnautoscale.experiments.reproduce.work import perform
+from gnnautoscale.models import check_model_options
+from gnnautoscale.runs.folder import read_run
+from gnnautoscale.training.loop import fit
+from gnnautoscale.training.options import check_options
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HYPERPARAMETERS = Path(__file__).parents[3] / "shared" / "paper" / "hyperparameters.toml"
+CPU = torch.device("cpu")
+# Two cells of two runs each that take no time.
+TINY = """
+kind = "train"
+seeds = 1
+train = { mode = "gas", parts = 3, epochs = 2 }
+variants = { full = { mode = "full" }, gas = { refresh_every = "never" } }
+
+[cells.gcn.communities]
+data = { nodes = 60, degree = 4.0, features = 5, classes = 3 }
+model = { hidden = 4 }
+
+[cells.gat.communities]
+data = { nodes = 60, degree = 4.0, features = 5, classes = 3 }
+model = { hidden = 2, heads = 2 }
+"""
+STEPS = """
+kind = "step"
+seeds = 1
+train = { nodes = 80, batch_nodes = 10, batches = 2, degree = 3, halo_degree = 2, layers = 2, epochs = 1 }
+variants = { gin = { features = 4, classes = 3 } }
+cells = { halo-0 = { ratio = 0.0 }, halo-2 = { ratio = 2.0 } }
+"""
+
+
+@pytest.fixture
+def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replaces the configurations by others."""
+
+    def configure(**texts: str) -> None:
+        folder = tmp_path / "configs"
+        folder.mkdir()
+        for name, text in texts.items():
+            (folder / f"{name}.toml").write_text(text)
+        monkeypatch.setattr(config, "_folder", lambda: folder)
+
+    return configure
+
+
+def some_runs(count: int, kind: str = "connectivity") -> list[Run]:
+    return [Run("cell", "variant", seed, {"kind": kind, "seed": seed}) for seed in range(count)]
+
+
+def call(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, ["reproduce", *map(str, arguments)])
+
+
+def done(*arguments: str | Path) -> Any:
+    result = call(*arguments)
+    if result.exception is not None:
+        raise result.exception
+    return result
+
+
+def cells_of(text: str) -> list[list[str]]:
+    """The cells of a table that was printed as tab-separated lines."""
+    return [line.split("\t") for line in text.splitlines() if "\t" in line]
+
+
+# Configurations ######################################################################################################
+
+
+def test_every_experiment_has_a_configuration_and_a_report() -> None:
+    assert names() == tuple(sorted(tables._REPORTS))
+    assert {"table1", "table2", "table3", "table4", "table5", "table6", "table7", "figure3", "figure4"} < set(names())
+
+
+@pytest.mark.parametrize("name", names())
+def test_all_runs_of_a_configuration_can_be_done(name: str) -> None:
+    for run in load(name).runs():
+        check = {"train": check_train, "connectivity": check_connectivity, "neighbourhood": check_neighbourhood}
+        check.get(run.work["kind"], check_step)(run.work)
+
+
+def check_train(work: Mapping[str, Any]) -> None:
+    defaults = {key: value.default for key, value in inspect.signature(fit).parameters.items()}
+    options = {key: value for key, value in defaults.items() if key not in ("model", "data", "callback")}
+    assert work["train"].keys() <= options.keys()
+    check_options({**options, **work["train"], "seed": work["seed"]})
+    check_model_options(work["model"], work["options"])
+    assert "file" in work["data"] or work["dataset"] in datasets.names()
+    if work["train"]["mode"] == "sage":
+        assert len(work["train"]["fan_out"]) == work["options"]["layers"]
+
+
+def check_connectivity(work: Mapping[str, Any]) -> None:
+    assert work["cell"] in datasets.names()
+    assert work["method"] in ("metis", "random")
+    assert work["parts"] > 1
+
+
+def check_neighbourhood(work: Mapping[str, Any]) -> None:
+    assert work["cell"] in datasets.names()
+    wanted = inspect.signature(measure_steps).parameters.keys() - {"dataset", "device", "cache_dir"}
+    assert wanted == work.keys() - {"kind", "cell", "device"}
+
+
+def check_step(work: Mapping[str, Any]) -> None:
+    setup = bench.Setup(**{field.name: work[field.name] for field in fields(bench.Setup)})
+    assert (1 + work["ratio"]) * setup.batch_nodes <= setup.nodes
+    assert setup == bench.Setup()
+    assert work["layers"] == 4
+
+
+@pytest.mark.skipif(not HYPERPARAMETERS.exists(), reason="needs the paper's hyperparameters")
+@pytest.mark.parametrize(("name", "size"), [("table1", "small"), ("table5", "large")])
+def test_hyperparameters_are_the_published_ones(name: str, size: str) -> None:
+    renamed = {"parts_per_batch": "batch_size", "steps_per_epoch_at_most": "steps_per_epoch"}
+    ours = load(name).cells
+    paper = tomllib.loads(HYPERPARAMETERS.read_text())[size]
+    theirs = {f"{model}.{dataset}": options for model, by in paper.items() for dataset, options in by.items()}
+    assert ours.keys() == theirs.keys()
+    for cell, options in theirs.items():
+        train = {renamed.get(key, key): value for key, value in options["train"].items()}
+        train = {key: value for key, value in train.items() if key not in ("runs", "self_loops", "gcn_norm")}
+        no_decay = {"weight_decay_conv": 0.0, "weight_decay_other": 0.0}
+        assert {**no_decay, **ours[cell]["train"]} == train, cell
+        assert ours[cell]["model"] == options["model"], cell
+
+
+def test_published_numbers_cover_the_cells() -> None:
+    paper = published()
+    assert all(cell in paper["table4"] for cell in load("table4").cells)
+    assert all(cell.split(".")[1] in paper["table3"]["datasets"] for cell in load("table3").cells)
+    assert all(len(row) == 4 for model in ("gcn", "gat", "appnp", "gcnii") for row in paper["table1"][model].values())
+
+
+def test_unknown_experiments_and_keys_are_refused(configured: Callable[..., None]) -> None:
+    with pytest.raises(InputError, match=r"an experiment is one of figure3, .*, but got table9"):
+        load("table9")
+    configured(table1=TINY + "\n[cellz]\n")
+    with pytest.raises(InputError, match=r"table1\.toml may hold .*, but got cellz"):
+        load("table1")
+
+
+# Runs ################################################################################################################
+
+
+def test_equal_work_has_an_equal_key() -> None:
+    first = Run("a", "b", 0, {"x": 1, "y": {"z": [1, 2]}})
+    assert first.key == Run("c", "d", 1, {"y": {"z": [1, 2]}, "x": 1}).key
+    assert first.key != Run("a", "b", 0, {"x": 1, "y": {"z": [2, 1]}}).key
+
+
+def test_full_batch_runs_of_tables_1_and_2_are_the_same() -> None:
+    first, second = (
+        {str(run): run.key for run in load(name).runs(only=["gcnii.*/full"], seeds=2)} for name in ("table1", "table2")
+    )
+    assert first == second
+    assert len(first) == 16
+    assert len(set(first.values())) == 16
+
+
+def test_full_batch_does_not_depend_on_what_belongs_to_batches() -> None:
+    experiment = Experiment(
+        "table1",
+        "train",
+        1,
+        {"gcn.cora": {"train": {"parts": 4, "batch_size": 2, "drawings": 3, "lr": 0.1}}},
+        {"full": {"mode": "full"}, "gas": {"grad_norm": "none", "model": {"layers": 3}}},
+        {"mode": "gas", "storage": "host"},
+    )
+    full, gas = (run.work for run in experiment.runs())
+    assert full["train"] == {"mode": "full", "lr": 0.1}
+    assert full["options"] == {}
+    assert gas["train"]["parts"] == 4
+    assert gas["train"]["drawings"] == 3
+    assert gas["train"]["grad_norm"] is None
+    assert gas["options"] == {"layers": 3}
+    assert "model" not in gas["train"]
+
+
+def test_a_fan_out_is_kept_for_sampling_only() -> None:
+    runs = {run.variant: run.work["train"] for run in load("wordnet").runs(only=["gcnii.*"])}
+    assert [variant for variant, train in runs.items() if "fan_out" in train] == ["sage"]
+
+
+def test_the_device_belongs_to_times_only() -> None:
+    for name in names():
+        here, there = ([run.key for run in load(name).runs(seeds=1, device=device)] for device in ("here", "there"))
+        assert (here != there) == (name in ("table4", "figure4")), name
+
+
+@pytest.mark.parametrize(
+    ("patterns", "count"),
+    [
+        ([], 780),
+        (["gcn.cora"], 30),
+        (["gcn.*"], 240),
+        (["*.cora"], 105),
+        (["*.cora/full"], 35),
+        (["gcn.cora/full", "gcn.cora/gas"], 20),
+        (["gcn.cora", "gcn.cora/full"], 30),
+    ],
+)
+def test_patterns_choose_cells_and_variants(patterns: list[str], count: int) -> None:
+    assert len(load("table1").runs(only=patterns)) == count
+
+
+def test_a_pattern_that_chooses_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match=r"such as gcn\.cora, or .* such as gcn\.cora/full, but got gcn/cora, x"):
+        load("table1").runs(only=["gcn/cora", "x"])
+
+
+# The store ###########################################################################################################
+
+
+def test_results_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "runs.jsonl"
+    first, second = some_runs(2)
+    store = Store(path)
+    store.add(first, {"value": 1.0}, seconds=1.234, machine="one")
+    whole = path.read_text()
+    store.add(second, {"value": 2.0}, seconds=1.0, machine="two")
+    path.write_text(path.read_text()[:-7])
+    again = Store(path)
+    assert again.get(first) == {"value": 1.0}
+    assert again.get(second) is None
+    assert path.read_text() == whole
+    again.add(second, {"value": 3.0}, seconds=1.0, machine="two")
+    assert Store(path).get(second) == {"value": 3.0}
+    assert Store(path).origin([first, second])["machines"] == ["one", "two"]
+    line = json.loads(whole)
+    assert line["seconds"] == 1.23
+    assert line["work"] == first.work
+
+
+def test_files_that_are_no_results_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"key": "a", "result": {}}\nsomething else\n')
+    with pytest.raises(InputError, match=r"every line of runs\.jsonl is a result, but got line 2: something else"):
+        Store(path)
+    with pytest.raises(InputError, match="must be readable and writable"):
+        Store(path / "below" / "runs.jsonl")
+
+
+# Doing runs ##########################################################################################################
+
+
+@pytest.fixture
+def performed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The seeds of the runs that are done; seed 1 fails the first time, and seed 2 is refused the first time."""
+    seeds: list[int] = []
+
+    def fake(work: Mapping[str, Any], *, root: str, device: str) -> dict[str, Any]:
+        seeds.append(work["seed"])
+        if work["seed"] in (1, 2) and seeds.count(work["seed"]) == 1:
+            raise RuntimeError("out of luck") if work["seed"] == 1 else InputError("a", got="b", fix="C.")
+        return {"value": float(work["seed"])}
+
+    monkeypatch.setattr(pool, "perform", fake)
+    return seeds
+
+
+def test_only_what_is_missing_is_done_and_failures_are_tried_again(tmp_path: Path, performed: list[int]) -> None:
+    store, runs, said = Store(tmp_path / "runs.jsonl"), some_runs(4), list[str]()
+
+    def go(wanted: Sequence[Run]) -> list[Run]:
+        said.clear()
+        return run_all(wanted, store, root="", device="cpu", show=said.append)
+
+    assert go([*runs, runs[0]]) == [runs[1], runs[2]]
+    assert performed == [0, 1, 2, 3]
+    assert [store.get(run) for run in runs] == [{"value": 0.0}, None, None, {"value": 3.0}]
+    assert "[1/4] cell variant seed 0: value 0, " in said[-4]
+    assert said[-3].startswith("[2/4] cell variant seed 1 failed:\nTraceback")
+    assert "RuntimeError: out of luck" in said[-3]
+    assert said[-2] == "[3/4] cell variant seed 2 failed:\na, but got b. C."
+    assert go(runs) == []
+    assert performed == [0, 1, 2, 3, 1, 2]
+    assert said[0] == "2 of 4 runs have results already"
+    assert go(runs) == []
+    assert said == ["4 of 4 runs have results already"]
+    assert performed == [0, 1, 2, 3, 1, 2]
+
+
+def test_long_runs_come_first(tmp_path: Path, performed: list[int]) -> None:
+    trains = [{"epochs": 5}, {"epochs": 50}, {"epochs": 5, "parts": 40, "batch_size": 2}]
+    runs = [
+        Run("cell", "variant", 10 + n, {"kind": "train", "train": train, "options": {}, "seed": 10 + n})
+        for n, train in enumerate(trains)
+    ]
+    run_all(runs, Store(tmp_path / "runs.jsonl"), root="", device="cpu", show=lambda _: None)
+    assert performed == [11, 12, 10]
+
+
+def test_times_are_not_taken_side_by_side(
+    tmp_path: Path, performed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_side_by_side", None)
+    store = Store(tmp_path / "runs.jsonl")
+    run_all(some_runs(1, "step"), store, root="", device="cpu", jobs=2, show=lambda _: None)
+    assert performed == [0]
+
+
+def test_several_processes_give_the_same_results(tmp_path: Path, configured: Callable[..., None]) -> None:
+    configured(table1=TINY)
+    runs = load("table1").runs()
+    found = []
+    for jobs in (1, 2):
+        store = Store(tmp_path / f"{jobs}" / "runs.jsonl")
+        assert run_all(runs, store, root=str(tmp_path), device="cpu", jobs=jobs, show=lambda _: None) == []
+        found.append([timeless(store.get(run)) for run in runs])
+    assert found[0] == found[1]
+    assert found[0][0]["curve"]["epoch"] == [1, 2]
+    assert found[0][0]["steps"] == 2
+
+
+def timeless(result: Any) -> dict[str, Any]:
+    return {key: value for key, value in result.items() if key not in ("seconds", "peak_memory")}
+
+
+def ring(num_nodes: int) -> Dataset:
+    nodes = torch.arange(num_nodes)
+    edges = torch.stack([nodes, (nodes + 1) % num_nodes])
+    mask = torch.ones(num_nodes, dtype=torch.bool)
+    graph = Data(x=torch.ones(num_nodes, 2), edge_index=torch.cat([edges, edges.flip(0)], dim=1), y=nodes % 2)
+    graph.train_mask = graph.val_mask = mask
+    return Dataset.of(graph)
+
+
+@pytest.mark.parametrize(("method", "nodes", "edges"), [("gas", 5, 6), ("recursive", 7, 10)])
+def test_steps_of_both_methods_are_measured(method: str, nodes: int, edges: int) -> None:
+    """Parts of 3 nodes on a ring: 2 halo nodes; 2 hops reach 2 nodes on each side, whose edges count up to 1 hop."""
+    found = measure_steps(ring(12), CPU, method=method, batch_nodes=3, hidden=4, layers=2, steps=3, epochs=2)
+    assert (found["nodes"], found["edges"]) == (nodes, edges)
+    assert found["step_seconds"] > found["build_seconds"] >= 0
+    assert (found["build_seconds"] > 0) == (method == "recursive")
+    assert found["peak_memory"] is None or found["peak_memory"] >= 0
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(InputError, match="a method is one of gas, recursive, but got 'magic'"):
+        measure_steps(ring(4), CPU, method="magic", batch_nodes=2, hidden=2, layers=2, steps=1, epochs=1)
+
+
+# Reports #############################################################################################################
+
+
+Results = dict[tuple[str, str], list[dict[str, Any]]]
+
+
+def report_of(tmp_path: Path, name: str, results: Results) -> Report:
+    """A report from made-up results."""
+    experiment, store = load(name), Store(tmp_path / "runs.jsonl")
+    runs = experiment.runs(seeds=max(map(len, results.values())))
+    for run in runs:
+        of_cell = results.get((run.cell, run.variant), [])
+        if run.seed < len(of_cell) and store.get(run) is None:
+            store.add(run, of_cell[run.seed], seconds=1.0, machine="a machine")
+    return make_report(experiment, runs, store)
+
+
+def scored(*scores: float) -> list[dict[str, Any]]:
+    return [{"scores": {"train": 90.0, "val": 80.0, "test": score}} for score in scores]
+
+
+def test_table1_shows_means_deviations_and_what_is_far(tmp_path: Path) -> None:
+    report = report_of(
+        tmp_path,
+        "table1",
+        {
+            ("gcn.cora", "full"): scored(81.0, 82.0, 83.0),
+            ("gcn.cora", "gas"): scored(80.0, 82.0, 84.0),
+            ("gcn.citeseer", "full"): scored(60.0),
+            ("gcn.citeseer", "gas"): scored(61.0),
+            ("gcn.citeseer", "refreshed"): scored(71.0),
+            ("gat.cora", "gas"): scored(83.0),
+        },
+    )
+    assert report.rows == [
+        ["gcn cora", "81.88 ± 0.75", "82.00 ± 1.00", "82.29 ± 0.76", "82.00 ± 2.00", "-", "+0.00", "all"],
+        ["gcn citeseer", "70.98 ± 0.66", "60.00", "71.18 ± 0.97", "61.00", "71.00", "+1.00", "full, gas"],
+        ["gat cora", "82.80 ± 0.47", "-", "83.32 ± 0.62", "83.00", "-", "-", "all"],
+    ]
+    assert report.notes[:2] == [
+        "gcn: mean difference gas - full batch +0.50 points over 2 data sets (paper +0.13).",
+        "gcn: mean difference refreshed - full batch +11.00 points over 1 data sets (paper +0.13).",
+    ]
+    assert report.notes[-1].startswith("Seeds: 3; made on a machine with python ")
+    assert report.values["test"]["gcn.cora"]["full"] == [81.0, 82.0, 83.0]
+    assert report.values["experiment"] == "table1"
+    assert report.values["seeds"] == [0, 1, 2]
+
+
+def test_table2_shows_points_relative_to_full_batch(tmp_path: Path) -> None:
+    report = report_of(
+        tmp_path,
+        "table2",
+        {("gcnii.pubmed", "full"): scored(80.0), ("gcnii.pubmed", "baseline"): scored(77.5)},
+    )
+    assert report.rows == [["pubmed", "80.00", "-2.50 (-3.20)", "- (-1.24)", "- (-1.50)", "- (+0.47)"]]
+
+
+def test_table3_shows_memory(tmp_path: Path) -> None:
+    cell = "gcn.ogbn-arxiv"
+    memory = {"full-2": 2**30, "gas-4": 2**29}
+    report = report_of(tmp_path, "table3", {(cell, variant): [{"peak_memory": n}] for variant, n in memory.items()})
+    assert report.columns == ["GB", "ogbn-arxiv"]
+    assert len(report.rows) == 12
+    assert report.rows[0] == ["2 layers, full batch", "1.00 (1.44)"]
+    assert report.rows[-1] == ["4 layers, GAS", "0.50 (0.46)"]
+    assert report.rows[1] == ["2 layers, neighbour sampling", "- (0.40)"]
+
+
+def test_table4_shows_time_memory_and_sizes(tmp_path: Path) -> None:
+    whole = {"step_seconds": 0.05, "build_seconds": 0.01, "peak_memory": 2**24, "nodes": 2000.4, "edges": 9000.0}
+    gas = {"step_seconds": 0.005, "build_seconds": 0.0, "peak_memory": None, "nodes": 200.0, "edges": 500.0}
+    report = report_of(tmp_path, "table4", {("cora", "gttf"): [whole], ("cora", "gas"): [gas]})
+    assert report.columns == [
+        "",
+        "all hops: seconds",
+        "building them",
+        "all hops: MB",
+        "all hops: nodes / edges",
+        "GAS: seconds",
+        "GAS: MB",
+        "GAS: nodes / edges",
+    ]
+    assert report.rows == [
+        [
+            "cora",
+            "0.0500 (0.077)",
+            "0.0100",
+            "16.00 (18.01)",
+            "2,000 / 9,000",
+            "0.0050 (0.006)",
+            "- (2.13)",
+            "200 / 500",
+        ]
+    ]
+
+
+def test_table5_shows_scores(tmp_path: Path) -> None:
+    report = report_of(
+        tmp_path, "table5", {("pna-jk.reddit", "gas"): scored(97.0), ("gcn.ppi", "refreshed"): scored(98.0)}
+    )
+    assert report.rows == [["gcn ppi", "98.92", "-", "98.00"], ["pna-jk reddit", "97.17", "97.00", "-"]]
+
+
+def test_table6_shows_connectivity(tmp_path: Path) -> None:
+    results: Results = {
+        ("cora", "random"): [{"connectivity": 1.3, "parts": 3}, {"connectivity": 1.4, "parts": 3}],
+        ("cora", "metis"): [{"connectivity": 0.2, "parts": 3}],
+        ("pubmed", "metis"): [{"connectivity": 0.9, "parts": 20}],
+    }
+    assert report_of(tmp_path, "table6", results).rows == [
+        ["cora", "3", "1.33", "1.35", "0.14", "0.20", "yes"],
+        ["pubmed", "20", "3.17", "-", "0.52", "0.90", "no"],
+    ]
+
+
+CURVE = {"epoch": [1, 2, 4], "loss": [3.0, 2.0, 1.0], "train": [1, 2, 3], "val": [1, 2, 3], "test": [1, 2, 3]}
+
+
+def test_table7_shows_all_splits_and_draws_curves(tmp_path: Path) -> None:
+    report = report_of(tmp_path, "table7", {("gin.cluster", "metis"): [{**scored(57.0)[0], "curve": CURVE}]})
+    assert "metis" in write_report(report, tmp_path, "table7")[2].read_text()
+    assert report.rows[0] == ["full batch", "- (60.49)", "- (58.17)", "- (58.49)"]
+    assert report.rows[2] == ["metis", "90.00 (58.97)", "80.00 (57.79)", "57.00 (57.82)"]
+
+
+def test_figure3_draws_curves(tmp_path: Path) -> None:
+    results = [{**scored(82.0)[0], "curve": CURVE}]
+    report = report_of(tmp_path, "figure3", {("gcn.cora", "full"): results, ("gcnii.cora", "gas"): results})
+    assert report.rows == [["gcn.cora", "82.00", "-", "-"], ["gcnii.cora", "-", "-", "82.00"]]
+    files = write_report(report, tmp_path, "figure3")
+    assert [file.name for file in files] == ["figure3.md", "figure3.json", "figure3.svg"]
+    assert "gcnii.cora" in files[2].read_text()
+
+
+def test_figure4_compares_ratios_and_draws_the_benchmark(tmp_path: Path) -> None:
+    def result(ratio: float, device: float, host: float) -> dict[str, Any]:
+        milliseconds = {column: device if column == "device fp32" else host for column in bench.COLUMNS}
+        overhead = {column: host / device - 1 for column in bench.COLUMNS if column != "device fp32"}
+        row = {"ratio": ratio, "milliseconds": milliseconds, "computation": 0.0, "I/O": overhead}
+        setup = {**vars(bench.Setup()), "layers": 4}
+        return {"row": row, "setup": setup, "machine": {"gpu": "a fine GPU", "cpu": "x"}}
+
+    found = {("halo-2", "gin"): [result(2.0, 3.0, 3.3)], ("halo-0", "gin"): [result(0.0, 2.0, 2.0)]}
+    report = report_of(tmp_path, "figure4", found)
+    assert report.rows == [
+        ["0", "2.000", "2.000", "2.000", "2.000", "2.000", "+0 %", "+0.0 %", "+0.0 %", "+0.0 %"],
+        ["2", "3.000", "3.300", "3.300", "3.300", "3.300", "+50 %", "+10.0 %", "+10.0 %", "+10.0 %"],
+    ]
+    assert report.columns[6:] == ["computation", "I/O host fp32", "I/O host bf16", "I/O host fp32, serial"]
+    assert "up to 350 %" in report.notes[0]
+    plot = write_report(report, tmp_path, "figure4")[-1].read_text()
+    assert "a fine GPU" in plot
+    assert "I/O overhead (%)" in plot
+
+
+def test_wordnet_shows_accuracy_time_and_memory(tmp_path: Path) -> None:
+    def result(test: float, seconds: float, steps: int, memory: int | None) -> list[dict[str, Any]]:
+        return [{**scored(test)[0], "seconds": {"train": seconds}, "steps": steps, "peak_memory": memory}]
+
+    cell = "gcn.wordnet3"
+    found = {(cell, "full"): result(70.0, 6.0, 600, 2**30), (cell, "sage"): result(69.0, 1.0, 40, None)}
+    report = report_of(tmp_path, "wordnet", found)
+    assert report.rows == [
+        ["gcn", "full batch", "70.00", "10.0", "1,024"],
+        ["gcn", "GraphSAGE sampling", "69.00", "25.0", "-"],
+    ]
+    assert report.columns == ["", "", "test accuracy (%)", "ms per step", "MB"]
+
+
+def test_a_report_needs_results(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="a report needs results"):
+        make_report(load("table1"), load("table1").runs(seeds=1), Store(tmp_path / "runs.jsonl"))
+
+
+def test_numbers_that_are_not_there_become_null(tmp_path: Path) -> None:
+    files = write_report(Report("A", ["b", "c"], [["d", "e"]], [], {"x": math.nan}), tmp_path, "made")
+    assert [file.name for file in files] == ["made.md", "made.json"]
+    assert json.loads(files[1].read_text()) == {"x": None}
+    assert files[0].read_text() == "### A\n\n| b | c |\n|---|---:|\n| d | e |\n"
+
+
+# The command #########################################################################################################
+
+
+def test_the_command_runs_reports_and_does_nothing_twice(tmp_path: Path, configured: Callable[..., None]) -> None:
+    configured(table1=TINY)
+    output = tmp_path / "out"
+    arguments = ["table1", "--only", "gcn.*", "--root", str(tmp_path), "--output", str(output)]
+    first = done(*arguments)
+    head, row = cells_of(first.stdout)
+    assert head[:3] == ["test accuracy (%)", "full batch, paper", "full batch"]
+    assert [row[0], row[1], row[5]] == ["gcn communities", "-", "-"]
+    assert 0 <= float(row[2]) <= 100
+    assert "[2/2] gcn.communities" in first.stderr
+    assert sorted(path.name for path in output.iterdir()) == ["runs", "runs.jsonl", "table1.json", "table1.md"]
+    records = [read_run(path) for path in (output / "runs").iterdir()]
+    assert {record.run["options"]["mode"] for record in records} == {"full", "gas"}
+    assert all(record.epochs and not record.staleness and record.result for record in records)
+    kept = (output / "runs.jsonl").read_bytes()
+    second = done(*arguments)
+    assert "2 of 2 runs have results already" in second.stderr
+    assert "[1/" not in second.stderr
+    assert second.stdout == first.stdout
+    assert (output / "runs.jsonl").read_bytes() == kept
+    values = json.loads(done(*arguments, "--json").stdout)
+    assert f"{values['test']['gcn.communities']['full'][0]:.2f}" == row[2]
+    assert values["machines"] == [describe_machine("cpu")]
+
+
+def test_what_fails_does_not_keep_the_rest_from_being_shown(tmp_path: Path, configured: Callable[..., None]) -> None:
+    broken = TINY.replace("gat.communities", "gat.nowhere")
+    configured(figure3=TINY.replace("communities", "nowhere"), table1=broken)
+    result = call("all", "--root", tmp_path, "--output", tmp_path / "out")
+    assert isinstance(result.exception, InputError)
+    assert "but got 6 that failed: gcn.nowhere" in str(result.exception)
+    assert "failed:\na data set is one of" in result.stderr
+    assert [row[0] for row in cells_of(result.stdout)[1:]] == ["gcn communities"]
+
+
+def test_steps_are_measured_drawn_and_kept_by_device(tmp_path: Path, configured: Callable[..., None]) -> None:
+    configured(figure4=STEPS)
+    result = done("figure4", "--output", tmp_path / "out")
+    assert [row[0] for row in cells_of(result.stdout)] == ["halo / batch", "0", "2"]
+    assert (tmp_path / "out" / "figure4.svg").exists()
+    lines = [json.loads(line) for line in (tmp_path / "out" / "runs.jsonl").read_text().splitlines()]
+    assert {line["work"]["device"] for line in lines} == {describe_machine("cpu")}
+
+
+def test_neighbourhoods_are_measured_by_work(tmp_path: Path) -> None:
+    train = {**load("table4").train, "batch_nodes": 20, "steps": 1, "epochs": 1}
+    work = {
+        "kind": "neighbourhood",
+        "cell": "communities",
+        "data": {"nodes": 60, "classes": 3, "degree": 4.0},
+        **train,
+        "seed": 0,
+    }
+    found = perform({**work, "method": "gas", "device": "cpu"}, root=str(tmp_path), device="cpu")
+    assert set(found) == {"step_seconds", "build_seconds", "peak_memory", "nodes", "edges"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["table9"], "an experiment is one of"),
+        (["table1", "--jobs", "0"], "--jobs and --seeds are at least 1"),
+        (["table1", "--seeds", "0"], "--jobs and --seeds are at least 1"),
+        (["table1", "--only", "nothing"], "--only names cells of table1"),
+        (["table1", "--device", "nowhere"], "device must be one that PyTorch can use here"),
+    ],
+)
+def test_odd_input_is_refused(tmp_path: Path, arguments: list[str], rule: str) -> None:
+    result = call(*arguments, "--output", tmp_path)
+    assert isinstance(result.exception, InputError)
+    assert rule in str(result.exception)
+    assert result.stdout == ""

@@ -1,0 +1,179 @@
+"""Batch norm over a batch and its halo, and models whose batch norm keeps no running averages."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric import nn as pyg  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.utils import scatter  # type: ignore[import-untyped]
+
+import gnnautoscale as gas
+from conftest import CHANNELS, assert_same, undirected_graph, whole
+from gnnautoscale.forward.norms import by_constants, by_own_rows, takes_statistics, without_tracking
+from gnnautoscale.models import GIN
+
+C = CHANNELS
+
+
+def graph(num_nodes: int = 40, num_edges: int = 90) -> Data:
+    """A graph without weights of edges."""
+    data = undirected_graph(num_nodes, num_edges)
+    return Data(x=data.x, edge_index=data.edge_index)
+
+
+def bare_norm() -> nn.BatchNorm1d:
+    return nn.BatchNorm1d(C, track_running_stats=False)
+
+
+def scaled_by(rows: Tensor, x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
+    """The norm's formula with the statistics of some rows."""
+    return (x - rows.mean(0)) / (rows.var(0, correction=0) + norm.eps).sqrt() * norm.weight + norm.bias
+
+
+# One norm ############################################################################################################
+
+
+def test_who_takes_statistics() -> None:
+    norm = nn.BatchNorm1d(3)
+    assert takes_statistics(norm)
+    assert not takes_statistics(norm.eval())
+    assert takes_statistics(nn.BatchNorm1d(3, track_running_stats=False).eval())
+
+
+@pytest.mark.parametrize("batch_size", [2, 5, 7])
+def test_all_rows_are_normalized_by_the_first_ones(batch_size: int) -> None:
+    norm, x = bare_norm(), torch.randn(7, C)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    assert_same(by_own_rows(norm, norm, x, batch_size), scaled_by(x[:batch_size], x, norm))
+
+
+def test_statistics_over_further_dimensions() -> None:
+    norm, x = nn.BatchNorm1d(2), torch.randn(6, 2, 3)
+    own = x[:4].transpose(1, 2).reshape(-1, 2)
+    expected = (x - own.mean(0)[:, None]) / (own.var(0, correction=0) + norm.eps).sqrt()[:, None]
+    assert_same(by_own_rows(norm, norm, x, 4), expected)
+
+
+def test_averages_stay_as_they_are_without_tracking() -> None:
+    norm, x = nn.BatchNorm1d(C, momentum=1.0), torch.randn(6, C)
+    assert_same(without_tracking(norm, x), scaled_by(x, x, norm))
+    assert norm.running_mean is not None
+    assert not norm.running_mean.any()
+
+
+def test_constants_treat_each_row_by_itself() -> None:
+    norm, x = bare_norm(), torch.randn(6, C)
+    nn.init.normal_(norm.weight)
+    assert_same(by_constants(norm, x), x / (1 + norm.eps) ** 0.5 * norm.weight)
+    assert_same(by_constants(norm, x)[2:4], by_constants(norm, x[2:4]))
+
+
+# Models without running averages #####################################################################################
+
+
+class Before(nn.Module):
+    """A norm right before the first layer, so that the halo's rows go through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = bare_norm(), pyg.SimpleConv(aggr="sum")
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(self.norm(x), edge_index)
+        return out
+
+
+class Between(nn.Module):
+    """A norm between two layers, PyTorch's own or PyG's."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = pyg.SAGEConv(C, C), norm, pyg.GCNConv(C, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(self.norm(self.first(x, edge_index)).relu(), edge_index)
+        return out
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "before": Before,
+    "between": lambda: Between(bare_norm()),
+    "PyG's": lambda: Between(pyg.BatchNorm(C, track_running_stats=False)),
+    "inside of layers": lambda: GIN(C, 3, hidden=8, layers=3, track_running_stats=False),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_nodes_at_once_are_exact(name: str) -> None:
+    data, model = graph(), MODELS[name]()
+    expected = whole(model, data)
+    gas.autoscale(model, data)
+    loader = gas.HaloLoader(data, 1)
+    assert_same(gas.infer(model, loader), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_on_all_nodes_at_once_is_full_batch(name: str) -> None:
+    data, model = graph(), MODELS[name]().train()
+    expected = model(data.x, data.edge_index)
+    gas.autoscale(model, data)
+    assert_same(model(next(iter(gas.HaloLoader(data, 1)))), expected)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_batch_is_normalized_by_its_own_rows(training: bool) -> None:
+    data, model = graph(24, 40), Before()
+    gas.autoscale(model, data).train(training)
+    for batch in gas.HaloLoader(data, 4, parts="random"):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            out = model(batch)
+        assert bool(said) == (not training)
+        rows = scaled_by(batch.x[: batch.batch_size], data.x, model.norm)
+        expected = scatter(rows[data.edge_index[0]], data.edge_index[1], 0, data.num_nodes, "sum")
+        assert_same(out, expected[batch.n_id[: batch.batch_size]])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_evaluation_in_batches_says_what_it_depends_on(name: str) -> None:
+    data = graph()
+    model, loader = gas.autoscale(MODELS[name](), data), gas.HaloLoader(data, 4, parts="random")
+    gas.refresh(model, gas.HaloLoader(data, 1))
+    said = "statistics of each batch, so outputs depend on how the graph is cut"
+    with pytest.warns(UserWarning, match=said):
+        gas.predict(model, loader, torch.arange(5))
+    with pytest.warns(UserWarning, match=said):
+        gas.infer(model, loader)
+    if name == "inside of layers":
+        with pytest.warns(UserWarning, match=said):
+            gas.refresh(model, loader)
+    else:
+        gas.refresh(model, loader)  # no norm comes before the last history
+
+
+def test_histories_become_exact_but_for_the_statistics() -> None:
+    """Norms that see rows of which each batch has the same kinds give the same at once and in batches."""
+    data = graph(32, 64)
+    data.x = data.x[:1].repeat(32, 1) * torch.tensor([1.0, -1.0]).repeat(16)[:, None]
+    model = gas.autoscale(Before(), data).eval()
+    loader = gas.HaloLoader(data, parts=torch.arange(32) // 8)
+    exact = gas.infer(model, gas.HaloLoader(data, 1))
+    with pytest.warns(UserWarning, match="how the graph is cut"):
+        assert_same(gas.infer(model, loader), exact)
+
+
+def test_fit_takes_them() -> None:
+    data = graph()
+    data.y = torch.randint(3, (40,))
+    data.train_mask = data.val_mask = data.test_mask = torch.ones(40, dtype=torch.bool)
+    model = GIN(C, 3, hidden=8, layers=2, track_running_stats=False)
+    result = gas.fit(model, data, parts=4, epochs=3, evaluate_parts=1, refresh_every="epoch")
+    assert result.epochs[-1].loss < result.epochs[0].loss
+    with pytest.warns(UserWarning, match="evaluate_parts=1"):
+        gas.fit(GIN(C, 3, hidden=8, layers=2, track_running_stats=False), data, parts=4, epochs=1)

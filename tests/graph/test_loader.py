@@ -1,0 +1,547 @@
+"""Batches follow PyG's conventions, lose nothing, and stay as they were."""
+
+from __future__ import annotations
+
+import copy
+import json
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
+
+from conftest import directed_ring, odd_graph, undirected_graph, with_attributes
+from gnnautoscale.errors import InputError
+from gnnautoscale.graph.batch import BatchTensor
+from gnnautoscale.graph.loader import HaloLoader
+from gnnautoscale.training.checkpoint import join_tensors, split_tensors
+
+#   0 -> 1 -> 2 -> 3 -> 0, 3 -> 3, 4 -> 1, and 5 by itself; parts {0, 1, 5} and {2, 3, 4}
+TINY = torch.tensor([[0, 1, 2, 3, 3, 4], [1, 2, 3, 0, 3, 1]])
+TINY_PARTS = torch.tensor([0, 0, 1, 1, 1, 0])
+
+GRAPHS = {"undirected": undirected_graph(), "odd": odd_graph(), "ring": directed_ring()}
+graphs = pytest.mark.parametrize("name", GRAPHS)
+
+
+def plain(value: Tensor) -> Tensor:
+    return value.as_subclass(Tensor)
+
+
+def nodes_of(batch: Data) -> list[int]:
+    found: list[int] = batch.n_id[: batch.batch_size].tolist()
+    return found
+
+
+def tiny() -> Data:
+    data = with_attributes(TINY, 6)
+    data.pos = torch.arange(12.0).view(6, 2)
+    data.edge_label_of = torch.arange(6) * 10
+    data.name = "tiny"
+    data.num_classes = 4
+    data.matrix = torch.eye(3)
+    return data
+
+
+def test_tiny_graph() -> None:
+    data = tiny()
+    loader = HaloLoader(data, parts=TINY_PARTS)
+    first, second = loader
+    assert len(loader) == 2
+    assert first.n_id.tolist() == [0, 1, 5, 3, 4]
+    assert first.batch_size == 3
+    assert first.num_nodes == 5
+    assert first.edge_index.tolist() == [[3, 0, 4], [0, 1, 1]]
+    assert first.e_id.tolist() == [3, 0, 5]
+    assert second.n_id.tolist() == [2, 3, 4, 1]
+    assert second.batch_size == 3
+    assert second.edge_index.tolist() == [[3, 0, 1], [0, 1, 1]]
+    assert second.e_id.tolist() == [1, 2, 4]
+    for batch in (first, second):
+        assert batch.edge_label_of.tolist() == (batch.e_id * 10).tolist()
+        assert torch.equal(batch.pos, data.pos[batch.n_id])
+        assert (batch.name, batch.num_classes) == ("tiny", 4)
+        assert torch.equal(batch.matrix, torch.eye(3))
+
+
+@graphs
+@pytest.mark.parametrize("parts", ["metis", "random"])
+@pytest.mark.parametrize(("num_parts", "batch_size"), [(1, 1), (4, 1), (7, 2), (12, 12)])
+def test_batches_hold_every_edge_into_their_nodes(name: str, parts: Any, num_parts: int, batch_size: int) -> None:
+    data = GRAPHS[name]
+    loader = HaloLoader(data, num_parts, parts=parts, batch_size=batch_size, shuffle=True)
+    seen_nodes, seen_edges = [], []
+    batches = list(loader)
+    assert len(batches) == len(loader) == -(-num_parts // batch_size)
+    for batch in batches:
+        nodes = plain(batch.n_id)[: batch.batch_size]
+        halo = plain(batch.n_id)[batch.batch_size :]
+        assert torch.unique(batch.n_id).numel() == batch.num_nodes == batch.n_id.numel()
+        # Node- and edge-level attributes are rows of the graph's.
+        for key in ("x", "y", "train_mask"):
+            assert torch.equal(batch[key], data[key][batch.n_id])
+        for key in ("edge_weight", "edge_attr", "edge_type"):
+            assert torch.equal(batch[key], data[key][batch.e_id])
+        # Edges are the graph's, point into batch nodes only, and all of those are there.
+        source, target = plain(batch.edge_index)
+        assert torch.equal(batch.n_id[plain(batch.edge_index)], data.edge_index[:, batch.e_id])
+        assert bool((target < batch.batch_size).all())
+        wanted = torch.isin(data.edge_index[1], nodes).nonzero().squeeze(1)
+        assert torch.equal(batch.e_id.sort().values, wanted)
+        # The halo is what these edges need and no more.
+        assert set(halo.tolist()) == set(batch.n_id[source].tolist()) - set(nodes.tolist())
+        seen_nodes.append(nodes)
+        seen_edges.append(batch.e_id)
+    assert torch.equal(torch.cat(seen_nodes).sort().values, torch.arange(data.num_nodes))
+    assert torch.equal(torch.cat(seen_edges).sort().values, torch.arange(data.num_edges))
+
+
+def test_batches_are_whole_parts() -> None:
+    data = undirected_graph()
+    loader = HaloLoader(data, 8, parts="random", batch_size=3, shuffle=True)
+    for batch in loader:
+        parts = torch.unique(loader.labels[nodes_of(batch)])
+        assert batch.batch_size == int(torch.isin(loader.labels, parts).sum())
+
+
+def test_bidirectional_halo_has_both_ends_of_every_edge() -> None:
+    data = odd_graph()
+    loader = HaloLoader(data, 5, parts="random", bidirectional=True)
+    for batch in loader:
+        nodes = plain(batch.n_id)[: batch.batch_size]
+        near = torch.isin(data.edge_index, nodes).any(0)
+        assert set(batch.n_id.tolist()) == set(nodes.tolist()) | set(data.edge_index[:, near].flatten().tolist())
+        assert bool((batch.edge_index[1] < batch.batch_size).all())
+
+
+def epoch(loader: HaloLoader) -> list[tuple[int, ...]]:
+    return [tuple(nodes_of(batch)) for batch in loader]
+
+
+def test_shuffle_draws_new_groups_in_each_epoch_and_the_seed_repeats_them() -> None:
+    data = undirected_graph()
+    first, second, other = (
+        HaloLoader(data, 8, parts=torch.arange(40) % 8, batch_size=2, shuffle=True, seed=seed) for seed in (1, 1, 2)
+    )
+    epochs = [epoch(first) for _ in range(3)]
+    assert epochs == [epoch(second) for _ in range(3)]
+    assert epochs != [epoch(other) for _ in range(3)]
+    groups = {frozenset(batches) for batches in epochs}
+    assert len(groups) == 3
+    assert all(sorted(sum(batches, ())) == list(range(40)) for batches in epochs)
+
+
+def test_order_of_single_parts_is_shuffled() -> None:
+    loader = HaloLoader(undirected_graph(), 8, shuffle=True)
+    epochs = [epoch(loader) for _ in range(3)]
+    assert len({tuple(batches) for batches in epochs}) == 3
+    assert len({frozenset(batches) for batches in epochs}) == 1
+
+
+def test_without_shuffle_and_in_order_nothing_changes() -> None:
+    data = undirected_graph()
+    still = HaloLoader(data, 8, parts="random", batch_size=3)
+    moving = HaloLoader(data, 8, parts="random", batch_size=3, shuffle=True)
+    expected = epoch(still)
+    assert epoch(still) == expected
+    for _ in range(2):
+        list(moving)
+        assert [tuple(nodes_of(batch)) for batch in moving.in_order()] == expected
+
+
+def test_seed_also_makes_the_partition_reproducible() -> None:
+    data = undirected_graph()
+    labels = [HaloLoader(data, 5, parts="random", seed=seed).labels for seed in (0, 0, 1)]
+    assert torch.equal(labels[0], labels[1])
+    assert not torch.equal(labels[0], labels[2])
+
+
+@pytest.mark.parametrize(("batch_size", "shuffle"), [(1, True), (2, False), (4, True)])
+def test_fixed_batches_are_the_same_tensors_again(batch_size: int, shuffle: bool) -> None:
+    loader = HaloLoader(undirected_graph(), 4, batch_size=batch_size, shuffle=shuffle)
+    before, after = ({tuple(nodes_of(b)): b.edge_attr.data_ptr() for b in loader} for _ in range(2))
+    assert before == after
+
+
+def test_changing_a_batch_does_not_change_the_next_epoch() -> None:
+    loader = HaloLoader(undirected_graph(), 3)
+    before = [batch.clone() for batch in loader]
+    for batch in loader:
+        batch.x = batch.x * 2
+        batch.extra = torch.ones(3)
+        batch.batch_size = 1
+        del batch.y
+        batch.edge_index = batch.edge_index[:, :1]
+    for batch, expected in zip(loader, before, strict=True):
+        assert batch.keys() == expected.keys()
+        for key in expected.keys():  # noqa: SIM118
+            same = (
+                torch.equal(batch[key], expected[key])
+                if isinstance(batch[key], Tensor)
+                else batch[key] == expected[key]
+            )
+            assert same, key
+
+
+@pytest.mark.parametrize("key", ["x", "y", "edge_index", "edge_weight", "n_id"])
+def test_writing_into_a_batch_does_not_change_the_next_epoch(key: str) -> None:
+    """A model that starts with ``x.relu_()`` is common, and harmless with PyG's loaders."""
+    data = undirected_graph()
+    loader = HaloLoader(data, 3)
+    first = next(iter(loader))
+    expected = plain(first[key]).clone()
+    plain(first[key]).mul_(0)
+    again = next(iter(loader))
+    assert torch.equal(plain(again[key]), expected)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_workers_give_the_same_batches(shuffle: bool) -> None:
+    data = odd_graph()
+    alone, helped = (
+        HaloLoader(data, 6, parts="random", batch_size=2, shuffle=shuffle, num_workers=workers) for workers in (0, 2)
+    )
+    for _ in range(2):
+        for batch, other in zip(alone, helped, strict=True):
+            assert set(batch.keys()) == set(other.keys())
+            assert isinstance(other.edge_index, BatchTensor)
+            for key, value in batch:
+                assert torch.equal(value, other[key]) if isinstance(value, Tensor) else value == other[key], key
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_sweep_in_the_middle_of_an_epoch_changes_nothing(seed: int) -> None:
+    data = undirected_graph()
+    loader = HaloLoader(data, 6, parts="random", batch_size=2, shuffle=True, seed=seed)
+    expected = epoch(HaloLoader(data, 6, parts="random", batch_size=2, shuffle=True, seed=seed))
+    got = []
+    for batch in loader:
+        got.append(tuple(nodes_of(batch)))
+        if len(got) == 1:
+            list(loader.in_order())
+    assert got == expected
+
+
+def test_two_iterations_at_once_do_not_disturb_each_other() -> None:
+    loader = HaloLoader(undirected_graph(), 5, parts="random")
+    expected = epoch(HaloLoader(undirected_graph(), 5, parts="random"))
+    slow, fast = iter(loader), iter(loader)
+    got = [tuple(nodes_of(next(slow)))]
+    assert [tuple(nodes_of(next(fast))) for _ in range(3)] == expected[:3]
+    got += [tuple(nodes_of(batch)) for batch in slow]
+    assert got == expected
+    assert epoch(loader) == expected
+
+
+def test_iterating_leaves_the_random_state_alone() -> None:
+    loader = HaloLoader(undirected_graph(), 5, shuffle=True, batch_size=2)
+    before = torch.get_rng_state()
+    list(loader)
+    list(loader.in_order())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_labels() -> None:
+    labels = torch.arange(40) // 10
+    loader = HaloLoader(undirected_graph(), parts=labels)
+    assert loader.num_parts == 4
+    assert epoch(loader) == [tuple(range(i, i + 10)) for i in range(0, 40, 10)]
+    assert len(HaloLoader(undirected_graph(), 4, parts=labels)) == 4
+
+
+def test_connectivity() -> None:
+    # Part {0, 1, 5} has the halo {3, 4}, part {2, 3, 4} has {1}.
+    assert HaloLoader(tiny(), parts=TINY_PARTS).connectivity == pytest.approx((2 / 3 + 1 / 3) / 2)
+    assert HaloLoader(undirected_graph(), 1).connectivity == 0.0
+
+
+def test_around_keeps_the_order_of_the_nodes() -> None:
+    data = tiny()
+    batch = HaloLoader(data, 2).around(torch.tensor([3, 0]))
+    assert batch.batch_size == 2
+    assert batch.n_id.tolist() == [3, 0, 2]
+    assert batch.edge_index.tolist() == [[2, 0, 0], [0, 0, 1]]
+    assert batch.e_id.tolist() == [2, 4, 3]
+    assert torch.equal(batch.x, data.x[[3, 0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs the number of parts"),
+        ({"num_parts": 0}, "num_parts must be between 1 and num_nodes"),
+        ({"num_parts": 7}, "num_parts must be between 1 and num_nodes, but got 7 for 6"),
+        ({"num_parts": 2, "batch_size": 0}, "batch_size must be an integer of at least 1"),
+        ({"num_parts": 2, "batch_size": 1.5}, "batch_size must be an integer of at least 1"),
+        ({"num_parts": 2, "batch_size": 3}, "at most the number of parts, 2, but got 3"),
+        ({"num_parts": 2, "num_workers": -1}, "num_workers at least 0"),
+        ({"num_parts": 2, "parts": "louvain"}, "'metis', 'random' or a tensor of labels, but got 'louvain'"),
+        ({"num_parts": 3, "parts": TINY_PARTS}, "must match the given labels, which name 2 parts, but got num_parts=3"),
+        ({"parts": TINY_PARTS[:4]}, "got shape"),
+        ({"parts": TINY_PARTS.float()}, "labels must be integers"),
+        ({"parts": TINY_PARTS - 1}, "must not be negative"),
+        ({"parts": TINY_PARTS * 2}, "without gaps"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        HaloLoader(tiny(), **options)
+
+
+@pytest.mark.parametrize("data", [HeteroData(), torch.eye(3), None])
+def test_other_than_one_graph_is_refused(data: Any) -> None:
+    with pytest.raises(InputError, match=r"one graph as torch_geometric.data.Data, but got"):
+        HaloLoader(data, 2)
+
+
+def test_bad_graph_is_refused() -> None:
+    data = tiny()
+    data.x[2, 1] = float("nan")
+    with pytest.raises(InputError, match=r"x must be finite.*first in row 2"):
+        HaloLoader(data, 2)
+
+
+# Tags ################################################################################################################
+
+TAGGED = ["edge_index", "edge_weight", "edge_attr", "edge_type", "n_id"]
+
+
+@pytest.mark.parametrize("key", TAGGED)
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda value: value.to("cpu"),
+        lambda value: value.to(torch.device("cpu"), non_blocking=True, copy=True),
+        lambda value: value.cpu(),
+        lambda value: value.clone(),
+        lambda value: value.detach(),
+        lambda value: value.contiguous(),
+        lambda value: value.flip([0]).flip([0]) if value.attribute == "edge_index" else value,
+    ],
+)
+def test_tag_stays_where_values_do(key: str, keep: Any) -> None:
+    batch = next(iter(HaloLoader(undirected_graph(), 3)))
+    kept = keep(batch[key])
+    assert isinstance(kept, BatchTensor)
+    assert kept.is_original
+    assert kept.info is batch.edge_index.info
+    assert kept.attribute == key
+    assert torch.equal(kept, batch[key])
+    assert type(kept.plain) is Tensor
+
+
+@pytest.mark.parametrize("dims", [([0],), ((0,),), (0,)])
+def test_flipped_edges_are_known(dims: Any) -> None:
+    edges = next(iter(HaloLoader(undirected_graph(), 3))).edge_index
+    flipped = edges.flip(*dims)
+    assert isinstance(flipped, BatchTensor)
+    assert flipped.attribute == "reversed edge_index"
+    back = flipped.flip(*dims)
+    assert isinstance(back, BatchTensor)
+    assert back.attribute == "edge_index"
+    assert type(edges.flip([1])) is Tensor
+    assert type(edges.flip([0, 1])) is Tensor
+
+
+@pytest.mark.parametrize("key", TAGGED)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda value: value + 1,
+        lambda value: 1 - value,
+        lambda value: value[:1],
+        lambda value: value.to(torch.float16),
+        lambda value: torch.cat([value, value]),
+        lambda value: value * torch.ones(()),
+        lambda value: torch.nn.functional.relu(value),
+        lambda value: value.view(-1),
+        lambda value: value.unsqueeze(0),
+    ],
+)
+def test_tag_is_lost_where_values_change(key: str, change: Any) -> None:
+    batch = next(iter(HaloLoader(undirected_graph(), 3)))
+    assert type(change(batch[key])) is Tensor
+
+
+@pytest.mark.parametrize("key", TAGGED)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda value: value.add_(1),
+        lambda value: value.fill_(0),
+        lambda value: value.__setitem__(0, 0),
+        lambda value: value.plain.mul_(2),
+        lambda value: value.zero_(),
+    ],
+)
+def test_writing_is_noticed(key: str, write: Any) -> None:
+    value = next(iter(HaloLoader(undirected_graph(), 3)))[key]
+    write(value)
+    assert not value.is_original
+    assert type(value.clone()) is Tensor
+    assert type(value.to("cpu", copy=True)) is Tensor
+
+
+def test_written_tensors_are_not_taken_for_original_in_the_next_epoch() -> None:
+    data = undirected_graph()
+    loader = HaloLoader(data, 3)
+    next(iter(loader)).edge_weight.mul_(2)
+    batch = next(iter(loader))
+    assert not batch.edge_weight.is_original or torch.equal(plain(batch.edge_weight), data.edge_weight[batch.e_id])
+
+
+def test_batches_can_be_copied_and_printed() -> None:
+    batch = next(iter(HaloLoader(undirected_graph(), 3)))
+    copied = copy.deepcopy(batch)
+    assert torch.equal(copied.edge_index, batch.edge_index)
+    assert "edge_index" in repr(batch)
+    assert "tensor" in repr(batch.edge_index).lower()
+    assert isinstance(copy.copy(batch).edge_index, BatchTensor)
+    assert isinstance(batch.clone().edge_index, BatchTensor)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        (torch.tensor([1, 1]), "each node once"),
+        (torch.tensor([1.0]), "int64"),
+        (torch.tensor([[1]]), "one-dimensional"),
+        (torch.tensor([40]), "from 0 to 39"),
+        (torch.tensor([-1]), "from 0 to 39"),
+    ],
+)
+def test_batches_around_odd_nodes_are_refused(nodes: Tensor, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        HaloLoader(undirected_graph(), 3).around(nodes)
+
+
+def test_drawings_come_back() -> None:
+    loader = HaloLoader(undirected_graph(60, 150), 12, batch_size=4, shuffle=True, drawings=3, seed=5)
+    assert loader.is_fixed
+    assert (len(loader), loader.num_batches) == (3, 9)
+    epochs = [[batch.n_id[: batch.batch_size].tolist() for batch in loader] for _ in range(40)]
+    for epoch in epochs:
+        assert sorted(node for batch in epoch for node in batch) == list(range(60))
+    drawings = {frozenset(map(tuple, epoch)) for epoch in epochs}
+    assert len(drawings) == 3
+    assert len({frozenset(map(tuple, epoch)) for epoch in epochs[:3]}) == 3
+    # Taken again at random, with their batches in any order.
+    assert len({tuple(map(tuple, epoch)) for epoch in epochs}) > 6
+
+
+def test_the_first_drawings_are_those_of_a_loader_that_draws_for_every_epoch() -> None:
+    data = undirected_graph(60, 150)
+    few, many = (HaloLoader(data, 12, batch_size=4, shuffle=True, drawings=n, seed=5) for n in (2, None))
+    assert not many.is_fixed
+    for _ in range(2):
+        for one, other in zip(few, many, strict=True):
+            assert torch.equal(one.n_id, other.n_id)
+
+
+@pytest.mark.parametrize(("drawings", "shuffle"), [(0, True), (2, False), (1.5, True)])
+def test_odd_drawings_are_refused(drawings: Any, shuffle: bool) -> None:
+    with pytest.raises(InputError, match="drawings"):
+        HaloLoader(undirected_graph(20, 40), 4, batch_size=2, shuffle=shuffle, drawings=drawings)
+
+
+def test_one_part_per_batch_needs_no_drawings() -> None:
+    loader = HaloLoader(undirected_graph(20, 40), 4, shuffle=True, drawings=5)
+    assert loader.num_batches == 4
+
+
+def test_batches_that_are_not_kept_are_cut_anew() -> None:
+    data = undirected_graph()
+    loader = HaloLoader(data, 4, keep=False)
+    assert not loader.is_fixed
+    before = [batch.x.clone() for batch in loader]
+    data.x += 1.0
+    for batch, earlier in zip(loader, before, strict=True):
+        assert torch.equal(batch.x, earlier + 1.0)
+    for batch in loader.in_order():
+        assert torch.equal(batch.x, data.x[batch.n_id])
+
+
+# States ##############################################################################################################
+
+WAYS: dict[str, dict[str, Any]] = {
+    "in order": {"batch_size": 2},
+    "single parts": {"shuffle": True},
+    "shuffled": {"shuffle": True, "batch_size": 3},
+    "all at once": {"shuffle": True, "batch_size": 8},
+    "drawings": {"shuffle": True, "batch_size": 3, "drawings": 2},
+}
+
+
+def made(way: str) -> HaloLoader:
+    return HaloLoader(undirected_graph(), parts=torch.arange(40) % 8, seed=3, **WAYS[way])
+
+
+def through_json(state: dict[str, Any]) -> dict[str, Any]:
+    plain_values, tensors = split_tensors("loader", state)
+    joined: dict[str, Any] = join_tensors(json.loads(json.dumps(plain_values)), tensors)
+    return joined
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("before", [0, 1, 2, 4])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_loader_goes_on_between_epochs(way: str, before: int, ahead: bool) -> None:
+    loader, other = made(way), made(way)
+    for _ in range(before):
+        epoch(loader)
+    if ahead:  # what the next epoch begins with is known already
+        loader.first_of_next_epoch()
+    state = through_json(loader.state_dict())
+    expected = [epoch(loader) for _ in range(4)]
+    epoch(other)
+    other.load_state_dict(state)
+    assert [epoch(other) for _ in range(4)] == expected
+    # The same loader can go back, too.
+    loader.load_state_dict(state)
+    assert [epoch(loader) for _ in range(4)] == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("before", [0, 1, 3])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_loader_goes_on_in_the_middle_of_an_epoch(way: str, before: int, ahead: bool) -> None:
+    for done in range(1, len(made(way)) + 1):
+        loader, other = made(way), made(way)
+        for _ in range(before):
+            epoch(loader)
+        batches = iter(loader)
+        for _ in islice(batches, done):
+            pass
+        if ahead:
+            loader.first_of_next_epoch()
+        state = through_json(loader.state_dict(done))
+        left = [tuple(nodes_of(batch)) for batch in batches]
+        assert len(left) == len(loader) - done
+        expected = [left, *(epoch(loader) for _ in range(3))]
+        other.load_state_dict(state)
+        # A state of what has not gone on yet is the same.
+        assert json.dumps(split_tensors("", other.state_dict(done))[0]) == json.dumps(split_tensors("", state)[0])
+        sweeps = [tuple(nodes_of(batch)) for batch in other.in_order()]
+        assert sorted(sum(sweeps, ())) == list(range(40))
+        assert [epoch(other) for _ in range(4)] == expected
+
+
+def test_a_state_is_not_changed_by_later_epochs() -> None:
+    loader = made("drawings")
+    state = loader.state_dict()
+    first = [epoch(loader) for _ in range(5)]
+    loader.load_state_dict(state)
+    assert [epoch(loader) for _ in range(5)] == first
+
+
+def test_workers_do_not_change_what_a_state_leads_to() -> None:
+    loader, other = made("shuffled"), made("shuffled")
+    other.num_workers = 1
+    epoch(loader)
+    state = loader.state_dict()
+    expected = epoch(loader)
+    other.load_state_dict(state)
+    assert epoch(other) == expected

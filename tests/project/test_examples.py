@@ -1,0 +1,145 @@
+"""The scripts in examples/: each runs by itself, is short, and prints what its docstring claims."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MOST_LINES = 100
+
+Printed = dict[str, str]
+
+
+def number(text: str) -> float:
+    """The first number in what was printed."""
+    found = re.match(r"-?[\d.]+(e-?\d+)?", text)
+    assert found, text
+    return float(found[0])
+
+
+def custom_layer(printed: Printed) -> None:
+    assert number(printed["largest relative error"]) < 1e-5
+    assert "SimilarityConv ('second')" in printed["refused"]
+
+
+def diagnostics(printed: Printed) -> None:
+    stale = [number(printed[f"relative staleness after epoch {epoch}"]) for epoch in (5, 10, 15, 20)]
+    assert stale == sorted(stale, reverse=True)
+    assert stale[-1] < stale[0] / 10
+    assert number(printed["relative staleness after a refresh"]) < 1e-4
+    assert all(0.5 < number(printed[f"cosine of gradients after epoch {epoch}"]) < 1 for epoch in (5, 10, 15, 20))
+
+
+def exactness(printed: Printed) -> None:
+    assert number(printed["error from stale histories"]) > 1e-3
+    assert number(printed["error after a refresh"]) < 1e-5
+    assert number(printed["error of exact inference"]) < 1e-5
+
+
+def fit_any_model(printed: Printed) -> None:
+    assert number(printed["halo nodes per batch node"]) > 0
+    assert number(printed["steps with histories"]) == 120
+    with_histories = number(printed["test accuracy with histories"])
+    assert with_histories > 90
+    assert abs(with_histories - number(printed["test accuracy in full batch"])) < 5
+
+
+def graph_level(printed: Printed) -> None:
+    assert number(printed["nodes right"]) > 90
+    assert number(printed["test graphs right"]) > 90
+
+
+def growing_graph(printed: Printed) -> None:
+    assert number(printed["new nodes"]) == 4
+    unchanged = number(printed["old nodes whose output stays as it was"])
+    assert number(printed["old nodes"]) / 2 < unchanged < number(printed["old nodes"])
+    assert number(printed["largest error for all nodes"]) < 1e-5
+
+
+def histories_on_disk(printed: Printed) -> None:
+    assert printed["losses on disk are the same"] == "True"
+    size = number(printed["size on disk"])
+    assert size == number(printed["size in memory"]) == 600 * 2 * 256 * 4
+    assert number(printed["size on disk as int8"]) == 600 * 2 * 272
+    assert number(printed["test accuracy in int8"]) > number(printed["test accuracy in float32"]) - 3 > 90
+
+
+def link_prediction(printed: Printed) -> None:
+    assert number(printed["AUC trained"]) > number(printed["AUC untrained"]) + 0.1
+
+
+def local_lipschitz(printed: Printed) -> None:
+    assert number(printed["penalty with it"]) < number(printed["penalty without regularization"])
+    assert number(printed["mean error of outputs with it"]) < number(printed["mean error of outputs without"])
+
+
+def neighbour_sampling(printed: Printed) -> None:
+    assert printed["of these used by GAS"] == printed["edges into the batch"]
+    assert number(printed["of these used by sampling"]) < number(printed["edges into the batch"]) / 2
+    assert number(printed["nodes in memory with GAS"]) < number(printed["nodes in memory with sampling"])
+    assert number(printed["test accuracy with GAS"]) > 90
+
+
+def own_loop(printed: Printed) -> None:
+    assert number(printed["last loss"]) < number(printed["first loss"]) / 2
+    assert number(printed["test accuracy"]) > 90
+
+
+def resume(printed: Printed) -> None:
+    assert printed["stopped"] == printed["same losses"] == printed["same scores"] == "True"
+    assert number(printed["epochs in the end"]) == 12
+
+
+CLAIMS: dict[str, Callable[[Printed], None]] = {
+    claim.__name__: claim
+    for claim in (
+        custom_layer,
+        diagnostics,
+        exactness,
+        fit_any_model,
+        graph_level,
+        growing_graph,
+        histories_on_disk,
+        link_prediction,
+        local_lipschitz,
+        neighbour_sampling,
+        own_loop,
+        resume,
+    )
+}
+
+
+def test_every_example_has_a_claim() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == CLAIMS.keys()
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_example_is_short_and_says_what_it_shows(name: str) -> None:
+    source = (EXAMPLES / f"{name}.py").read_text()
+    assert len(source.splitlines()) <= MOST_LINES
+    assert ast.get_docstring(ast.parse(source))
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_example_prints_what_it_claims(name: str, tmp_path: Path) -> None:
+    # Warnings are errors, but for one of PyG's import.
+    warnings = ["-W", "error", "-W", "ignore:`torch.jit.script` is deprecated:DeprecationWarning"]
+    done = subprocess.run(
+        [sys.executable, *warnings, EXAMPLES / f"{name}.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    CLAIMS[name](dict(line.split(": ", 1) for line in done.stdout.splitlines()))

@@ -1,0 +1,131 @@
+"""The folder of a training run, written and read back."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gnnautoscale.errors import InputError
+from gnnautoscale.runs.folder import RunFolder, read_run
+
+RUN: dict[str, Any] = {
+    "title": "a run",
+    "options": {"lr": 0.1, "epochs": 3, "fan_out": (1, 2)},
+    "data": {"nodes": 4},
+    "model": {"name": "GCN"},
+}
+
+
+def written(path: Path, epochs: int = 3) -> Path:
+    """The folder of a run of some epochs, with a probe after each."""
+    with RunFolder.create(path, RUN) as folder:
+        for epoch in range(1, epochs + 1):
+            folder.append({"kind": "epoch", "epoch": epoch, "loss": 1 / epoch})
+            folder.append({"kind": "staleness", "epoch": epoch, "layers": []})
+        folder.finish({"steps": 12})
+    return path
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    read = read_run(written(tmp_path / "deep" / "run"))
+    assert read.run["title"] == "a run"
+    assert read.run["format"] == 1
+    assert read.run["started"].endswith("+00:00")
+    assert [epoch["loss"] for epoch in read.epochs] == [1.0, 0.5, 1 / 3]
+    assert [probe["epoch"] for probe in read.staleness] == [1, 2, 3]
+    assert read.gradients == read.lipschitz == []
+    assert read.result is not None
+    assert read.result["steps"] == 12
+    assert "finished" in read.result
+
+
+def test_records_are_there_while_the_run_goes_on(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", RUN) as folder:
+        folder.append({"kind": "epoch", "epoch": 1})
+        read = read_run(folder.path)
+    assert len(read.epochs) == 1
+    assert read.result is None
+
+
+def test_numbers_that_json_does_not_have_become_null(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", {**RUN, "x": math.nan}) as folder:
+        folder.append({"kind": "gradients", "epoch": 1, "cosine": math.nan, "layers": [{"cosine": math.inf}]})
+    read = read_run(folder.path)
+    assert read.run["x"] is None
+    assert read.gradients[0]["cosine"] is None
+    assert read.gradients[0]["layers"] == [{"cosine": None}]
+
+
+def test_kinds_that_nobody_knows_are_left_out(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", RUN) as folder:
+        folder.append({"kind": "weather", "epoch": 1})
+        folder.append({"epoch": 1})
+    read = read_run(folder.path)
+    assert not read.epochs
+    assert not read.staleness
+
+
+@pytest.mark.parametrize("rest", ['{"kind": "epo', '"', "[1, 2", "17"])
+def test_a_last_line_that_was_cut_off_is_dropped(tmp_path: Path, rest: str) -> None:
+    path = written(tmp_path / "run")
+    with (path / "metrics.jsonl").open("a") as stream:
+        stream.write(rest)
+    assert len(read_run(path).epochs) == 3
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", "", "{'kind': 1}"])
+def test_a_defect_before_the_last_line_is_refused(tmp_path: Path, line: str) -> None:
+    path = written(tmp_path / "run")
+    text = (path / "metrics.jsonl").read_text()
+    (path / "metrics.jsonl").write_text(f"{line}\n{text}")
+    with pytest.raises(InputError, match=r"metrics\.jsonl .*\(line 1"):
+        read_run(path)
+
+
+def test_other_defects_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"run\.json"):
+        read_run(tmp_path)
+    path = written(tmp_path / "run")
+    (path / "result.json").write_text("half of {")
+    with pytest.raises(InputError, match=r"result\.json must hold JSON"):
+        read_run(path)
+    (path / "result.json").unlink()
+    assert read_run(path).result is None
+    (path / "run.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(InputError, match="format 1, but got 99"):
+        read_run(path)
+
+
+def test_a_new_run_needs_an_empty_folder(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, RUN).close()  # there, but empty
+    with pytest.raises(InputError, match="new or empty"):
+        RunFolder.create(tmp_path, RUN)
+    with pytest.raises(InputError, match="writable folder"):
+        RunFolder.create(tmp_path / "run.json" / "below", RUN)
+
+
+def test_going_on_drops_what_comes_again(tmp_path: Path) -> None:
+    path = written(tmp_path / "run")
+    started = read_run(path).run["started"]
+    with RunFolder.reopen(path, RUN, epoch=2) as folder:
+        assert read_run(path).result is None
+        folder.append({"kind": "epoch", "epoch": 3, "loss": 7.0})
+    read = read_run(path)
+    assert [epoch["loss"] for epoch in read.epochs] == [1.0, 0.5, 7.0]
+    assert [probe["epoch"] for probe in read.staleness] == [1, 2]
+    assert read.run["started"] == started
+
+
+def test_only_the_same_run_goes_on(tmp_path: Path) -> None:
+    path = written(tmp_path / "run")
+    with pytest.raises(InputError, match="other model"):
+        RunFolder.reopen(path, {**RUN, "model": {"name": "GIN"}}, epoch=2)
+    longer = {**RUN, "options": {**RUN["options"], "epochs": 9}}
+    with pytest.raises(InputError, match="other options"):
+        RunFolder.reopen(path, longer, epoch=2)
+    RunFolder.reopen(path, longer, epoch=2, free={"epochs"}).close()
+    assert len(read_run(path).epochs) == 2

@@ -1,0 +1,146 @@
+"""Schedules of steps that every way to move rows must get right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import undirected_graph
+from gnnautoscale.graph.loader import HaloLoader
+from gnnautoscale.history import History, Runs
+from gnnautoscale.history.host import HostHistory
+from gnnautoscale.transfer.base import Transfer
+
+precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+
+SLOTS = ("first", "second")
+WIDTH = 64
+
+
+def slow(cycles: int) -> None:
+    """Keep the current stream busy for a while."""
+    if torch.cuda.is_available() and cycles:
+        torch.cuda._sleep(random.randrange(cycles))  # type: ignore[no-untyped-call]
+
+
+class SlowHistory(HostHistory):
+    """Takes its time with everything, so that what does not wait comes too early."""
+
+    delay = 0
+
+    def read_together(
+        self, others: Sequence[History], index: Tensor, outs: Sequence[Tensor], *, skip: Tensor | None = None
+    ) -> None:
+        slow(self.delay)
+        super().read_together(others, index, outs, skip=skip)
+
+    def write(self, raw: Tensor, where: Tensor, runs: Runs | None = None) -> None:
+        slow(self.delay)
+        super().write(raw, where, runs)
+
+
+class OpenSlow(Protocol):
+    """Opens a history that has a ``delay``."""
+
+    def __call__(self, num_nodes: int, width: int, dtype: torch.dtype, *, pinned: bool) -> Any: ...
+
+
+def disagreements(
+    transfer: Transfer,
+    device: torch.device,
+    *,
+    steps: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    open_slow: OpenSlow = SlowHistory,
+) -> int:
+    """Run random steps against plain tensors; returns how many pulls differ.
+
+    Steps are announced rightly, wrongly or not at all, sometimes a layer is run twice, and sometimes histories are
+    written from elsewhere. In turns the step or the histories are slow.
+    """
+    random.seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    loader = HaloLoader(undirected_graph(400, 1500, seed=seed), 12, parts="random", batch_size=1 + seed % 2)
+    batches = [batch.edge_index.info for batch in loader]
+    order = batches[0].order
+    truth = {slot: torch.zeros(400, WIDTH) for slot in SLOTS}
+    histories = {slot: open_slow(400, WIDTH, dtype, pinned=device.type == "cuda") for slot in SLOTS}
+    for info in batches:
+        info.placed[order] = order.rows(info).index.to(device)  # so that nothing reads what is no index yet
+    # Made ahead, since a copy to the GPU would wait for it.
+    fresh = {(step, slot): torch.randn(400, WIDTH, generator=generator) for step in range(steps) for slot in SLOTS}
+    fresh_there = {key: rows.to(device) for key, rows in fresh.items()}
+    codec = histories["first"].codec  # rounds on the same device, which may divide differently from another
+    kept = {key: codec.decode(codec.encode(rows), torch.float32).cpu() for key, rows in fresh_there.items()}
+    row_of = order.row_of.to(device)
+    checks: list[tuple[Tensor, Tensor]] = []
+    info = random.choice(batches)
+    for step in range(steps):
+        following = random.choice(batches)
+        info.upcoming = random.choice([following, following, following, random.choice(batches), None])
+        slow_step = step // 10 % 2 == 0
+        for history in histories.values():
+            history.delay = 0 if slow_step else 20_000_000
+        slow(20_000_000 if slow_step else 0)
+        # In the first step histories come into being one by one.
+        transfer.begin(info, order, histories if step else {})
+        ahead_at_once = random.random() < 0.5
+        if ahead_at_once:
+            transfer.look_ahead()
+        for slot in SLOTS:
+            rows = fresh[step, slot][: info.batch_size]
+            computed = torch.zeros(info.batch_size, WIDTH, device=device)
+            slow(20_000_000 if slow_step else 0)
+            computed += fresh_there[step, slot][: info.batch_size]
+            for again in range(random.choice([1, 1, 2])):
+                full = transfer.exchange(slot, histories[slot], computed, push=not again).clone()
+                checks.append((full, torch.cat([rows, truth[slot][info.halo]])))
+            truth[slot] = truth[slot].clone()
+            truth[slot][info.nodes] = kept[step, slot][: info.batch_size]
+        if random.random() < 0.1 and step:
+            transfer.begin(info, order, histories)  # a step that did not come to its end is made again
+            for slot in SLOTS:
+                transfer.exchange(slot, histories[slot], fresh_there[step, slot][: info.batch_size])
+        transfer.end()
+        if not ahead_at_once:
+            transfer.look_ahead()
+        if random.random() < 0.1:
+            transfer.settle()
+            histories["first"].push(fresh_there[step, "second"], row_of)
+            truth["first"] = kept[step, "second"]
+        info.upcoming = None
+        info = following
+    wrong = sum(not torch.equal(full.cpu(), expected) for full, expected in checks)
+    transfer.settle()
+    for slot in SLOTS:
+        left = histories[slot].pull(order.row_of, device=torch.device("cpu"), dtype=torch.float32)
+        wrong += not torch.equal(left, truth[slot])
+    return wrong
+
+
+def check_steps_that_do_not_end(transfer: Transfer, history: History) -> None:
+    """A step fails, and the one that was announced to follow is made; all rows have values that every type has."""
+    first, second = [batch.edge_index.info for batch in HaloLoader(undirected_graph(40, 100), 4)][:2]
+    assert bool(torch.isin(second.halo, first.nodes).any())
+    truth = torch.ones(40, 2)
+    history.push(truth, first.order.row_of)
+    for ended in (False, True, False):
+        first.upcoming = second
+        transfer.begin(first, first.order, {"first": history})
+        transfer.look_ahead()
+        transfer.exchange("first", history, torch.full((first.batch_size, 2), -1.0))
+        if ended:
+            transfer.end()
+            truth[first.nodes] = -1.0
+        transfer.begin(second, first.order, {"first": history})
+        full = transfer.exchange("first", history, truth[second.nodes], push=False)
+        assert torch.equal(full, truth[second.n_id])
+        transfer.settle()
+        truth[first.nodes] = 4.0
+        history.push(truth[first.nodes], first.order.row_of[first.nodes])

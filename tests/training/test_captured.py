@@ -1,0 +1,227 @@
+"""Training steps on a GPU: captured or not, wherever batches and histories live, the numbers are the same."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.nn import GCNConv, GraphConv  # type: ignore[import-untyped]
+
+import gnnautoscale as gas
+from gnnautoscale.data import generate
+from gnnautoscale.models import MODELS, build_model, model_options
+from gnnautoscale.training import steps as engine_module
+from gnnautoscale.training.captured import _watching
+
+CLASSES = 4
+
+
+@pytest.fixture
+def data() -> Data:
+    graph = generate.communities(600, degree=6.0, num_features=12, num_classes=CLASSES)
+    graph.train_mask[:100] = False  # so that parts differ in their number of training nodes
+    return graph
+
+
+def fitted(name: str, data: Data, **options: Any) -> gas.FitResult:
+    """How a small model trains."""
+    torch.manual_seed(1)
+    small = {"hidden": 16, "layers": 3, "dropout": 0.0} | ({"heads": 2} if name == "gat" else {})
+    if "batch_norm" in model_options(name):
+        # With it, Adam's first steps make a difference of a thousandth out of one in the last digit.
+        small["batch_norm"] = False
+    model = build_model(name, data, CLASSES, **small)
+    defaults = {"parts": 6, "epochs": 4, "lr": 0.005, "evaluate_every": 4, "device": "cuda", "grad_norm": 1.0}
+    return gas.fit(model, data, **{**defaults, **options})
+
+
+def losses(name: str, data: Data, **options: Any) -> tuple[list[float], str]:
+    """The training curve of a small model, and how its steps were run."""
+    result = fitted(name, data, **options)
+    return [epoch.loss for epoch in result.epochs], result.how
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["device", "host"])
+@pytest.mark.parametrize("name", MODELS)
+def test_captured_steps_give_the_numbers_of_uncaptured_ones(name: str, storage: str, data: Data) -> None:
+    captured, how = losses(name, data, storage=storage)
+    assert how.startswith("captured as 6 CUDA graphs; batches on the GPU")
+    plain, how = losses(name, data, storage=storage, capture=False)
+    assert how.startswith("uncaptured, since this was asked for")
+    assert captured == pytest.approx(plain, rel=2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("storage", ["device", "host"])
+def test_it_does_not_matter_where_batches_live(storage: str, capture: bool, data: Data) -> None:
+    near, _ = losses("gcn", data, storage=storage, batches_on="device", capture=capture)
+    far, how = losses("gcn", data, storage=storage, batches_on="host", capture=capture)
+    assert "copied ahead" in how
+    assert how.startswith("captured") == capture
+    assert near == far
+
+
+@pytest.mark.gpu
+def test_the_cpu_trains_the_same(data: Data) -> None:
+    on_gpu, _ = losses("gin", data, storage="host", lr=0.001)
+    on_cpu, how = losses("gin", data, lr=0.001, device="cpu")
+    assert how == "uncaptured: CUDA graphs need a GPU"
+    assert on_gpu == pytest.approx(on_cpu, rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_batches_that_are_drawn_anew_are_not_captured(data: Data) -> None:
+    _, how = losses("gcn", data, batch_size=2)
+    assert how.startswith("uncaptured, since parts are drawn into new batches")
+    _, how = losses("gcn", data, edge_dropout=0.2)
+    assert how.startswith("uncaptured, since edge dropout")
+
+
+@pytest.mark.gpu
+def test_drawings_that_come_back_are_captured(data: Data) -> None:
+    captured, how = losses("gcn", data, batch_size=2, drawings=2, epochs=6)
+    loader = gas.HaloLoader(data, 6, batch_size=2, shuffle=True, drawings=2)
+    batches = [parts for _ in range(6) for parts in loader.draw()]
+    assert how.startswith(f"captured as {len(set(batches[2:]))} CUDA graphs")  # the first two steps are not
+    plain, _ = losses("gcn", data, batch_size=2, drawings=2, epochs=6, capture=False)
+    assert captured == pytest.approx(plain, rel=2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["device", "host"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_captured_evaluation_gives_the_scores_of_others(name: str, storage: str, data: Data) -> None:
+    found = []
+    ways: list[dict[str, Any]] = [{"evaluate_parts": 1}, {"evaluate_parts": 1, "capture": False}, {"evaluate_parts": 3}]
+    for options in ways:
+        result = fitted(name, data, storage=storage, parts=4, epochs=6, evaluate_every=1, lr=0.001, **options)
+        found.append([epoch.scores["val"] for epoch in result.epochs])
+    assert found[0] == pytest.approx(found[1], abs=1.0)
+    assert found[0] == pytest.approx(found[2], abs=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["device", "host"])
+@pytest.mark.parametrize("refresh_every", ["epoch", 4])
+def test_a_refresh_at_once_trains_like_one_in_parts(storage: str, refresh_every: str | int, data: Data) -> None:
+    fixed: dict[str, Any] = {"storage": storage, "refresh_every": refresh_every, "epochs": 8}
+    at_once, _ = losses("gcn", data, evaluate_parts=1, **fixed)
+    in_parts, _ = losses("gcn", data, evaluate_parts=3, capture=False, **fixed)
+    never, _ = losses("gcn", data, evaluate_parts=1, **{**fixed, "refresh_every": "never"})
+    assert at_once == pytest.approx(in_parts, rel=2e-4)
+    assert at_once != pytest.approx(never, rel=2e-4)
+
+
+@pytest.mark.gpu
+def test_penalty_and_refresh_are_compatible_with_capture(data: Data) -> None:
+    options: dict[str, Any] = {"lipschitz": 0.1, "refresh_every": 4, "storage": "host"}
+    captured, how = losses("gcn", data, **options)
+    assert how.startswith("captured")
+    assert captured[-1] < captured[0]
+    # A layer with dropout inside has to be repeated with the same random numbers.
+    torch.manual_seed(1)
+    model = build_model("gat", data, CLASSES, hidden=8, layers=2, dropout=0.3)
+    result = gas.fit(model, data, parts=6, epochs=2, device="cuda", lipschitz=0.1)
+    assert result.how.startswith("uncaptured, since the penalty runs layers with dropout")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["plateau", "cosine"])
+def test_captured_steps_see_the_learning_rate(schedule: str, data: Data) -> None:
+    captured, _ = losses("gcn", data, schedule=schedule, epochs=8, evaluate_every=1, lr=0.05)
+    plain, _ = losses("gcn", data, schedule=schedule, epochs=8, evaluate_every=1, lr=0.05, capture=False)
+    assert captured == pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"precision": "bfloat16"}, {"precision": "tf32"}, {"history_dtype": "bfloat16"}])
+def test_lower_precision_is_close(options: dict[str, Any], data: Data) -> None:
+    exact, _ = losses("gcn", data, storage="host")
+    low, how = losses("gcn", data, storage="host", **options)
+    assert how.startswith("captured")
+    assert low == pytest.approx(exact, rel=3e-2)
+    assert low != exact or options == {"precision": "tf32"}
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.gpu
+def test_the_number_of_graphs_is_bounded(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = losses("gcn", data)
+    monkeypatch.setattr(engine_module, "MOST_GRAPHS", 2)
+    got, how = losses("gcn", data)
+    assert how.startswith("captured as 2 CUDA graphs")
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
+class Odd(nn.Module):
+    """A GCN that does something a captured step cannot repeat."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.first, self.second = GCNConv(12, 16), GraphConv(16, CLASSES)
+        self.what = what
+        self.calls = 0
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.first(x, edge_index).relu()
+        if self.what == "item" and self.training and float(x.detach().sum()) > 1e9:
+            x = 2 * x
+        elif self.what == "random" and self.training:
+            x = x * (1.0 + 0.0 * random.random())
+        elif self.what == "counts" and self.training:
+            self.calls += 1
+        elif self.what == "synchronize" and self.training:
+            torch.cuda.synchronize()
+        out: Tensor = self.second(x, edge_index)
+        return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("nothing", "captured"),
+        ("item", "uncaptured, since the model waits for values on the host"),
+        ("random", "uncaptured, since the model draws random numbers on the host"),
+        ("counts", "uncaptured, since the model's attributes change"),
+        ("synchronize", "uncaptured, since the model cannot be captured"),
+    ],
+)
+def test_a_model_that_cannot_be_captured_is_trained_all_the_same(what: str, reason: str, data: Data) -> None:
+    curves = []
+    for kind in ("nothing", what):
+        torch.manual_seed(3)
+        result = gas.fit(Odd(kind), data, parts=5, epochs=4, device="cuda", storage="host")
+        curves.append([epoch.loss for epoch in result.epochs])
+    assert result.how.startswith(reason)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+    # Random numbers on the GPU still come, and still follow the seed.
+    torch.manual_seed(0)
+    first = torch.rand(5, device="cuda")
+    torch.manual_seed(0)
+    assert torch.equal(first, torch.rand(5, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_same_seed_same_bits(data: Data) -> None:
+    runs = [losses("gcn", data, storage="host", batches_on="host")[0] for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_what_a_step_does_on_the_host_is_noticed() -> None:
+    model = Odd("counts")
+    with _watching(model) as reasons:
+        model.calls += 1
+    assert reasons == ["the model's attributes change from step to step"]
+    with _watching(model) as reasons:
+        torch.rand(1)
+    assert reasons == ["the model draws random numbers on the host"]
+    with _watching(model) as reasons:
+        pass
+    assert reasons == []

@@ -1,0 +1,421 @@
+"""Rows that a thread moves between steps and files: exact, whatever overlaps, and no failure is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gnnautoscale as gas
+import gnnautoscale.transfer.thread as threaded_module
+from conftest import history_rows, undirected_graph
+from gnnautoscale.attach.autoscaler import attached
+from gnnautoscale.attach.inference import infer_from_histories
+from gnnautoscale.errors import InputError
+from gnnautoscale.graph.batch import BatchInfo
+from gnnautoscale.history import DiskHistory, History, Runs
+from gnnautoscale.models import build_model
+from gnnautoscale.transfer.thread import Threaded, _shared
+from support import transfers
+from support.communities import CLASSES, community_graph, same_bits, weights_of
+from support.transfers import check_steps_that_do_not_end, disagreements, precisions
+
+CPU = torch.device("cpu")
+
+
+# Interleavings #######################################################################################################
+
+
+class SlowDisk(DiskHistory):
+    """Takes its time with everything, so that what does not wait comes too early."""
+
+    delay = 0
+    number = 0
+    folder = Path()
+
+    def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, pinned: bool) -> None:
+        SlowDisk.number += 1
+        super().__init__(num_nodes, width, dtype, path=self.folder / f"{self.number}.rows")
+
+    def gather(self, index: Tensor, out: Tensor) -> None:
+        wait(self.delay)
+        super().gather(index, out)
+
+    def write(self, raw: Tensor, where: Tensor, runs: Runs | None = None) -> None:
+        wait(self.delay)
+        super().write(raw, where, runs)
+
+
+def wait(delay: int) -> None:
+    if delay:
+        time.sleep(random.random() * 0.002)
+
+
+@pytest.fixture
+def slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[SlowDisk]:
+    """Histories in files, and steps, that are slow in turns."""
+    monkeypatch.setattr(SlowDisk, "folder", tmp_path)
+    monkeypatch.setattr(transfers, "slow", wait)
+    return SlowDisk
+
+
+@pytest.mark.parametrize("seed", range(2))
+@precisions
+def test_what_is_read_ahead_is_exact(slow_disk: type[SlowDisk], seed: int, dtype: torch.dtype) -> None:
+    assert disagreements(Threaded(CPU), CPU, steps=50, seed=seed, dtype=dtype, open_slow=slow_disk) == 0
+
+
+@pytest.mark.parametrize("seed", range(2, 4))
+def test_what_several_threads_read_is_exact(
+    slow_disk: type[SlowDisk], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(threaded_module, "_WORKERS", 3)
+    monkeypatch.setattr(threaded_module, "_SHARE", 20 * transfers.WIDTH * 4)  # 20 rows are worth a thread
+    pieces: list[tuple[str, int]] = []
+
+    class Noted(slow_disk):  # type: ignore[misc, valid-type]
+        def gather(self, index: Tensor, out: Tensor) -> None:
+            pieces.append((threading.current_thread().name, index.numel()))
+            super().gather(index, out)
+
+    assert disagreements(Threaded(CPU), CPU, steps=40, seed=seed, open_slow=Noted) == 0
+    sizes = {name: {size for other, size in pieces if other == name} for name, _ in pieces if name.startswith("rows")}
+    assert len(sizes) > 1
+    assert max(set().union(*sizes.values())) == 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "seed"),
+    [(torch.float32, 0), (torch.float32, 1), (torch.float32, 2), (torch.int8, 3), (torch.float8_e4m3fn, 4)],
+    ids=str,
+)
+def test_what_is_read_ahead_for_a_gpu_is_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, seed: int
+) -> None:
+    """The GPU's steps take longer than what the thread does, or less, in turns."""
+    monkeypatch.setattr(SlowDisk, "folder", tmp_path)
+    device = torch.device("cuda", 0)
+    assert disagreements(Threaded(device), device, steps=60, seed=seed, dtype=dtype, open_slow=SlowDisk) == 0
+
+
+class NoPatch(Threaded):
+    """Forgets what the step before writes itself."""
+
+    def _arrive(self, slot: str, places: Tensor, rows: Tensor) -> None:
+        super()._arrive(slot, places[:0], rows[:0])
+
+
+class NoWaitForRead(Threaded):
+    """Does not wait for rows that were read ahead."""
+
+    def _start(self, info: BatchInfo, side: int, before: BatchInfo | None) -> Any:
+        read = super()._start(info, side, before)
+        if before is not None:
+            rows = read.done
+            read.done = Future()
+            read.done.set_result(rows.result() if rows.done() else threaded_module._nothing())
+        return read
+
+
+class NoSettling(Threaded):
+    """Lets others look at the file too early."""
+
+    def settle(self) -> None:
+        self._read = None
+
+
+class OneSide(Threaded):
+    """Reads ahead into what the step still uses."""
+
+    def _start(self, info: BatchInfo, side: int, before: BatchInfo | None) -> Any:
+        return super()._start(info, 0, before)
+
+
+@pytest.mark.parametrize("kind", [NoPatch, NoWaitForRead, NoSettling, OneSide])
+def test_nothing_can_be_left_out(slow_disk: type[SlowDisk], kind: type[Threaded]) -> None:
+    """The stress test above notices when any one of these is missing."""
+    for seed in range(8):
+        if disagreements(kind(CPU), CPU, steps=50, seed=seed, open_slow=slow_disk):
+            return
+    raise AssertionError("nothing went wrong")
+
+
+@precisions
+def test_what_a_step_that_did_not_end_computed_is_not_used(tmp_path: Path, dtype: torch.dtype) -> None:
+    check_steps_that_do_not_end(Threaded(CPU), DiskHistory(40, 2, dtype, path=tmp_path / "first.rows"))
+
+
+@pytest.mark.parametrize(
+    ("halo", "written", "expected"),
+    [
+        ([4, 7, 9], [9, 4], ([0, 2], [1, 0])),
+        ([4, 7, 9], [1, 8, 99], ([], [])),
+        ([4, 7, 9], [], ([], [])),
+        ([], [3], ([], [])),
+        ([7, 2, 5], [5, 6, 7], ([0, 2], [2, 0])),
+    ],
+)
+def test_shared_rows_are_found(halo: list[int], written: list[int], expected: tuple[list[int], list[int]]) -> None:
+    places, rows = _shared(torch.tensor(halo, dtype=torch.long), torch.tensor(written, dtype=torch.long))
+    assert (places.tolist(), rows.tolist()) == expected
+
+
+@precisions
+def test_gradients_flow_to_the_batch_only(tmp_path: Path, dtype: torch.dtype) -> None:
+    info = next(iter(gas.HaloLoader(undirected_graph(40, 100), 4))).edge_index.info
+    transfer, history = Threaded(CPU), DiskHistory(40, 2, dtype, path=tmp_path / "first.rows")
+    rows = torch.ones(info.batch_size, 2, requires_grad=True)
+    transfer.begin(info, info.order, {"first": history})
+    transfer.exchange("first", history, rows).sum().backward()  # type: ignore[no-untyped-call]
+    assert rows.grad is not None
+    assert torch.equal(rows.grad, torch.ones_like(rows))
+
+
+def test_a_step_has_to_begin() -> None:
+    transfer = Threaded(CPU)
+    transfer.look_ahead()
+    transfer.settle()
+    with pytest.raises(RuntimeError, match="begin"):
+        transfer.end()
+
+
+def test_the_model_may_write_into_rows_that_are_all_there_are(tmp_path: Path) -> None:
+    """Without a halo it goes on with the very rows that it pushed."""
+    info = next(iter(gas.HaloLoader(undirected_graph(40, 100), 1))).edge_index.info
+    transfer, history = Threaded(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
+    transfer.begin(info, info.order, {"first": history})
+    transfer.exchange("first", history, torch.ones(40, 2)).zero_()
+    transfer.end()
+    transfer.settle()
+    assert torch.equal(history.raw, torch.ones(40, 2))
+
+
+# Failures ############################################################################################################
+
+
+class Broken:
+    """Lets some writes to files pass, and then none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int, *, left: int) -> None:
+        self._pwrite, self._code, self.left = os.pwrite, code, left
+        monkeypatch.setattr(os, "pwrite", self)
+
+    def __call__(self, file: int, data: memoryview, start: int) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(self._code, os.strerror(self._code))
+        return self._pwrite(file, data, start)
+
+
+def steps_on(transfer: Threaded, history: History, count: int, done: list[int]) -> None:
+    infos = [batch.edge_index.info for batch in gas.HaloLoader(undirected_graph(40, 100), 4)]
+    for number in range(count):
+        info = infos[number % 4]
+        info.upcoming = infos[(number + 1) % 4]
+        transfer.begin(info, info.order, {"first": history})
+        transfer.look_ahead()
+        transfer.exchange("first", history, torch.ones(info.batch_size, 2))
+        transfer.end()
+        done.append(number)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 5])
+def test_a_write_that_fails_ends_one_of_the_next_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    Broken(monkeypatch, errno.EIO, left=at)
+    transfer, history = Threaded(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
+    done: list[int] = []
+    with pytest.raises(InputError, match=r"first.rows \(Input/output error\)"):
+        steps_on(transfer, history, 20, done)
+    # Every step writes one piece, and hears of it when its place is needed again, or there has to be more room.
+    assert at < len(done) <= at + 2
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_write_that_fails_is_heard_of_before_anyone_looks_at_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    Broken(monkeypatch, errno.ENOSPC, left=at)
+    transfer, history = Threaded(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
+    steps_on(transfer, history, at + 1, [])
+    with pytest.raises(InputError, match=r"No space left on device.*Free some space"):
+        transfer.settle()
+
+
+@pytest.mark.usefixtures("cold")
+def test_a_read_that_fails_ends_the_step_that_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def fail(*_: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "posix_fadvise", fail)
+    transfer, history = Threaded(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
+    done: list[int] = []
+    with pytest.raises(InputError, match=r"first.rows \(Input/output error\)"):
+        steps_on(transfer, history, 20, done)
+    assert done == [0, 1, 2]
+
+
+def test_a_step_that_fails_writes_nothing(tmp_path: Path) -> None:
+    info = next(iter(gas.HaloLoader(undirected_graph(40, 100), 4))).edge_index.info
+    transfer, history = Threaded(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
+    transfer.begin(info, info.order, {"first": history})
+
+    def step() -> None:
+        with transfer.begun():
+            transfer.exchange("first", history, torch.ones(info.batch_size, 2))
+            transfer.end()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        step()
+    transfer.settle()
+    assert torch.equal(history.raw, torch.zeros(40, 2))
+
+
+def test_threads_end_with_the_transfer(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    transfer, history = Threaded(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
+    steps_on(transfer, history, 3, [])
+    transfer.settle()
+    started = set(threading.enumerate()) - before
+    assert len(started) >= 2
+    del transfer
+    for thread in started:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+# Training ############################################################################################################
+
+SCENARIOS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("gcn", {"batch_size": 1}),
+    "shuffled and refreshed": ("gcn", {"batch_size": 2, "refresh_every": 3, "evaluation": "histories"}),
+    "drawings": ("gat", {"drawings": 2, "parts": 6, "batch_size": 2, "refresh_every": "epoch"}),
+    "inner": ("appnp", {"batch_size": 2}),
+    "inner, bfloat16": ("appnp", {"batch_size": 1, "history_dtype": "bfloat16", "evaluation": "histories"}),
+    "int8": ("gcnii", {"batch_size": 2, "history_dtype": "int8", "edge_dropout": 0.2}),
+    "float8": ("gin", {"batch_size": 3, "history_dtype": "float8", "evaluate_parts": 2, "refresh_every": 2}),
+    "penalty": ("gcn", {"batch_size": 2, "lipschitz": 0.1, "steps_per_epoch": 2, "precision": "bfloat16"}),
+    "one batch": ("gcn", {"parts": 1, "batch_size": 1, "refresh_every": "epoch", "evaluation": "histories"}),
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_storage_on_disk_gives_the_same_bits(tmp_path: Path, scenario: str) -> None:
+    name, options = SCENARIOS[scenario]
+    data, found = community_graph(), []
+    for storage in ("device", "disk"):
+        torch.manual_seed(1)
+        model = build_model(name, data, CLASSES, hidden=8, layers=3, dropout=0.3)
+        kwargs: dict[str, Any] = {"parts": 5, "epochs": 3, "history_dir": str(tmp_path), **options}
+        if storage == "device":
+            del kwargs["history_dir"]
+        result = gas.fit(model, data, storage=storage, **kwargs)
+        attached(model).memory.settle()
+        found.append((model, result, weights_of(model), history_rows(model)))
+    (_, device, weights, rows), (model, disk, *others) = found
+    assert [epoch.loss for epoch in device.epochs] == [epoch.loss for epoch in disk.epochs]
+    assert [epoch.scores for epoch in device.epochs] == [epoch.scores for epoch in disk.epochs]
+    assert same_bits(weights, others[0])
+    assert rows.keys() == others[1].keys()
+    assert all(torch.equal(rows[slot], others[1][slot]) for slot in rows)
+    assert device.history_bytes == disk.history_bytes
+    # Files of evaluations are gone.
+    assert len(list(tmp_path.glob("*.rows"))) == len(rows)
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.rows")) == disk.history_bytes
+    gas.detach(model)
+
+
+def test_a_loop_of_one_s_own_on_disk_gives_the_same_bits(tmp_path: Path) -> None:
+    data, found = community_graph(), []
+    for storage in ("device", "disk"):
+        torch.manual_seed(1)
+        model: nn.Module = build_model("appnp", data, CLASSES, hidden=8, layers=2, dropout=0.3)
+        gas.autoscale(model, data, storage=storage, history_dir=tmp_path / storage)
+        loader = gas.HaloLoader(data, 6, batch_size=2, shuffle=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            for batch in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(batch), batch.y[: batch.batch_size]).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+        stale = infer_from_histories(model, loader)
+        gas.refresh(model, loader)
+        some = gas.predict(model, loader, torch.tensor([3, 40]))
+        found.append(
+            [stale, some, gas.infer(model, loader), *history_rows(model).values(), *weights_of(model).values()]
+        )
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_rows_are_read_ahead_while_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[bool] = []
+    start = Threaded._start
+
+    def spy(self: Threaded, info: BatchInfo, side: int, before: BatchInfo | None) -> Any:
+        reads.append(before is not None)
+        return start(self, info, side, before)
+
+    monkeypatch.setattr(Threaded, "_start", spy)
+    torch.manual_seed(1)
+    data = community_graph()
+    model = build_model("gcn", data, CLASSES, hidden=8, layers=2)
+    gas.fit(model, data, parts=4, epochs=2, evaluate_every=9, storage="disk", history_dir=str(tmp_path))
+    # Histories come into being with the first batch, and the first batch of an epoch is not announced.
+    assert reads == [False, False, True, True, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "every"), [(errno.ENOSPC, "No space left", 1), (errno.EIO, "Input/output error", "epoch")]
+)
+def test_a_disk_that_fails_ends_training_and_leaves_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, words: str, every: Any
+) -> None:
+    data = community_graph()
+    options: dict[str, Any] = {"parts": 6, "batch_size": 2, "epochs": 4}
+
+    def train(**more: Any) -> tuple[nn.Module, gas.FitResult]:
+        torch.manual_seed(1)
+        model = build_model("gcn", data, CLASSES, hidden=8, layers=3)
+        return model, gas.fit(model, data, **options, **more)
+
+    kept: dict[str, Any] = {
+        "storage": "disk",
+        "history_dir": str(tmp_path / "rows"),
+        "checkpoint_dir": str(tmp_path / "checkpoints"),
+        "checkpoint_every": every,
+    }
+    steps = 0
+
+    def counted(epoch: Any) -> None:
+        nonlocal steps
+        steps = epoch.number
+
+    broken = Broken(monkeypatch, code, left=30)
+    with pytest.raises(InputError, match=rf"histories on disk.*\.rows \({words}") as caught:
+        train(**kept, callback=counted)
+    assert broken.left < 0
+    assert 0 < steps < 4
+    monkeypatch.undo()
+    # In the same process, while the traceback still holds on to the run that failed.
+    model, resumed = train(**kept, resume=str(tmp_path / "checkpoints"))
+    assert caught.value is not None
+    plain, expected = train()
+    assert [epoch.loss for epoch in resumed.epochs] == [epoch.loss for epoch in expected.epochs]
+    assert same_bits(weights_of(model), weights_of(plain))
