@@ -35,14 +35,14 @@ def check_exact(
     data: Data,
     num_parts: int,
     *,
-    parts: Literal["metis", "random"] = "random",
+    partition: Literal["metis", "random"] = "random",
     batch_size: int = 1,
     bidirectional: bool = False,
     storage: Literal["device", "host"] = "device",
     tolerance: float = 1e-5,
 ) -> None:
     expected = whole(model, data)
-    loader = gas.HaloLoader(data, num_parts, partition=parts, batch_size=batch_size, bidirectional=bidirectional)
+    loader = gas.HaloLoader(data, num_parts, partition=partition, batch_size=batch_size, bidirectional=bidirectional)
     gas.autoscale(model, data, storage=storage)
     assert_same(gas.infer(model, loader), expected, tolerance)
 
