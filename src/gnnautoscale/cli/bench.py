@@ -13,7 +13,7 @@ from gnnautoscale._util import write_atomically
 from gnnautoscale.cli.display import megabytes, print_json, print_table
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import bench
-from gnnautoscale.training import check_device
+from gnnautoscale.training import pick_device
 
 app = typer.Typer(help="Measure steps, transfers and epochs on this machine.", no_args_is_help=True)
 Device = Annotated[str, typer.Option(help="Where to compute.")]
@@ -37,7 +37,7 @@ def step(
     json: Json = False,
 ) -> None:
     """Time a training step for growing halos, with histories on the GPU and in host memory (the paper's Figure 4)."""
-    check_device(device)
+    device = pick_device(device)
     setup = bench.Setup(nodes, batch_nodes, batches, degree, degree, width, width)
     _check_setup(setup, _numbers(ratios), layers, epochs)
     rows = bench.bench_step(setup, _numbers(ratios), torch.device(device), layers=layers, epochs=epochs)
@@ -66,7 +66,7 @@ def step(
 @app.command()
 def io(device: Device = "cuda", output: Output = None, json: Json = False) -> None:
     """Compare pulls and pushes of random rows with the bus's own speed."""
-    _need_gpu(device)
+    device = _pick_gpu(device)
     rows = bench.bench_io(torch.device(device))
     table = [
         [row["what"], row["dtype"], f"{row['GB/s']:.1f}", f"{row['copy GB/s']:.1f}", f"{100 * row['share']:.0f} %"]
@@ -89,7 +89,7 @@ def epoch(
     json: Json = False,
 ) -> None:
     """Time an epoch of a GCN on a graph as large as ogbn-products, with batches on the GPU and in host memory."""
-    check_device(device)
+    device = pick_device(device)
     like = bench.PRODUCTS
     setup = bench.Setup(
         num_parts * part_nodes, part_nodes, num_parts, like.degree, like.halo_degree, like.features, like.classes
@@ -117,7 +117,7 @@ def storage(
     json: Json = False,
 ) -> None:
     """Time a training step with histories in device memory, host memory and on disk, in every precision."""
-    check_device(device)
+    device = pick_device(device)
     setup = bench.Setup(nodes, batch_nodes, batches, degree, degree, width, width)
     _check_setup(setup, [ratio], layers, epochs)
     rows = bench.bench_storage(setup, ratio, torch.device(device), folder, layers=layers, epochs=epochs)
@@ -194,7 +194,8 @@ def _check_setup(setup: bench.Setup, ratios: list[float], layers: int, epochs: i
         )
 
 
-def _need_gpu(device: str) -> None:
-    check_device(device)
+def _pick_gpu(device: str) -> str:
+    device = pick_device(device)
     if torch.device(device).type != "cuda":
-        raise InputError("this benchmark needs a GPU", got=repr(device), fix="Run it where there is one.")
+        raise InputError("this benchmark needs a GPU", got=repr(device), fix="Run it on a machine with one.")
+    return device

@@ -25,7 +25,7 @@ from gnnautoscale.forward import Memory
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import DiskHistory, Storage
 from gnnautoscale.kernels import gather_rows, scatter_rows
-from gnnautoscale.training import Engine, Feed, Placement, Precision, make_optimizer
+from gnnautoscale.training import Engine, Feed, Optimization, Placement, Precision, make_optimizer
 
 Row = dict[str, Any]
 
@@ -122,7 +122,7 @@ def time_epochs(
     """
     count = len(loader) if batches is None else batches
     feed = Feed(model, placement=placement, fixed=loader.is_fixed, num_batches=count)
-    optimizer = make_optimizer(model, 0.001, 0.0, 0.0)
+    optimizer = make_optimizer(model, Optimization(lr=0.001))
     engine = Engine(model, optimizer, feed, F.cross_entropy, precision=precision, capture=capture)
     cuda = feed.device.type == "cuda"
     if cuda:

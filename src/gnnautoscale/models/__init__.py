@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import describe_arguments
 from gnnautoscale.errors import InputError
 from gnnautoscale.models.operators import APPNP, GAT, GCN, GCNII, GIN, PNA, GraphSAGE
 from gnnautoscale.models.stack import Stack
@@ -41,23 +42,25 @@ MODELS: dict[str, type[nn.Module]] = {
     "pna-jk": PNA,
 }
 
-# What the name or the graph decides rather than the user.
+# Arguments that the name or the graph decides.
 _GIVEN = {"self", "in_channels", "out_channels", "degrees", "jumping_knowledge"}
 
 
 def model_options(name: str) -> dict[str, inspect.Parameter]:
-    """The options that a model takes, by name.
+    """The options of a model, by name; each annotation has the type and the description.
 
     Example:
-        >>> sorted(model_options("appnp"))
-        ['alpha', 'dropout', 'hidden', 'layers']
+        >>> model_options("appnp")["layers"].annotation
+        typing.Annotated[int, 'Number of propagations.']
     """
-    parameters = inspect.signature(_find(name).__init__).parameters
-    return {key: value for key, value in parameters.items() if key not in _GIVEN}
+    build = _find(name).__init__
+    hints = get_type_hints(build, include_extras=True)
+    parameters = inspect.signature(build).parameters
+    return {key: value.replace(annotation=hints[key]) for key, value in parameters.items() if key not in _GIVEN}
 
 
 def check_model_options(name: str, options: Iterable[str]) -> None:
-    """Refuse names of options that a model does not take.
+    """Refuse options that a model does not have.
 
     Example:
         >>> check_model_options("gat", ["heads", "dropout"])
@@ -103,3 +106,7 @@ def _find(name: str) -> type[nn.Module]:
     if name not in MODELS:
         raise InputError(f"a model is one of {', '.join(MODELS)}", got=repr(name), fix="Choose one of these.")
     return MODELS[name]
+
+
+for _name, _model in MODELS.items():
+    describe_arguments(_model, {key: value.annotation.__metadata__[0] for key, value in model_options(_name).items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +12,12 @@ from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.models.stack import (
+    BatchNorm,
+    DropInput,
+    Dropout,
+    Hidden,
+    Layers,
+    Residual,
     Stack,
     check_names,
     check_probability,
@@ -26,13 +33,7 @@ class GCN(Stack):
     Args:
         in_channels: Width of the input features.
         out_channels: Width of the output.
-        hidden: Width of the layers in between.
-        layers: Number of layers.
-        dropout: Probability of dropout.
-        drop_input: Whether dropout acts on the input features too.
-        batch_norm: Whether layers are followed by batch norm.
-        residual: Whether layers of equal input and output width are bridged.
-        linear: Whether linear layers come before and after.
+        {options}
 
     Example:
         >>> GCN(8, 3, hidden=16, layers=2).convs[1]
@@ -47,13 +48,13 @@ class GCN(Stack):
         in_channels: int,
         out_channels: int,
         *,
-        hidden: int = 64,
-        layers: int = 2,
-        dropout: float = 0.5,
-        drop_input: bool = True,
-        batch_norm: bool = False,
-        residual: bool = False,
-        linear: bool = False,
+        hidden: Hidden = 64,
+        layers: Layers = 2,
+        dropout: Dropout = 0.5,
+        drop_input: DropInput = True,
+        batch_norm: BatchNorm = False,
+        residual: Residual = False,
+        linear: Annotated[bool, "Whether linear layers come first and last."] = False,
     ) -> None:
         super().__init__(
             lambda width_in, width_out, _: self.layer_class(width_in, width_out),
@@ -87,14 +88,7 @@ class GIN(Stack):
     Args:
         in_channels: Width of the input features.
         out_channels: Width of the output.
-        hidden: Width of the layers in between.
-        layers: Number of layers.
-        dropout: Probability of dropout.
-        drop_input: Whether dropout acts on the input features too.
-        batch_norm: Whether there is batch norm inside of layers, between their two linear layers.
-        track_running_stats: Whether batch norm keeps running averages for evaluation, as usual. The paper's has none:
-            it takes the statistics of the nodes at hand, in evaluation too.
-        residual: Whether layers are bridged.
+        {options}
 
     Example:
         >>> GIN(8, 3, hidden=16, layers=4).last
@@ -106,13 +100,17 @@ class GIN(Stack):
         in_channels: int,
         out_channels: int,
         *,
-        hidden: int = 64,
-        layers: int = 4,
-        dropout: float = 0.0,
-        drop_input: bool = False,
-        batch_norm: bool = True,
-        track_running_stats: bool = True,
-        residual: bool = True,
+        hidden: Hidden = 64,
+        layers: Layers = 4,
+        dropout: Dropout = 0.0,
+        drop_input: DropInput = False,
+        batch_norm: Annotated[bool, "Whether batch norm comes between the two linear layers of a layer."] = True,
+        track_running_stats: Annotated[
+            bool,
+            "Whether batch norm keeps running averages for evaluation, as usual. The paper's "
+            "uses the statistics of the nodes at hand instead, in evaluation too.",
+        ] = True,
+        residual: Residual = True,
     ) -> None:
         def make_layer(width_in: int, width_out: int, _: int) -> pyg.GINConv:
             norm = nn.BatchNorm1d(width_out, track_running_stats=track_running_stats) if batch_norm else nn.Identity()
@@ -142,15 +140,7 @@ class GCNII(Stack):
     Args:
         in_channels: Width of the input features.
         out_channels: Width of the output.
-        hidden: Width of all layers.
-        layers: Number of layers.
-        alpha: Strength of the initial residual.
-        theta: Strength of the weights.
-        shared_weights: Whether the initial residual has the same weights.
-        dropout: Probability of dropout.
-        drop_input: Whether dropout acts on the input features too.
-        batch_norm: Whether layers are followed by batch norm.
-        residual: Whether layers are bridged.
+        {options}
 
     Example:
         >>> len(GCNII(8, 3, hidden=16, layers=64).convs)
@@ -164,15 +154,15 @@ class GCNII(Stack):
         in_channels: int,
         out_channels: int,
         *,
-        hidden: int = 64,
-        layers: int = 16,
-        alpha: float = 0.1,
-        theta: float = 0.5,
-        shared_weights: bool = True,
-        dropout: float = 0.5,
-        drop_input: bool = True,
-        batch_norm: bool = False,
-        residual: bool = False,
+        hidden: Hidden = 64,
+        layers: Layers = 16,
+        alpha: Annotated[float, "Strength of the initial residual."] = 0.1,
+        theta: Annotated[float, "Strength of the weights."] = 0.5,
+        shared_weights: Annotated[bool, "Whether the initial residual has the same weights."] = True,
+        dropout: Dropout = 0.5,
+        drop_input: DropInput = True,
+        batch_norm: BatchNorm = False,
+        residual: Residual = False,
     ) -> None:
         check_share("alpha", alpha)
         if not 0.0 <= theta < math.inf:
@@ -209,15 +199,8 @@ class PNA(Stack):
         in_channels: Width of the input features.
         out_channels: Width of the output.
         degrees: How many nodes have each in-degree, ``[max_degree + 1]``.
-        hidden: Width of the layers in between.
-        layers: Number of layers.
-        aggregators: Any of ``"mean"``, ``"min"``, ``"max"``, ``"std"``, ``"var"``, ``"sum"``.
-        scalers: Any of ``"identity"``, ``"amplification"``, ``"attenuation"``.
+        {options}
         jumping_knowledge: Whether a last linear layer sees the outputs of all layers.
-        dropout: Probability of dropout.
-        drop_input: Whether dropout acts on the input features too.
-        batch_norm: Whether layers are followed by batch norm.
-        residual: Whether layers of equal input and output width are bridged.
 
     Example:
         >>> import torch
@@ -231,15 +214,19 @@ class PNA(Stack):
         out_channels: int,
         *,
         degrees: Tensor,
-        hidden: int = 64,
-        layers: int = 3,
-        aggregators: Sequence[str] = ("mean", "min", "max"),
-        scalers: Sequence[str] = ("identity", "amplification", "attenuation"),
+        hidden: Hidden = 64,
+        layers: Layers = 3,
+        aggregators: Annotated[Sequence[str], "Any of mean, min, max, std, var, sum."] = ("mean", "min", "max"),
+        scalers: Annotated[Sequence[str], "Any of identity, amplification, attenuation."] = (
+            "identity",
+            "amplification",
+            "attenuation",
+        ),
         jumping_knowledge: bool = False,
-        dropout: float = 0.5,
-        drop_input: bool = False,
-        batch_norm: bool = True,
-        residual: bool = False,
+        dropout: Dropout = 0.5,
+        drop_input: DropInput = False,
+        batch_norm: BatchNorm = True,
+        residual: Residual = False,
     ) -> None:
         check_names("aggregators", aggregators, ("mean", "min", "max", "std", "var", "sum"))
         check_names("scalers", scalers, ("identity", "amplification", "attenuation"))
@@ -264,11 +251,7 @@ class GAT(nn.Module):
     Args:
         in_channels: Width of the input features.
         out_channels: Width of the output.
-        hidden: Width of each head of the layers in between.
-        layers: Number of layers.
-        heads: Number of heads, side by side.
-        out_heads: Number of heads of the last layer, averaged.
-        dropout: Probability of dropout on inputs and on attention.
+        {options}
 
     Example:
         >>> GAT(8, 3, hidden=4, heads=2).convs[1]
@@ -280,11 +263,11 @@ class GAT(nn.Module):
         in_channels: int,
         out_channels: int,
         *,
-        hidden: int = 8,
-        layers: int = 2,
-        heads: int = 8,
-        out_heads: int = 1,
-        dropout: float = 0.6,
+        hidden: Annotated[int, "Width of each head of the layers in between."] = 8,
+        layers: Layers = 2,
+        heads: Annotated[int, "Number of heads, concatenated."] = 8,
+        out_heads: Annotated[int, "Number of heads of the last layer, averaged."] = 1,
+        dropout: Annotated[float, "Probability of dropout on inputs and attention."] = 0.6,
     ) -> None:
         super().__init__()
         check_sizes(in_channels=in_channels, out_channels=out_channels, hidden=hidden, layers=layers)
@@ -316,10 +299,7 @@ class APPNP(nn.Module):
     Args:
         in_channels: Width of the input features.
         out_channels: Width of the output.
-        hidden: Width of the MLP's hidden layer.
-        layers: Number of propagations.
-        alpha: Probability of teleporting back.
-        dropout: Probability of dropout.
+        {options}
 
     Example:
         >>> APPNP(8, 3, hidden=16, layers=10).propagation
@@ -331,10 +311,10 @@ class APPNP(nn.Module):
         in_channels: int,
         out_channels: int,
         *,
-        hidden: int = 64,
-        layers: int = 10,
-        alpha: float = 0.1,
-        dropout: float = 0.5,
+        hidden: Annotated[int, "Width of the hidden layer of the MLP."] = 64,
+        layers: Annotated[int, "Number of propagations."] = 10,
+        alpha: Annotated[float, "Probability of teleporting back."] = 0.1,
+        dropout: Dropout = 0.5,
     ) -> None:
         super().__init__()
         check_sizes(in_channels=in_channels, out_channels=out_channels, hidden=hidden, layers=layers)

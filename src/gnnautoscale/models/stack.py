@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,14 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale.errors import InputError
 
 MakeLayer = Callable[[int, int, int], MessagePassing]
+
+# Options that several models share, each with its description.
+Hidden = Annotated[int, "Width of the layers in between."]
+Layers = Annotated[int, "Number of layers."]
+Dropout = Annotated[float, "Probability of dropout."]
+DropInput = Annotated[bool, "Whether to apply dropout to the input features too."]
+BatchNorm = Annotated[bool, "Whether batch norm follows each layer."]
+Residual = Annotated[bool, "Whether layers of equal input and output width have a residual connection."]
 
 
 class Stack(nn.Module):

@@ -1,16 +1,16 @@
 """The paper's experiments: one configuration file each, run, continued, and shown beside the published numbers."""
 
-from gnnautoscale.experiments.reproduce.config import Experiment, Run, load, names, published
+from gnnautoscale.experiments.reproduce.config import Experiment, Job, load, names, published
 from gnnautoscale.experiments.reproduce.pool import run_all
-from gnnautoscale.experiments.reproduce.report import Report, write_report
+from gnnautoscale.experiments.reproduce.report import Report, write_files
 from gnnautoscale.experiments.reproduce.store import Store
 from gnnautoscale.experiments.reproduce.tables import make_report
 from gnnautoscale.training import describe_machine
 
 __all__ = [
     "Experiment",
+    "Job",
     "Report",
-    "Run",
     "Store",
     "describe_machine",
     "load",
@@ -18,5 +18,5 @@ __all__ = [
     "names",
     "published",
     "run_all",
-    "write_report",
+    "write_files",
 ]

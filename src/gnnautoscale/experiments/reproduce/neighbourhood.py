@@ -21,7 +21,7 @@ from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader, Subgraphs, whole_neighbourhood
 from gnnautoscale.models import build_model
-from gnnautoscale.training import Engine, Feed, Item, Steps, make_optimizer, plain_item
+from gnnautoscale.training import Engine, Feed, Item, Optimization, Steps, make_optimizer, plain_item
 
 # Epochs before measuring: they cut the batches that come back, compile kernels and capture steps.
 _WARM_UP = 2
@@ -114,7 +114,7 @@ class _HistoryStrategy:
     def __init__(self, model: nn.Module, loader: HaloLoader, hops: int, count: int, device: torch.device) -> None:
         autoscale(model, loader.data, storage="host")
         feed = Feed(model, placement="host", fixed=loader.is_fixed, num_batches=count)
-        self._engine = Engine(model, make_optimizer(model, 0.001, 0.0, 0.0), feed, F.cross_entropy)
+        self._engine = Engine(model, make_optimizer(model, Optimization(lr=0.001)), feed, F.cross_entropy)
         self._loader, self._count = loader, count
 
     def running(self) -> AbstractContextManager[None]:
@@ -143,7 +143,7 @@ class _OnNeighbourhoods:
         def call(batch: Data) -> Any:
             return model(batch.x, batch.edge_index)[: batch.batch_size]
 
-        optimizer = make_optimizer(model, 0.001, 0.0, 0.0)
+        optimizer = make_optimizer(model, Optimization(lr=0.001))
         self._steps = Steps(model, optimizer, F.cross_entropy, device, call=call)
         self._building = 0.0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gnnautoscale.experiments.reproduce.config import Run
+from gnnautoscale.experiments.reproduce.config import Job
 from gnnautoscale.experiments.reproduce.store import Result, Store
 from gnnautoscale.runs import jsonable
 
@@ -62,7 +62,7 @@ class Report:
 class Found:
     """The results there are, by cell and variant."""
 
-    def __init__(self, runs: Sequence[Run], store: Store) -> None:
+    def __init__(self, runs: Sequence[Job], store: Store) -> None:
         self._results: dict[tuple[str, str], list[Result]] = {}
         for run in runs:
             result = store.get(run)
@@ -94,7 +94,7 @@ class Found:
         return statistics.mean(values) if values else math.nan
 
 
-def write_report(report: Report, folder: Path, name: str) -> list[Path]:
+def write_files(report: Report, folder: Path, name: str) -> list[Path]:
     """Write the table as Markdown, the numbers as JSON and the figure, if matplotlib is there, as SVG.
 
     Args:
