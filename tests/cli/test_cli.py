@@ -211,7 +211,7 @@ def test_tensorboard_gets_the_same_numbers() -> None:
 
 
 def test_tensorboard_needs_its_package_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "tensorboard must be off" in refused("train", *TINY, *FAST, "--tensorboard", "--run-dir", "none")
+    assert "tensorboard needs a run_dir" in refused("train", *TINY, *FAST, "--tensorboard", "--run-dir", "none")
     monkeypatch.setattr(journal, "find_spec", lambda name: None)
     assert "pip install gnnautoscale[tensorboard]" in refused("train", *TINY, *FAST, "--tensorboard")
     assert folders() == []
@@ -361,7 +361,7 @@ def test_options_reach_the_model_and_the_training() -> None:
     options = got["options"]
     assert (options["aggregators"], options["scalers"]) == (["mean", "max"], ["identity"])
     assert (options["batch_norm"], options["residual"], options["dropout"]) == (False, True, 0.1)
-    assert got["runs"][0]["options"]["refresh_every"] == "3"
+    assert got["runs"][0]["options"]["refresh_every"] == 3
     assert got["runs"][0]["options"]["storage"] == "host"
     assert got["runs"][0]["epochs"][0]["learning_rate"] == 0.5
     # One history of 60 rows and 3 columns.
@@ -875,11 +875,13 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(cli, "fit", interrupted)
     result = call("train", *TINY, "--epochs", "9", "--num-parts", "4", "--checkpoint-dir", folder)
     assert result.exit_code == 130
-    assert f"--resume {folder} goes on from checkpoint-000000008.safetensors" in result.stderr.replace("\n", "")
+    assert f"--resume {folder} continues from checkpoint-000000008.safetensors" in result.stderr.replace("\n", "")
 
 
 def test_checkpoints_are_of_one_run(tmp_path: Path) -> None:
-    assert "checkpoints are of one run" in refused("train", *TINY, *FAST, "--runs", "2", "--checkpoint-dir", tmp_path)
+    assert "checkpoints belong to one run" in refused(
+        "train", *TINY, *FAST, "--runs", "2", "--checkpoint-dir", tmp_path
+    )
 
 
 def test_the_chosen_storage_is_said(tmp_path: Path) -> None:

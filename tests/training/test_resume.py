@@ -265,6 +265,18 @@ def test_fewer_epochs_than_are_done_do_nothing(tmp_path: Path) -> None:
     assert_same_run(whole, Trained(epochs=1, resume=str(tmp_path)))
 
 
+@pytest.mark.usefixtures("keep_all")
+@pytest.mark.parametrize("refresh_every", ["never", "epoch"])
+def test_a_run_without_epochs_left_is_evaluated_if_it_never_was(tmp_path: Path, refresh_every: str) -> None:
+    options: dict[str, Any] = {"evaluate_every": 4, "refresh_every": refresh_every}
+    Trained(epochs=4, checkpoint_dir=str(tmp_path), **options)
+    after_two = file_of(tmp_path, 6)
+    assert_same_run(Trained(epochs=2, **options), Trained(epochs=2, resume=after_two, **options))
+    fewer = Trained(epochs=1, resume=after_two, **options).result
+    assert (len(fewer.epochs), fewer.best_epoch) == (2, 2)
+    assert fewer.scores == fewer.epochs[1].scores != {}
+
+
 def test_times_add_up(tmp_path: Path) -> None:
     first = Trained(epochs=2, checkpoint_dir=str(tmp_path)).result
     second = Trained(epochs=3, checkpoint_dir=str(tmp_path), resume=str(tmp_path)).result

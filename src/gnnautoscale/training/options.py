@@ -285,15 +285,20 @@ class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output
         return {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in OPTIONS}
 
 
+def default_device() -> str:
+    """A GPU if there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def pick_device(device: str) -> str:
-    """The device of that name, checked; for ``"auto"`` a GPU if there is one, else the CPU.
+    """Check the name of a device; ``"auto"`` becomes a real one.
 
     Example:
         >>> pick_device("cpu")
         'cpu'
     """
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = default_device()
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:

@@ -18,7 +18,7 @@ from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.history import Medium
 from gnnautoscale.models import build_model
-from gnnautoscale.training import OPTIONS, FitOptions, HistoryDtype, Output, check_names, options_of
+from gnnautoscale.training import OPTIONS, FitOptions, HistoryDtype, Output, options_of
 from gnnautoscale.tuning.trials import Place, Trials, with_margin
 
 # Fewer parts have smaller halos, so more parts must be faster by more than this.
@@ -127,8 +127,14 @@ def tune(
         >>> [candidate.num_parts for candidate in advice.candidates]
         [1, 2]
     """
-    check_names(options, PASSED, f"options that tune leaves to you are {', '.join(PASSED)}")
     given = FitOptions.of(options)
+    proposed = sorted(set(options) & _DECIDED)
+    if proposed:
+        raise InputError(
+            f"tune takes the options {', '.join(PASSED)}",
+            got=f"{', '.join(proposed)}, which it decides itself",
+            fix="Leave these out.",
+        )
     if memory is not None and memory <= 0:
         raise InputError("memory must be a positive number of bytes", got=str(memory), fix="Change it.")
     dataset = data if isinstance(data, Dataset) else Dataset.of(data)
