@@ -69,6 +69,7 @@ def test_values_get_the_type_of_their_option(kind: Any, given: Any, taken: Any) 
         (tuple[int, ...], {}, "1", "a list of integers"),
         (tuple[int, ...], {}, [True], "a list of integers"),
         (tuple[str, ...], {}, "a", "a list of words"),
+        (tuple[Literal["a", "b"], ...], {}, ["c"], "some of a, b"),
     ],
 )
 def test_other_values_are_refused(kind: Any, bounds: dict[str, Any], given: Any, rule: str) -> None:
@@ -123,7 +124,7 @@ def test_a_number_is_the_same_as_its_digits(name: str) -> None:
 
 
 def test_options_are_plain_values_for_json() -> None:
-    options = FitOptions(mode="sage", fan_out=[3, 2], diagnose=("staleness", "gradients"))
+    options = FitOptions(mode="sage", fan_out=(3, 2), diagnose=("staleness", "gradients"))
     plain = options.to_dict()
     assert json.loads(json.dumps(plain)) == plain
     assert FitOptions.of(plain) == options
@@ -209,6 +210,6 @@ def test_a_run_on_the_cpu_creates_no_cuda_context() -> None:
         ({"weight_decay_conv": 0.2, "weight_decay_other": 0.3}, 0.2, 0.3),
     ],
 )
-def test_weight_decay_of_a_group_wins(options: dict[str, float], first: float, rest: float) -> None:
+def test_weight_decay_of_a_group_wins(options: dict[str, Any], first: float, rest: float) -> None:
     groups = make_optimizer(GCN(5, 3, layers=2), Optimization(**options)).param_groups
     assert [group["weight_decay"] for group in groups] == [first, rest]

@@ -133,7 +133,7 @@ def test_histories_move_before_there_are_more_parts() -> None:
 
 
 def test_says_what_is_needed_if_nothing_fits() -> None:
-    with pytest.raises(InputError, match=r"got 5.9 GB. Pass at least 6 GB as memory: 4 parts"):
+    with pytest.raises(InputError, match=r"got 5.9 GB. Pass at least 6 GB as memory, which 4 parts"):
         tune._advise(Known({1: (1.0, 100 * UNIT), 4: (1.0, 50 * UNIT)}, 59 * UNIT))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -117,7 +117,7 @@ def _flag(each: Option) -> Any:
     return typer.Option(
         None,
         help=each.help if default is None else f"{each.help} (default: {default})",
-        metavar="N,N,..." if _is_list(each, int) else None,
+        metavar="N,N,..." if _is_integers(each) else None,
         rich_help_panel=each.group,
         show_default=False,
     )
@@ -125,14 +125,14 @@ def _flag(each: Option) -> Any:
 
 def _flag_type(each: Option) -> Any:
     """What typer makes of a flag: words with numbers beside them, choices and lists of numbers stay text."""
-    if _is_list(each, str):
-        return list[str]
     (kind, *others) = each.kinds
-    return str if others or get_origin(kind) is Literal or _is_list(each, int) else kind
+    if get_origin(kind) in (tuple, Sequence):
+        return str if _is_integers(each) else list[str]
+    return str if others or get_origin(kind) is Literal else kind
 
 
-def _is_list(each: Option, of: type) -> bool:
-    return get_args(each.kinds[0])[:1] == (of,)
+def _is_integers(each: Option) -> bool:
+    return get_args(each.kinds[0])[:1] == (int,)
 
 
 def resolve(options: Iterable[Option], given: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def resolve(options: Iterable[Option], given: Mapping[str, Any], file: Path | No
         for name, value in _read(file, known).items():
             values[name] = known[name].check(value, fix=f"Change it in {file.name}.")
     for name, value in given.items():
-        if _is_list(known[name], int) and isinstance(value, str):
+        if _is_integers(known[name]) and isinstance(value, str):
             values[name] = known[name].check(_integers(value), fix="Write them like 10,10.")
         elif value not in (None, []):
             values[name] = known[name].check(value)

@@ -28,7 +28,7 @@ def make_optimizer(model: nn.Module, options: Optimization) -> torch.optim.Optim
     modules = named() if named else [module for module in model.modules() if isinstance(module, MessagePassing)]
     first = {id(weight): weight for module in modules for weight in module.parameters()}
     rest = [weight for weight in model.parameters() if id(weight) not in first]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": weights, "weight_decay": options.weight_decay if own is None else own}
         for weights, own in ((list(first.values()), options.weight_decay_conv), (rest, options.weight_decay_other))
         if weights

@@ -9,12 +9,17 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gnnautoscale.errors import InputError
 
-_WORDS: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+# A value of each type in words, and several.
+_WORDS: dict[type, tuple[str, str]] = {
+    bool: ("true or false", "switches"),
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("text", "words"),
+}
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,7 @@ class OptionGroup:
             object.__setattr__(self, name, declared.check(getattr(self, name)))
 
 
-@cache
-def options_of(group: type[OptionGroup]) -> Mapping[str, Option]:
+def options_of(group: type[Any]) -> Mapping[str, Option]:
     """The options that a dataclass declares, by name."""
     hints = get_type_hints(group)
     return {
@@ -164,8 +168,9 @@ def _in_words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
     if get_origin(kind) in (tuple, Sequence):
-        return "a list of integers" if get_args(kind)[0] is int else "a list of words"
-    return _WORDS[kind]
+        item = get_args(kind)[0]
+        return _in_words(item).replace("one", "some") if get_origin(item) is Literal else f"a list of {_WORDS[item][1]}"
+    return _WORDS[kind][0]
 
 
 def _convert(kind: Any, value: Any) -> Any:

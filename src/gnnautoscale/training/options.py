@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from gnnautoscale.analysis import check_probes
+from gnnautoscale.analysis import Probe
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import check_fan_out
 from gnnautoscale.history import Storage, check_storage
@@ -197,7 +197,7 @@ class Output(OptionGroup):
         'command line makes one below ./runs unless this is "none".',
         may_change=True,
     )
-    diagnose: tuple[str, ...] = option(
+    diagnose: tuple[Probe, ...] = option(
         ("staleness",),
         'What else to measure for that folder: "staleness" of histories, error of "gradients", and constants of layers '
         '("lipschitz"). The last two run the model on the whole graph at once.',
@@ -237,7 +237,6 @@ class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output
     def __post_init__(self) -> None:
         super().__post_init__()
         check_storage(self.storage, self.history_dir)
-        check_probes(self.diagnose)
         if self.tensorboard and self.run_dir is None:
             raise InputError("tensorboard needs a run_dir", got="none", fix="Pass run_dir, or leave tensorboard out.")
         if self.mode != "full" and self.batch_size > self.num_parts:

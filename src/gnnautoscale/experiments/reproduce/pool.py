@@ -55,7 +55,7 @@ def run_all(
     attempt = partial(_attempt, root=root, device=device, runs_dir=runs_dir)
     threads = None
     if processes == 1 or any(job.is_timed for job in missing):
-        outcomes = ((job, attempt(job)) for job in missing)
+        outcomes: Iterator[tuple[Job, Outcome]] = ((job, attempt(job)) for job in missing)
     else:
         threads = max(1, (os.cpu_count() or 1) // processes)
         outcomes = _side_by_side(missing, attempt, processes, threads)
