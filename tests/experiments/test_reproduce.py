@@ -49,6 +49,7 @@ else:
     import tomli as tomllib
 
 HYPERPARAMETERS = Path(__file__).parents[3] / "shared" / "paper" / "hyperparameters.toml"
+PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "reproduction"
 CPU = torch.device("cpu")
 # Two cells of two runs each that take no time.
 TINY = """
@@ -153,7 +154,7 @@ def check_step(work: Mapping[str, Any]) -> None:
 @pytest.mark.skipif(not HYPERPARAMETERS.exists(), reason="needs the paper's hyperparameters")
 @pytest.mark.parametrize(("name", "size"), [("table1", "small"), ("table5", "large")])
 def test_hyperparameters_are_the_published_ones(name: str, size: str) -> None:
-    renamed = {"parts_per_batch": "batch_size", "steps_per_epoch_at_most": "steps_per_epoch"}
+    renamed = {"parts": "num_parts", "parts_per_batch": "batch_size", "steps_per_epoch_at_most": "steps_per_epoch"}
     ours = load(name).cells
     paper = tomllib.loads(HYPERPARAMETERS.read_text())[size]
     theirs = {f"{model}.{dataset}": options for model, by in paper.items() for dataset, options in by.items()}
@@ -182,6 +183,16 @@ def test_unknown_experiments_and_keys_are_refused(configured: Callable[..., None
 
 
 # Runs ################################################################################################################
+
+
+def test_published_results_belong_to_jobs() -> None:
+    lines = [json.loads(line) for line in (PUBLISHED / "runs.jsonl").read_text().splitlines()]
+    stored = {line["key"] for line in lines}
+    assert all(line["key"] == Job("", "", 0, line["work"]).key for line in lines)
+    machines = sorted({line["machine"] for line in lines})
+    known = {job.key for name in names() for machine in machines for job in load(name).jobs(device=machine)}
+    # Two results are of jobs that the configurations no longer have.
+    assert (len(stored), len(stored & known)) == (768, 766)
 
 
 def test_equal_work_has_an_equal_key() -> None:

@@ -406,7 +406,7 @@ def test_a_damaged_checkpoint_is_refused_and_a_good_one_named(tmp_path: Path, da
 
 def test_what_is_no_checkpoint_of_a_run_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(gas.InputError, match=r"resume needs a checkpoint|it is not there"):
+        with pytest.raises(gas.InputError, match=r"resume needs a checkpoint|it does not exist"):
             Trained(resume=str(path))
     save_checkpoint(tmp_path, 3, {"something": "else"}, {})
     with pytest.raises(gas.InputError, match=r"checkpoint of a run, but got .*checkpoint-000000003"):
