@@ -243,7 +243,7 @@ class Feed:
             if isinstance(value, Tensor) and name != "n_id":
                 tensors["batch", name] = value
         for event, (weights, as_they_are) in self._events.items():
-            part = event.cut(info, "a layer").to(self.device)
+            part = event.slice_for(info, "a layer").to(self.device)
             if as_they_are:
                 tensors[event, "edge_index"] = part.edges
                 tensors.update({(event, "constant", name): value for name, value in part.constants.items()})

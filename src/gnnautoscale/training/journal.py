@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnautoscale._util import available_memory
-from gnnautoscale.analysis import Probe, diagnose
+from gnnautoscale.analysis import Diagnostic, diagnose
 from gnnautoscale.attach import attached
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
@@ -53,7 +53,7 @@ class Journal:
         loader: HaloLoader | None,
         objective: Objective,
         *,
-        what: Sequence[Probe],
+        what: Sequence[Diagnostic],
         every: str | int,
         board: Board | None = None,
     ) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import PeakMemory
-from gnnautoscale.analysis import check_probes
+from gnnautoscale.analysis import check_diagnostics
 from gnnautoscale.attach import LocalLipschitz, autoscale, is_autoscaled
 from gnnautoscale.data import Dataset, check_data
 from gnnautoscale.errors import InputError
@@ -175,7 +175,7 @@ def fit(
     options = {name: value for name, value in locals().items() if name not in ("model", "data", "callback")}
     check_options(options)
     options["fan_out"] = None if fan_out is None else list(fan_out)
-    check_probes(diagnose)
+    check_diagnostics(diagnose)
     if tensorboard:
         check_tensorboard()
     options["diagnose"] = list(diagnose)
