@@ -32,7 +32,8 @@ from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.growth import grown_parts
 from gnnautoscale.attach.inference import infer_from_histories
 from gnnautoscale.errors import InputError, StaleHistoryWarning, UnsupportedModelError
-from gnnautoscale.forward.sweep import Sweep
+from gnnautoscale.forward.exchange import HistoryStore
+from gnnautoscale.forward.session import Session
 from gnnautoscale.models import build_model
 from support.layers import ALL_LAYERS, INITIAL_LAYERS, LAYERS, TWO_WAY_LAYERS, three_layers
 
@@ -112,13 +113,13 @@ def refreshed(
 def pushed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """The nodes whose rows sweeps write, by slot."""
     seen: dict[str, list[int]] = {}
-    original = Sweep.push
+    original = HistoryStore.write
 
-    def push(self: Sweep, slot: str, out: Tensor) -> None:
-        seen.setdefault(slot, []).extend(self.info.nodes.tolist())
-        original(self, slot, out)
+    def write(self: HistoryStore, session: Session, slot: str, rows: Tensor) -> None:
+        seen.setdefault(slot, []).extend(session.info.nodes.tolist())
+        original(self, session, slot, rows)
 
-    monkeypatch.setattr(Sweep, "push", push)
+    monkeypatch.setattr(HistoryStore, "write", write)
     return seen
 
 
@@ -457,15 +458,15 @@ def test_new_nodes_without_edges(pushed: dict[str, list[int]]) -> None:
 
 def test_batches_are_as_large_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    original = Sweep.push
+    original = HistoryStore.write
 
-    def push(self: Sweep, slot: str, out: Tensor) -> None:
-        sizes.append(self.info.batch_size)
-        original(self, slot, out)
+    def write(self: HistoryStore, session: Session, slot: str, rows: Tensor) -> None:
+        sizes.append(session.info.batch_size)
+        original(self, session, slot, rows)
 
     data = undirected_graph()
     model, plain, loader = refreshed(stack("GCN"), data, 8, batch_size=2)
-    monkeypatch.setattr(Sweep, "push", push)
+    monkeypatch.setattr(HistoryStore, "write", write)
     grown = data.clone()
     grown.x += 1.0
     loader = gas.grow(model, loader, grown)

@@ -250,7 +250,7 @@ def _check_model(model: nn.Module) -> None:
             fix="A model that does not pass messages needs no histories: train it on batches of nodes.",
         )
     for module in model.modules():
-        if has_hooks(module):
+        if has_hooks(module) or is_autoscaled(module):
             raise InputError(
                 "a model is autoscaled once and as a whole",
                 got=f"{type(module).__name__}, which already is or belongs to a model that is",
