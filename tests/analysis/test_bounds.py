@@ -151,7 +151,7 @@ def test_no_error_is_above_its_bounds(aggregation: Aggregation, own: bool, seed:
     data = plain(odd_graph(seed) if seed % 2 else undirected_graph(30, 50, seed))
     convs = [KnownConv(C, aggregation, own=own) for _ in range(2 + seed % 3)]
     model = gas.autoscale(Chain(*convs).double(), data)
-    loader = gas.HaloLoader(data, 6, parts="random", batch_size=1 + seed % 2)
+    loader = gas.HaloLoader(data, 6, partition="random", batch_size=1 + seed % 2)
     edges = MessageEdges(data.edge_index, data.num_nodes)
 
     def check() -> None:
@@ -175,7 +175,7 @@ def test_bounds_of_gcn(seed: int) -> None:
     torch.manual_seed(seed)
     data = plain(undirected_graph(30, 50, seed))
     model = gas.autoscale(pyg.GCN(C, 6, num_layers=3, out_channels=4).double(), data)
-    loader = gas.HaloLoader(data, 5, parts="random")
+    loader = gas.HaloLoader(data, 5, partition="random")
     edges = MessageEdges(*_gcn_edges(data))
     gas.refresh(model, loader)
     disturb_weights(model, 0.3)
@@ -203,7 +203,7 @@ def test_equality_and_what_the_printed_sum_lacks() -> None:
     """Every node is a batch, sums itself and its 3 neighbours, and all histories are too large by the same."""
     data = complete(4)
     model = gas.autoscale(Chain(*[pyg.SimpleConv(aggr="sum", combine_root="sum") for _ in range(3)]), data)
-    loader = gas.HaloLoader(data, parts=torch.arange(4))
+    loader = gas.HaloLoader(data, partition=torch.arange(4))
     # Exact rows are 4 and 16. Batches compute 16 + 3 * 0.5 from the first history, to which the second adds 0.25.
     overwrite(model, loader, {"layers.0": torch.full((4, 1), 4.5), "layers.1": torch.full((4, 1), 17.75)})
     layers, edges = [Layer(1.0, 1.0)] * 3, MessageEdges(data.edge_index, 4)
@@ -222,7 +222,7 @@ def test_printed_sum_has_the_wrong_degree() -> None:
     """Node 0 has one neighbour; that one has four, whose errors arrive at node 0 all the same."""
     data = Data(x=torch.ones(6, 1).double(), edge_index=torch.tensor([[1, 2, 3, 4, 5], [0, 1, 1, 1, 1]]))
     model = gas.autoscale(Chain(*[pyg.SimpleConv(aggr="sum") for _ in range(3)]), data)
-    loader = gas.HaloLoader(data, parts=torch.arange(6))
+    loader = gas.HaloLoader(data, partition=torch.arange(6))
     gas.refresh(model, loader)
     rows = history_rows(model)
     # The first history is off by 1 where node 1 reads it; the second is what batches compute from that.
@@ -240,7 +240,7 @@ def test_max_of_rows_is_not_nonexpansive() -> None:
     """Two neighbours, each off by 1 in another value: their maximum is off by the root of 2, not by 1 as printed."""
     data = Data(x=torch.zeros(3, 2).double(), edge_index=torch.tensor([[1, 2], [0, 0]]))
     model = gas.autoscale(Chain(*[pyg.SimpleConv(aggr="max") for _ in range(2)]), data)
-    loader = gas.HaloLoader(data, parts=torch.arange(3))
+    loader = gas.HaloLoader(data, partition=torch.arange(3))
     overwrite(model, loader, {"layers.0": torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])})
     (_, found) = compare_bounds(
         model, loader, [Layer(1.0, 1.0, "max", own=0.0, width=2)] * 2, MessageEdges(data.edge_index, 3)
@@ -282,7 +282,7 @@ def test_measured_errors_are_those_of_rows() -> None:
     model = pyg.GCN(C, 6, num_layers=2, out_channels=4).double()
     expected, first = whole(model, data), model.convs[0](data.x, data.edge_index).detach()
     gas.autoscale(model, data)
-    loader = gas.HaloLoader(data, 5, parts="random", batch_size=2, shuffle=True)
+    loader = gas.HaloLoader(data, 5, partition="random", batch_size=2, shuffle=True)
     overwrite(model, loader, {"convs.0": first + 0.1})
     kept = history_rows(model)
     hidden, output = measure(model, loader)
@@ -304,7 +304,7 @@ def test_measured_errors_are_those_of_rows() -> None:
 def test_measuring_changes_nothing() -> None:
     data = plain(undirected_graph())
     model = gas.autoscale(build_model("gin", data, 4, hidden=6, layers=3, dropout=0.5).double(), data)
-    loader = gas.HaloLoader(data, 5, parts="random", shuffle=True)
+    loader = gas.HaloLoader(data, 5, partition="random", shuffle=True)
     for batch in loader:
         model(batch)
     kept, state, memory = history_rows(model), loader.state_dict(), attached(model).memory.written_by
@@ -322,7 +322,7 @@ def test_measuring_changes_nothing() -> None:
 def test_other_precision_leaves_the_error_of_rounding() -> None:
     data = plain(undirected_graph())
     model = gas.autoscale(pyg.GCN(C, 16, num_layers=2, out_channels=4).double(), data, dtype=torch.int8)
-    loader = gas.HaloLoader(data, 5, parts="random")
+    loader = gas.HaloLoader(data, 5, partition="random")
     gas.refresh(model, loader)
     hidden, output = measure(model, loader)
     assert float(hidden.closeness.max()) < 1e-12
@@ -351,13 +351,13 @@ def test_rows_with_heads_and_several_outputs() -> None:
 
     data = plain(odd_graph())
     model = gas.autoscale(Two().double(), data)
-    hidden, output = measure(model, gas.HaloLoader(data, 6, parts="random"))
+    hidden, output = measure(model, gas.HaloLoader(data, 6, partition="random"))
     assert float(hidden.closeness.max()) < 1e-12 < float(output.closeness.max())
 
 
 def test_models_that_the_bounds_are_not_about_are_refused() -> None:
     data = plain(undirected_graph())
-    loader, edges = gas.HaloLoader(data, 5, parts="random"), MessageEdges(data.edge_index, 40)
+    loader, edges = gas.HaloLoader(data, 5, partition="random"), MessageEdges(data.edge_index, 40)
     model = gas.autoscale(build_model("gin", data, 4, hidden=6, layers=3, residual=True).double(), data)
     with pytest.raises(InputError, match="residuals"):
         compare_bounds(model, loader, [Layer(1.0, 1.0)] * 3, edges)
@@ -379,7 +379,7 @@ def test_exact_after_as_many_sweeps_as_layers_and_not_before(name: str, num_laye
     model = build_model(name, data, 4, hidden=16, layers=num_layers).double()
     spread_norms(model)
     gas.autoscale(model, data)
-    loader = gas.HaloLoader(data, 6, parts="random")
+    loader = gas.HaloLoader(data, 6, partition="random")
     errors = error_by_sweep(model, loader, num_layers + 2)
     assert [error < 1e-9 for error in errors] == [False] * (num_layers - 1) + [True] * 3
     # The histories are exact one sweep earlier.
@@ -394,7 +394,7 @@ def test_exact_after_as_many_sweeps_as_layers_and_not_before(name: str, num_laye
 def test_sweeps_begin_with_the_histories_as_they_are() -> None:
     data = plain(undirected_graph())
     model = gas.autoscale(pyg.GCN(C, 6, num_layers=3, out_channels=4).double(), data)
-    loader = gas.HaloLoader(data, 5, parts="random")
+    loader = gas.HaloLoader(data, 5, partition="random")
     gas.refresh(model, loader)
     assert max(error_by_sweep(model, loader, 2)) < 1e-12
     disturb_weights(model, 0.1)

@@ -103,7 +103,7 @@ def refreshed(
 ) -> tuple[nn.Module, nn.Module, gas.HaloLoader]:
     """The autoscaled model with exact histories, a plain copy of it, and a loader."""
     plain = copy.deepcopy(model)
-    loader = gas.HaloLoader(data, num_parts, parts="random", **options)
+    loader = gas.HaloLoader(data, num_parts, partition="random", **options)
     gas.autoscale(model, data)
     gas.refresh(model, loader)
     return model, plain, loader
@@ -257,7 +257,7 @@ def test_models_that_name_their_histories(change: str) -> None:
     model = Explicit(data.num_nodes)
     plain = gas.detach(Explicit(data.num_nodes))
     plain.load_state_dict(model.state_dict())
-    loader = gas.HaloLoader(data, 4, parts="random")
+    loader = gas.HaloLoader(data, 4, partition="random")
     gas.refresh(model, loader)
     grown = some_growth(data) if change == "nodes" else data.clone()
     grown.edge_attr[3] += 2.0
@@ -287,7 +287,7 @@ def test_own_way_to_call_the_model() -> None:
 def test_histories_in_the_order_of_another_loader() -> None:
     data = undirected_graph()
     model, plain, _ = refreshed(READY["GCN"](), data)
-    loader = gas.grow(model, gas.HaloLoader(data, 3, parts="random", seed=5), some_growth(data))
+    loader = gas.grow(model, gas.HaloLoader(data, 3, partition="random", seed=5), some_growth(data))
     check_exact(model, plain, loader)
 
 
@@ -574,7 +574,7 @@ def test_histories_of_fit() -> None:
     data = path()
     data.val_mask = data.test_mask = ~data.train_mask
     model = READY["GraphSAGE"]()
-    gas.fit(model, data, parts=4, epochs=2)
+    gas.fit(model, data, num_parts=4, epochs=2)
     before = history_rows(model)
     loader = gas.HaloLoader(data, 4, batch_size=2, shuffle=True)
     loader = gas.grow(model, loader, plus(data, 1, [(99, 100)], both=True))

@@ -354,7 +354,7 @@ def test_changed_weights_before_other_layers_are_exact(how: str) -> None:
     model = Weighted(pyg.GraphConv, how)
     expected = whole(model, data)
     gas.autoscale(model, data)
-    loader = gas.HaloLoader(data, 5, parts="random")
+    loader = gas.HaloLoader(data, 5, partition="random")
     assert_same(gas.infer(model, loader), expected)
     assert_same(gas.infer(model, gas.HaloLoader(data, 1)), expected)
 
@@ -417,7 +417,7 @@ def test_self_loops_added_before_a_layer_are_exact(make_data: Callable[[], Any])
     model = Derived(gin, lambda edges, num_nodes: add_self_loops(edges, num_nodes=num_nodes)[0])
     expected = whole(model, data)
     gas.autoscale(model, data)
-    assert_same(gas.infer(model, gas.HaloLoader(data, 6, parts="random")), expected)
+    assert_same(gas.infer(model, gas.HaloLoader(data, 6, partition="random")), expected)
 
 
 def test_self_loops_added_before_a_normalizing_layer_are_refused() -> None:
@@ -431,7 +431,7 @@ def test_edges_made_undirected_before_a_layer_are_exact_or_refused() -> None:
     expected = whole(model, data)
     gas.autoscale(model, data)
     try:
-        out = gas.infer(model, gas.HaloLoader(data, 6, parts="random"))
+        out = gas.infer(model, gas.HaloLoader(data, 6, partition="random"))
     except UnsupportedModelError:
         return
     assert_same(out, expected)
@@ -441,7 +441,7 @@ def test_two_way_layers_need_a_two_sided_halo_on_directed_graphs() -> None:
     data = odd_graph()
     model = gas.autoscale(Stack([pyg.DirGNNConv(pyg.SAGEConv(C, C))]), data)
     with pytest.raises(UnsupportedModelError, match=r"SAGEConv.*bidirectional=True"):
-        gas.infer(model, gas.HaloLoader(data, 5, parts="random"))
+        gas.infer(model, gas.HaloLoader(data, 5, partition="random"))
 
 
 def test_attention_weights_are_refused() -> None:

@@ -59,7 +59,7 @@ def switch_off(model: nn.Module) -> None:
 
 
 def parts(data: Data, num_parts: int = 4) -> gas.HaloLoader:
-    return gas.HaloLoader(data, num_parts, parts="random", bidirectional=True)
+    return gas.HaloLoader(data, num_parts, partition="random", bidirectional=True)
 
 
 def prepared(make: Callable[[], nn.Module], data: Data, loader: gas.HaloLoader, **options: Any) -> nn.Module:

@@ -34,7 +34,7 @@ nodes = torch.tensor([0, 7])
     "docs/report.md": """
 from gnnautoscale.models import GCN
 for mode in ("gas", "full"):
-    gas.fit(GCN(data.num_features, 4, hidden=8), data, mode=mode, parts=4, epochs=2, run_dir=f"runs/{mode}")
+    gas.fit(GCN(data.num_features, 4, hidden=8), data, mode=mode, num_parts=4, epochs=2, run_dir=f"runs/{mode}")
 """,
     "docs/storage.md": """
 from torch_geometric.nn import GCN

@@ -34,7 +34,7 @@ def data() -> Data:
 def fit(data: Data, run_dir: Path | None = None, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(1)
     model = model or GCN(FEATURES, CLASSES, hidden=8, layers=3)
-    options = {"parts": 6, "epochs": 4, **options}
+    options = {"num_parts": 6, "epochs": 4, **options}
     return model, gas.fit(model, data, run_dir=None if run_dir is None else str(run_dir), **options)
 
 

@@ -90,7 +90,7 @@ def make_loader(setup: Setup, ratio: float, seed: int = 0) -> HaloLoader:
         y=torch.randint(setup.classes, (setup.nodes,), generator=generator),
         train_mask=torch.ones(setup.nodes, dtype=torch.bool),
     )
-    return HaloLoader(data, parts=torch.arange(setup.nodes) // size)
+    return HaloLoader(data, partition=torch.arange(setup.nodes) // size)
 
 
 def time_epochs(

@@ -195,8 +195,8 @@ class ClusterLoader:
 
     Args:
         data: The whole graph.
-        num_parts: Number of parts to cut into. Not needed when ``parts`` are given as labels.
-        parts: ``"metis"``, ``"random"``, or the part of each node as integers ``[num_nodes]``.
+        num_parts: Number of parts to cut into. Not needed when ``partition`` gives the labels.
+        partition: How to cut: ``"metis"``, ``"random"``, or the part of each node as integers ``[num_nodes]``.
         batch_size: Number of parts in a batch.
         shuffle: Draw parts into batches at random, anew for each epoch.
         seed: Makes partition and order reproducible.
@@ -221,7 +221,7 @@ class ClusterLoader:
         data: Data,
         num_parts: int | None = None,
         *,
-        parts: Literal["metis", "random"] | Tensor = "metis",
+        partition: Literal["metis", "random"] | Tensor = "metis",
         batch_size: int = 1,
         shuffle: bool = False,
         seed: int = 0,
@@ -231,7 +231,7 @@ class ClusterLoader:
         self._parts = HaloLoader(
             data,
             num_parts,
-            parts=parts,
+            partition=partition,
             batch_size=batch_size,
             shuffle=shuffle,
             seed=seed,

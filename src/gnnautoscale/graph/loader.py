@@ -16,7 +16,8 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph.assemble import Assembly, Group, Pieces, hand_over
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor, RowOrder
 from gnnautoscale.graph.graph import Graph
-from gnnautoscale.graph.partitioning import check_labels, connectivity, partition
+from gnnautoscale.graph.partitioning import check_labels, connectivity
+from gnnautoscale.graph.partitioning import partition as cut
 
 
 class HaloLoader:
@@ -30,8 +31,8 @@ class HaloLoader:
     Args:
         data: The whole graph. All its node- and edge-level tensors are cut to the batch, everything else is
             passed on as it is.
-        num_parts: Number of parts to cut into. Not needed when ``parts`` are given as labels.
-        parts: ``"metis"``, ``"random"``, or the part of each node as integers ``[num_nodes]``.
+        num_parts: Number of parts to cut into. Not needed when ``partition`` gives the labels.
+        partition: How to cut: ``"metis"``, ``"random"``, or the part of each node as integers ``[num_nodes]``.
         batch_size: Number of parts in a batch.
         shuffle: Draw parts into batches at random, anew for each epoch.
         drawings: Draw so many times only, and then take these drawings again at random: their batches come back, so
@@ -57,7 +58,7 @@ class HaloLoader:
         data: Data,
         num_parts: int | None = None,
         *,
-        parts: Literal["metis", "random"] | Tensor = "metis",
+        partition: Literal["metis", "random"] | Tensor = "metis",
         batch_size: int = 1,
         shuffle: bool = False,
         drawings: int | None = None,
@@ -88,7 +89,7 @@ class HaloLoader:
             )
         self.data = data
         self.graph = Graph.of(data)
-        self.labels = _labels(self.graph, num_parts, parts, seed, cache_dir)
+        self.labels = _labels(self.graph, num_parts, partition, seed, cache_dir)
         self.num_parts = int(self.labels.max()) + 1
         if batch_size > self.num_parts:
             raise InputError(
@@ -267,7 +268,7 @@ class HaloLoader:
         """
         return HaloLoader(
             data,
-            parts=parts,
+            partition=parts,
             batch_size=self.batch_size,
             shuffle=self.shuffle,
             drawings=self.drawings,
@@ -348,9 +349,9 @@ def check_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
     return nodes.cpu()
 
 
-def _labels(graph: Graph, num_parts: int | None, parts: str | Tensor, seed: int, cache_dir: str | None) -> Tensor:
-    if isinstance(parts, Tensor):
-        labels = check_labels(parts, graph.num_nodes)
+def _labels(graph: Graph, num_parts: int | None, partition: str | Tensor, seed: int, cache_dir: str | None) -> Tensor:
+    if isinstance(partition, Tensor):
+        labels = check_labels(partition, graph.num_nodes)
         if num_parts is not None and num_parts != int(labels.max()) + 1:
             raise InputError(
                 f"num_parts must match the given labels, which name {int(labels.max()) + 1} parts",
@@ -360,14 +361,16 @@ def _labels(graph: Graph, num_parts: int | None, parts: str | Tensor, seed: int,
         return labels
     if num_parts is None:
         raise InputError(
-            "HaloLoader needs the number of parts", got="num_parts=None", fix="Pass num_parts, or the labels as parts."
+            "HaloLoader needs the number of parts",
+            got="num_parts=None",
+            fix="Pass num_parts, or the labels as partition.",
         )
-    if parts not in ("metis", "random"):
+    if partition not in ("metis", "random"):
         raise InputError(
-            "parts must be 'metis', 'random' or a tensor of labels", got=repr(parts), fix="Choose one of these."
+            "partition must be 'metis', 'random' or a tensor of labels", got=repr(partition), fix="Choose one of these."
         )
-    method: Literal["metis", "random"] = "metis" if parts == "metis" else "random"
-    return partition(
+    method: Literal["metis", "random"] = "metis" if partition == "metis" else "random"
+    return cut(
         graph.edge_index,
         graph.num_nodes,
         num_parts,

@@ -46,9 +46,9 @@ class TrialGraph:
                     self._add_batch(data, leaf)
                 elif not isinstance(leaf, BatchTensor):
                     self._add(data, f"{parameter} {len(self._names)}", leaf)
-        self.whole = HaloLoader(data, parts=torch.zeros(NUM_NODES, dtype=torch.long))
+        self.whole = HaloLoader(data, partition=torch.zeros(NUM_NODES, dtype=torch.long))
         # Both ways, since the real loader's halo may be; if it is not although a layer needs it, that layer says so.
-        self.parts = HaloLoader(data, parts=torch.tensor(_PARTS), bidirectional=True)
+        self.parts = HaloLoader(data, partition=torch.tensor(_PARTS), bidirectional=True)
         self.memory = Memory(self.parts.graph, NUM_NODES, "device", None)
 
     def _add_batch(self, data: Data, batch: Data) -> None:

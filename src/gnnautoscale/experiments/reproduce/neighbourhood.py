@@ -108,7 +108,7 @@ def measure_steps(
     }
 
 
-class _WithHistories:
+class _HistoryStrategy:
     """GAS on the first parts of a loader."""
 
     def __init__(self, model: nn.Module, loader: HaloLoader, hops: int, count: int, device: torch.device) -> None:
@@ -169,8 +169,8 @@ class _OnNeighbourhoods:
             yield batch
 
 
-_METHODS: dict[str, type[_WithHistories] | type[_OnNeighbourhoods]] = {
-    "gas": _WithHistories,
+_METHODS: dict[str, type[_HistoryStrategy] | type[_OnNeighbourhoods]] = {
+    "gas": _HistoryStrategy,
     "recursive": _OnNeighbourhoods,
 }
 
