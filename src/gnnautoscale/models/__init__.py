@@ -1,4 +1,4 @@
-"""The models of the paper's experiments, each built by name for a graph: GCN, GraphSAGE, GIN, GAT, APPNP, GCNII, PNA."""
+"""The models of the paper's experiments: GCN, GraphSAGE, GIN, GAT, APPNP, GCNII and PNA, each built by name."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_model_options(name: str, options: Iterable[str]) -> None:
         raise InputError(
             f"the model '{name}' takes the options {', '.join(sorted(known))}",
             got=", ".join(unknown),
-            fix="Remove these, or choose another model.",
+            fix="Leave these out, or choose another model.",
         )
 
 
