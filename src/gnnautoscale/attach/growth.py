@@ -74,7 +74,7 @@ def grow(model: nn.Module, loader: HaloLoader, data: Data, *, call: CallModel = 
     before = scaler.memory_of(loader.graph)
     _check_old(loader.graph, scaler.key)
     graph = _check_grown(loader.graph, data)
-    grown = loader.over(data, grown_parts(loader.labels, graph.edge_index, graph.num_nodes))
+    grown = loader.with_data(data, grown_parts(loader.labels, graph.edge_index, graph.num_nodes))
     kept = scaler.memory, scaler.key
     try:
         own = _small_batch(grown, model).edge_index
@@ -353,7 +353,7 @@ def _bring_up_to_date(model: nn.Module, before: Memory, loader: HaloLoader, grow
         nodes = nodes[grown.labels[nodes].argsort(stable=True)]
         with scaler.running(partial(Sweep, level=level)):
             for some in torch.tensor_split(nodes, math.ceil(nodes.numel() / size)) if nodes.numel() else ():
-                run_sweep(partial(call, model, _to_model(grown.around(some), model)))
+                run_sweep(partial(call, model, _to_model(grown.batch_for(some), model)))
     if exact:
         memory.written_by = before.written_by
 
@@ -370,7 +370,7 @@ def _small_batch(loader: HaloLoader, model: nn.Module) -> Data:
     """The batch of a node with few neighbours."""
     degree = torch.bincount(loader.graph.edge_index[1], minlength=loader.graph.num_nodes)
     node = degree.masked_fill(degree == 0, loader.graph.edge_index.size(1)).argmin()
-    return _to_model(loader.around(node.unsqueeze(0)), model)
+    return _to_model(loader.batch_for(node.unsqueeze(0)), model)
 
 
 def _to_model(batch: Data, model: nn.Module) -> Data:

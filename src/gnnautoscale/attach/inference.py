@@ -138,7 +138,7 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
     nodes = check_nodes(nodes, loader.graph.num_nodes)
     memory = scaler.memory_of(loader.graph)
     distinct, position = torch.unique(nodes, return_inverse=True)
-    batch = _to_model(loader.around(distinct), model)
+    batch = _to_model(loader.batch_for(distinct), model)
     with evaluating(model):
         plan = _plan(model, scaler, batch, call)
         if plan.live - memory.histories.keys():
