@@ -25,7 +25,7 @@ import gnnautoscale.training.faults as faults_module
 from conftest import history_rows
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.forward.memory import Memory
-from gnnautoscale.graph.assemble import Assembly
+from gnnautoscale.graph.assemble import BatchBuilder
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.runs.result import Epoch
 from gnnautoscale.training.checkpoint import latest_checkpoint, load_latest
@@ -405,16 +405,16 @@ def not_forever() -> Iterator[None]:
 @pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="workers are told by what they inherit")
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_worker_that_dies_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    assemble, calls = Assembly.__getitem__, 0
+    assemble, calls = BatchBuilder.from_parts, 0
 
-    def die(self: Assembly, parts: Any) -> Any:
+    def die(self: BatchBuilder, parts: Any) -> Any:
         nonlocal calls
         calls += 1
         if get_worker_info() is not None and calls == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return assemble(self, parts)
 
-    monkeypatch.setattr(Assembly, "__getitem__", die)
+    monkeypatch.setattr(BatchBuilder, "from_parts", die)
     model = Fragile()
     expected = r"has died in epoch 1 \(DataLoader worker .*\)\. Most often .* lower num_workers\.$"
     with pytest.raises(RuntimeError, match=expected):

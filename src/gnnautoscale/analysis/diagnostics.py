@@ -343,7 +343,7 @@ def _class_loss(out: Any, y: Tensor) -> Tensor:
 
 def _whole(loader: HaloLoader) -> Data:
     """The whole graph as one batch."""
-    return loader.around(torch.arange(loader.graph.num_nodes))
+    return loader.batch_for(torch.arange(loader.graph.num_nodes))
 
 
 @contextmanager

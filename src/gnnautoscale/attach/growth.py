@@ -83,7 +83,7 @@ def grow(model: nn.Module, loader: HaloLoader, data: Data, *, call: CallModel = 
     before = scaler.memory_of(loader.graph)
     _check_old(loader.graph, scaler.key)
     graph = _check_grown(loader.graph, data)
-    grown = loader.over(data, grown_parts(loader.labels, graph.edge_index, graph.num_nodes))
+    grown = loader.with_data(data, grown_parts(loader.labels, graph.edge_index, graph.num_nodes))
     batch = _small_batch(grown, model)
     memory = before.grown(batch.edge_index.info, batch.edge_index.device)
     with scaler.moved_to(grown.graph, memory), evaluating(model):
@@ -356,7 +356,7 @@ def _bring_up_to_date(
         nodes = nodes[grown.labels[nodes].argsort(stable=True)]
         with scaler.running(SweepExchange(level)):
             for some in torch.tensor_split(nodes, math.ceil(nodes.numel() / size)) if nodes.numel() else ():
-                run_pass(partial(call, model, near(grown.around(some), model)))
+                run_pass(partial(call, model, near(grown.batch_for(some), model)))
     if exact:
         memory.written_by = before.written_by
 
@@ -373,7 +373,7 @@ def _small_batch(loader: HaloLoader, model: nn.Module) -> Data:
     """The batch of a node with few neighbours."""
     degree = torch.bincount(loader.graph.edge_index[1], minlength=loader.graph.num_nodes)
     node = degree.masked_fill(degree == 0, loader.graph.edge_index.size(1)).argmin()
-    return near(loader.around(node.unsqueeze(0)), model)
+    return near(loader.batch_for(node.unsqueeze(0)), model)
 
 
 # Checks ##############################################################################################################

@@ -140,7 +140,7 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
     nodes = check_nodes(nodes, loader.graph.num_nodes)
     memory = scaler.memory_of(loader.graph)
     distinct, position = torch.unique(nodes, return_inverse=True)
-    batch = near(loader.around(distinct), model)
+    batch = near(loader.batch_for(distinct), model)
     with evaluating(model):
         plan = plan_of(model, loader, call)
         if plan.live - memory.histories.keys():

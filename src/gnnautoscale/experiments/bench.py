@@ -138,7 +138,7 @@ def time_epochs(
                 before_epoch()
             # An epoch ends with its loss on the host, so nothing is under way any more.
             seconds.append(
-                _seconds(lambda: engine.epoch(islice(loader.ready(), count), then=loader.first_of_next_epoch))
+                _seconds(lambda: engine.epoch(islice(loader.ready_batches(), count), then=loader.first_of_next_epoch))
             )
         seconds = seconds[2:]
         how = engine.how

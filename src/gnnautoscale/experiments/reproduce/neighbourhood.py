@@ -123,7 +123,7 @@ class _HistoryStrategy:
     def epoch(self) -> tuple[float, float]:
         """Train on all parts; gives the seconds, and those for building batches."""
         start = time.perf_counter()
-        batches = islice(self._loader.ready(), self._count)
+        batches = islice(self._loader.ready_batches(), self._count)
         self._engine.epoch(batches, then=self._loader.first_of_next_epoch)  # ends with its loss on the host
         return time.perf_counter() - start, 0.0
 
