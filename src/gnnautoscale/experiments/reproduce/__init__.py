@@ -5,14 +5,12 @@ from gnnautoscale.experiments.reproduce.pool import run_all
 from gnnautoscale.experiments.reproduce.report import Report, write_report
 from gnnautoscale.experiments.reproduce.store import Store
 from gnnautoscale.experiments.reproduce.tables import make_report
-from gnnautoscale.training import describe_machine
 
 __all__ = [
     "Experiment",
     "Report",
     "Run",
     "Store",
-    "describe_machine",
     "load",
     "make_report",
     "names",

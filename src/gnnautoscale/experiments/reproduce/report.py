@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gnnautoscale.experiments.figure import save_figure
 from gnnautoscale.experiments.reproduce.config import Run
 from gnnautoscale.experiments.reproduce.store import Result, Store
 from gnnautoscale.runs import jsonable
@@ -59,7 +60,7 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-class Found:
+class Results:
     """The results there are, by cell and variant."""
 
     def __init__(self, runs: Sequence[Run], store: Store) -> None:
@@ -110,16 +111,9 @@ def write_report(report: Report, folder: Path, name: str) -> list[Path]:
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
     written = list(files)
-    if report.draw is not None:
-        try:
-            from matplotlib import pyplot
-        except ImportError:
-            return written
-        figure = pyplot.figure(figsize=(10, 3.6), layout="constrained")
-        report.draw(figure)
-        figure.savefig(folder / f"{name}.svg")
-        pyplot.close(figure)
-        written.append(folder / f"{name}.svg")
+    figure = folder / f"{name}.svg"
+    if report.draw is not None and save_figure(report.draw, figure):
+        written.append(figure)
     return written
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import bench
 from gnnautoscale.experiments.reproduce.config import Experiment, Run, published
-from gnnautoscale.experiments.reproduce.report import Found, Report, number, spread
+from gnnautoscale.experiments.reproduce.report import Report, Results, number, spread
 from gnnautoscale.experiments.reproduce.store import Store
 
 _Curves: TypeAlias = dict[str, dict[str, Any]]
@@ -28,7 +28,7 @@ def make_report(experiment: Experiment, runs: Sequence[Run], store: Store) -> Re
     Returns:
         A report on the cells that have any result.
     """
-    found = Found(runs, store)
+    found = Results(runs, store)
     if not found.cells():
         raise InputError("a report needs results", got="none", fix="Look at what the runs said.")
     report = _REPORTS[experiment.name](found)
@@ -39,7 +39,7 @@ def make_report(experiment: Experiment, runs: Sequence[Run], store: Store) -> Re
     return report
 
 
-def _table1(found: Found) -> Report:
+def _table1(found: Results) -> Report:
     paper = published()["table1"]
     rows, values = [], {}
     differences: dict[str, dict[str, list[float]]] = {}
@@ -96,7 +96,7 @@ def _table1(found: Found) -> Report:
     return Report("Full batch and GAS on small graphs (Table 1)", columns, rows, notes, {"test": values})
 
 
-def _table2(found: Found) -> Report:
+def _table2(found: Results) -> Report:
     paper = published()["table2"]
     rows = []
     values: dict[str, dict[str, float]] = {}
@@ -116,7 +116,7 @@ def _table2(found: Found) -> Report:
     return Report("What METIS and regularization contribute (Table 2)", heads, rows, notes, {"points": values})
 
 
-def _table3(found: Found) -> Report:
+def _table3(found: Results) -> Report:
     paper = published()["table3"]
     names = {"full": "full batch", "graphsage": "neighbour sampling", "cluster-gcn": "Cluster-GCN", "gas": "GAS"}
     datasets = {cell: cell.split(".")[1] for cell in found.cells()}
@@ -135,7 +135,7 @@ def _table3(found: Found) -> Report:
     return Report("Memory (Table 3)", ["GB", *datasets.values()], rows, notes, {"peak_memory": values})
 
 
-def _table4(found: Found) -> Report:
+def _table4(found: Results) -> Report:
     paper = published()["table4"]
     names = {"gttf": "all hops", "gas": "GAS"}
     rows = []
@@ -166,7 +166,7 @@ def _table4(found: Found) -> Report:
     return Report("A step of a 4-layer GCN (Table 4)", ["", *heads], rows, notes, {"steps": values})
 
 
-def _table5(found: Found) -> Report:
+def _table5(found: Results) -> Report:
     paper = published()["table5"]
     rows = []
     values: dict[str, dict[str, list[float]]] = {}
@@ -179,7 +179,7 @@ def _table5(found: Found) -> Report:
     return Report("Large graphs (Table 5)", ["", "GAS, paper", "GAS", "GAS, refreshed"], rows, [], {"test": values})
 
 
-def _table6(found: Found) -> Report:
+def _table6(found: Results) -> Report:
     paper = published()["table6"]
     rows, values = [], {}
     for cell in found.cells():
@@ -202,7 +202,7 @@ def _table6(found: Found) -> Report:
     return Report("Connectivity of parts (Table 6)", columns, rows, notes, {"connectivity": values})
 
 
-def _table7(found: Found) -> Report:
+def _table7(found: Results) -> Report:
     paper = published()["table7"]
     cell = found.cells()[0]
     rows, values = [], {}
@@ -220,7 +220,7 @@ def _table7(found: Found) -> Report:
     return Report(title, heads, rows, ["In brackets the paper's."], found_values, partial(_draw, curves, names))
 
 
-def _figure3(found: Found) -> Report:
+def _figure3(found: Results) -> Report:
     names = {"full": "full batch", "history": "naive history", "gas": "GAS"}
     rows = [
         [cell, *(number(found.mean(cell, variant, "scores", "test")) for variant in names)] for cell in found.cells()
@@ -230,7 +230,7 @@ def _figure3(found: Found) -> Report:
     return Report("Learning curves (Figure 3)", heads, rows, [], {"curves": curves}, partial(_draw, curves, names))
 
 
-def _curves(found: Found, variants: Iterable[str]) -> _Curves:
+def _curves(found: Results, variants: Iterable[str]) -> _Curves:
     """The first seed's learning curves, by cell and variant."""
     return {cell: {v: found.of(cell, v)[0]["curve"] for v in variants if found.of(cell, v)} for cell in found.cells()}
 
@@ -250,40 +250,21 @@ def _draw(curves: _Curves, names: Mapping[str, str], figure: Any) -> None:
     panels[0].legend(frameon=False)
 
 
-def _figure4(found: Found) -> Report:
+def _figure4(found: Results) -> Report:
     results = sorted((found.of(cell, "gin")[0] for cell in found.cells()), key=lambda result: result["row"]["ratio"])
-    first = results[0]["row"]["milliseconds"]["device fp32"]
-    steps = [{**r["row"], "computation": r["row"]["milliseconds"]["device fp32"] / first - 1.0} for r in results]
-    beside = [column for column in bench.COLUMNS if column.startswith("host") and "eager" not in column]
-    rows = [
-        [
-            f"{step['ratio']:g}",
-            *(number(step["milliseconds"][column], 3) for column in bench.COLUMNS),
-            f"{number(100 * step['computation'], 0, sign=True)} %",
-            *(f"{number(100 * step['I/O'][column], 1, sign=True)} %" for column in beside),
-        ]
-        for step in steps
-    ]
-    heads = [
-        "halo / batch",
-        *(f"{column} (ms)" for column in bench.COLUMNS),
-        "computation",
-        *(f"I/O {c}" for c in beside),
-    ]
+    steps = bench.with_computation(result["row"] for result in results)
+    heads, rows = bench.step_table(steps)
     paper = published()["figure4"]
     notes = [
         "Computation is relative to the smallest halo, I/O to histories on the device. The paper: serial transfers add "
         f"up to {paper['serial_overhead_percent_at_most']} %; concurrent ones {paper['concurrent']}."
     ]
     values = {"rows": steps, "setup": results[0]["setup"], "machine": results[0]["machine"]}
-
-    def draw(figure: Any) -> None:
-        bench.draw_steps(figure, values)
-
-    return Report("A step of a 4-layer GIN for growing halos (Figure 4)", heads, rows, notes, values, draw)
+    title = "A step of a 4-layer GIN for growing halos (Figure 4)"
+    return Report(title, heads, rows, notes, values, partial(bench.draw_steps, values))
 
 
-def _wordnet(found: Found) -> Report:
+def _wordnet(found: Results) -> Report:
     names = {
         "full": "full batch",
         "gas": "GAS",
@@ -318,7 +299,7 @@ def _wordnet(found: Found) -> Report:
     return Report("WordNet 3.0, 117,659 nodes", heads, rows, notes, {"wordnet": values})
 
 
-_REPORTS: dict[str, Callable[[Found], Report]] = {
+_REPORTS: dict[str, Callable[[Results], Report]] = {
     "figure3": _figure3,
     "figure4": _figure4,
     "table1": _table1,
