@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -38,33 +40,19 @@ def wl_colours(
     """
     if rounds is not None and (type(rounds) is not int or rounds < 0):
         raise InputError("rounds must be a non-negative integer", got=repr(rounds), fix="Or leave it out.")
-    graph = Graph(Data(edge_index=edge_index, num_nodes=num_nodes))
-    now = torch.zeros(num_nodes, dtype=torch.long) if colours is None else _checked(colours, num_nodes)
-    now = _numbered(now)
-    target, source, _ = graph.incoming.into(torch.arange(num_nodes))
+    Graph(Data(edge_index=edge_index, num_nodes=num_nodes))  # checks the edges
+    incoming: list[list[int]] = [[] for _ in range(num_nodes)]
+    for source, target in edge_index.t().tolist():
+        incoming[target].append(source)
+    now = _numbered([0] * num_nodes if colours is None else _checked(colours, num_nodes))
     for _ in range(num_nodes if rounds is None else rounds):
-        refined = _refined(now, target, source)
-        if int(refined.max()) == int(now.max()):  # as many colours as before: none was split
+        refined = _numbered(
+            (now[node], *sorted(now[neighbour] for neighbour in neighbours)) for node, neighbours in enumerate(incoming)
+        )
+        if max(refined) == max(now):  # as many colours as before: none was split
             break
         now = refined
-    return now
-
-
-def _refined(colours: Tensor, target: Tensor, source: Tensor) -> Tensor:
-    """One round, for edges grouped by target."""
-    count = int(colours.max()) + 1
-    neighbours = (target * count + colours[source]).sort().values % count  # ascending for each target
-    degree = torch.bincount(target, minlength=colours.numel())
-    first = degree.cumsum(0) - degree
-    refined = torch.empty_like(colours)
-    used = 0
-    for width in torch.unique(degree).tolist():  # the neighbours of all nodes of one degree form a table
-        nodes = (degree == width).nonzero().squeeze(1)
-        table = neighbours[first[nodes].unsqueeze(1) + torch.arange(width)]
-        rows, place = torch.unique(torch.cat([colours[nodes].unsqueeze(1), table], 1), dim=0, return_inverse=True)
-        refined[nodes] = used + place
-        used += rows.size(0)
-    return _numbered(refined)
+    return torch.tensor(now)
 
 
 def row_classes(rows: Tensor, tolerance: float = 0.0) -> Tensor:
@@ -90,7 +78,7 @@ def row_classes(rows: Tensor, tolerance: float = 0.0) -> Tensor:
     ordered, order = rows.sort(dim=0)
     group = F.pad((ordered.diff(dim=0) > tolerance).long().cumsum(0), (0, 0, 1, 0))
     groups = torch.empty_like(order).scatter_(0, order, group)
-    return _numbered(torch.unique(groups, dim=0, return_inverse=True)[1])
+    return torch.tensor(_numbered(map(tuple, groups.tolist())))
 
 
 @dataclass(frozen=True)
@@ -126,12 +114,11 @@ def compare_classes(classes: Tensor, colours: Tensor) -> Comparison:
         >>> compare_classes(torch.tensor([0, 1, 2, 2]), torch.tensor([5, 5, 3, 4]))
         Comparison(colours=3, classes=3, torn=1, merged=2)
     """
-    colours = _numbered(_checked(colours, colours.numel()))
-    classes = _numbered(_checked(classes, colours.numel()))
-    pairs = torch.unique(torch.stack([colours, classes]), dim=1)
-    classes_of, colours_of = torch.bincount(pairs[0]), torch.bincount(pairs[1])
-    merged = torch.unique(pairs[0, colours_of[pairs[1]] > 1])
-    return Comparison(classes_of.numel(), colours_of.numel(), int((classes_of > 1).sum()), merged.numel())
+    pairs = set(zip(_checked(colours, colours.numel()), _checked(classes, colours.numel()), strict=True))
+    classes_of, colours_of = (Counter(pair[side] for pair in pairs) for side in (0, 1))
+    torn = sum(count > 1 for count in classes_of.values())
+    merged = {colour for colour, label in pairs if colours_of[label] > 1}
+    return Comparison(len(classes_of), len(colours_of), torn, len(merged))
 
 
 def nearest_colours(out: Tensor, exact: Tensor, colours: Tensor) -> Tensor:
@@ -154,18 +141,17 @@ def nearest_colours(out: Tensor, exact: Tensor, colours: Tensor) -> Tensor:
     return colours[torch.cdist(out, exact, compute_mode="donot_use_mm_for_euclid_dist").argmin(dim=1)]
 
 
-def _numbered(colours: Tensor) -> Tensor:
+def _numbered(labels: Iterable[Hashable]) -> list[int]:
     """The same classes, numbered in order of first appearance."""
-    distinct, place = torch.unique(colours, return_inverse=True)
-    first = torch.full(distinct.shape, colours.numel()).scatter_reduce(0, place, torch.arange(place.numel()), "amin")
-    return first.argsort().argsort()[place]
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(label, len(numbers)) for label in labels]
 
 
-def _checked(colours: Tensor, num_nodes: int) -> Tensor:
+def _checked(colours: Tensor, num_nodes: int) -> list[int]:
     if colours.dtype not in (torch.int32, torch.int64) or colours.shape != (num_nodes,) or not num_nodes:
         raise InputError(
             f"colours must be integers, one for each of the {num_nodes or 'at least one'} nodes",
             got=f"{colours.dtype} of shape {list(colours.shape)}",
             fix="Use row_classes(x) to get them from features.",
         )
-    return colours.to("cpu", torch.long)
+    return colours.tolist()

@@ -1,4 +1,4 @@
-"""The paper's experiments: one configuration file each, run, continued, and shown beside the published numbers."""
+"""The paper's experiments: each has a configuration file, and its results appear beside the published numbers."""
 
 from gnnautoscale.experiments.reproduce.config import Experiment, Run, load, names, published
 from gnnautoscale.experiments.reproduce.pool import run_all
