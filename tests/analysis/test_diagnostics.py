@@ -24,7 +24,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.models import APPNP, GAT, GCN, GIN, GraphSAGE
 
-ALL = diagnostics.PROBES
+ALL = diagnostics.DIAGNOSTICS
 
 
 @pytest.fixture

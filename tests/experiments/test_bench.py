@@ -119,7 +119,9 @@ def test_the_hidden_share_compares_with_no_overlap(monkeypatch: pytest.MonkeyPat
 
 
 def test_epochs_are_printed_as_json() -> None:
-    found = json.loads(call("epoch", "--device", "cpu", "--parts", "3", "--part-nodes", "50", "--width", "4", "--json"))
+    found = json.loads(
+        call("epoch", "--device", "cpu", "--num-parts", "3", "--part-nodes", "50", "--width", "4", "--json")
+    )
     assert found["setup"]["nodes"] == 150
     assert len(found["rows"]) == 2
 

@@ -233,7 +233,7 @@ def test_sampling_does_not_keep_classes(rescale: bool) -> None:
 
 def test_dropping_edges_between_parts_does_not_keep_classes() -> None:
     parts = torch.tensor([0, 0, 1, 1])
-    out = with_clusters(model_for(SMALL[0]), SMALL[0].data, parts=parts)
+    out = with_clusters(model_for(SMALL[0]), SMALL[0].data, partition=parts)
     assert compare(classes(out), SMALL[0].colours) == Comparison(3, 4, torn=1, merged=0)
 
 
@@ -253,11 +253,11 @@ def test_nothing_is_lost_if_no_edge_is(example: Example) -> None:
 def test_histories_keep_classes(example: Example, parts: Literal["metis", "random", "one"]) -> None:
     for seed in SEEDS:
         model = model_for(example, seed)
-        count = 1 if parts == "one" else example.parts
+        count = 1 if parts == "one" else example.num_parts
         how: Literal["metis", "random"] = "random" if parts == "random" else "metis"
         exact = full_batch(model, example.data)
         for passes in (None, example.layers, example.layers + 2):
-            out = with_histories(model, example.data, count, parts=how, passes=passes, seed=seed)
+            out = with_histories(model, example.data, count, partition=how, passes=passes, seed=seed)
             assert_same(out, exact, 1e-11)
             assert same_classes(classes(out), example.colours)
 
@@ -268,7 +268,7 @@ def test_histories_keep_classes_of_directed_graphs(seed: int, parts: Literal["me
     data = odd(seed)
     colours = wl_colours(data.edge_index, 33, colours=row_classes(data.x), rounds=3)
     for passes in (None, 3):
-        out = with_histories(PowerfulGNN(2, 3, seed=seed), data, 5, parts=parts, passes=passes, seed=seed)
+        out = with_histories(PowerfulGNN(2, 3, seed=seed), data, 5, partition=parts, passes=passes, seed=seed)
         assert same_classes(classes(out), colours)
 
 
@@ -284,7 +284,7 @@ def test_stale_histories_keep_classes_while_they_are_not_too_stale(example: Exam
     """Whenever outputs are nearer to the exact ones than half of what lies between colours."""
     colours = example.colours
     for lr in (1e-2, 1e-4, 1e-5):
-        out, exact = while_training(model_for(example), example.data, example.parts, lr=lr)
+        out, exact = while_training(model_for(example), example.data, example.num_parts, lr=lr)
         error = float((out - exact).norm(dim=1).max())
         assert (error > 1e-8) == (example.layers > 1)  # one layer reads features only, which are never stale
         near = 2 * error < separation(exact, colours)
@@ -295,7 +295,7 @@ def test_stale_histories_keep_classes_while_they_are_not_too_stale(example: Exam
 
 def test_histories_that_are_too_stale_do_not_keep_classes() -> None:
     example = SMALL[3]
-    out, exact = while_training(model_for(example), example.data, example.parts, lr=1.0)
+    out, exact = while_training(model_for(example), example.data, example.num_parts, lr=1.0)
     assert not torch.equal(nearest_colours(out, exact, example.colours), example.colours)
 
 

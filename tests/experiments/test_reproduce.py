@@ -55,7 +55,7 @@ CPU = torch.device("cpu")
 TINY = """
 kind = "train"
 seeds = 1
-train = { mode = "gas", parts = 3, epochs = 2 }
+train = { mode = "gas", num_parts = 3, epochs = 2 }
 variants = { full = { mode = "full" }, gas = { refresh_every = "never" } }
 
 [cells.gcn.communities]
@@ -138,7 +138,7 @@ def check_train(work: Mapping[str, Any]) -> None:
 def check_connectivity(work: Mapping[str, Any]) -> None:
     assert work["cell"] in datasets.names()
     assert work["method"] in ("metis", "random")
-    assert work["parts"] > 1
+    assert work["num_parts"] > 1
 
 
 def check_neighbourhood(work: Mapping[str, Any]) -> None:
@@ -208,14 +208,14 @@ def test_full_batch_does_not_depend_on_what_belongs_to_batches() -> None:
         "table1",
         "train",
         1,
-        {"gcn.cora": {"train": {"parts": 4, "batch_size": 2, "drawings": 3, "lr": 0.1}}},
+        {"gcn.cora": {"train": {"num_parts": 4, "batch_size": 2, "drawings": 3, "lr": 0.1}}},
         {"full": {"mode": "full"}, "gas": {"grad_norm": "none", "model": {"layers": 3}}},
         {"mode": "gas", "storage": "host"},
     )
     full, gas = (run.work for run in experiment.runs())
     assert full["train"] == {"mode": "full", "lr": 0.1}
     assert full["options"] == {}
-    assert gas["train"]["parts"] == 4
+    assert gas["train"]["num_parts"] == 4
     assert gas["train"]["drawings"] == 3
     assert gas["train"]["grad_norm"] is None
     assert gas["options"] == {"layers": 3}
@@ -327,7 +327,7 @@ def test_only_what_is_missing_is_done_and_failures_are_tried_again(tmp_path: Pat
 
 
 def test_long_runs_come_first(tmp_path: Path, performed: list[int]) -> None:
-    trains = [{"epochs": 5}, {"epochs": 50}, {"epochs": 5, "parts": 40, "batch_size": 2}]
+    trains = [{"epochs": 5}, {"epochs": 50}, {"epochs": 5, "num_parts": 40, "batch_size": 2}]
     runs = [
         Run("cell", "variant", 10 + n, {"kind": "train", "train": train, "options": {}, "seed": 10 + n})
         for n, train in enumerate(trains)
@@ -492,9 +492,9 @@ def test_table5_shows_scores(tmp_path: Path) -> None:
 
 def test_table6_shows_connectivity(tmp_path: Path) -> None:
     results: Results = {
-        ("cora", "random"): [{"connectivity": 1.3, "parts": 3}, {"connectivity": 1.4, "parts": 3}],
-        ("cora", "metis"): [{"connectivity": 0.2, "parts": 3}],
-        ("pubmed", "metis"): [{"connectivity": 0.9, "parts": 20}],
+        ("cora", "random"): [{"connectivity": 1.3, "num_parts": 3}, {"connectivity": 1.4, "num_parts": 3}],
+        ("cora", "metis"): [{"connectivity": 0.2, "num_parts": 3}],
+        ("pubmed", "metis"): [{"connectivity": 0.9, "num_parts": 20}],
     }
     assert report_of(tmp_path, "table6", results).rows == [
         ["cora", "3", "1.33", "1.35", "0.14", "0.20", "yes"],

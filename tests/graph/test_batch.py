@@ -29,7 +29,7 @@ def info_of(batch: Data) -> BatchInfo:
 
 
 def eight_nodes() -> gas.HaloLoader:
-    return gas.HaloLoader(undirected_graph(8, 6), parts=LABELS)
+    return gas.HaloLoader(undirected_graph(8, 6), partition=LABELS)
 
 
 # Rows ################################################################################################################
@@ -64,7 +64,7 @@ def test_a_part_is_one_run() -> None:
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("make_data", [undirected_graph, odd_graph])
 def test_rows_of_batches_of_parts(batch_size: int, shuffle: bool, make_data: Any) -> None:
-    loader = gas.HaloLoader(make_data(), 5, parts="random", batch_size=batch_size, shuffle=shuffle)
+    loader = gas.HaloLoader(make_data(), 5, partition="random", batch_size=batch_size, shuffle=shuffle)
     for _ in range(2):
         seen = []
         for batch in loader:
@@ -77,14 +77,14 @@ def test_rows_of_batches_of_parts(batch_size: int, shuffle: bool, make_data: Any
 
 
 def test_neighbouring_parts_are_one_run() -> None:
-    loader = gas.HaloLoader(undirected_graph(), 6, parts="random", batch_size=3)
+    loader = gas.HaloLoader(undirected_graph(), 6, partition="random", batch_size=3)
     assert [len(info.order.rows(info).runs) for info in map(info_of, loader)] == [1, 1]
 
 
 @pytest.mark.parametrize("nodes", [[], [3], [1, 3, 6], [6, 3, 1], [1, 3, 0], [7, 6, 5, 4, 3, 2, 1, 0], [0, 4, 7, 2]])
 def test_rows_around_nodes(nodes: list[int]) -> None:
     loader = eight_nodes()
-    info = info_of(loader.around(torch.tensor(nodes, dtype=torch.long)))
+    info = info_of(loader.batch_for(torch.tensor(nodes, dtype=torch.long)))
     rows = info.order.rows(info)
     check_rows(rows, info, info.order)
     expected = {(): [], (1, 3, 6): [(0, 0, 3)], (6, 3, 1): [(2, 0, 1), (1, 1, 1), (0, 2, 1)], (0, 4, 7, 2): None}
@@ -125,7 +125,7 @@ def test_loader_made_in_inference_mode() -> None:
 
 
 def test_parts_of_a_batch() -> None:
-    for batch in gas.HaloLoader(odd_graph(), 4, parts="random"):
+    for batch in gas.HaloLoader(odd_graph(), 4, partition="random"):
         info = info_of(batch)
         assert info.num_rows == batch.num_nodes == info.nodes.numel() + info.num_halo
         assert torch.equal(torch.cat([info.nodes, info.halo]), batch.n_id)
@@ -152,9 +152,9 @@ def test_loaders_may_take_turns(make_data: Any) -> None:
     data = make_data()
     expected = exact_rows(data)
     loaders = [
-        gas.HaloLoader(data, 4, parts="random"),
-        gas.HaloLoader(data, 3, parts="random", seed=1, batch_size=2, shuffle=True),
-        gas.HaloLoader(data, parts=torch.arange(data.num_nodes) % 7),
+        gas.HaloLoader(data, 4, partition="random"),
+        gas.HaloLoader(data, 3, partition="random", seed=1, batch_size=2, shuffle=True),
+        gas.HaloLoader(data, partition=torch.arange(data.num_nodes) % 7),
         gas.HaloLoader(data, 1),
     ]
     for first in loaders:
@@ -174,7 +174,7 @@ def test_loaders_may_take_turns(make_data: Any) -> None:
 def test_batches_around_nodes_write_and_read_the_right_rows(make_data: Any) -> None:
     data = make_data()
     expected = exact_rows(data)
-    loader = gas.HaloLoader(data, 4, parts="random")
+    loader = gas.HaloLoader(data, 4, partition="random")
     model = model_of(data)
     gas.refresh(model, loader)
     out = whole(copy.deepcopy(gas.detach(model)), data)
@@ -187,7 +187,7 @@ def test_batches_around_nodes_write_and_read_the_right_rows(make_data: Any) -> N
     lost = int((order.row_of == 0).nonzero())
     with torch.no_grad():
         for nodes in ([lost], [lost, (lost + 5) % 30], [], list(range(data.num_nodes - 1, -1, -1))):
-            batch = loader.around(torch.tensor(nodes, dtype=torch.long))
+            batch = loader.batch_for(torch.tensor(nodes, dtype=torch.long))
             for _ in range(2):
                 rows = model(batch.x, batch.edge_index)
             assert_same(rows, out[nodes])
@@ -197,7 +197,10 @@ def test_batches_around_nodes_write_and_read_the_right_rows(make_data: Any) -> N
 
 def test_rows_of_two_loaders_match_in_every_sweep() -> None:
     data = odd_graph()
-    loaders = [gas.HaloLoader(data, 4, parts="random"), gas.HaloLoader(data, 6, parts="random", seed=3, batch_size=2)]
+    loaders = [
+        gas.HaloLoader(data, 4, partition="random"),
+        gas.HaloLoader(data, 6, partition="random", seed=3, batch_size=2),
+    ]
     model = model_of(data)
     first = gas.infer(model, loaders[0])
     assert_same(gas.predict(model, loaders[1], torch.arange(33)), first)
@@ -214,7 +217,7 @@ EDGE_LEVEL = ("edge_index", "edge_weight", "edge_attr", "edge_type")
 
 @pytest.mark.parametrize("key", EDGE_LEVEL)
 def test_emptied(key: str) -> None:
-    batch = next(iter(gas.HaloLoader(undirected_graph(), 4, parts="random")))
+    batch = next(iter(gas.HaloLoader(undirected_graph(), 4, partition="random")))
     value = batch[key]
     empty = value.emptied()
     assert isinstance(empty, BatchTensor)
@@ -240,13 +243,13 @@ def test_emptied_and_flipped() -> None:
 
 @pytest.mark.parametrize("key", EDGE_LEVEL)
 def test_emptied_in_inference_mode(key: str) -> None:
-    batch = next(iter(gas.HaloLoader(undirected_graph(), 4, parts="random")))
+    batch = next(iter(gas.HaloLoader(undirected_graph(), 4, partition="random")))
     with torch.inference_mode():
         assert batch[key].emptied().is_own_edges
 
 
 def test_own_edges() -> None:
-    batch = next(iter(gas.HaloLoader(undirected_graph(), 4, parts="random")))
+    batch = next(iter(gas.HaloLoader(undirected_graph(), 4, partition="random")))
     assert all(batch[key].is_own_edges for key in EDGE_LEVEL)
     assert not batch.n_id.is_own_edges
     assert batch.edge_index.flip(0).is_own_edges
@@ -264,7 +267,7 @@ def test_own_edges() -> None:
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_the_next_batch_is_known_while_one_is_used(shuffle: bool, batch_size: int) -> None:
-    loader = gas.HaloLoader(undirected_graph(), 6, parts="random", batch_size=batch_size, shuffle=shuffle)
+    loader = gas.HaloLoader(undirected_graph(), 6, partition="random", batch_size=batch_size, shuffle=shuffle)
     for _ in range(2):
         seen: list[BatchInfo] = []
         expected: BatchInfo | None = None
@@ -280,7 +283,7 @@ def test_the_next_batch_is_known_while_one_is_used(shuffle: bool, batch_size: in
 
 
 def test_hints_end_with_the_iteration() -> None:
-    loader = gas.HaloLoader(undirected_graph(), 4, parts="random")
+    loader = gas.HaloLoader(undirected_graph(), 4, partition="random")
     infos = [info_of(batch) for batch in loader]
     for _ in loader:
         break
@@ -304,7 +307,7 @@ def test_hints_end_with_the_iteration() -> None:
 
 
 def test_nested_iterations() -> None:
-    loader = gas.HaloLoader(undirected_graph(), 4, parts="random")
+    loader = gas.HaloLoader(undirected_graph(), 4, partition="random")
     infos = [info_of(batch) for batch in loader]
     outer = []
     for batch in loader:
@@ -320,12 +323,12 @@ def test_nested_iterations() -> None:
 
 
 def test_sweeps_have_hints_too_and_batches_around_nodes_have_none() -> None:
-    loader = gas.HaloLoader(undirected_graph(), 4, parts="random", batch_size=2, shuffle=True)
+    loader = gas.HaloLoader(undirected_graph(), 4, partition="random", batch_size=2, shuffle=True)
     first, second = (info_of(batch) for batch in loader.in_order())
     iterator = loader.in_order()
     next(iterator)
     assert first.upcoming is second
-    assert info_of(loader.around(torch.tensor([1]))).upcoming is None
+    assert info_of(loader.batch_for(torch.tensor([1]))).upcoming is None
     assert [info_of(batch) for batch in loader.in_order()] == [first, second]
 
 
@@ -334,7 +337,7 @@ def test_training_with_nested_iterations_gives_the_same() -> None:
     results = []
     for nested in (False, True):
         model = model_of(data)
-        loader = gas.HaloLoader(data, 4, parts="random")
+        loader = gas.HaloLoader(data, 4, partition="random")
         with torch.no_grad():
             for batch in loader:
                 out = model(batch.x, batch.edge_index)
@@ -352,9 +355,9 @@ def test_training_with_nested_iterations_gives_the_same() -> None:
 @pytest.mark.parametrize(("batch_size", "shuffle", "fixed"), [(1, False, 1), (2, False, 1), (1, True, 1), (2, True, 0)])
 def test_ready_batches(batch_size: int, shuffle: bool, fixed: int) -> None:
     data = odd_graph()
-    loader = gas.HaloLoader(data, 6, parts="random", batch_size=batch_size, shuffle=shuffle)
+    loader = gas.HaloLoader(data, 6, partition="random", batch_size=batch_size, shuffle=shuffle)
     assert loader.is_fixed == bool(fixed)
-    epochs = [list(loader.ready()) for _ in range(3)]
+    epochs = [list(loader.ready_batches()) for _ in range(3)]
     for epoch in epochs:
         assert len(epoch) == len(loader)
         assert all(isinstance(batch, ReadyBatch) and batch.intact() for batch in epoch)
@@ -372,24 +375,24 @@ def test_ready_batches(batch_size: int, shuffle: bool, fixed: int) -> None:
 
 
 def test_ready_batches_are_what_iterating_hands_out() -> None:
-    loader = gas.HaloLoader(odd_graph(), 6, parts="random")
-    assert [batch.info for batch in loader.ready()] == [info_of(batch) for batch in loader]
+    loader = gas.HaloLoader(odd_graph(), 6, partition="random")
+    assert [batch.info for batch in loader.ready_batches()] == [info_of(batch) for batch in loader]
 
 
 def test_ready_batches_that_were_written_to_are_cut_again() -> None:
     data = odd_graph()
-    loader = gas.HaloLoader(data, 6, parts="random")
-    first = list(loader.ready())
+    loader = gas.HaloLoader(data, 6, partition="random")
+    first = list(loader.ready_batches())
     first[0].tagged_copy().x.zero_()
     assert [batch.intact() for batch in first] == [False] + [True] * 5
-    second = list(loader.ready())
+    second = list(loader.ready_batches())
     assert second[0].info is not first[0].info
     assert [batch.info for batch in second[1:]] == [batch.info for batch in first[1:]]
     assert torch.equal(second[0].tagged_copy().x, data.x[second[0].info.n_id])
 
 
 def test_ready_batches_with_workers() -> None:
-    loaders = [gas.HaloLoader(odd_graph(), 3, parts="random", num_workers=workers) for workers in (0, 1)]
-    for one, other in zip(*(list(loader.ready()) for loader in loaders), strict=True):
+    loaders = [gas.HaloLoader(odd_graph(), 3, partition="random", num_workers=workers) for workers in (0, 1)]
+    for one, other in zip(*(list(loader.ready_batches()) for loader in loaders), strict=True):
         assert torch.equal(one.info.n_id, other.info.n_id)
         assert torch.equal(one.info.e_id, other.info.e_id)

@@ -218,7 +218,7 @@ def test_no_room_on_disk_is_said_before_training(
     torch.manual_seed(1)
     model = GCN(CHANNELS, 4, hidden=8, layers=3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    fixed: dict[str, Any] = {"parts": 4, "epochs": 2, "storage": storage, "history_dir": str(tmp_path)}
+    fixed: dict[str, Any] = {"num_parts": 4, "epochs": 2, "storage": storage, "history_dir": str(tmp_path)}
     with pytest.raises(InputError, match=rf"histories of {needed / 1e9:.3g} GB must fit on the disk.*of free space"):
         gas.fit(model, data, evaluation=evaluation, **fixed)
     assert not hasattr(model, "_autoscaler")

@@ -138,7 +138,10 @@ def test_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("out[mask], batch.y[: batch.batch_size][mask]", "out, batch.y[: batch.batch_size]"), "outside the train mask"),
+        (
+            ("out[mask], batch.y[: batch.batch_size][mask]", "out, batch.y[: batch.batch_size]"),
+            "outside the train mask",
+        ),
         (("if not mask.any():", "if False:"), "without training nodes"),
     ],
 )

@@ -66,7 +66,7 @@ def disagreements(
     """
     random.seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    loader = HaloLoader(undirected_graph(400, 1500, seed=seed), 12, parts="random", batch_size=1 + seed % 2)
+    loader = HaloLoader(undirected_graph(400, 1500, seed=seed), 12, partition="random", batch_size=1 + seed % 2)
     batches = [batch.edge_index.info for batch in loader]
     order = batches[0].order
     truth = {slot: torch.zeros(400, WIDTH) for slot in SLOTS}

@@ -35,7 +35,7 @@ def fitted(name: str, data: Data, **options: Any) -> gas.FitResult:
         # With it, Adam's first steps make a difference of a thousandth out of one in the last digit.
         small["batch_norm"] = False
     model = build_model(name, data, CLASSES, **small)
-    defaults = {"parts": 6, "epochs": 4, "lr": 0.005, "evaluate_every": 4, "device": "cuda", "grad_norm": 1.0}
+    defaults = {"num_parts": 6, "epochs": 4, "lr": 0.005, "evaluate_every": 4, "device": "cuda", "grad_norm": 1.0}
     return gas.fit(model, data, **{**defaults, **options})
 
 
@@ -100,7 +100,7 @@ def test_a_captured_evaluation_gives_the_scores_of_others(name: str, storage: st
     found = []
     ways: list[dict[str, Any]] = [{"evaluate_parts": 1}, {"evaluate_parts": 1, "capture": False}, {"evaluate_parts": 3}]
     for options in ways:
-        result = fitted(name, data, storage=storage, parts=4, epochs=6, evaluate_every=1, lr=0.001, **options)
+        result = fitted(name, data, storage=storage, num_parts=4, epochs=6, evaluate_every=1, lr=0.001, **options)
         found.append([epoch.scores["val"] for epoch in result.epochs])
     assert found[0] == pytest.approx(found[1], abs=1.0)
     assert found[0] == pytest.approx(found[2], abs=1.0)
@@ -127,7 +127,7 @@ def test_penalty_and_refresh_are_compatible_with_capture(data: Data) -> None:
     # A layer with dropout inside has to be repeated with the same random numbers.
     torch.manual_seed(1)
     model = build_model("gat", data, CLASSES, hidden=8, layers=2, dropout=0.3)
-    result = gas.fit(model, data, parts=6, epochs=2, device="cuda", lipschitz=0.1)
+    result = gas.fit(model, data, num_parts=6, epochs=2, device="cuda", lipschitz=0.1)
     assert result.how.startswith("uncaptured, since the penalty runs layers with dropout")
 
 
@@ -197,7 +197,7 @@ def test_a_model_that_cannot_be_captured_is_trained_all_the_same(what: str, reas
     curves = []
     for kind in ("nothing", what):
         torch.manual_seed(3)
-        result = gas.fit(Odd(kind), data, parts=5, epochs=4, device="cuda", storage="host")
+        result = gas.fit(Odd(kind), data, num_parts=5, epochs=4, device="cuda", storage="host")
         curves.append([epoch.loss for epoch in result.epochs])
     assert result.how.startswith(reason)
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)

@@ -68,7 +68,7 @@ def test_a_packed_batch_trains_as_it_did(name: str) -> None:
     for batch in loader:
         model(batch)  # what happens with edges is known afterwards, and histories are not empty
     feed = Feed(model, fixed=True)
-    for ready in loader.ready():
+    for ready in loader.ready_batches():
         batch = ready.tagged_copy()
         out = model(batch)
         expected = out.detach(), grads(model, out)
@@ -89,7 +89,7 @@ def test_only_what_is_needed_is_packed() -> None:
     data = undirected_graph()
     model = gas.autoscale(pyg.GCN(CHANNELS, 8, num_layers=2, out_channels=4), data)
     loader = gas.HaloLoader(data, num_parts=3)
-    ready = next(loader.ready())
+    ready = next(loader.ready_batches())
     model(ready.tagged_copy().x, ready.tagged_copy().edge_index)
     names = Feed(model)._tensors(ready.tagged_copy(), ready.info)
     kinds = {name if isinstance(name, str) else name[1] for name in names}
@@ -104,7 +104,7 @@ def test_edges_stay_as_they_are_for_edge_dropout() -> None:
     data = undirected_graph()
     model = gas.autoscale(pyg.GCN(CHANNELS, 8, num_layers=2, out_channels=4), data, edge_dropout=0.5)
     loader = gas.HaloLoader(data, num_parts=3)
-    ready = next(loader.ready())
+    ready = next(loader.ready_batches())
     batch = ready.tagged_copy()
     model(batch.x, batch.edge_index)
     names = Feed(model)._tensors(batch, ready.info)
@@ -113,7 +113,7 @@ def test_edges_stay_as_they_are_for_edge_dropout() -> None:
 
 
 def test_tensors_start_at_round_addresses() -> None:
-    info = next(gas.HaloLoader(odd_graph(), num_parts=2).ready()).info
+    info = next(gas.HaloLoader(odd_graph(), num_parts=2).ready_batches()).info
     tensors = {"a": torch.arange(3), "b": torch.empty(0, 4), "c": torch.rand(5, 7), "d": torch.tensor([True, False])}
     package = _Package.of(info, tensors, CPU)
     assert all(start % 256 == 0 for _, _, start in package.layout.values())
@@ -139,8 +139,8 @@ def test_on_a_cpu_batches_are_passed_through() -> None:
     data = undirected_graph()
     model = gas.autoscale(MODELS["gcn"](), data)
     loader = gas.HaloLoader(data, num_parts=4)
-    items = list(Feed(model).items(loader.ready()))
-    assert [item.info for item in items] == [ready.info for ready in loader.ready()]
+    items = list(Feed(model).items(loader.ready_batches()))
+    assert [item.info for item in items] == [ready.info for ready in loader.ready_batches()]
     assert all(item.version is None for item in items)
 
 

@@ -126,7 +126,7 @@ def test_a_step_has_to_begin() -> None:
 def test_rows_placed_for_one_order_are_not_used_for_another() -> None:
     data = undirected_graph(40, 100)
     info = next(iter(HaloLoader(data, 4))).edge_index.info
-    other = next(iter(HaloLoader(data, 2, parts="random"))).edge_index.info.order
+    other = next(iter(HaloLoader(data, 2, partition="random"))).edge_index.info.order
     info.placed[info.order] = info.order.rows(info).index
     transfer, history = Direct(torch.device("cpu")), HostHistory(40, 2, torch.float32, pinned=False)
     values = torch.arange(80.0).view(40, 2)

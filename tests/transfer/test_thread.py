@@ -306,13 +306,13 @@ def test_threads_end_with_the_transfer(tmp_path: Path) -> None:
 SCENARIOS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("gcn", {"batch_size": 1}),
     "shuffled and refreshed": ("gcn", {"batch_size": 2, "refresh_every": 3, "evaluation": "histories"}),
-    "drawings": ("gat", {"drawings": 2, "parts": 6, "batch_size": 2, "refresh_every": "epoch"}),
+    "drawings": ("gat", {"drawings": 2, "num_parts": 6, "batch_size": 2, "refresh_every": "epoch"}),
     "inner": ("appnp", {"batch_size": 2}),
     "inner, bfloat16": ("appnp", {"batch_size": 1, "history_dtype": "bfloat16", "evaluation": "histories"}),
     "int8": ("gcnii", {"batch_size": 2, "history_dtype": "int8", "edge_dropout": 0.2}),
     "float8": ("gin", {"batch_size": 3, "history_dtype": "float8", "evaluate_parts": 2, "refresh_every": 2}),
     "penalty": ("gcn", {"batch_size": 2, "lipschitz": 0.1, "steps_per_epoch": 2, "precision": "bfloat16"}),
-    "one batch": ("gcn", {"parts": 1, "batch_size": 1, "refresh_every": "epoch", "evaluation": "histories"}),
+    "one batch": ("gcn", {"num_parts": 1, "batch_size": 1, "refresh_every": "epoch", "evaluation": "histories"}),
 }
 
 
@@ -323,7 +323,7 @@ def test_storage_on_disk_gives_the_same_bits(tmp_path: Path, scenario: str) -> N
     for storage in ("device", "disk"):
         torch.manual_seed(1)
         model = build_model(name, data, CLASSES, hidden=8, layers=3, dropout=0.3)
-        kwargs: dict[str, Any] = {"parts": 5, "epochs": 3, "history_dir": str(tmp_path), **options}
+        kwargs: dict[str, Any] = {"num_parts": 5, "epochs": 3, "history_dir": str(tmp_path), **options}
         if storage == "device":
             del kwargs["history_dir"]
         result = gas.fit(model, data, storage=storage, **kwargs)
@@ -376,7 +376,7 @@ def test_rows_are_read_ahead_while_training(tmp_path: Path, monkeypatch: pytest.
     torch.manual_seed(1)
     data = community_graph()
     model = build_model("gcn", data, CLASSES, hidden=8, layers=2)
-    gas.fit(model, data, parts=4, epochs=2, evaluate_every=9, storage="disk", history_dir=str(tmp_path))
+    gas.fit(model, data, num_parts=4, epochs=2, evaluate_every=9, storage="disk", history_dir=str(tmp_path))
     # Histories come into being with the first batch, and the first batch of an epoch is not announced.
     assert reads == [False, False, True, True, False, True, True, True]
 
@@ -388,7 +388,7 @@ def test_a_disk_that_fails_ends_training_and_leaves_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, words: str, every: Any
 ) -> None:
     data = community_graph()
-    options: dict[str, Any] = {"parts": 6, "batch_size": 2, "epochs": 4}
+    options: dict[str, Any] = {"num_parts": 6, "batch_size": 2, "epochs": 4}
 
     def train(**more: Any) -> tuple[nn.Module, gas.FitResult]:
         torch.manual_seed(1)

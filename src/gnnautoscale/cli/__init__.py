@@ -113,7 +113,7 @@ def partition(
     labels = cut(
         graph.edge_index,
         graph.num_nodes,
-        options["parts"],
+        options["num_parts"],
         method=options["partition"],
         seed=options["seed"],
         cache_dir=options["cache_dir"],
@@ -140,7 +140,7 @@ def infer(
     options: dict[str, Any],
     model: Annotated[Path, typer.Argument(help="What `gas train --save` wrote.")],
     *,
-    parts: Annotated[int, typer.Option(help="Number of batches to compute in.")] = 8,
+    num_parts: Annotated[int, typer.Option(help="Number of batches to compute in.")] = 8,
     device: Annotated[str, typer.Option(help="Where to compute.")] = "cpu",
     output: Annotated[Path | None, typer.Option(help="Where to write scores and classes, as .npz.")] = None,
     json: Json = False,
@@ -148,14 +148,14 @@ def infer(
     """Run a trained model on all nodes of a graph, exactly, in batches."""
     check_device(device)
     _check_target("--output", output)
-    if parts < 1:
-        raise InputError("parts must be at least 1", got=str(parts), fix="Change this option.")
+    if num_parts < 1:
+        raise InputError("num_parts must be at least 1", got=str(num_parts), fix="Change this option.")
     dataset = _dataset(options)
     graph = dataset.test
     trained = load_model(model, graph, dataset.num_classes).to(device)
     scaled = autoscale(trained, graph, storage="host")
     start = time.perf_counter()
-    out = run_inference(scaled, HaloLoader(graph, min(parts, graph.num_nodes)))
+    out = run_inference(scaled, HaloLoader(graph, min(num_parts, graph.num_nodes)))
     facts: dict[str, Any] = {"nodes": graph.num_nodes, "seconds": time.perf_counter() - start}
     splits = ("test",) if dataset.inductive else ("train", "val", "test")
     for split in splits:

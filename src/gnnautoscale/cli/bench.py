@@ -79,7 +79,7 @@ def io(device: Device = "cuda", output: Output = None, json: Json = False) -> No
 
 @app.command()
 def epoch(
-    parts: Annotated[int, typer.Option(help="Number of parts; all have as many nodes.")] = bench.PRODUCTS.batches,
+    num_parts: Annotated[int, typer.Option(help="Number of parts; all have as many nodes.")] = bench.PRODUCTS.batches,
     part_nodes: Annotated[int, typer.Option(help="Nodes of a part.")] = bench.PRODUCTS.batch_nodes,
     ratio: Annotated[float, typer.Option(help="Halo nodes per batch node.")] = 2.0,
     width: Annotated[int, typer.Option(help="Width of the layers.")] = 256,
@@ -92,7 +92,7 @@ def epoch(
     check_device(device)
     like = bench.PRODUCTS
     setup = bench.Setup(
-        parts * part_nodes, part_nodes, parts, like.degree, like.halo_degree, like.features, like.classes
+        num_parts * part_nodes, part_nodes, num_parts, like.degree, like.halo_degree, like.features, like.classes
     )
     _check_setup(setup, [ratio], layers, 1)
     rows = bench.bench_epoch(setup, ratio, torch.device(device), layers=layers, width=width)

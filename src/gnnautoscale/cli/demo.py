@@ -29,7 +29,7 @@ def compare(graphs: int, epochs: int, *, quiet: bool) -> list[dict[str, Any]]:
             "layers": 4,
             "hidden": 32,
             "mode": mode,
-            "parts": graphs,
+            "num-parts": graphs,
             "batch-size": batch_size,
             "epochs": passes,
             "evaluate-every": max(1, passes // 5),

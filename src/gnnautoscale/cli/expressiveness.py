@@ -42,14 +42,14 @@ class Example:
         name: What it is called.
         data: ``x`` [num_nodes, num_colours] one-hot, and ``edge_index`` [2, num_edges].
         layers: Number of layers of the model, and of rounds of Weisfeiler-Lehman.
-        parts: Number of parts to cut into.
+        num_parts: Number of parts to cut into.
         fan_out: How many neighbours are drawn for each node.
     """
 
     name: str
     data: Data
     layers: int
-    parts: int
+    num_parts: int
     fan_out: int
 
     @property
@@ -70,12 +70,12 @@ def examples() -> list[Example]:
     marked = _graph(torch.stack([ring, ring.roll(-1)]), (ring == 0).long())
     cora = generate.communities(2708, degree=3.9, num_features=1, num_classes=7)
     return [
-        Example("counterexample", counterexample(), layers=1, parts=2, fan_out=1),
-        Example("two stars", two_stars(), layers=1, parts=2, fan_out=1),
-        Example("hexagon and triangles", hexagon_and_triangles(), layers=3, parts=4, fan_out=1),
-        Example("ring, one node marked", marked, layers=4, parts=4, fan_out=1),
-        Example("random", random_graph(100, pairs=200, colours=3), layers=2, parts=4, fan_out=2),
-        Example("as large as Cora", _graph(cora.edge_index, cora.y, both=False), layers=2, parts=10, fan_out=2),
+        Example("counterexample", counterexample(), layers=1, num_parts=2, fan_out=1),
+        Example("two stars", two_stars(), layers=1, num_parts=2, fan_out=1),
+        Example("hexagon and triangles", hexagon_and_triangles(), layers=3, num_parts=4, fan_out=1),
+        Example("ring, one node marked", marked, layers=4, num_parts=4, fan_out=1),
+        Example("random", random_graph(100, pairs=200, colours=3), layers=2, num_parts=4, fan_out=2),
+        Example("as large as Cora", _graph(cora.edge_index, cora.y, both=False), layers=2, num_parts=10, fan_out=2),
     ]
 
 
@@ -134,17 +134,17 @@ def survey(
         >>> found["full batch"].same, found["GAS"].same
         (True, True)
     """
-    data, layers, parts, colours = example.data, example.layers, example.parts, example.colours
+    data, layers, num_parts, colours = example.data, example.layers, example.num_parts, example.colours
     model = PowerfulGNN(data.num_features, layers, seed=seed)
     outputs = {
         "full batch": full_batch(model, data),
-        "GAS": with_histories(model, data, parts, parts=partition, seed=seed),
-        "GAS, a pass per layer": with_histories(model, data, parts, parts=partition, passes=layers, seed=seed),
-        "GAS, first pass": with_histories(model, data, parts, parts=partition, passes=1, seed=seed),
+        "GAS": with_histories(model, data, num_parts, partition=partition, seed=seed),
+        "GAS, a pass per layer": with_histories(model, data, num_parts, partition=partition, passes=layers, seed=seed),
+        "GAS, first pass": with_histories(model, data, num_parts, partition=partition, passes=1, seed=seed),
         "GraphSAGE": with_samples(model, data, [example.fan_out] * layers, rescale=rescale, seed=seed),
-        "Cluster-GCN": with_clusters(model, data, parts, parts=partition, rescale=rescale, seed=seed),
+        "Cluster-GCN": with_clusters(model, data, num_parts, partition=partition, rescale=rescale, seed=seed),
     }
-    stale, exact = while_training(model, data, parts, parts=partition, lr=lr, seed=seed)
+    stale, exact = while_training(model, data, num_parts, partition=partition, lr=lr, seed=seed)
     classes = {way: row_classes(out, TOLERANCE) for way, out in outputs.items()}
     classes["GAS in training"] = nearest_colours(stale, exact, colours)
     order = ["full batch", "GAS", "GAS, a pass per layer", "GAS, first pass", "GAS in training", "GraphSAGE"]

@@ -90,7 +90,7 @@ def make_loader(setup: Setup, ratio: float, seed: int = 0) -> HaloLoader:
         y=torch.randint(setup.classes, (setup.nodes,), generator=generator),
         train_mask=torch.ones(setup.nodes, dtype=torch.bool),
     )
-    return HaloLoader(data, parts=torch.arange(setup.nodes) // size)
+    return HaloLoader(data, partition=torch.arange(setup.nodes) // size)
 
 
 def time_epochs(
@@ -138,7 +138,7 @@ def time_epochs(
                 before_epoch()
             # An epoch ends with its loss on the host, so nothing is under way any more.
             seconds.append(
-                _seconds(lambda: engine.epoch(islice(loader.ready(), count), then=loader.first_of_next_epoch))
+                _seconds(lambda: engine.epoch(islice(loader.ready_batches(), count), then=loader.first_of_next_epoch))
             )
         seconds = seconds[2:]
         how = engine.how

@@ -271,7 +271,7 @@ def with_histories(
     data: Data,
     num_parts: int | None = None,
     *,
-    parts: Parts = "metis",
+    partition: Parts = "metis",
     passes: int | None = None,
     seed: int = 0,
 ) -> Tensor:
@@ -281,7 +281,7 @@ def with_histories(
         model: A model of PyG layers; a copy of it is used.
         data: The graph.
         num_parts: Number of parts to cut it into; a batch is one part.
-        parts: ``"metis"``, ``"random"``, or the part of each node.
+        partition: ``"metis"``, ``"random"``, or the part of each node.
         passes: Number of passes over the batches as in training, from empty histories; the outputs are those of the
             last one. ``None`` brings histories up to date layer by layer instead.
         seed: Makes parts and the order of batches reproducible.
@@ -291,7 +291,7 @@ def with_histories(
     """
     if passes is not None and passes < 1:
         raise InputError("passes must be at least 1", got=str(passes), fix="Leave it out for exact histories.")
-    model, loader = _scaled(model, data, num_parts, parts, seed)
+    model, loader = _scaled(model, data, num_parts, partition, seed)
     if passes is None:
         exact: Tensor = infer(model, loader)
         return exact
@@ -303,7 +303,7 @@ def while_training(
     data: Data,
     num_parts: int | None = None,
     *,
-    parts: Parts = "metis",
+    partition: Parts = "metis",
     epochs: int = 10,
     lr: float = 1e-3,
     seed: int = 0,
@@ -317,7 +317,7 @@ def while_training(
         model: A model of PyG layers.
         data: The graph.
         num_parts: Number of parts.
-        parts: As for :func:`with_histories`.
+        partition: As for :func:`with_histories`.
         epochs: Number of passes that train.
         lr: Step size. The larger, the staler are histories.
         seed: Makes parts, order and what is to be learned reproducible.
@@ -325,7 +325,7 @@ def while_training(
     Returns:
         Outputs with histories, and exact ones for the same weights; each ``[num_nodes, channels]``.
     """
-    model, loader = _scaled(model, data, num_parts, parts, seed)
+    model, loader = _scaled(model, data, num_parts, partition, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     draw = torch.rand(data.num_nodes, generator=torch.Generator().manual_seed(seed))
     for _ in range(epochs):
@@ -388,7 +388,7 @@ def with_clusters(
     data: Data,
     num_parts: int | None = None,
     *,
-    parts: Parts = "metis",
+    partition: Parts = "metis",
     rescale: bool = True,
     seed: int = 0,
 ) -> Tensor:
@@ -398,19 +398,19 @@ def with_clusters(
         model: The model.
         data: The graph.
         num_parts: Number of parts.
-        parts: As for :func:`with_histories`.
+        partition: As for :func:`with_histories`.
         rescale: Weight the edges that remain by how many there were for each.
         seed: Makes parts reproducible.
     """
-    return _on_subgraphs(model, data, ClusterLoader(_plain(data), num_parts, parts=parts, seed=seed), rescale)
+    return _on_subgraphs(model, data, ClusterLoader(_plain(data), num_parts, partition=partition, seed=seed), rescale)
 
 
 def _scaled(
-    model: nn.Module, data: Data, num_parts: int | None, parts: Parts, seed: int
+    model: nn.Module, data: Data, num_parts: int | None, partition: Parts, seed: int
 ) -> tuple[nn.Module, HaloLoader]:
     data = _plain(data)
     scaled = autoscale(copy.deepcopy(model), data)
-    return scaled, HaloLoader(data, num_parts, parts=parts, shuffle=True, seed=seed)
+    return scaled, HaloLoader(data, num_parts, partition=partition, shuffle=True, seed=seed)
 
 
 def _on_subgraphs(model: nn.Module, data: Data, batches: Iterable[Data], rescale: bool) -> Tensor:

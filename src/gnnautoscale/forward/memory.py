@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.forward.plan import Plan
+from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Event, Recorder
 from gnnautoscale.graph import BatchInfo, Graph, RowOrder
 from gnnautoscale.history import Folder, History, Medium, Storage, check_storage, choose_medium, codec_for, open_history
@@ -149,6 +151,32 @@ class Memory:
                 rows = history.pull(row_before[nodes], device=device, dtype=dtype)
                 memory.histories[slot].push(rows, row_now[nodes])
         return memory
+
+    def record(
+        self,
+        graph: Graph,
+        call: str,
+        layer: MessagePassing,
+        known: LayerCall,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> list[Event]:
+        """What a layer call hands over on the whole graph; recorded when it is asked for the first time.
+
+        Args:
+            graph: The graph, if it was not known before.
+            call: The name of the call.
+            layer: The layer.
+            known: What is known about the call.
+            args: Its positional arguments in a batch.
+            kwargs: Its keyword arguments in a batch.
+        """
+        if call not in self.events:
+            if self.recorder is None:
+                self.recorder = Recorder(graph)
+            name = f"{type(layer).__name__} ('{call}')"
+            self.events[call] = self.recorder.record(layer, name, args, kwargs, known.kinds, len(known.edge_names))
+        return self.events[call]
 
     def history(self, slot: str, rows: Tensor) -> History:
         """The slot's history, created on first use for rows like these, which are on the compute device."""

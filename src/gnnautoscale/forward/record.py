@@ -98,7 +98,7 @@ class Event:
     constants: dict[str, Tensor]
 
     @torch.inference_mode(False)  # kept for training too
-    def cut(self, info: BatchInfo, layer: str) -> Slice:
+    def slice_for(self, info: BatchInfo, layer: str) -> Slice:
         """The edges that point into a batch, with their constants; in host memory, of which there is plenty."""
         if self not in info.memo:
             target, source, edge = self.edges.into(info.nodes)

@@ -127,7 +127,7 @@ def _staleness(record: RunRecord) -> Finding | None:
     old = f" Pulled rows are {age:.0f} steps old on average." if age is not None else ""
     refreshed = _option(record, "refresh_every") not in (None, "never")
     change = (
-        "Cut into fewer parts (--parts), lower --lr, or clip gradients (--grad-norm 1)."
+        "Cut into fewer parts (--num-parts), lower --lr, or clip gradients (--grad-norm 1)."
         if refreshed
         else "Refresh histories (--refresh-every epoch), cut into fewer parts, or clip gradients (--grad-norm 1)."
     )
@@ -170,7 +170,7 @@ def _transfers(record: RunRecord) -> Finding | None:
     elif storage == "host" and _on_gpu(record):
         change = "Keep histories on the GPU if they fit (--storage device)."
     else:
-        change = "Cut into fewer parts, so that halos are smaller (--parts)."
+        change = "Cut into fewer parts, so that halos are smaller (--num-parts)."
     if dtype in (None, "same", "float32") and storage != "device":
         change += " Or keep fewer bytes: --history-dtype bfloat16."
     return Finding(
@@ -215,7 +215,7 @@ def _tiny_batches(record: RunRecord) -> Finding | None:
         "tiny batches",
         f"An epoch has {steps} steps of {size:.0f} nodes, and a step takes {1000 * seconds:.1f} ms.",
         "That is about what calling the kernels takes; the device has little to do in between.",
-        f"Train on larger batches: --batch-size {2 * together}, or fewer parts: --parts {parts.get('count', 2) // 2}.",
+        f"Train on larger batches: --batch-size {2 * together}, or --num-parts {parts.get('count', 2) // 2}.",
         TINY_BATCH_NODES / max(size, 1.0),
     )
 
@@ -256,8 +256,8 @@ def _memory(record: RunRecord) -> Finding | None:
     if _option(record, "mode") == "full":
         change = "Train in batches: --mode gas; `gas tune` proposes how many parts."
     else:
-        count = _option(record, "parts")
-        change = f"Cut into more parts: --parts {2 * count}." if count else "Cut into more parts (--parts)."
+        count = _option(record, "num_parts")
+        change = f"Cut into more parts: --num-parts {2 * count}." if count else "Cut into more parts (--num-parts)."
     return Finding(
         "memory of batches",
         f"Batches and activations take {100 * (1 - share):.0f} % of the peak of {peak / 1e9:.2g} GB.",
@@ -275,16 +275,16 @@ def _connectivity(record: RunRecord) -> Finding | None:
     if ratio <= CONNECTIVITY:
         return None
     random = _option(record, "partition") == "random" or _option(record, "mode") == "history"
-    count = _option(record, "parts")
+    count = _option(record, "num_parts")
     return Finding(
         "connectivity",
         f"A part has {ratio:.1f} halo nodes for each of its own.",
         "Most rows that a step works on are pulled and stale, and are kept several times over.",
         "Cut with METIS: --partition metis" + (" and --mode gas." if _option(record, "mode") == "history" else ".")
         if random
-        else f"Cut into fewer parts: --parts {max(1, count // 2)}."
+        else f"Cut into fewer parts: --num-parts {max(1, count // 2)}."
         if count
-        else "Cut into fewer parts (--parts).",
+        else "Cut into fewer parts (--num-parts).",
         ratio / CONNECTIVITY,
     )
 

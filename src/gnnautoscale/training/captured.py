@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnautoscale.attach import LocalLipschitz, attached
-from gnnautoscale.forward import Session, evaluating
+from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, ReadyBatch
 from gnnautoscale.tasks import Objective
 from gnnautoscale.training.feed import Feed, Item
@@ -242,7 +242,7 @@ class Engine(Steps):
             with (
                 evaluating(self._model),
                 self._scaler.visiting(batch.info.graph, apart=not refresh) as memory,
-                self._scaler.running(partial(Session, push_all=refresh)),
+                self._scaler.running(StepExchange(push_all=refresh)),
             ):
                 memory.written_by = None  # nobody asks during training, and the checksums take a while
                 for item in feed.items([batch]):

@@ -18,7 +18,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import attached
 from gnnautoscale.forward import Event, Slice
-from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, handed_out
+from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, tagged_copies
 from gnnautoscale.kernels import Adjacency
 
 Placement = Literal["auto", "device", "host"]
@@ -146,7 +146,7 @@ class Feed:
         batches = iter(batches)
         # On a GPU the first as it is: what the model does with edges is known only once it has run.
         unpacked = None if self.device.type != "cuda" else int(not self._scaler.memory.events)
-        yield from (plain_item(batch, self.device) for batch in handed_out(islice(batches, unpacked)))
+        yield from (plain_item(batch, self.device) for batch in tagged_copies(islice(batches, unpacked)))
         following = self._next(batches)
         while following is not None:
             package, item = following, self._arrive(following)
@@ -243,7 +243,7 @@ class Feed:
             if isinstance(value, Tensor) and name != "n_id":
                 tensors["batch", name] = value
         for event, (weights, as_they_are) in self._events.items():
-            part = event.cut(info, "a layer").to(self.device)
+            part = event.slice_for(info, "a layer").to(self.device)
             if as_they_are:
                 tensors[event, "edge_index"] = part.edges
                 tensors.update({(event, "constant", name): value for name, value in part.constants.items()})

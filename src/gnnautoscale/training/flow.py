@@ -34,7 +34,7 @@ class Flow:
         >>> from gnnautoscale.graph.loader import HaloLoader
         >>> from torch_geometric.data import Data
         >>> data = Data(edge_index=torch.tensor([[0, 1, 2], [1, 2, 1]]), num_nodes=3, x=torch.ones(3, 1))
-        >>> loader = HaloLoader(data, parts=torch.tensor([0, 0, 1]))
+        >>> loader = HaloLoader(data, partition=torch.tensor([0, 0, 1]))
         >>> flow = Flow(loader.labels)
         >>> for batch in loader:
         ...     flow.step(batch.edge_index.info)

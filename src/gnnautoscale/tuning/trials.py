@@ -165,7 +165,7 @@ class Trials:
         piece = self._graph.subgraph(labels == labels.bincount().argmax())
         model = autoscale(self._model(), piece)
         model.train()
-        batch = next(iter(HaloLoader(piece, min(2, piece.num_nodes), parts="random"))).to(self._device)
+        batch = next(iter(HaloLoader(piece, min(2, piece.num_nodes), partition="random"))).to(self._device)
         with torch.no_grad():
             model(batch)
         own = {weight.data_ptr() for weight in model.parameters()}
@@ -254,7 +254,7 @@ class Trials:
         options |= {"mode": "full" if parts == 1 else "gas", "steps_per_epoch": batches}
         model = self._model()
         try:
-            result = fit(model, self._dataset, parts=parts, batch_size=batch_size, **options)
+            result = fit(model, self._dataset, num_parts=parts, batch_size=batch_size, **options)
         finally:
             if is_autoscaled(model):
                 detach(model)  # a folder of histories is free again

@@ -108,7 +108,7 @@ def measure_steps(
     }
 
 
-class _WithHistories:
+class _HistoryStrategy:
     """GAS on the first parts of a loader."""
 
     def __init__(self, model: nn.Module, loader: HaloLoader, hops: int, count: int, device: torch.device) -> None:
@@ -123,7 +123,7 @@ class _WithHistories:
     def epoch(self) -> tuple[float, float]:
         """Train on all parts; gives the seconds, and those for building batches."""
         start = time.perf_counter()
-        batches = islice(self._loader.ready(), self._count)
+        batches = islice(self._loader.ready_batches(), self._count)
         self._engine.epoch(batches, then=self._loader.first_of_next_epoch)  # ends with its loss on the host
         return time.perf_counter() - start, 0.0
 
@@ -169,8 +169,8 @@ class _OnNeighbourhoods:
             yield batch
 
 
-_METHODS: dict[str, type[_WithHistories] | type[_OnNeighbourhoods]] = {
-    "gas": _WithHistories,
+_METHODS: dict[str, type[_HistoryStrategy] | type[_OnNeighbourhoods]] = {
+    "gas": _HistoryStrategy,
     "recursive": _OnNeighbourhoods,
 }
 

@@ -183,9 +183,9 @@ def _table6(found: Found) -> Report:
     paper = published()["table6"]
     rows, values = [], {}
     for cell in found.cells():
-        parts = found.of(cell, "random" if found.of(cell, "random") else "metis")[0]["parts"]
+        parts = found.of(cell, "random" if found.of(cell, "random") else "metis")[0]["num_parts"]
         ours = {name: found.mean(cell, name, "connectivity") for name in ("random", "metis")}
-        values[cell] = {"parts": parts, **ours}
+        values[cell] = {"num_parts": parts, **ours}
         rows.append(
             [
                 cell,

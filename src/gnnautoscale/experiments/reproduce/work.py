@@ -36,9 +36,9 @@ def perform(work: Work, *, root: str, device: str, run_dir: Path | None = None) 
         The result as plain values.
 
     Example:
-        >>> work = {"kind": "connectivity", "cell": "cluster", "data": {"graphs": 3}, "parts": 1, "method": "metis"}
+        >>> work = {"kind": "connectivity", "cell": "cluster", "data": {"graphs": 3}, "num_parts": 1, "method": "metis"}
         >>> perform({**work, "seed": 0}, root="data", device="cpu")
-        {'connectivity': 0.0, 'parts': 1}
+        {'connectivity': 0.0, 'num_parts': 1}
     """
     do = partial(_train, run_dir=run_dir) if work["kind"] == "train" else _KINDS[work["kind"]]
     result: dict[str, Any] = jsonable(do(work, root, device))
@@ -74,8 +74,8 @@ def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str
 
 def _connectivity(work: Work, root: str, device: str) -> dict[str, Any]:
     graph = _dataset(work["cell"], root, 0, **work.get("data", {})).train
-    labels = partition(graph.edge_index, graph.num_nodes, work["parts"], method=work["method"], seed=work["seed"])
-    return {"connectivity": float(connectivity(graph.edge_index, labels).mean()), "parts": work["parts"]}
+    labels = partition(graph.edge_index, graph.num_nodes, work["num_parts"], method=work["method"], seed=work["seed"])
+    return {"connectivity": float(connectivity(graph.edge_index, labels).mean()), "num_parts": work["num_parts"]}
 
 
 def _neighbourhood(work: Work, root: str, device: str) -> dict[str, Any]:
