@@ -24,7 +24,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.forward import Plan, Session, Sweep, evaluating, flat, run_sweep
 from gnnautoscale.graph import BatchInfo, HaloLoader
 from gnnautoscale.history import History, codec_for
-from gnnautoscale.transfer.direct import Direct
+from gnnautoscale.transfer import DirectTransfer
 
 Number = TypeVar("Number", float, Tensor)
 _CALL: CallModel = nn.Module.__call__
@@ -300,7 +300,7 @@ class _Step(Session):
 
     def __init__(self, *args: Any, read: dict[str, Tensor], written: dict[str, Tensor]) -> None:
         super().__init__(*args, push_all=True)
-        self._transfer = Direct(self.device)
+        self._transfer = DirectTransfer()
         self._read, self._written = read, written
 
     def exchange(self, slot: str, out: Tensor) -> Tensor:

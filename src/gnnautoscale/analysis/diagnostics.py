@@ -30,7 +30,7 @@ from gnnautoscale.forward import Plan, Session, evaluating, flat
 from gnnautoscale.graph import BatchInfo, HaloLoader
 from gnnautoscale.models import Stack
 from gnnautoscale.tasks import Objective, class_loss
-from gnnautoscale.transfer.direct import Direct
+from gnnautoscale.transfer import DirectTransfer
 
 Probe = Literal["staleness", "gradients", "lipschitz"]
 PROBES: tuple[Probe, ...] = get_args(Probe)
@@ -280,7 +280,7 @@ class _Reading(Session):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._transfer = Direct(self.device)
+        self._transfer = DirectTransfer()
 
     def exchange(self, slot: str, out: Tensor) -> Tensor:
         """The batch's rows, with the halo's behind them."""

@@ -18,7 +18,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward import EDGE_METHODS, LayerCall, Memory, Penalty, Plan, Session, describe
+from gnnautoscale.forward import EDGE_METHODS, GraphMemory, LayerCall, Penalty, Plan, Session, describe
 from gnnautoscale.graph import BatchInfo, BatchTensor, Graph
 from gnnautoscale.history import Storage, codec_for
 from gnnautoscale.planner import make_plan
@@ -28,7 +28,7 @@ M = TypeVar("M", bound=nn.Module)
 # How many graphs besides the training graph are remembered: enough for validation and test in turn.
 _MOST_OTHERS = 4
 
-OpenSession = Callable[[BatchInfo, Plan, Memory, torch.device], Session]
+OpenSession = Callable[[BatchInfo, Plan, GraphMemory, torch.device], Session]
 
 
 class Autoscaler:
@@ -43,7 +43,13 @@ class Autoscaler:
     """
 
     def __init__(
-        self, model: nn.Module, memory: Memory, key: str | None, *, edge_dropout: float = 0.0, explicit: bool = False
+        self,
+        model: nn.Module,
+        memory: GraphMemory,
+        key: str | None,
+        *,
+        edge_dropout: float = 0.0,
+        explicit: bool = False,
     ) -> None:
         self.memory = memory
         self.key = key
@@ -54,9 +60,10 @@ class Autoscaler:
         self.session: Session | None = None
         self.penalty: Penalty | None = None
         # What is known about the edges of further graphs that the model was evaluated on.
-        self._others: dict[str, Memory] = {}
-        self._visited: tuple[str, Memory] | None = None
+        self._others: dict[str, GraphMemory] = {}
+        self._visited: tuple[str, GraphMemory] | None = None
         self._open: OpenSession | None = None
+        self._begins = True
         self._signature = inspect.signature(model.forward)
         self._weights = list(model.parameters())  # walking through all modules takes time in every step
         self._overridden: list[tuple[nn.Module, str, Any]] = []
@@ -173,7 +180,7 @@ class Autoscaler:
         input_gradients: bool,
         info: BatchInfo,
         plan: Plan,
-        memory: Memory,
+        memory: GraphMemory,
         device: torch.device,
     ) -> Session:
         return Session(
@@ -184,6 +191,7 @@ class Autoscaler:
             edge_dropout=self.edge_dropout if model.training else 0.0,
             penalty=self.penalty,
             input_gradients=input_gradients,
+            begins=self._begins,
         )
 
     @property
@@ -211,7 +219,16 @@ class Autoscaler:
         finally:
             self._open = None
 
-    def memory_of(self, graph: Graph) -> Memory:
+    @contextmanager
+    def driven(self) -> Iterator[None]:
+        """Run training steps that the caller begins and completes itself."""
+        before, self._begins = self._begins, False
+        try:
+            yield
+        finally:
+            self._begins = before
+
+    def memory_of(self, graph: Graph) -> GraphMemory:
         """The histories of a graph: the one to train on, or another that is being evaluated."""
         self._recognise(graph)
         if self._visited is not None and graph.key == self._visited[0]:
@@ -233,7 +250,7 @@ class Autoscaler:
             self.key = graph.key
 
     @contextmanager
-    def visiting(self, graph: Graph, *, apart: bool) -> Iterator[Memory]:
+    def visiting(self, graph: Graph, *, apart: bool) -> Iterator[GraphMemory]:
         """The histories to evaluate a graph with.
 
         Args:
@@ -246,7 +263,7 @@ class Autoscaler:
         else:
             known = self._others.pop(graph.key, None)
             mine = self.memory
-            known = known or Memory(graph, graph.num_nodes, mine.medium or mine.storage, mine.dtype, mine.folder)
+            known = known or GraphMemory(graph, graph.num_nodes, mine.medium or mine.storage, mine.dtype, mine.folder)
             self._others = {**dict(list(self._others.items())[1 - _MOST_OTHERS :]), graph.key: known}
             memory = known.apart()
         self._visited = graph.key, memory
@@ -304,14 +321,14 @@ def autoscale(
         )
     if isinstance(data, Data):
         graph = Graph.of(data)
-        memory = Memory(graph, graph.num_nodes, storage, dtype, history_dir)
+        memory = GraphMemory(graph, graph.num_nodes, storage, dtype, history_dir)
         Autoscaler(model, memory, graph.key, edge_dropout=edge_dropout)
     else:
         if isinstance(data, bool) or not isinstance(data, int) or data < 1:
             raise InputError(
                 "autoscale takes the graph or its number of nodes", got=repr(data), fix="Pass data or data.num_nodes."
             )
-        Autoscaler(model, Memory(None, data, storage, dtype, history_dir), None, edge_dropout=edge_dropout)
+        Autoscaler(model, GraphMemory(None, data, storage, dtype, history_dir), None, edge_dropout=edge_dropout)
     return model
 
 

@@ -16,7 +16,7 @@ from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.inference import CallModel, weights_checksum
 from gnnautoscale.attach.scalable import ScalableGNN
 from gnnautoscale.errors import InputError
-from gnnautoscale.forward import Event, Frame, LayerCall, Memory, Sweep, evaluating, flat, run_sweep
+from gnnautoscale.forward import Event, Frame, GraphMemory, LayerCall, Sweep, evaluating, flat, run_sweep
 from gnnautoscale.graph import Graph, HaloLoader
 
 # How much larger than the mean a part may become by taking in new nodes.
@@ -297,7 +297,7 @@ class Change:
         bare: Whether the model never looks at edges itself.
     """
 
-    def __init__(self, before: Memory, old: Graph, loader: HaloLoader, *, bare: bool) -> None:
+    def __init__(self, before: GraphMemory, old: Graph, loader: HaloLoader, *, bare: bool) -> None:
         self._before, self._old, self._new, self._bare = before, old, loader.graph, bare
         # Edges that a model derives itself may lead both ways only where the halo does.
         self._both_ways = {False, loader.bidirectional or loader.graph.is_symmetric}
@@ -335,7 +335,9 @@ class Change:
         return directions if self._bare else directions | self._both_ways
 
 
-def _bring_up_to_date(model: nn.Module, before: Memory, loader: HaloLoader, grown: HaloLoader, call: CallModel) -> None:
+def _bring_up_to_date(
+    model: nn.Module, before: GraphMemory, loader: HaloLoader, grown: HaloLoader, call: CallModel
+) -> None:
     """Recompute the rows that the change reaches, level by level."""
     scaler, batch = attached(model), _small_batch(grown, model)
     memory = scaler.memory
@@ -345,7 +347,7 @@ def _bring_up_to_date(model: nn.Module, before: Memory, loader: HaloLoader, grow
     plan = scaler.plan
     if plan is None or plan.live - memory.histories.keys():
         return
-    exact = before.written_by == weights_checksum(model)
+    checksum = weights_checksum(model)
     change = Change(before, loader.graph, grown, bare=plan.bare)
     levels = [(level, change.next_level(_uses(model, level, batch, call))) for level in plan.levels]
     size = math.ceil(loader.graph.num_nodes * loader.batch_size / loader.num_parts)
@@ -354,8 +356,8 @@ def _bring_up_to_date(model: nn.Module, before: Memory, loader: HaloLoader, grow
         with scaler.running(partial(Sweep, level=level)):
             for some in torch.tensor_split(nodes, math.ceil(nodes.numel() / size)) if nodes.numel() else ():
                 run_sweep(partial(call, model, _to_model(grown.around(some), model)))
-    if exact:
-        memory.written_by = before.written_by
+    if before.is_written_by(checksum):
+        memory.mark_written_by(checksum)
 
 
 def _uses(model: nn.Module, level: frozenset[str] | None, batch: Data, call: CallModel) -> list[Use]:

@@ -14,7 +14,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale._util import map_tensors, tensors_in
 from gnnautoscale.attach.autoscaler import Autoscaler, OpenSession, attached
 from gnnautoscale.errors import InputError, StaleHistoryWarning
-from gnnautoscale.forward import Memory, Plan, Session, Sweep, evaluating, run_sweep
+from gnnautoscale.forward import GraphMemory, Plan, Session, Sweep, evaluating, run_sweep
 from gnnautoscale.graph import HaloLoader, check_nodes
 
 CallModel = Callable[[nn.Module, Data], Any]
@@ -147,7 +147,7 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
                 got="empty histories",
                 fix="Train the model, or call gas.refresh(model, loader) first.",
             )
-        if plan.live and memory.written_by != weights_checksum(model):
+        if plan.live and not memory.is_written_by(weights_checksum(model)):
             warnings.warn(
                 "The histories were not all written by the model's current weights, so these predictions are "
                 "approximate. Call gas.refresh(model, loader) for exact ones.",
@@ -170,23 +170,23 @@ def weights_checksum(model: nn.Module) -> list[float]:
 
 
 def _pass(
-    model: nn.Module, scaler: Autoscaler, memory: Memory, loader: HaloLoader, call: CallModel, *, push: bool
+    model: nn.Module, scaler: Autoscaler, memory: GraphMemory, loader: HaloLoader, call: CallModel, *, push: bool
 ) -> Any:
     """The model's output for a graph that is one batch, and all histories on the way if these are to be pushed."""
     out = _collect(model, scaler, loader, call, partial(Session, push_all=push))
     if push:
-        memory.written_by = weights_checksum(model)
+        memory.mark_written_by(weights_checksum(model))
     return out
 
 
-def _sweep_all(model: nn.Module, scaler: Autoscaler, memory: Memory, loader: HaloLoader, call: CallModel) -> None:
+def _sweep_all(model: nn.Module, scaler: Autoscaler, memory: GraphMemory, loader: HaloLoader, call: CallModel) -> None:
     """Bring all histories up to date, level by level."""
     plan = _plan(model, scaler, _to_model(next(loader.in_order()), model), call)
     for level in plan.levels:
         with scaler.running(partial(Sweep, level=level)):
             for batch in loader.in_order():
                 run_sweep(partial(call, model, _to_model(batch, model)))
-    memory.written_by = weights_checksum(model)
+    memory.mark_written_by(weights_checksum(model))
 
 
 class _Planned(BaseException):

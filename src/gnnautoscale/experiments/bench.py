@@ -20,8 +20,8 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCN, GIN  # type: ignore[import-untyped]
 
 from gnnautoscale._util import PeakMemory
-from gnnautoscale.attach import attached, autoscale
-from gnnautoscale.forward import Memory
+from gnnautoscale.attach import Autoscaler, autoscale
+from gnnautoscale.forward import GraphMemory
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import DiskHistory, Storage
 from gnnautoscale.kernels import gather_rows, scatter_rows
@@ -185,9 +185,9 @@ def bench_step(
         for column, options in COLUMNS.items():
             torch.manual_seed(0)
             model = GIN(setup.features, setup.features, num_layers=layers, out_channels=setup.classes).to(device)
-            history = {name: options[name] for name in ("storage", "dtype") if name in options}
-            autoscale(model, setup.nodes, **history)
-            attached(model).memory.overlap = options.get("overlap", True)
+            overlap = options.get("overlap", True)
+            memory = GraphMemory(None, setup.nodes, options["storage"], options.get("dtype"), overlap=overlap)
+            Autoscaler(model, memory, None)
             capture = options.get("capture", True)
             measured = time_epochs(model, loader, batches=setup.batches, capture=capture, epochs=epochs)
             steps[column] = 1e3 * measured["step"]
@@ -279,16 +279,16 @@ def _time_medium(
 ) -> Row:
     device = next(model.parameters()).device
     with PeakMemory(device) as peak:
-        autoscale(model, setup.nodes, storage=storage, dtype=dtype, history_dir=folder if storage == "disk" else None)
-        memory = attached(model).memory
-        memory.overlap = overlap
+        where = folder if storage == "disk" else None
+        memory = GraphMemory(None, setup.nodes, storage, dtype, where, overlap=overlap)
+        Autoscaler(model, memory, None)
         evict = partial(_evict, memory) if cold else None
         timed = time_epochs(model, loader, batches=setup.batches, epochs=epochs, before_epoch=evict)
     size = sum(history.num_bytes for history in memory.histories.values())
     return {"milliseconds": 1e3 * timed["step"], "history": size, "peak_memory": peak.num_bytes}
 
 
-def _evict(memory: Memory) -> None:
+def _evict(memory: GraphMemory) -> None:
     memory.settle()
     for history in memory.histories.values():
         if isinstance(history, DiskHistory):

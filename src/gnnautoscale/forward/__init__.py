@@ -5,7 +5,7 @@ the policies that decide what happens at a slot. It knows nothing about training
 """
 
 from gnnautoscale.forward.fused import FusedEdges
-from gnnautoscale.forward.memory import Memory
+from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
 from gnnautoscale.forward.record import EDGE_METHODS, ArgumentKind, Event, Slice
 from gnnautoscale.forward.session import Frame, Penalty, Session, describe, evaluating, flat
@@ -18,8 +18,8 @@ __all__ = [
     "Event",
     "Frame",
     "FusedEdges",
+    "GraphMemory",
     "LayerCall",
-    "Memory",
     "Penalty",
     "Plan",
     "Session",

@@ -21,7 +21,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale._util import RandomState, map_tensors, tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import norms
-from gnnautoscale.forward.memory import Memory, check_finite
+from gnnautoscale.forward.memory import GraphMemory, check_finite
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Event, Recorder, Slice, align, keep_edges
 from gnnautoscale.graph import BatchInfo, BatchTensor, EdgesByTarget
@@ -63,19 +63,21 @@ class Session:
         penalty: Called with every layer's output.
         push_all: Push even rows that no other batch can pull.
         input_gradients: Whether gradients of the model's inputs are wanted.
+        begins: Whether the session begins and completes the step itself; if not, its caller does.
     """
 
     def __init__(
         self,
         info: BatchInfo,
         plan: Plan,
-        memory: Memory,
+        memory: GraphMemory,
         device: torch.device,
         *,
         edge_dropout: float = 0.0,
         penalty: Penalty | None = None,
         push_all: bool = False,
         input_gradients: bool = False,
+        begins: bool = True,
     ) -> None:
         self.info = info
         self.plan = plan
@@ -85,6 +87,7 @@ class Session:
         self.penalty = penalty
         self.push_all = push_all
         self.input_gradients = input_gradients
+        self._begins = begins
         self._repeating = False
         self._frames: list[Frame] = []
         self._counts: Counter[str] = Counter()
@@ -175,8 +178,9 @@ class Session:
 
     def begin(self) -> None:
         """Start the step: rows that it needs are on their way."""
-        self._transfer.begin(self.info, self.memory.row_order(self.info), self.memory.histories)
-        self._transfer.look_ahead()
+        if self._begins:
+            self.memory.begin(self.info, self._transfer)
+            self._transfer.look_ahead()
 
     def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
         """Compute a slot's rows, push the batch's, and pull the halo's."""
@@ -209,6 +213,8 @@ class Session:
     def finish(self, out: Any) -> Any:
         """End the step; cut the model's output to the batch's rows, since the halo's are meaningless."""
         self._transfer.end()
+        if self._begins:
+            self._transfer.complete()
         rows = 0
 
         def cut(value: Tensor) -> Tensor:
@@ -252,7 +258,7 @@ class Session:
         rows = self._own(out)
         push = not self._repeating
         if push:
-            self.memory.written_by = None
+            self.memory.mark_changed()
         full = self._transfer.exchange(slot, self.memory.history(slot, rows), flat(rows), push=push)
         return full if out.dim() == 2 else full.view(-1, *out.shape[1:])
 
@@ -353,7 +359,7 @@ class Session:
 
     def _slice(self, event: Event, frame: Frame) -> Slice:
         if event not in self._slices:
-            part = self.info.placed.get(event)
+            part = self.info.placed(event)
             if part is None:
                 part = event.cut(self.info, describe(frame.name, frame.layer))
                 # On the CPU as it is, so that what is computed from it is kept with it.

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnautoscale.forward.memory import Memory
+from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import Plan
 from gnnautoscale.forward.session import Session, flat
 from gnnautoscale.graph import BatchInfo
-from gnnautoscale.transfer.direct import Direct
+from gnnautoscale.transfer import DirectTransfer
 
 
 class _SweepDone(BaseException):
@@ -27,10 +27,10 @@ class Sweep(Session):
     """
 
     def __init__(
-        self, info: BatchInfo, plan: Plan, memory: Memory, device: torch.device, *, level: frozenset[str] | None
+        self, info: BatchInfo, plan: Plan, memory: GraphMemory, device: torch.device, *, level: frozenset[str] | None
     ) -> None:
         super().__init__(info, plan, memory, device)
-        self._transfer = Direct(device)
+        self._transfer = DirectTransfer()
         self._level = level
         self._missing = set(level or ())
         wanted = level if level is not None else plan.needs.keys() - self.plan.live
@@ -65,14 +65,14 @@ class Sweep(Session):
     def push(self, slot: str, out: Tensor) -> None:
         """Write the batch's rows."""
         rows = out[: self.info.batch_size].detach()
-        self.memory.written_by = None
-        place = self.memory.row_order(self.info).rows(self.info)
+        self.memory.mark_changed()
+        place = self.memory.rows_of(self.info)
         index = place.index[: self.info.batch_size]
         self.memory.history(slot, rows).push(flat(rows), index, place.runs)
 
     def pull(self, slot: str, like: Tensor) -> Tensor:
         """Read the rows of batch and halo, in shape and type like the given ones."""
-        place = self.memory.row_order(self.info).rows(self.info)
+        place = self.memory.rows_of(self.info)
         rows = self.memory.history(slot, like).pull(place.on(self.device), device=self.device, dtype=like.dtype)
         return rows.view(-1, *like.shape[1:])
 

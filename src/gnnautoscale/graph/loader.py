@@ -14,7 +14,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.assemble import Assembly, Group, Pieces, hand_over
-from gnnautoscale.graph.batch import BatchInfo, BatchTensor, RowOrder
+from gnnautoscale.graph.batch import BatchInfo, BatchTensor, PartOrder
 from gnnautoscale.graph.graph import Graph
 from gnnautoscale.graph.partitioning import check_labels, connectivity, partition
 
@@ -106,8 +106,8 @@ class HaloLoader:
         order = self.labels.argsort(stable=True)
         members = list(torch.split(order, torch.bincount(self.labels).tolist()))
         self._assembly = Assembly(data, self.graph, members, bidirectional)
-        #: The order in which histories keep rows of this loader's nodes.
-        self.row_order = RowOrder.of(order)
+        #: All nodes part by part, the order in which histories keep their rows.
+        self.part_order = PartOrder.of(order)
         self._generator = torch.Generator().manual_seed(seed)
         # Workers draw their seeds from here and not from the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
@@ -283,7 +283,7 @@ class HaloLoader:
         batch.num_nodes = pieces.n_id.numel()
         # Copies, since a user may write into the batch's.
         batch.n_id, batch.e_id, batch.batch_size = pieces.n_id.clone(), pieces.e_id.clone(), pieces.batch_size
-        return ReadyBatch(batch, BatchInfo(self.graph, pieces.n_id, pieces.batch_size, pieces.e_id, self.row_order))
+        return ReadyBatch(batch, BatchInfo(self.graph, pieces.n_id, pieces.batch_size, pieces.e_id, self.part_order))
 
 
 class ReadyBatch:
@@ -309,15 +309,12 @@ class ReadyBatch:
 
 
 def handed_out(batches: Iterator[ReadyBatch]) -> Iterator[Data]:
-    """Copies of the batches; while one is being used, it is known which comes next."""
+    """Copies of the batches; each knows the one that follows while it is used."""
     batch = next(batches, None)
     while batch is not None:
         following = next(batches, None)
-        batch.info.upcoming = None if following is None else following.info
-        try:
+        with batch.info.followed_by(None if following is None else following.info):
             yield batch.tagged_copy()
-        finally:
-            batch.info.upcoming = None
         batch = following
 
 
