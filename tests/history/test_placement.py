@@ -24,8 +24,8 @@ from gnnautoscale.history import choose_medium
 from gnnautoscale.history.device import DeviceHistory
 from gnnautoscale.history.disk import DiskHistory
 from gnnautoscale.models import GCN
-from gnnautoscale.transfer.direct import Direct
-from gnnautoscale.transfer.thread import Threaded
+from gnnautoscale.transfer.direct import DirectTransfer
+from gnnautoscale.transfer.thread import ThreadTransfer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GB = 10**9
@@ -183,7 +183,7 @@ def test_where_histories_live_is_decided_with_the_first_batch(
         assert torch.equal(*(model(batch) for model in models))
     assert (memory.medium, memory.why) == (medium, why)
     assert [type(history) for history in memory.histories.values()] == [kind, kind]
-    assert type(memory.transfer(CPU)) is (Threaded if medium == "disk" else Direct)
+    assert type(memory.transfer(CPU)) is (ThreadTransfer if medium == "disk" else DirectTransfer)
     # It is decided once, and what is made of it lives there too.
     memory_of(10**6 - free)
     models[1](batch)

@@ -4,7 +4,7 @@ Attach and detach histories, the paper's base class, exact inference, prediction
 Lipschitz penalty. It knows nothing about training loops.
 """
 
-from gnnautoscale.attach.autoscaler import attached, autoscale, detach, is_autoscaled
+from gnnautoscale.attach.autoscaler import Autoscaler, attached, autoscale, detach, is_autoscaled
 from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, near, outputs, unpack_batch
 from gnnautoscale.attach.growth import grow
 from gnnautoscale.attach.inference import infer, infer_from_histories, plan_of, predict, refresh
@@ -12,6 +12,7 @@ from gnnautoscale.attach.regularize import LocalLipschitz
 from gnnautoscale.attach.scalable import ScalableGNN
 
 __all__ = [
+    "Autoscaler",
     "CallModel",
     "LocalLipschitz",
     "ScalableGNN",

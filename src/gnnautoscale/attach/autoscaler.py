@@ -20,9 +20,9 @@ from gnnautoscale.attach.calling import find_batch, needs_input_gradients, unpac
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import (
     ExchangePolicy,
+    GraphMemory,
     Hooks,
     LayerCall,
-    Memory,
     Observer,
     Plan,
     Session,
@@ -62,7 +62,13 @@ class Autoscaler:
     """
 
     def __init__(
-        self, model: nn.Module, memory: Memory, key: str | None, *, edge_dropout: float = 0.0, explicit: bool = False
+        self,
+        model: nn.Module,
+        memory: GraphMemory,
+        key: str | None,
+        *,
+        edge_dropout: float = 0.0,
+        explicit: bool = False,
     ) -> None:
         _check_model(model)
         self._memory, self._key = memory, key
@@ -71,8 +77,8 @@ class Autoscaler:
         self._planned_for: set[torch.dtype] = set()
         self._passes = _Passes(StepExchange(), trains=True)
         # What is known about the edges of further graphs that the model was evaluated on.
-        self._others: dict[str, Memory] = {}
-        self._visited: tuple[str, Memory] | None = None
+        self._others: dict[str, GraphMemory] = {}
+        self._visited: tuple[str, GraphMemory] | None = None
         self._signature = inspect.signature(model.forward)
         self._weights = list(model.parameters())  # walking through all modules takes time in every step
         self._hooks = Hooks(model, partial(self._forward, model))
@@ -146,6 +152,16 @@ class Autoscaler:
         finally:
             self._passes = before
 
+    @contextmanager
+    def driven(self) -> Iterator[None]:
+        """Run training steps that the caller begins and completes itself."""
+        before = self._passes
+        self._passes = replace(before, exchange=StepExchange(begins=False))
+        try:
+            yield
+        finally:
+            self._passes = before
+
     @property
     def session(self) -> Session | None:
         """The pass that is running, if any."""
@@ -175,7 +191,7 @@ class Autoscaler:
     # Graphs ##########################################################################################################
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> GraphMemory:
         """Histories and records of the graph that the model is trained on."""
         return self._memory
 
@@ -184,7 +200,7 @@ class Autoscaler:
         """Recognises that graph; ``None`` before the first batch if only its size was given."""
         return self._key
 
-    def memory_of(self, graph: Graph) -> Memory:
+    def memory_of(self, graph: Graph) -> GraphMemory:
         """The histories of a graph: the one to train on, or another that is being evaluated."""
         self._recognise(graph)
         if self._visited is not None and graph.key == self._visited[0]:
@@ -206,7 +222,7 @@ class Autoscaler:
             self._key = graph.key
 
     @contextmanager
-    def moved_to(self, graph: Graph, memory: Memory) -> Iterator[None]:
+    def moved_to(self, graph: Graph, memory: GraphMemory) -> Iterator[None]:
         """Train on another graph from now on; if what is done in this context fails, nothing has changed."""
         before = self._memory, self._key
         self._memory, self._key = memory, graph.key
@@ -217,7 +233,7 @@ class Autoscaler:
             raise
 
     @contextmanager
-    def visiting(self, graph: Graph, *, apart: bool) -> Iterator[Memory]:
+    def visiting(self, graph: Graph, *, apart: bool) -> Iterator[GraphMemory]:
         """The histories to evaluate a graph with.
 
         Args:
@@ -230,7 +246,7 @@ class Autoscaler:
         else:
             known = self._others.pop(graph.key, None)
             mine = self._memory
-            known = known or Memory(graph, graph.num_nodes, mine.medium or mine.storage, mine.dtype, mine.folder)
+            known = known or GraphMemory(graph, graph.num_nodes, mine.medium or mine.storage, mine.dtype, mine.folder)
             self._others = {**dict(list(self._others.items())[1 - _MOST_OTHERS :]), graph.key: known}
             memory = known.apart()
         before, self._visited = self._visited, (graph.key, memory)
@@ -319,14 +335,14 @@ def autoscale(
         )
     if isinstance(data, Data):
         graph = Graph.of(data)
-        memory = Memory(graph, graph.num_nodes, storage, dtype, history_dir)
+        memory = GraphMemory(graph, graph.num_nodes, storage, dtype, history_dir)
         Autoscaler(model, memory, graph.key, edge_dropout=edge_dropout)
     else:
         if isinstance(data, bool) or not isinstance(data, int) or data < 1:
             raise InputError(
                 "autoscale takes the graph or its number of nodes", got=repr(data), fix="Pass data or data.num_nodes."
             )
-        Autoscaler(model, Memory(None, data, storage, dtype, history_dir), None, edge_dropout=edge_dropout)
+        Autoscaler(model, GraphMemory(None, data, storage, dtype, history_dir), None, edge_dropout=edge_dropout)
     return model
 
 

@@ -20,8 +20,8 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.forward import (
     Event,
     Frame,
+    GraphMemory,
     LayerCall,
-    Memory,
     Observer,
     RowStore,
     Session,
@@ -298,9 +298,9 @@ class Change:
         bare: Whether the model never looks at edges itself.
     """
 
-    def __init__(self, before: Memory, old: Graph, loader: HaloLoader, *, bare: bool) -> None:
+    def __init__(self, before: GraphMemory, old: Graph, loader: HaloLoader, *, bare: bool) -> None:
         self._before, self._old, self._new, self._bare = before, old, loader.graph, bare
-        # EdgeList that a model derives itself may lead both ways only where the halo does.
+        # Edges that a model derives itself may lead both ways only where the halo does.
         self._both_ways = {False, loader.bidirectional or loader.graph.is_symmetric}
         self._affected = _changed_nodes(old, loader.graph, loader.data)
         # Layers that do the same with edges share what was recorded.
@@ -337,7 +337,7 @@ class Change:
 
 
 def _bring_up_to_date(
-    model: nn.Module, before: Memory, loader: HaloLoader, grown: HaloLoader, batch: Data, call: CallModel
+    model: nn.Module, before: GraphMemory, loader: HaloLoader, grown: HaloLoader, batch: Data, call: CallModel
 ) -> None:
     """Recompute the rows that the change reaches, level by level; a small batch shows what levels do with edges."""
     scaler = attached(model)
@@ -348,7 +348,7 @@ def _bring_up_to_date(
     plan = scaler.plan
     if plan is None or plan.live - memory.histories.keys():
         return
-    exact = before.written_by == weights_checksum(model)
+    checksum = weights_checksum(model)
     change = Change(before, loader.graph, grown, bare=plan.bare)
     levels = [(level, change.next_level(_uses(model, level, batch, call))) for level in plan.levels]
     size = math.ceil(loader.graph.num_nodes * loader.batch_size / loader.num_parts)
@@ -357,8 +357,8 @@ def _bring_up_to_date(
         with scaler.running(SweepExchange(level)):
             for some in torch.tensor_split(nodes, math.ceil(nodes.numel() / size)) if nodes.numel() else ():
                 run_pass(partial(call, model, near(grown.batch_for(some), model)))
-    if exact:
-        memory.written_by = before.written_by
+    if before.is_written_by(checksum):
+        memory.mark_written_by(checksum)
 
 
 def _uses(model: nn.Module, level: frozenset[str] | None, batch: Data, call: CallModel) -> list[Use]:

@@ -20,9 +20,9 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCN, GIN  # type: ignore[import-untyped]
 
 from gnnautoscale._util import PeakMemory
-from gnnautoscale.attach import attached, autoscale
+from gnnautoscale.attach import Autoscaler, autoscale
 from gnnautoscale.errors import InputError
-from gnnautoscale.forward import Memory
+from gnnautoscale.forward import GraphMemory
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import DiskHistory, Storage
 from gnnautoscale.kernels import gather_rows, scatter_rows
@@ -311,9 +311,8 @@ def _time_gin(
     model = GIN(graph.features, graph.features, num_layers=layers, out_channels=graph.classes).to(device)
     folder = folder if how.storage == "disk" else None
     with PeakMemory(device) as peak:
-        autoscale(model, graph.nodes, storage=how.storage, dtype=how.dtype, history_dir=folder)
-        memory = attached(model).memory
-        memory.overlap = how.overlap
+        memory = GraphMemory(None, graph.nodes, how.storage, how.dtype, folder, overlap=how.overlap)
+        Autoscaler(model, memory, None)
         evict = partial(_evict, memory) if how.cold else None
         timed = time_epochs(
             model, loader, batches=graph.batches, capture=how.capture, epochs=epochs, before_epoch=evict
@@ -322,7 +321,7 @@ def _time_gin(
     return {"milliseconds": 1e3 * timed["step"], "history": size, "peak_memory": peak.num_bytes}
 
 
-def _evict(memory: Memory) -> None:
+def _evict(memory: GraphMemory) -> None:
     memory.settle()
     for history in memory.histories.values():
         if isinstance(history, DiskHistory):

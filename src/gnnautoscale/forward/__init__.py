@@ -16,7 +16,7 @@ from gnnautoscale.forward.exchange import (
     run_pass,
 )
 from gnnautoscale.forward.hooks import Hooks, has_hooks
-from gnnautoscale.forward.memory import Memory
+from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.norms import by_constants, takes_statistics
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
@@ -31,11 +31,11 @@ __all__ = [
     "Event",
     "ExchangePolicy",
     "Frame",
+    "GraphMemory",
     "HistoryStore",
     "Hooks",
     "LayerCall",
     "LayerRun",
-    "Memory",
     "Observer",
     "Plan",
     "PlanOnly",

@@ -12,7 +12,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward.memory import Memory
+from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Event, Slice, align, keep_edges
 from gnnautoscale.graph import BatchInfo, BatchTensor, EdgesByTarget
@@ -73,7 +73,7 @@ class RecordedEdges(EdgeSource):
         self,
         info: BatchInfo,
         plan: Plan,
-        memory: Memory,
+        memory: GraphMemory,
         device: torch.device,
         *,
         dropout: float = 0.0,
@@ -148,7 +148,7 @@ class RecordedEdges(EdgeSource):
 
     def _slice(self, event: Event, frame: Frame) -> Slice:
         if event not in self._slices:
-            part = self._info.placed.get(event)
+            part = self._info.placed(event)
             if part is None:
                 part = event.slice_for(self._info, describe(frame.name, frame.layer))
                 # On the CPU as it is, so that what is computed from it is kept with it.

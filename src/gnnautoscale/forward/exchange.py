@@ -48,7 +48,7 @@ class StepExchange(ExchangePolicy):
 
     Args:
         push_all: Push even rows that no other batch can pull.
-        begins: Whether the session begins the transfer; if not, its caller has done so.
+        begins: Whether the session begins and completes the step; if not, its caller does.
     """
 
     def __init__(self, *, push_all: bool = False, begins: bool = True) -> None:
@@ -56,9 +56,9 @@ class StepExchange(ExchangePolicy):
 
     def begin(self, session: Session) -> None:
         """Start to move the rows that the step needs."""
-        transfer, memory = session.memory.transfer(session.device), session.memory
         if self._begins:
-            transfer.begin(session.info, memory.row_order(session.info), memory.histories)
+            transfer = session.memory.transfer(session.device)
+            session.memory.begin(session.info, transfer)
             transfer.look_ahead()
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
@@ -70,14 +70,17 @@ class StepExchange(ExchangePolicy):
         rows, memory = session.own(out), session.memory
         push = not session.repeating
         if push:
-            memory.written_by = None
+            memory.mark_changed()
         history = memory.history(slot, rows)
         full = memory.transfer(session.device).exchange(slot, history, flat(rows), push=push)
         return full if out.dim() == 2 else full.view(-1, *out.shape[1:])
 
     def end(self, session: Session) -> None:
         """Let the pushed rows leave."""
-        session.memory.transfer(session.device).end()
+        transfer = session.memory.transfer(session.device)
+        transfer.end()
+        if self._begins:
+            transfer.complete()
 
 
 class RowStore(ABC):
@@ -111,8 +114,7 @@ class HistoryStore(RowStore):
 
     def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
         """See :meth:`RowStore.read`; rows that were never written are zero."""
-        place = session.memory.row_order(session.info).rows(session.info)
-        index = place.on(session.device)[which]
+        index = session.memory.rows_of(session.info).on(session.device)[which]
         if slot not in session.memory.histories:
             return like.new_zeros((index.numel(), *like.shape[1:]))
         rows = session.memory.histories[slot].pull(index, device=session.device, dtype=like.dtype)
@@ -123,9 +125,9 @@ class HistoryStore(RowStore):
         if not self._writes:
             return
         memory, rows = session.memory, rows.detach()
-        memory.written_by = None
-        place = memory.row_order(session.info).rows(session.info)
-        memory.history(slot, rows).push(flat(rows), place.index[: session.info.batch_size], place.runs)
+        memory.mark_changed()
+        place = memory.rows_of(session.info)
+        memory.history(slot, rows).push(flat(rows), place.index[: place.batch_size], place.runs)
 
 
 class StoreExchange(ExchangePolicy):

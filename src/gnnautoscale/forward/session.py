@@ -22,7 +22,7 @@ from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import norms
 from gnnautoscale.forward.edges import EdgeSource, Frame, RecordedEdges
 from gnnautoscale.forward.exchange import ExchangePolicy
-from gnnautoscale.forward.memory import Memory, check_finite
+from gnnautoscale.forward.memory import GraphMemory, check_finite
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.graph import BatchInfo, BatchTensor
@@ -45,13 +45,14 @@ class Session:
         observers: Look at layers and their edges.
         edge_dropout: Share of the edges that is left out at random.
         input_gradients: Whether gradients of the model's inputs are wanted.
+        begins: Whether the session begins and completes the step itself; if not, its caller does.
     """
 
     def __init__(
         self,
         info: BatchInfo,
         plan: Plan,
-        memory: Memory,
+        memory: GraphMemory,
         device: torch.device,
         exchange: ExchangePolicy,
         *,
@@ -60,6 +61,7 @@ class Session:
         observers: Sequence[Observer] = (),
         edge_dropout: float = 0.0,
         input_gradients: bool = False,
+        begins: bool = True,
     ) -> None:
         self.info, self.plan, self.memory, self.device = info, plan, memory, device
         self._exchange, self._normalize = exchange, normalize or Session.by_own_statistics

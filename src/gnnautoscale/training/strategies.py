@@ -82,7 +82,7 @@ class HistoryStrategy:
     def make_room_to_evaluate(self) -> None:
         """Count the second set of histories that exact evaluation in batches takes, when their place is chosen."""
         if len(self._exact_loaders["train"]) > 1:
-            attached(self._model).memory.sets = 2
+            attached(self._model).memory.reserve_second_set()
 
     @property
     def steps(self) -> int:
@@ -133,7 +133,7 @@ class HistoryStrategy:
         memory = attached(self._model).memory
         memory.settle()
         if self._engine.on_gpu:
-            torch.cuda.synchronize()  # the host itself reads rows that the GPU has written
+            torch.cuda.synchronize(self._engine.device)  # the host itself reads rows that the GPU has written
         return {
             "graph": self._key,
             "labels": self._loader.labels,
@@ -157,7 +157,7 @@ class HistoryStrategy:
         memory.reopen(
             {slot: (kept["width"], getattr(torch, kept["dtype"])) for slot, kept in state["histories"].items()},
             device,
-            self._loader.row_order,
+            self._loader.part_order,
         )
         for slot, kept in state["histories"].items():
             memory.histories[slot].raw.copy_(kept["raw"])
