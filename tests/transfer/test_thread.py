@@ -42,7 +42,7 @@ class SlowDisk(DiskHistory):
     number = 0
     folder = Path()
 
-    def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, pinned: bool) -> None:
+    def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device) -> None:
         SlowDisk.number += 1
         super().__init__(num_nodes, width, dtype, path=self.folder / f"{self.number}.rows")
 
