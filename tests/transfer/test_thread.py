@@ -137,7 +137,7 @@ class NoSettling(ThreadTransfer):
 class OneSide(ThreadTransfer):
     """Reads ahead into what the step still uses."""
 
-    _side = property(lambda _: 0, lambda _, __: None)  # type: ignore[assignment]
+    _side = property(lambda _: 0, lambda _, __: None)
 
     def _start(self, rows: BatchRows, side: int, before: BatchRows | None) -> Any:
         return super()._start(rows, 0, before)
