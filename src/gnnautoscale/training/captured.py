@@ -171,7 +171,7 @@ class Engine(Steps):
         transfer.complete()
 
     def _uncaptured(self, item: Item) -> None:
-        """Run a step as it is; the last one before the first capture is watched for obstacles."""
+        """Run a step without capturing it; the last one before the first capture is watched for obstacles."""
         trains = item.y.size(0) > 0
         last_of_warm_up = self._warm_up == 1 and trains
         self._warm_up = max(self._warm_up - trains, 0)
