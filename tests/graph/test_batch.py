@@ -140,7 +140,8 @@ class Owner:
 
 def test_what_is_derived_is_computed_once_and_dropped_with_its_owner() -> None:
     info = info_of(next(iter(eight_nodes())))
-    owner, other, computed = Owner(), Owner(), []
+    owner, other = Owner(), Owner()
+    computed: list[int] = []
 
     def compute() -> int:
         computed.append(len(computed))

@@ -52,7 +52,7 @@ def rows_of(info: BatchInfo) -> BatchRows:
 class OpenSlow(Protocol):
     """Opens a history that has a ``delay``."""
 
-    def __call__(self, num_nodes: int, width: int, dtype: torch.dtype, *, pinned: bool) -> Any: ...
+    def __call__(self, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device) -> Any: ...
 
 
 def disagreements(
@@ -75,7 +75,7 @@ def disagreements(
     batches = [batch.edge_index.info for batch in loader]
     order = batches[0].order
     truth = {slot: torch.zeros(400, WIDTH) for slot in SLOTS}
-    histories = {slot: open_slow(400, WIDTH, dtype, pinned=device.type == "cuda") for slot in SLOTS}
+    histories = {slot: open_slow(400, WIDTH, dtype, device=device) for slot in SLOTS}
     for info in batches:
         rows_of(info).place(rows_of(info).index.to(device))  # so that nothing reads what is no index yet
     # Made ahead, since a copy to the GPU would wait for it.

@@ -90,7 +90,7 @@ def test_no_wait_can_be_left_out(waiting: str, for_what: str) -> None:
 @precisions
 def test_gradients_flow_to_the_batch_only(open_one: Callable[[], Transfer], dtype: torch.dtype) -> None:
     info = next(iter(HaloLoader(undirected_graph(40, 100), 4))).edge_index.info
-    transfer, history = open_one(), HostHistory(40, 2, dtype, pinned=False)
+    transfer, history = open_one(), HostHistory(40, 2, dtype, device=torch.device("cpu"))
     rows = torch.ones(info.batch_size, 2, requires_grad=True)
     transfer.begin(rows_of(info), None, {"first": history})
     transfer.exchange("first", history, rows).sum().backward()  # type: ignore[no-untyped-call]
@@ -101,14 +101,14 @@ def test_gradients_flow_to_the_batch_only(open_one: Callable[[], Transfer], dtyp
 @precisions
 def test_what_a_step_that_failed_computed_is_not_used(dtype: torch.dtype) -> None:
     """Also if the step after it was announced, and rows were pulled for that."""
-    history = HostHistory(40, 2, dtype, pinned=False)
+    history = HostHistory(40, 2, dtype, device=torch.device("cpu"))
     check_steps_that_fail(StreamTransfer(torch.device("cpu")), history, writes_at_end=True)
 
 
 @pytest.mark.usefixtures("no_streams")
 @pytest.mark.parametrize("open_one", [DirectTransfer, partial(StreamTransfer, torch.device("cpu"))])
 def test_a_step_has_to_begin(open_one: Callable[[], Transfer]) -> None:
-    history = HostHistory(40, 2, torch.float32, pinned=False)
+    history = HostHistory(40, 2, torch.float32, device=torch.device("cpu"))
     with pytest.raises(RuntimeError, match="begin"):
         open_one().exchange("first", history, torch.ones(40, 2))
 
@@ -120,7 +120,7 @@ def test_rows_that_were_placed_where_others_are_now_are_not_used() -> None:
     loader = HaloLoader(undirected_graph(40, 100), 4)
     infos = [batch.edge_index.info for batch in loader][:2]
     order = infos[0].order
-    history = HostHistory(40, 2, torch.float32, pinned=False)
+    history = HostHistory(40, 2, torch.float32, device=torch.device("cpu"))
     truth = torch.arange(80.0).view(40, 2)
     history.push(truth, order.row_of)
     room = torch.empty(40, dtype=torch.long)
@@ -144,7 +144,7 @@ def test_rows_that_were_placed_where_others_are_now_are_not_used() -> None:
 def test_what_is_not_finite_is_not_hidden_by_what_is_pulled_ahead(dtype: torch.dtype) -> None:
     cpu = torch.device("cpu")
     info = next(iter(HaloLoader(undirected_graph(40, 100), 4))).edge_index.info
-    history = HostHistory(40, 2, dtype, pinned=False)
+    history = HostHistory(40, 2, dtype, device=torch.device("cpu"))
     history.push(torch.tensor([[float("inf"), 1.0]]).expand(40, 2), torch.arange(40))
     transfer = StreamTransfer(cpu)
     transfer.begin(rows_of(info), None, {"first": history})
@@ -158,7 +158,7 @@ def test_what_is_not_finite_is_not_hidden_by_what_is_pulled_ahead(dtype: torch.d
 def test_recent_rows_are_used_only_for_slots_that_were_pushed(second_is_pushed: bool) -> None:
     transfer = StreamTransfer(torch.device("cpu"))
     first, second = [rows_of(batch.edge_index.info) for batch in HaloLoader(undirected_graph(40, 100), 4)][:2]
-    histories = {slot: HostHistory(40, 2, torch.float32, pinned=False) for slot in ("one", "two")}
+    histories = {slot: HostHistory(40, 2, torch.float32, device=torch.device("cpu")) for slot in ("one", "two")}
     for step in range(2):
         transfer.begin(first, second, histories)
         transfer.look_ahead()

@@ -42,7 +42,7 @@ class SlowDisk(DiskHistory):
     number = 0
     folder = Path()
 
-    def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, pinned: bool) -> None:
+    def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device) -> None:
         SlowDisk.number += 1
         super().__init__(num_nodes, width, dtype, path=self.folder / f"{self.number}.rows")
 
@@ -137,7 +137,7 @@ class NoSettling(ThreadTransfer):
 class OneSide(ThreadTransfer):
     """Reads ahead into what the step still uses."""
 
-    _side = property(lambda _: 0, lambda _, __: None)  # type: ignore[assignment]
+    _side = property(lambda _: 0, lambda _, __: None)
 
     def _start(self, rows: BatchRows, side: int, before: BatchRows | None) -> Any:
         return super()._start(rows, 0, before)

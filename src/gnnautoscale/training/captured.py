@@ -167,10 +167,11 @@ class Engine(Steps):
             transfer.look_ahead()
             with self._scaler.driven():
                 self._uncaptured(item)
+            transfer.join()  # the feed may use the batch's memory again
         transfer.complete()
 
     def _uncaptured(self, item: Item) -> None:
-        """Run a step as it is; the last one before the first capture is watched for obstacles."""
+        """Run a step without capturing it; the last one before the first capture is watched for obstacles."""
         trains = item.y.size(0) > 0
         last_of_warm_up = self._warm_up == 1 and trains
         self._warm_up = max(self._warm_up - trains, 0)
@@ -259,11 +260,8 @@ class Engine(Steps):
                 self._scaler.running(StepExchange(push_all=refresh)),
             ):
                 memory.mark_changed()  # nobody asks during training, and checksums take a while
-                if not comes_back:
-                    items = iter([plain_item(batch.tagged_copy(), self.device)])
-                else:
-                    items = self._whole_feed.items([batch])
-                for item in items:
+                unpacked = [] if comes_back else [plain_item(batch.tagged_copy(), self.device)]
+                for item in unpacked or self._whole_feed.items([batch]):
                     self._passes[refresh] += 1
                     resident = item.version is not None and self._whole_feed.resident
                     if self._passes[refresh] > _WARM_UP and resident and self._why_no_pass is None:

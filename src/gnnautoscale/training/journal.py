@@ -139,7 +139,8 @@ class Journal:
         """Whether there is room for rows of all histories side by side, more than once."""
         memory = attached(self._model).memory
         values = memory.num_nodes * sum(history.width for history in memory.histories.values())
-        return values * _BYTES_PER_VALUE <= _MEMORY_SHARE * available_memory()
+        free = available_memory()
+        return free is None or values * _BYTES_PER_VALUE <= _MEMORY_SHARE * free
 
 
 def epoch_record(epoch: Epoch) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Transfer(ABC):
     1. :meth:`begin`, once
     2. :meth:`exchange`, for each slot
     3. :meth:`end`, at the end of the forward pass
-    4. :meth:`join`, only while the step is captured, before the capture ends
+    4. :meth:`join`, before a capture ends or the batch's memory is used again
     5. :meth:`complete`, once the step was run
 
     A captured step makes calls 2 to 4 when it is captured, and the others whenever it is replayed. A step that fails

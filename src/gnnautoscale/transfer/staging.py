@@ -1,4 +1,4 @@
-"""What transfers that work beside the step have in common: buffers on the way, and what the last step wrote."""
+"""The common part of transfers that work beside the step: buffers, and what the last step wrote."""
 
 from __future__ import annotations
 

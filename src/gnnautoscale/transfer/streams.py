@@ -124,7 +124,7 @@ class StreamTransfer(StagedTransfer[Room]):
             first.read_together(others, index, staged, skip=skip)
 
     def _resized(self) -> None:
-        self._shared = self._empty(2, self._most_halo, dtype=torch.int32)
+        self._shared = self._empty(2, self._most_halo, dtype=torch.int32).fill_(-1)  # a position, or none, at any time
 
     def _make_room(self, history: History) -> Room:
         width, dtype = history.codec.raw_width, history.codec.raw_dtype

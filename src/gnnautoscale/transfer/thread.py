@@ -112,7 +112,7 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
         self._raise_failures()
 
     def close(self) -> None:
-        """See :meth:`Transfer.close`; nobody hears of writes that fail."""
+        """See :meth:`Transfer.close`; failures of pending writes are not raised."""
         _end_threads(self._thread, self._workers, wait=True)
 
     def _stage(self, recent: Recent | None) -> None:
