@@ -84,7 +84,7 @@ def test_neighbouring_parts_are_one_run() -> None:
 @pytest.mark.parametrize("nodes", [[], [3], [1, 3, 6], [6, 3, 1], [1, 3, 0], [7, 6, 5, 4, 3, 2, 1, 0], [0, 4, 7, 2]])
 def test_rows_around_nodes(nodes: list[int]) -> None:
     loader = eight_nodes()
-    info = info_of(loader.around(torch.tensor(nodes, dtype=torch.long)))
+    info = info_of(loader.batch_for(torch.tensor(nodes, dtype=torch.long)))
     rows = info.order.rows(info)
     check_rows(rows, info, info.order)
     expected = {(): [], (1, 3, 6): [(0, 0, 3)], (6, 3, 1): [(2, 0, 1), (1, 1, 1), (0, 2, 1)], (0, 4, 7, 2): None}
@@ -187,7 +187,7 @@ def test_batches_around_nodes_write_and_read_the_right_rows(make_data: Any) -> N
     lost = int((order.row_of == 0).nonzero())
     with torch.no_grad():
         for nodes in ([lost], [lost, (lost + 5) % 30], [], list(range(data.num_nodes - 1, -1, -1))):
-            batch = loader.around(torch.tensor(nodes, dtype=torch.long))
+            batch = loader.batch_for(torch.tensor(nodes, dtype=torch.long))
             for _ in range(2):
                 rows = model(batch.x, batch.edge_index)
             assert_same(rows, out[nodes])
@@ -325,7 +325,7 @@ def test_sweeps_have_hints_too_and_batches_around_nodes_have_none() -> None:
     iterator = loader.in_order()
     next(iterator)
     assert first.upcoming is second
-    assert info_of(loader.around(torch.tensor([1]))).upcoming is None
+    assert info_of(loader.batch_for(torch.tensor([1]))).upcoming is None
     assert [info_of(batch) for batch in loader.in_order()] == [first, second]
 
 
@@ -354,7 +354,7 @@ def test_ready_batches(batch_size: int, shuffle: bool, fixed: int) -> None:
     data = odd_graph()
     loader = gas.HaloLoader(data, 6, parts="random", batch_size=batch_size, shuffle=shuffle)
     assert loader.is_fixed == bool(fixed)
-    epochs = [list(loader.ready()) for _ in range(3)]
+    epochs = [list(loader.ready_batches()) for _ in range(3)]
     for epoch in epochs:
         assert len(epoch) == len(loader)
         assert all(isinstance(batch, ReadyBatch) and batch.intact() for batch in epoch)
@@ -373,16 +373,16 @@ def test_ready_batches(batch_size: int, shuffle: bool, fixed: int) -> None:
 
 def test_ready_batches_are_what_iterating_hands_out() -> None:
     loader = gas.HaloLoader(odd_graph(), 6, parts="random")
-    assert [batch.info for batch in loader.ready()] == [info_of(batch) for batch in loader]
+    assert [batch.info for batch in loader.ready_batches()] == [info_of(batch) for batch in loader]
 
 
 def test_ready_batches_that_were_written_to_are_cut_again() -> None:
     data = odd_graph()
     loader = gas.HaloLoader(data, 6, parts="random")
-    first = list(loader.ready())
+    first = list(loader.ready_batches())
     first[0].tagged_copy().x.zero_()
     assert [batch.intact() for batch in first] == [False] + [True] * 5
-    second = list(loader.ready())
+    second = list(loader.ready_batches())
     assert second[0].info is not first[0].info
     assert [batch.info for batch in second[1:]] == [batch.info for batch in first[1:]]
     assert torch.equal(second[0].tagged_copy().x, data.x[second[0].info.n_id])
@@ -390,6 +390,6 @@ def test_ready_batches_that_were_written_to_are_cut_again() -> None:
 
 def test_ready_batches_with_workers() -> None:
     loaders = [gas.HaloLoader(odd_graph(), 3, parts="random", num_workers=workers) for workers in (0, 1)]
-    for one, other in zip(*(list(loader.ready()) for loader in loaders), strict=True):
+    for one, other in zip(*(list(loader.ready_batches()) for loader in loaders), strict=True):
         assert torch.equal(one.info.n_id, other.info.n_id)
         assert torch.equal(one.info.e_id, other.info.e_id)
