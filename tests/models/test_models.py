@@ -288,9 +288,7 @@ def test_dropout_leaves_the_initial_residual_of_gcnii_alone() -> None:
     "options", [{}, {"batch_norm": True}, {"residual": True}, {"linear": True}, {"linear": True, "residual": True}]
 )
 @pytest.mark.parametrize("training", [False, True])
-def test_layers_are_normalized_then_added_to_their_input_then_activated(
-    options: dict[str, bool], training: bool
-) -> None:
+def test_order_of_norm_residual_and_relu(options: dict[str, bool], training: bool) -> None:
     data = small_graph()
     model, again = (settle(build("gcn", **options, dropout=0.0)).train(training) for _ in range(2))
     x = data.x
