@@ -267,13 +267,7 @@ def bench_storage(
 ) -> list[Numbers]:
     """Time a GIN's training step for every storage and precision of histories.
 
-    Args:
-        graph: The graph.
-        ratio: Halo nodes per batch node.
-        device: The compute device.
-        folder: Where histories on disk go.
-        layers: Number of layers.
-        epochs: Number of timed epochs for each row.
+    Histories on disk go to ``folder``; the other arguments are those of :func:`bench_step`.
 
     Returns:
         For each of ``MEDIA``: ``"milliseconds"`` of a step; ``"to host"``, their ratio to host memory in float32;
@@ -395,17 +389,10 @@ def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_00
 def bench_epoch(
     graph: BenchGraph, ratio: float, device: torch.device, *, layers: int = 3, width: int = 256
 ) -> list[Numbers]:
-    """Time an epoch of a GCN with batches on the device and in host memory.
-
-    Args:
-        graph: The graph; its batches cover all nodes.
-        ratio: Halo nodes per batch node.
-        device: The compute device.
-        layers: Number of layers.
-        width: Width of hidden layers.
+    """Time an epoch of a GCN, ``width`` wide, on a graph whose batches cover all nodes.
 
     Returns:
-        The numbers of :func:`time_epochs` for each place of ``"batches"``.
+        The numbers of :func:`time_epochs` with ``"batches"`` on the device and in host memory.
     """
     loader = make_loader(graph, ratio)
     model = GCN(graph.features, width, num_layers=layers, out_channels=graph.classes).to(device)
