@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.benchmark import Timer
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCN, GIN  # type: ignore[import-untyped]
 
@@ -368,6 +367,8 @@ def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_00
     """
     if device.type != "cuda":
         raise InputError("this benchmark needs a GPU", got=repr(str(device)), fix="Run it on a machine with one.")
+    from torch.utils.benchmark import Timer  # here, because importing it takes a third of a second
+
     found: list[Numbers] = []
     index = torch.randperm(nodes, device=device)[:rows]
     for dtype in (torch.float32, torch.bfloat16):
