@@ -24,7 +24,7 @@ from torch_geometric.nn import GCN
 
 from gnnautoscale.attach.autoscaler import attached, autoscale
 from gnnautoscale.experiments.bench import PRODUCTS, Row, Setup, machine, make_loader, time_epochs
-from gnnautoscale.forward.record import Event, Recorder
+from gnnautoscale.forward.record import EdgeRecord, Recorder
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.kernels import Adjacency, spmm
 
@@ -82,9 +82,9 @@ class PlainGCN(nn.Module):
 class OneRecord(Recorder):
     """Records the first layer for all: those of a GCN weigh the same edges alike, and doing it takes seconds."""
 
-    known: list[Event] | None = None
+    known: list[EdgeRecord] | None = None
 
-    def record(self, *args: Any, **kwargs: Any) -> list[Event]:
+    def record(self, *args: Any, **kwargs: Any) -> list[EdgeRecord]:
         """See :meth:`Recorder.record`."""
         if self.known is None:
             self.known = super().record(*args, **kwargs)

@@ -13,7 +13,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward.plan import LayerCall, Plan
-from gnnautoscale.forward.record import Event, Recorder
+from gnnautoscale.forward.record import EdgeRecord, Recorder
 from gnnautoscale.graph import BatchInfo, Graph, RowOrder
 from gnnautoscale.history import Folder, History, Medium, Storage, check_storage, choose_medium, codec_for, open_history
 from gnnautoscale.transfer import Threaded, Transfer, transfer_for
@@ -59,7 +59,7 @@ class Memory:
         self._prepared = False
         self.histories: dict[str, History] = {}
         self.recorder = Recorder(graph) if graph is not None else None
-        self.events: dict[str, list[Event]] = {}
+        self.records: dict[str, list[EdgeRecord]] = {}
         # Checksums of the weights that wrote all rows of all histories, or None if no single weights did.
         self.written_by: list[float] | None = None
         # Whether rows in host memory move while a step computes.
@@ -127,7 +127,7 @@ class Memory:
     def apart(self) -> Memory:
         """A memory of the same graph with histories of its own; what is known about edges is shared."""
         memory = Memory(None, self.num_nodes, self.medium or self.storage, self.dtype, self.folder)
-        memory.recorder, memory.events = self.recorder, self.events
+        memory.recorder, memory.records = self.recorder, self.records
         memory.overlap = False  # there are no steps to overlap with
         return memory
 
@@ -160,7 +160,7 @@ class Memory:
         known: LayerCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> list[Event]:
+    ) -> list[EdgeRecord]:
         """What a layer call hands over on the whole graph; recorded when it is asked for the first time.
 
         Args:
@@ -171,12 +171,12 @@ class Memory:
             args: Its positional arguments in a batch.
             kwargs: Its keyword arguments in a batch.
         """
-        if call not in self.events:
+        if call not in self.records:
             if self.recorder is None:
                 self.recorder = Recorder(graph)
             name = f"{type(layer).__name__} ('{call}')"
-            self.events[call] = self.recorder.record(layer, name, args, kwargs, known.kinds, len(known.edge_names))
-        return self.events[call]
+            self.records[call] = self.recorder.record(layer, name, args, kwargs, known.kinds, len(known.edge_names))
+        return self.records[call]
 
     def history(self, slot: str, rows: Tensor) -> History:
         """The slot's history, created on first use for rows like these, which are on the compute device."""
