@@ -23,7 +23,7 @@ from torch_geometric.nn import GCN
 
 from gnnautoscale.attach.autoscaler import attached, autoscale
 from gnnautoscale.experiments.bench import PRODUCTS, BenchGraph, Numbers, free_memory, make_loader, time_epochs
-from gnnautoscale.forward.record import Event, Recorder
+from gnnautoscale.forward.record import EdgeRecord, Recorder
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.kernels import Adjacency, spmm
 from gnnautoscale.training import describe_machine
@@ -82,9 +82,9 @@ class PlainGCN(nn.Module):
 class OneRecord(Recorder):
     """Records the first layer only, which takes seconds; all layers of a GCN have the same edge weights."""
 
-    known: list[Event] | None = None
+    known: list[EdgeRecord] | None = None
 
-    def record(self, *args: Any, **kwargs: Any) -> list[Event]:
+    def record(self, *args: Any, **kwargs: Any) -> list[EdgeRecord]:
         """See :meth:`Recorder.record`."""
         if self.known is None:
             self.known = super().record(*args, **kwargs)
