@@ -24,7 +24,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.models import APPNP, GAT, GCN, GIN, GraphSAGE
 
-ALL = diagnostics.PROBES
+ALL = diagnostics.DIAGNOSTICS
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_the_bound_of_two_layers_by_hand(graph: Data) -> None:
     model = GCN(CHANNELS, 4, hidden=8, layers=2, dropout=0.0)
     loader = trained(model, graph)
     stale = measure(model, loader)[0].staleness
-    (event,) = attached(model).memory.events["convs.1"]
+    (event,) = attached(model).memory.records["convs.1"]
     source, target = event.edges.edge_index
     batch_of = loader.labels // loader.batch_size
     crossing = batch_of[source] != batch_of[target]
@@ -322,7 +322,7 @@ def state_of(model: nn.Module) -> list[Any]:
     modes = [module.training for module in model.modules()]
     calls = [(name, call.draws) for name, call in attached(model).calls.items()]
     memory = attached(model).memory
-    return [rng, weights, grads, modes, calls, history_rows(model), memory.written_by]
+    return [rng, weights, grads, modes, calls, history_rows(model), memory._written_by]
 
 
 def same(a: Any, b: Any) -> bool:

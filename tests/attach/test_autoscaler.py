@@ -29,7 +29,7 @@ from conftest import (
 )
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward import plan as slots
+from gnnautoscale.forward import memory as memory_module
 
 C = CHANNELS
 
@@ -721,6 +721,6 @@ def test_histories_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
     data = undirected_graph()
     model = gas.autoscale(gcn(), data)
-    monkeypatch.setattr(slots, "open_history", no_room)
+    monkeypatch.setattr(memory_module, "open_history", no_room)
     with pytest.raises(InputError, match=r"device memory must have room.*99 bytes.*'convs.0'.*storage='disk'"):
         gas.refresh(model, gas.HaloLoader(data, 3))

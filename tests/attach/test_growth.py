@@ -32,7 +32,8 @@ from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.growth import grown_parts
 from gnnautoscale.attach.inference import infer_from_histories
 from gnnautoscale.errors import InputError, StaleHistoryWarning, UnsupportedModelError
-from gnnautoscale.forward.sweep import Sweep
+from gnnautoscale.forward.exchange import HistoryStore
+from gnnautoscale.forward.session import Session
 from gnnautoscale.models import build_model
 from support.layers import ALL_LAYERS, INITIAL_LAYERS, LAYERS, TWO_WAY_LAYERS, three_layers
 
@@ -112,13 +113,13 @@ def refreshed(
 def pushed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """The nodes whose rows sweeps write, by slot."""
     seen: dict[str, list[int]] = {}
-    original = Sweep.push
+    original = HistoryStore.write
 
-    def push(self: Sweep, slot: str, out: Tensor) -> None:
-        seen.setdefault(slot, []).extend(self.info.nodes.tolist())
-        original(self, slot, out)
+    def write(self: HistoryStore, session: Session, slot: str, rows: Tensor) -> None:
+        seen.setdefault(slot, []).extend(session.info.nodes.tolist())
+        original(self, session, slot, rows)
 
-    monkeypatch.setattr(Sweep, "push", push)
+    monkeypatch.setattr(HistoryStore, "write", write)
     return seen
 
 
@@ -230,7 +231,7 @@ def test_edges_that_the_model_derives(change: str) -> None:
     grown = some_growth(data) if change == "nodes" else data.clone()
     grown.edge_weight[5] *= 3.0
     loader = gas.grow(model, loader, grown)
-    assert not attached(model).memory.events
+    assert not attached(model).memory.records
     check_exact(model, plain, loader)
 
 
@@ -457,15 +458,15 @@ def test_new_nodes_without_edges(pushed: dict[str, list[int]]) -> None:
 
 def test_batches_are_as_large_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    original = Sweep.push
+    original = HistoryStore.write
 
-    def push(self: Sweep, slot: str, out: Tensor) -> None:
-        sizes.append(self.info.batch_size)
-        original(self, slot, out)
+    def write(self: HistoryStore, session: Session, slot: str, rows: Tensor) -> None:
+        sizes.append(session.info.batch_size)
+        original(self, session, slot, rows)
 
     data = undirected_graph()
     model, plain, loader = refreshed(stack("GCN"), data, 8, batch_size=2)
-    monkeypatch.setattr(Sweep, "push", push)
+    monkeypatch.setattr(HistoryStore, "write", write)
     grown = data.clone()
     grown.x += 1.0
     loader = gas.grow(model, loader, grown)
@@ -504,7 +505,7 @@ def test_stale_histories_stay_stale() -> None:
     train(model, loader)
     before = history_rows(model)
     loader = gas.grow(model, loader, plus(data, 1, [(99, 100)], both=True))
-    assert attached(model).memory.written_by is None
+    assert attached(model).memory._written_by is None
     for slot, rows in history_rows(model).items():
         assert torch.equal(rows[:97], before[slot][:97])
     with pytest.warns(StaleHistoryWarning):

@@ -347,7 +347,7 @@ def test_prediction_costs_the_same_at_any_depth(num_layers: int, rows_read: list
     rows_read.clear()
     nodes = torch.tensor([3, 17])
     assert_same(gas.predict(model, loader, nodes), expected[nodes])
-    batch = loader.around(nodes)
+    batch = loader.batch_for(nodes)
     assert rows_read == [batch.num_nodes]
     assert [layer.calls for layer in layers] == [0] * (num_layers - 1) + [1]
     assert layers[-1].num_edges == batch.num_edges

@@ -24,8 +24,8 @@ import gnnautoscale as gas
 import gnnautoscale.training.faults as faults_module
 from conftest import history_rows
 from gnnautoscale.attach.autoscaler import attached
-from gnnautoscale.forward.memory import Memory
-from gnnautoscale.graph.assemble import Assembly
+from gnnautoscale.forward.memory import GraphMemory
+from gnnautoscale.graph.assemble import BatchBuilder
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.runs.result import Epoch
 from gnnautoscale.training.checkpoint import latest_checkpoint, load_latest
@@ -97,7 +97,7 @@ class Watched:
 
     def __init__(self, model: Fragile, then: Callable[[], None], epoch: int = 1) -> None:
         self.model, self._then, self._epoch = model, then, epoch
-        self.memory: Memory
+        self.memory: GraphMemory
         self.rows: dict[str, Tensor] = {}
 
     def __call__(self, epoch: Epoch) -> None:
@@ -142,7 +142,7 @@ def test_the_layer_a_node_and_the_batch_are_named(node: int, value: float, stora
         fit(model, data, callback=watched, **OPTIONS, **storage)
     # What was good stays good, and where the bad batch's rows are nothing changed.
     rows = watched.now()
-    place = HaloLoader(data, OPTIONS["num_parts"], seed=OPTIONS["seed"]).row_order.row_of[nodes]
+    place = HaloLoader(data, OPTIONS["num_parts"], seed=OPTIONS["seed"]).part_order.row_of[nodes]
     for slot, before in watched.rows.items():
         assert bool(torch.isfinite(rows[slot]).all())
         assert torch.equal(rows[slot][place], before[place])
@@ -412,16 +412,16 @@ def not_forever() -> Iterator[None]:
 @pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="workers are told by what they inherit")
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_worker_that_dies_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    assemble, calls = Assembly.__getitem__, 0
+    assemble, calls = BatchBuilder.from_parts, 0
 
-    def die(self: Assembly, parts: Any) -> Any:
+    def die(self: BatchBuilder, parts: Any) -> Any:
         nonlocal calls
         calls += 1
         if get_worker_info() is not None and calls == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return assemble(self, parts)
 
-    monkeypatch.setattr(Assembly, "__getitem__", die)
+    monkeypatch.setattr(BatchBuilder, "from_parts", die)
     model = Fragile()
     expected = r"died in epoch 1 \(DataLoader worker .*\)\. The system may .* lower num_workers\.$"
     with pytest.raises(RuntimeError, match=expected):

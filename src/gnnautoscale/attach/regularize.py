@@ -1,10 +1,9 @@
-"""Local Lipschitz regularization: layers that hardly change under small changes tolerate stale histories."""
+"""Local Lipschitz regularization: layers that react little to small changes tolerate stale histories."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +11,18 @@ from torch import Tensor, nn
 from gnnautoscale._util import map_tensors
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import BatchInfo
+from gnnautoscale.forward import LayerRun, Observer
 
 
-class LocalLipschitz:
+class LocalLipschitz(Observer):
     r"""The paper's auxiliary loss, for any autoscaled model.
 
     .. math::
         \mathcal{L}_{\textrm{reg}} = \sum_{\ell} \frac{1}{|\mathcal{B}|} \sum_{v \in \mathcal{B}}
         \| f^{(\ell)}(\tilde{h}_v^{(\ell - 1)}) - f^{(\ell)}(\tilde{h}_v^{(\ell - 1)} + \epsilon) \|
 
-    with :math:`\epsilon` drawn uniformly from the ball of the given radius, for each node by itself. While the
-    context is open, each layer of the model is run a second time on such inputs, with the same dropout.
+    with :math:`\epsilon` drawn uniformly from a ball of the given radius, for each node separately. In this context
+    each layer runs a second time on such inputs, with the same dropout.
 
     Args:
         model: An autoscaled model.
@@ -42,53 +41,52 @@ class LocalLipschitz:
         True
     """
 
+    repeats = True
+
     def __init__(self, model: nn.Module, radius: float) -> None:
         if not radius > 0.0:
-            raise InputError(
-                "radius must be positive", got=f"{radius}", fix="A tenth of typical feature values is usual."
-            )
+            raise InputError("radius must be positive", got=f"{radius}", fix="Try a tenth of typical feature values.")
         self._scaler = attached(model)
         self.radius = radius
         self._terms: list[Tensor] = []
+        self._open = ExitStack()
 
     def __enter__(self) -> LocalLipschitz:
         self._terms.clear()
-        self._scaler.penalty = self
+        self._open.enter_context(self._scaler.observed(self))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._scaler.penalty = None
+        self._open.close()
 
     def value(self) -> Tensor:
-        """The penalty of the forward pass made in the context, a scalar to add to the loss."""
+        """The penalty of the forward pass in this context, a scalar to add to the loss."""
         if not self._terms:
             raise InputError(
-                "the penalty belongs to a forward pass",
+                "the penalty needs a forward pass",
                 got="none",
-                fix="Call the model inside of `with gas.LocalLipschitz(model, radius) as penalty:`.",
+                fix="Call the model inside `with gas.LocalLipschitz(model, radius) as penalty:`.",
             )
         total: Tensor = torch.stack(self._terms).sum()
         return total
 
-    def compare(
-        self, out: Any, again: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], info: BatchInfo
-    ) -> None:
-        """Run a layer again on disturbed inputs and keep how much its output changes."""
+    def layer_ran(self, run: LayerRun) -> None:
+        """Repeat a layer on disturbed inputs and keep the mean change of its output."""
 
         def disturb(value: Tensor) -> Tensor:
-            if not value.is_floating_point() or value.dim() < 2 or value.size(0) != info.num_rows:
+            if not value.is_floating_point() or value.dim() < 2 or value.size(0) != run.info.num_rows:
                 return value
             return value + ball(value, self.radius)
 
-        args, kwargs = map_tensors(disturb, (args, kwargs))
-        difference = (out - again(*args, **kwargs))[: info.batch_size].flatten(1)
+        args, kwargs = map_tensors(disturb, (run.args, run.kwargs))
+        difference = (run.out - run.again(*args, **kwargs))[: run.info.batch_size].flatten(1)
         self._terms.append(torch.linalg.vector_norm(difference, dim=1).mean())
 
 
 def ball(like: Tensor, radius: float) -> Tensor:
-    """Rows drawn uniformly from a ball around zero, in the shape of the given rows, ``[num_rows, ...]``."""
+    """Rows drawn uniformly from a ball around zero, shaped like the given ones, ``[num_rows, ...]``."""
     flat = torch.randn_like(like).flatten(1)
     length = radius * torch.rand(flat.size(0), 1, device=flat.device, dtype=flat.dtype).pow(1.0 / flat.size(1))
     rows: Tensor = flat * (length / torch.linalg.vector_norm(flat, dim=1, keepdim=True))

@@ -18,8 +18,8 @@ from gnnautoscale.attach import autoscale
 from gnnautoscale.attach import infer as run_inference
 from gnnautoscale.cli import advice as advice_commands
 from gnnautoscale.cli import bench as bench_commands
-from gnnautoscale.cli import demo as demonstration
 from gnnautoscale.cli import expressiveness as expressiveness_command
+from gnnautoscale.cli.demo import demo
 from gnnautoscale.cli.display import epochs_shown, errors, megabytes, percent, print_json, print_table
 from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
@@ -182,23 +182,6 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
     _show_facts(options["data"], facts, json)
 
 
-@app.command()
-def demo(
-    graphs: Annotated[int, typer.Option(help="Number of training graphs of CLUSTER.")] = demonstration.GRAPHS,
-    epochs: Annotated[int, typer.Option(help="Number of passes with histories.")] = demonstration.EPOCHS,
-    json: Json = False,
-) -> None:
-    """Train a 4-layer GIN on CLUSTER with GAS, in full batch and with the naive baseline, and compare them."""
-    if graphs < 1 or epochs < 1:
-        raise InputError("graphs and epochs must be at least 1", got=f"{graphs} and {epochs}", fix="Change them.")
-    rows = demonstration.compare(graphs, epochs, quiet=json)
-    if json:
-        print_json(rows)
-    else:
-        demonstration.show(rows)
-        errors.print("more about these runs: gas report runs -o report.html", soft_wrap=True)
-
-
 def tune(
     options: dict[str, Any],
     *,
@@ -213,6 +196,7 @@ def tune(
 
 
 app.add_typer(bench_commands.app, name="bench")
+app.command()(demo)
 app.command()(reproduce)
 app.command()(report)
 app.command()(expressiveness_command.expressiveness)

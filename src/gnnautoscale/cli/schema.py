@@ -56,8 +56,7 @@ def _of_models() -> dict[str, Option]:
     """The options of all models together; what is not given is left to the model."""
     found = {"model": Option("model", str, "gcn", f"One of {', '.join(MODELS)}.", "Model")}
     for model in MODELS:
-        for name, parameter in model_options(model).items():
-            kind, text = get_args(parameter.annotation)
+        for name, (kind, text) in model_options(model).items():
             found.setdefault(name, Option(name, kind, None, text, "Model"))
     return found
 

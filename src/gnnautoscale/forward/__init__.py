@@ -1,33 +1,57 @@
 """One forward pass over one batch.
 
-The record of what layers do with edges, the plan that says where histories are, the session that follows the plan, and
-the policies that decide what happens at a slot. It knows nothing about training.
+Records of the edges that layers use, the plan with the model's slots, the session that follows it, and the policies
+that exchange rows at slots. This package knows nothing about training.
 """
 
-from gnnautoscale.forward.fused import FusedEdges
-from gnnautoscale.forward.memory import Memory
+from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, describe, own_attribute
+from gnnautoscale.forward.exchange import (
+    ExchangePolicy,
+    HistoryStore,
+    PlanOnly,
+    RowStore,
+    StepExchange,
+    StoreExchange,
+    as_matrix,
+    run_pass,
+)
+from gnnautoscale.forward.hooks import Hooks, has_hooks
+from gnnautoscale.forward.memory import GraphMemory
+from gnnautoscale.forward.norms import normalize_by_constants, uses_own_statistics
+from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
-from gnnautoscale.forward.record import EDGE_METHODS, ArgumentKind, Event, Slice
-from gnnautoscale.forward.session import Frame, Penalty, Session, describe, evaluating, flat
-from gnnautoscale.forward.sweep import Sweep, run_sweep
+from gnnautoscale.forward.record import ArgumentKind, BatchEdges, EdgeRecord
+from gnnautoscale.forward.session import Session, evaluating
+from gnnautoscale.forward.sweep import SweepExchange
 
 __all__ = [
-    "EDGE_METHODS",
     "SHORTCUTS",
+    "ActiveLayer",
     "ArgumentKind",
-    "Event",
-    "Frame",
-    "FusedEdges",
+    "BatchEdges",
+    "EdgeRecord",
+    "EdgeSource",
+    "ExchangePolicy",
+    "GraphMemory",
+    "HistoryStore",
+    "Hooks",
     "LayerCall",
-    "Memory",
-    "Penalty",
+    "LayerRun",
+    "Observer",
     "Plan",
+    "PlanOnly",
+    "RowStore",
     "Session",
     "Shortcut",
-    "Slice",
-    "Sweep",
+    "StepExchange",
+    "StoreExchange",
+    "SweepExchange",
+    "as_matrix",
     "describe",
     "evaluating",
-    "flat",
-    "run_sweep",
+    "has_hooks",
+    "normalize_by_constants",
+    "own_attribute",
+    "run_pass",
+    "uses_own_statistics",
 ]

@@ -1,9 +1,9 @@
-"""The models of the paper's experiments, and how to build one by name."""
+"""The models of the paper's experiments: GCN, GraphSAGE, GIN, GAT, APPNP, GCNII and PNA, each built by name."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
 import torch
@@ -30,7 +30,7 @@ __all__ = [
     "model_options",
 ]
 
-#: Models by the name that commands and configurations use.
+#: Model classes by their name in commands and configuration files.
 MODELS: dict[str, type[nn.Module]] = {
     "gcn": GCN,
     "graphsage": GraphSAGE,
@@ -42,25 +42,33 @@ MODELS: dict[str, type[nn.Module]] = {
     "pna-jk": PNA,
 }
 
-# Arguments that the name or the graph decides.
+# The name or the graph determines these.
 _GIVEN = {"self", "in_channels", "out_channels", "degrees", "jumping_knowledge"}
 
 
-def model_options(name: str) -> dict[str, inspect.Parameter]:
-    """The options of a model, by name; each annotation has the type and the description.
+def model_options(name: str) -> dict[str, tuple[Any, str]]:
+    """Type and description of the options of a model, by name.
 
     Example:
-        >>> model_options("appnp")["layers"].annotation
-        typing.Annotated[int, 'Number of propagations.']
+        >>> model_options("appnp")["layers"]
+        (<class 'int'>, 'Number of propagations.')
     """
-    build = _find(name).__init__
-    hints = get_type_hints(build, include_extras=True)
-    parameters = inspect.signature(build).parameters
-    return {key: value.replace(annotation=hints[key]) for key, value in parameters.items() if key not in _GIVEN}
+    if name not in MODELS:
+        raise InputError(f"a model is one of {', '.join(MODELS)}", got=repr(name), fix="Choose one of these.")
+    model = MODELS[name]
+    hints = get_type_hints(model)
+    described = {
+        each.name: each.metadata["help"]
+        for base in reversed(model.__mro__)
+        if is_dataclass(base)
+        for each in fields(base)
+        if "help" in each.metadata
+    }
+    return {key: (hints[key], text) for key, text in described.items() if key not in _GIVEN}
 
 
 def check_model_options(name: str, options: Iterable[str]) -> None:
-    """Refuse options that a model does not have.
+    """Raise an :class:`InputError` for an option that a model does not have.
 
     Example:
         >>> check_model_options("gat", ["heads", "dropout"])
@@ -80,12 +88,12 @@ def build_model(name: str, data: Data, num_classes: int, **options: Any) -> nn.M
 
     Args:
         name: One of ``MODELS``.
-        data: The graph to train on; its features, and for PNA its degrees, decide about sizes.
+        data: The training graph: its features give the input width, and its degrees scale PNA.
         num_classes: Number of outputs per node.
-        options: Options of the model's class.
+        options: Options of the model; see :func:`model_options`.
 
     Returns:
-        The model; its ``built_from`` says its name and options.
+        The model. Its attribute ``built_from`` holds its name and options.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -93,20 +101,14 @@ def build_model(name: str, data: Data, num_classes: int, **options: Any) -> nn.M
         'GCN'
     """
     check_model_options(name, options)
-    given = dict(options)
-    if PNA is _find(name):
+    from_graph: dict[str, Any] = {}
+    if MODELS[name] is PNA:
         in_degree = torch.bincount(data.edge_index[1].cpu(), minlength=data.num_nodes)
-        options = {"jumping_knowledge": name == "pna-jk", **options, "degrees": torch.bincount(in_degree)}
-    model = _find(name)(data.num_features, num_classes, **options)
-    vars(model)["built_from"] = {"model": name, **given}
+        from_graph = {"jumping_knowledge": name == "pna-jk", "degrees": torch.bincount(in_degree)}
+    model = MODELS[name](data.num_features, num_classes, **options, **from_graph)
+    vars(model)["built_from"] = {"model": name, **options}
     return model
 
 
-def _find(name: str) -> type[nn.Module]:
-    if name not in MODELS:
-        raise InputError(f"a model is one of {', '.join(MODELS)}", got=repr(name), fix="Choose one of these.")
-    return MODELS[name]
-
-
 for _name, _model in MODELS.items():
-    describe_arguments(_model, {key: value.annotation.__metadata__[0] for key, value in model_options(_name).items()})
+    describe_arguments(_model, {key: text for key, (_, text) in model_options(_name).items()})

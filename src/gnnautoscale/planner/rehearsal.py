@@ -1,9 +1,9 @@
-"""Sessions on the tiny graph: one observes how the model runs as a whole, others compare batches with that."""
+"""Runs a model on the trial graph: observed on the whole of it, then compared with that in batches."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,39 +17,67 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in
 from gnnautoscale.errors import UnsupportedModelError
-from gnnautoscale.forward import ArgumentKind, Event, Frame, LayerCall, Plan, Session, Shortcut, Sweep, describe, norms
-from gnnautoscale.graph import BatchTensor
-from gnnautoscale.planner.trial_graph import NUM_NODES, TinyGraph, kind_of
+from gnnautoscale.forward import (
+    ActiveLayer,
+    ArgumentKind,
+    EdgeSource,
+    ExchangePolicy,
+    LayerCall,
+    Observer,
+    Plan,
+    RowStore,
+    Session,
+    Shortcut,
+    StoreExchange,
+    SweepExchange,
+    describe,
+    normalize_by_constants,
+    own_attribute,
+    uses_own_statistics,
+)
+from gnnautoscale.graph import BatchInfo, BatchTensor
+from gnnautoscale.planner.trial_graph import NUM_NODES, TrialGraph, kind_of
 
 
 @dataclass
-class Truth:
-    """What modules and slots gave on the whole tiny graph."""
+class Reference:
+    """Outputs of modules and rows of slots on the whole trial graph."""
 
     outputs: dict[str, Any] = field(default_factory=dict)
-    slots: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Observation(Session):
-    """Runs the whole tiny graph as it is and fills in the plan."""
+class Observation(ExchangePolicy, EdgeSource, Observer):
+    """Runs the whole trial graph on its own edges and fills in a plan.
 
-    def __init__(self, tiny: TinyGraph, batch: Data, plan: Plan) -> None:
-        super().__init__(batch.edge_index.info, plan, tiny.memory, tiny.device)
-        self.truth = Truth()
+    It is policy, edge source and observer at once, because the usual ones follow a plan.
+
+    Args:
+        trial: The trial graph.
+        batch: The whole of it, as one batch.
+        plan: The plan to fill in.
+    """
+
+    def __init__(self, trial: TrialGraph, batch: Data, plan: Plan) -> None:
+        self.reference, self._plan = Reference(), plan
+        self._info: BatchInfo = batch.edge_index.info
+        self.session = Session(
+            self._info, plan, trial.memory, trial.device, self, edges=self, observers=[self], normalize=self._normalize
+        )
         self._slot_of: dict[int, str] = {}
         self._leaves: list[Tensor] = []
         self._seen: Counter[str] = Counter()
 
     def note(self, name: str, module: nn.Module | None, out: Any) -> None:
-        """Keep what a module gave."""
-        self.truth.outputs[_numbered(self._seen, name)] = map_tensors(lambda value: value.detach().clone(), out)
+        """Keep a module's output."""
+        self.reference.outputs[_numbered(self._seen, name)] = map_tensors(lambda value: value.detach().clone(), out)
 
     def sources(self, out: Any) -> frozenset[str]:
         """The slots that a value was computed from."""
         return frozenset(self._slot_of[id(leaf)] for leaf in self._leaves_of(out) if id(leaf) in self._slot_of)
 
     def _leaves_of(self, out: Any) -> list[Tensor]:
-        """The slots and weights that a value was computed from, found by walking back what autograd recorded."""
+        """The slots and weights that a value was computed from, found by walking back through autograd's graph."""
         found: list[Tensor] = []
         seen: set[Any] = set()
         stack: list[Any] = [value.grad_fn for value in tensors_in(out)]
@@ -63,73 +91,70 @@ class Observation(Session):
             stack.extend(following for following, _ in node.next_functions)
         return found
 
-    def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
+    def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """Note the slot and what it is computed from."""
         out = compute()
-        call = self.plan.calls.get(slot)
+        call = self._plan.calls.get(slot)
         if call is not None and not call.num_propagations:
             return out
-        self._check_rows(slot, out)
-        self.plan.needs[slot] = self.sources(out)
-        self.plan.rows[slot] = out.detach()[:0]
-        self.truth.slots[slot] = out.detach().clone()
+        session.check_rows(slot, out)
+        self._plan.needs[slot] = self.sources(out)
+        self._plan.rows[slot] = out.detach()[:0]
+        self.reference.rows[slot] = out.detach().clone()
         leaf = out.detach().requires_grad_()
         self._leaves.append(leaf)
         self._slot_of[id(leaf)] = slot
-        # A copy, since what follows may write into it, which autograd forbids on the leaf itself.
+        # A copy, because autograd forbids in-place changes of the leaf itself.
         return leaf.clone()
 
-    def _run_layer(self, call: str, layer: MessagePassing, *rest: Any) -> Any:
-        with self._watching_inside(layer) as dense_after, BatchTensor.watched(None):
-            out = super()._run_layer(call, layer, *rest)
+    def around_layer(self, session: Session, call: str, layer: MessagePassing, run: Callable[[], Any]) -> Any:
+        """Keep a layer's output, and note which shortcuts may apply to it."""
+        after: list[str] = []  # the layer's modules that compute on nodes once it has aggregated
+
+        def note(name: str, module: nn.Module, out: Any) -> None:
+            rows = isinstance(out, Tensor) and out.dim() > 0 and out.size(0) == NUM_NODES
+            active = session.active_layer
+            if rows and not session.is_aggregating and active is not None and active.num_propagations:
+                after.append(name)
+
+        inside = {name: module for name, module in layer.named_modules() if not isinstance(module, MessagePassing)}
+        with watching(inside, note), BatchTensor.watched(None):
+            out = run()
         self.note(call, layer, out)
-        self.plan.calls[call].possible_shortcuts = self._possible_shortcuts(call, layer, bool(dense_after))
+        self._plan.calls[call].possible_shortcuts = self._possible_shortcuts(call, layer, bool(after))
         return out
 
-    @contextmanager
-    def _watching_inside(self, layer: MessagePassing) -> Iterator[list[nn.Module]]:
-        """Note which modules of a layer compute on nodes once it has aggregated."""
-        found: list[nn.Module] = []
-
-        def note(module: nn.Module, _: Any, out: Any) -> None:
-            rows = isinstance(out, Tensor) and out.dim() > 0 and out.size(0) == NUM_NODES
-            if rows and not self._inside_propagate and self._frames and self._frames[-1].num_propagations:
-                found.append(module)
-
-        inside = [module for module in layer.modules() if not isinstance(module, MessagePassing)]
-        handles = [module.register_forward_hook(note) for module in inside]
-        try:
-            yield found
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def _possible_shortcuts(self, call: str, layer: MessagePassing, dense_after: bool) -> frozenset[Shortcut]:
-        known = self.plan.calls[call]
-        # A subclass that changes messages may have forgotten to change what fuses them.
-        fuse = layer.fuse and all(_place(layer, "message_and_aggregate") <= _place(layer, name) for name in _UNFUSED)
+        planned = self._plan.calls[call]
+        # A subclass may override messages and forget the method that fuses them.
+        depth = partial(_definition_depth, layer)
+        fuse = layer.fuse and depth("message_and_aggregate") <= min(depth("message"), depth("aggregate"))
         shortcuts: set[Shortcut] = {"fused"} if fuse else set()
-        if call not in self.plan.inner and known.num_propagations == 1:
+        if call not in self._plan.inner and planned.num_propagations == 1:
             shortcuts |= {"short"} if fuse else set()
-            shortcuts |= {"pair"} if dense_after and known.kinds.count("node") == 1 else set()
+            shortcuts |= {"pair"} if dense_after and planned.kinds.count("node") == 1 else set()
         return frozenset(shortcuts)
 
-    def _known_call(self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+    def start(
+        self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[LayerCall, None]:
+        """Add a call to the plan, with the kinds of its arguments."""
         tensors = tensors_in((args, kwargs))
-        own = [self._own_attribute(value) for value in tensors]
+        attributes = [own_attribute(self._info, value) for value in tensors]
         kinds: list[ArgumentKind] = [
-            "own" if attribute is not None else kind_of(value, NUM_NODES, self.info.e_id.numel())
-            for value, attribute in zip(tensors, own, strict=True)
+            "own" if attribute is not None else kind_of(value, NUM_NODES, self._info.e_id.numel())
+            for value, attribute in zip(tensors, attributes, strict=True)
         ]
         nested = any(isinstance(module, MessagePassing) for module in layer.modules() if module is not layer)
-        return self.plan.calls.setdefault(call, LayerCall(kinds, own, nested=nested))
+        return self._plan.calls.setdefault(call, LayerCall(kinds, attributes, nested=nested)), None
 
-    def _events(self, *_: Any) -> list[Event] | None:
-        return None
-
-    def _recorded(self, frame: Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    def replace(
+        self, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any], *, propagates: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Keep the edges; note which values belong to edges, and whether rows depend on weights."""
         num_edges = edge_index.size(1)
-        frame.call.edge_names.append(
+        active.call.num_propagations += propagates
+        active.call.edge_names.append(
             frozenset(
                 name
                 for name, value in values.items()
@@ -137,112 +162,122 @@ class Observation(Session):
             )
         )
         if all(id(leaf) in self._slot_of for leaf in self._leaves_of(values)):
-            frame.call.inward.add(len(frame.call.edge_names) - 1)
+            active.call.constant_halo.add(len(active.call.edge_names) - 1)
         return edge_index, values
 
-    def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Note whether the norm sees nodes."""
-        if not self._inside_propagate and x.size(0) == NUM_NODES:
-            self.plan.node_norms.add(norm)
-        return _norm_of_rows(norm, run)(x)
-
-    def propagate(self, run: Callable[..., Any], edge_index: Tensor, size: Any, values: dict[str, Any]) -> Any:
-        """Count propagations."""
-        self._frames[-1].call.num_propagations += 1
-        return super().propagate(run, edge_index, size, values)
+    def _normalize(self, session: Session, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Note norms that see one row per node."""
+        if not session.is_aggregating and x.size(0) == NUM_NODES:
+            self._plan.node_norms.add(norm)
+        return _row_by_row(norm, run, x)
 
 
-class _ExactHistories(Session):
-    """A session on the tiny graph whose histories hold the exact rows; what is pushed is compared with them."""
+class Rehearsal(Observer):
+    """Compares a batch of the trial graph, whose histories hold the exact rows, with the whole graph.
 
-    truth: Truth
-    checking = True
+    Args:
+        trial: The trial graph.
+        batch: One of its batches.
+        plan: The model's plan.
+        reference: The outputs and rows of the whole graph.
+        checking: Whether to compare outputs.
+    """
 
-    def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Normalize in a way that can be compared with the whole graph."""
-        return super().batch_norm(norm, run, x) if norm.training else _norm_of_rows(norm, run)(x)
+    def __init__(
+        self, trial: TrialGraph, batch: Data, plan: Plan, reference: Reference, *, checking: bool = True
+    ) -> None:
+        self._trial, self._plan, self._reference, self._checking = trial, plan, reference, checking
+        self._info: BatchInfo = batch.edge_index.info
+        self._seen: Counter[str] = Counter()
+        #: The edges and values that each layer computed itself and a record replaces.
+        self.local_edges: list[tuple[str, Tensor]] = []
 
-    def exchange(self, slot: str, out: Tensor) -> Tensor:
-        halo = self.truth.slots[slot][self.info.halo.to(self.device)]
-        return torch.cat([out[: self.info.batch_size], halo])
+    def step(self) -> Session:
+        """A training step."""
+        return self._session(StoreExchange(_ExactRows(self._reference)), [self])
+
+    def sweep(self, level: frozenset[str] | None) -> Session:
+        """A sweep over one level, or over the output; compares the rows it writes."""
+        rows = _ExactRows(self._reference, lambda slot, rows, exact: self._compare(slot, None, rows, exact))
+        return self._session(SweepExchange(level, rows), [])
+
+    def _session(self, exchange: ExchangePolicy, observers: list[Observer]) -> Session:
+        trial = self._trial
+        return Session(
+            self._info, self._plan, trial.memory, trial.device, exchange, observers=observers, normalize=self._normalize
+        )
 
     def check(self, name: str, module: nn.Module | None, out: Any) -> None:
-        """Compare the batch's rows with the whole graph's; the halo's may be meaningless after the last layer."""
-        self._compare(name, module, out, self.truth.outputs[name])
+        """Compare the batch's rows with the whole graph's; those of the halo may be meaningless."""
+        self._compare(name, module, out, self._reference.outputs[name])
+
+    def check_numbered(self, name: str, module: nn.Module | None, out: Any) -> None:
+        """Compare the output of a module that may run several times."""
+        self.check(_numbered(self._seen, name), module, out)
 
     def _compare(self, name: str, module: nn.Module | None, out: Any, whole: Any) -> None:
-        if not self.checking:
+        if not self._checking:
             return
-        for value, expected in zip(tensors_in(out), tensors_in(whole), strict=True):
-            rows = (self.info.num_rows, self.info.batch_size)
+        got_values, want_values = tensors_in(out), tensors_in(whole)
+        if len(got_values) != len(want_values):
+            raise DeviationError(name, module)
+        for value, expected in zip(got_values, want_values, strict=True):
+            rows = (self._info.num_rows, self._info.batch_size)
             if value.dim() == 0 or value.size(0) not in rows or expected.size(0) != NUM_NODES:
                 continue
-            got = value[: self.info.batch_size].double()
-            want = expected[self.info.nodes.to(expected.device)].double()
-            tolerance = 1e-3 if value.dtype in (torch.float32, torch.float64) else 5e-2
-            bound = tolerance * want.nan_to_num().abs().amax().clamp(min=1e-6) if want.numel() else 1.0
+            got = value[: self._info.batch_size].double()
+            want = expected[self._info.nodes.to(expected.device)].double()
+            bound = tolerance(value.dtype) * want.nan_to_num().abs().amax().clamp(min=1e-6) if want.numel() else 1.0
             if got.shape != want.shape or not torch.allclose(got, want, rtol=0.0, atol=float(bound), equal_nan=True):
                 raise DeviationError(name, module)
 
-
-class Rehearsal(_ExactHistories):
-    """Runs a batch of the tiny graph and compares it with the whole."""
-
-    def __init__(self, tiny: TinyGraph, batch: Data, plan: Plan, truth: Truth) -> None:
-        super().__init__(batch.edge_index.info, plan, tiny.memory, tiny.device)
-        self.truth = truth
-        self.local_edges: list[tuple[str, Tensor]] = []
-        self._seen: Counter[str] = Counter()
-
-    def check_numbered(self, name: str, module: nn.Module | None, out: Any) -> None:
-        """Compare a module's output, which may be called several times."""
-        self.check(_numbered(self._seen, name), module, out)
-
-    def _run_layer(self, call: str, layer: MessagePassing, *rest: Any) -> Any:
+    def around_layer(self, session: Session, call: str, layer: MessagePassing, run: Callable[[], Any]) -> Any:
+        """Compare a layer's output; if the layer fails, say which one."""
         try:
             with BatchTensor.watched(None):
-                out = super()._run_layer(call, layer, *rest)
+                out = run()
         except UnsupportedModelError:
             raise
         except Exception as error:
             raise LayerError(
                 call,
-                f"{describe(call, layer)} must run on a batch as it does on the whole graph",
+                f"{describe(call, layer)} must run on a batch as on the whole graph",
                 got=f"the error '{error}'",
-                fix="Replace it by a layer that computes each node from its neighbours.",
+                fix="Replace it by a layer that computes each node's row from its neighbours.",
             ) from error
-        if self.checking:
+        if self._checking:
             self.check(call, layer, out)
         return out
 
-    def _recorded(self, frame: Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        if frame.events is not None and frame.num_events < len(frame.events):
-            name = describe(frame.name, frame.layer)
-            constants = [values.get(constant) for constant in frame.events[frame.num_events].constants]
-            for value in (edge_index, *constants):
+    def edges_used(self, session: Session, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any]) -> None:
+        """Keep the edges and values that the layer computed."""
+        if active.record is not None:
+            name = describe(active.name, active.layer)
+            for value in (edge_index, *(values.get(constant) for constant in active.record.constants)):
                 if isinstance(value, Tensor):
                     self.local_edges.append((name, value.detach().clone()))
-        return super()._recorded(frame, edge_index, values)
+
+    def _normalize(self, session: Session, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Normalize such that batches can be compared with the whole graph."""
+        return session.by_own_statistics(norm, run, x) if norm.training else _row_by_row(norm, run, x)
 
 
-class TinySweep(Sweep, _ExactHistories):
-    """A sweep over the tiny graph."""
+class _ExactRows(RowStore):
+    """The exact rows in place of histories; ``compare`` is called with a slot, written rows and exact ones."""
 
-    def __init__(self, tiny: TinyGraph, batch: Data, plan: Plan, truth: Truth, level: frozenset[str] | None) -> None:
-        super().__init__(batch.edge_index.info, plan, tiny.memory, tiny.device, level=level)
-        self.truth = truth
+    def __init__(self, reference: Reference, compare: Callable[[str, Tensor, Tensor], None] | None = None) -> None:
+        self._rows, self._compare = reference.rows, compare
 
-    def push(self, slot: str, out: Tensor) -> None:
-        """Compare with the exact rows."""
-        self._compare(slot, None, out, self.truth.slots[slot])
+    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
+        return self._rows[slot][session.info.n_id[which].to(session.device)]
 
-    def pull(self, slot: str, like: Tensor) -> Tensor:
-        """The exact rows of batch and halo."""
-        return self.truth.slots[slot][self.info.n_id.to(self.device)]
+    def write(self, session: Session, slot: str, rows: Tensor) -> None:
+        if self._compare is not None:
+            self._compare(slot, rows, self._rows[slot])
 
 
 class LayerError(UnsupportedModelError):
-    """A layer that does not run on a batch."""
+    """A layer fails on a batch."""
 
     def __init__(self, call: str, rule: str, *, got: str, fix: str) -> None:
         super().__init__(rule, got=got, fix=fix)
@@ -250,14 +285,14 @@ class LayerError(UnsupportedModelError):
 
 
 class DeviationError(Exception):
-    """A module whose rows in a batch are not those of the whole graph."""
+    """A module computes other rows in a batch than on the whole graph."""
 
     def __init__(self, name: str, module: nn.Module | None) -> None:
         super().__init__(name)
         self.name, self.module = name, module
 
     def error(self) -> UnsupportedModelError:
-        """What to tell the user."""
+        """The error to show to the user."""
         if self.module is None:
             return UnsupportedModelError(
                 "every row of the model's output must depend on its node's neighbourhood only",
@@ -266,26 +301,42 @@ class DeviationError(Exception):
             )
         layer = isinstance(self.module, MessagePassing)
         return UnsupportedModelError(
-            f"{describe(self.name.strip(), self.module)} must give a node the same row in a batch as in the graph",
-            got="another row: it, or something right before it, "
+            f"{describe(self.name.strip(), self.module)} must compute the same rows in a batch as in the whole graph",
+            got="different rows: the module, or something right before it, "
             + ("uses more of the graph than a node's neighbours" if layer else "mixes all nodes of a batch"),
-            fix="Replace it by a layer that computes each node from its neighbours."
+            fix="Replace it by a layer that computes each node's row from its neighbours."
             if layer
-            else "Use a norm that treats each node by itself, such as BatchNorm or LayerNorm(mode='node').",
+            else "Use a norm that treats each node separately, such as BatchNorm or LayerNorm(mode='node').",
         )
 
 
-# What a fused layer does not call.
-_UNFUSED = ("message", "aggregate")
+@contextmanager
+def watching(modules: Mapping[str, nn.Module], note: Callable[[str, nn.Module, Any], None]) -> Iterator[None]:
+    """Call ``note(name, module, output)`` whenever one of the modules has run."""
+
+    def hook(name: str, module: nn.Module, _: Any, out: Any) -> None:
+        note(name, module, out)
+
+    handles = [module.register_forward_hook(partial(hook, name)) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-def _norm_of_rows(norm: _BatchNorm, run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """What a norm does in evaluation; without its statistics if they would be those of the rows at hand."""
-    return partial(norms.by_constants, norm) if norms.takes_statistics(norm) else run
+def tolerance(dtype: torch.dtype) -> float:
+    """How far two runs may differ by rounding, relative to the largest value."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
 
 
-def _place(layer: MessagePassing, method: str) -> int:
-    """How far up among a layer's classes a method is defined."""
+def _row_by_row(norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Normalize as in evaluation; by constants if the norm would take statistics of its input."""
+    return normalize_by_constants(norm, x) if uses_own_statistics(norm) else run(x)
+
+
+def _definition_depth(layer: MessagePassing, method: str) -> int:
+    """How far up in a layer's class hierarchy a method is defined."""
     return next(i for i, cls in enumerate(type(layer).__mro__) if method in vars(cls))
 
 

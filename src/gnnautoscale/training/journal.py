@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnautoscale._util import available_memory
-from gnnautoscale.analysis import Probe, diagnose
+from gnnautoscale.analysis import Diagnostic, diagnose
 from gnnautoscale.attach import attached
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
@@ -53,7 +53,7 @@ class Journal:
         loader: HaloLoader | None,
         objective: Objective,
         *,
-        what: Sequence[Probe],
+        what: Sequence[Diagnostic],
         every: str | int,
         board: Board | None = None,
     ) -> None:
@@ -139,7 +139,8 @@ class Journal:
         """Whether there is room for rows of all histories side by side, more than once."""
         memory = attached(self._model).memory
         values = memory.num_nodes * sum(history.width for history in memory.histories.values())
-        return values * _BYTES_PER_VALUE <= _MEMORY_SHARE * available_memory()
+        free = available_memory()
+        return free is None or values * _BYTES_PER_VALUE <= _MEMORY_SHARE * free
 
 
 def epoch_record(epoch: Epoch) -> dict[str, Any]:

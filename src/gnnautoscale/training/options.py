@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from gnnautoscale.analysis import Probe
+from gnnautoscale.analysis import Diagnostic
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import check_fan_out
 from gnnautoscale.history import Storage, check_storage
@@ -197,7 +197,7 @@ class Output(OptionGroup):
         'command line makes one below ./runs unless this is "none".',
         may_change=True,
     )
-    diagnose: tuple[Probe, ...] = option(
+    diagnose: tuple[Diagnostic, ...] = option(
         ("staleness",),
         'What else to measure for that folder: "staleness" of histories, error of "gradients", and constants of layers '
         '("lipschitz"). The last two run the model on the whole graph at once.',

@@ -82,7 +82,7 @@ class HistoryStrategy:
     def make_room_to_evaluate(self) -> None:
         """Reserve room for the second set of histories that exact evaluation in batches needs."""
         if len(self._exact_loaders["train"]) > 1:
-            attached(self._model).memory.sets = 2
+            attached(self._model).memory.reserve_second_set()
 
     @property
     def steps(self) -> int:
@@ -123,7 +123,7 @@ class HistoryStrategy:
             self.between = False
 
         self.between = False
-        batches = islice(self._loader.ready(), None if most is None else most - self.done)
+        batches = islice(self._loader.ready_batches(), None if most is None else most - self.done)
         loss = self._engine.epoch(batches, after_step=after_step, then=self._loader.first_of_next_epoch)
         self.done, self.between = 0, True
         return loss
@@ -157,7 +157,7 @@ class HistoryStrategy:
         memory.reopen(
             {slot: (kept["width"], getattr(torch, kept["dtype"])) for slot, kept in state["histories"].items()},
             device,
-            self._loader.row_order,
+            self._loader.part_order,
         )
         for slot, kept in state["histories"].items():
             memory.histories[slot].raw.copy_(kept["raw"])
@@ -168,7 +168,7 @@ class HistoryStrategy:
             self.flow.refreshed()
         loader = self._exact_loaders["train"]
         if self.at_once and attached(self._model).memory.medium == "device":
-            self._engine.output(next(loader.ready()), refresh=True)
+            self._engine.output(next(loader.ready_batches()), refresh=True)
         else:
             refresh(self._model, loader)
 
@@ -180,7 +180,7 @@ class HistoryStrategy:
             return out
         loader = self._exact_loaders[split]
         if self.at_once and loader.data is self._loader.data:
-            return self._engine.output(next(loader.ready())).cpu()
+            return self._engine.output(next(loader.ready_batches())).cpu()
         out = infer(self._model, loader, update_histories=False)
         return out
 

@@ -123,7 +123,14 @@ class Trials:
     ) -> None:
         self._build, self._dataset, self._options = build, dataset, options
         self._graph, self._device = dataset.train, torch.device(options.device)
-        self._free = torch.cuda.mem_get_info(self._device)[0] if self.on_gpu else available_memory()
+        free = torch.cuda.mem_get_info(self._device)[0] if self.on_gpu else available_memory()
+        if free is None and memory is None:
+            raise InputError(
+                "tuning needs to know how much memory it may use",
+                got="a system that does not say how much is free",
+                fix="Pass memory.",
+            )
+        self._free: int = free or memory or 0
         #: Bytes to train in.
         self.budget = self._free if memory is None else memory
         #: What is known about each number of parts.

@@ -16,7 +16,7 @@ from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
 from gnnautoscale.graph import connectivity, partition
 from gnnautoscale.models import build_model
 from gnnautoscale.runs import jsonable
-from gnnautoscale.training import fit
+from gnnautoscale.training import describe_machine, fit
 
 Work = Mapping[str, Any]
 
@@ -86,10 +86,10 @@ def _neighbourhood(work: Work, root: str, device: str) -> dict[str, Any]:
 
 
 def _step(work: Work, root: str, device: str) -> dict[str, Any]:
-    setup = bench.Setup(**{field.name: work[field.name] for field in fields(bench.Setup)})
-    where, layers = torch.device(device), work["layers"]
-    row = bench.bench_step(setup, [work["ratio"]], where, layers=layers, epochs=work["epochs"])[0]
-    return {"row": row, "setup": {**vars(setup), "layers": layers}, "machine": bench.machine(where)}
+    graph = bench.BenchGraph(**{field.name: work[field.name] for field in fields(bench.BenchGraph)})
+    layers = work["layers"]
+    row = bench.bench_step(graph, work["ratio"], torch.device(device), layers=layers, epochs=work["epochs"])
+    return {"row": row, "setup": {**vars(graph), "layers": layers}, "machine": describe_machine(device)}
 
 
 @lru_cache(maxsize=4)  # jobs come sorted by data set

@@ -1,0 +1,126 @@
+"""Calls a model with batches: finds its arguments and device, and runs one batch after another."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale._util import tensors_in
+from gnnautoscale.errors import InputError
+from gnnautoscale.forward import run_pass
+from gnnautoscale.graph import BatchInfo, BatchTensor, HaloLoader
+
+#: Calls a model with a batch.
+CallModel = Callable[[nn.Module, Data], Any]
+
+
+def call_with_batch(model: nn.Module, batch: Data) -> Any:
+    """Call a model as ``model(batch)``."""
+    return model(batch)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of a model's weights; the CPU if it has none."""
+    return next((weight.device for weight in model.parameters()), torch.device("cpu"))
+
+
+def to_model_device(batch: Data, model: nn.Module) -> Data:
+    """Move a batch to the model's device, if the model has weights."""
+    device = next((weight.device for weight in model.parameters()), None)
+    return batch if device is None else batch.to(str(device))
+
+
+def run_batches(
+    model: nn.Module, loader: HaloLoader, call: CallModel, running: AbstractContextManager[None]
+) -> Iterator[tuple[BatchInfo, Any]]:
+    """Run a model on every batch, in order.
+
+    Args:
+        model: An autoscaled model.
+        loader: Makes the batches.
+        call: Calls the model with a batch.
+        running: The context to run it in, from :meth:`Autoscaler.running`.
+
+    Yields:
+        Each batch and the model's output, or ``None`` if the policy ended the pass early.
+    """
+    with running:
+        for batch in loader.in_order():
+            yield batch.edge_index.info, run_pass(partial(call, model, to_model_device(batch, model)))
+
+
+def find_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchInfo:
+    """The batch among a call's arguments."""
+    found = [
+        value.info
+        for value in tensors_in((args, kwargs))
+        if isinstance(value, BatchTensor) and value.attribute == "edge_index"
+    ]
+    found += [
+        value.edge_index.info
+        for value in (*args, *kwargs.values())
+        if isinstance(value, Data) and isinstance(value.edge_index, BatchTensor)
+    ]
+    if not found:
+        raise InputError(
+            "an autoscaled model must be called with a batch of a HaloLoader",
+            got="arguments without a batch's edge_index",
+            fix="Pass batch.edge_index unchanged (moving it to a device is fine); for all nodes of a graph use "
+            "gas.infer(model, loader), or gas.detach(model) first.",
+        )
+    if any(info is not found[0] for info in found):
+        raise InputError(
+            "all arguments of a call must come from the same batch", got="two batches", fix="Pass one batch at a time."
+        )
+    return found[0]
+
+
+def needs_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an argument of a call, or a tensor of a batch among them, needs a gradient."""
+    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Data)]
+    tensors = [value for batch in batches for _, value in batch if isinstance(value, Tensor)]
+    return any(value.requires_grad for value in (*tensors_in((args, kwargs)), *tensors))
+
+
+def unpack_batch(
+    signature: inspect.Signature, model: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Turn ``model(batch)`` into the arguments of the model's forward, unless that takes the batch itself."""
+    if len(args) != 1 or not isinstance(args[0], Data):
+        return args, kwargs
+    batch = args[0]
+    parameters = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and parameter.name not in kwargs
+    ]
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    # The paper's listings call the edges adj_t.
+    named = {("adj_t" if name == "edge_index" and "adj_t" in required else name): batch[name] for name, _ in batch}
+    missing = [name for name in required if name not in named]
+    if len(required) == 1 and missing:
+        return args, kwargs
+    if missing:
+        raise InputError(
+            f"for model(batch), the batch must have an attribute for each required argument of {model}.forward",
+            got=f"a batch without {', '.join(missing)}",
+            fix="Pass the arguments one by one, e.g. model(batch.x, batch.edge_index).",
+        )
+    rows = {batch.num_nodes, batch.edge_index.size(1)}
+    chosen = {
+        parameter.name: named[parameter.name]
+        for parameter in parameters
+        if parameter.name in named
+        and (
+            parameter.default is parameter.empty
+            or (isinstance(value := named[parameter.name], Tensor) and value.dim() > 0 and value.size(0) in rows)
+        )
+    }
+    return (), {**chosen, **kwargs}

@@ -1,0 +1,192 @@
+"""What happens at a slot: the policies that a session follows, and the rows they read and write.
+
+At a slot the batch's rows leave the model and the halo's rows enter it. A policy decides where they go and come from.
+Training steps move rows through a transfer; other passes read and write a :class:`RowStore`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from gnnautoscale.forward.session import Session
+
+
+class ExchangePolicy(ABC):
+    """Decides what is pushed and pulled at each slot of a forward pass."""
+
+    def begin(self, session: Session) -> None:
+        """Called before the model runs."""
+        return
+
+    @abstractmethod
+    def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
+        """Called in place of the computation of a slot.
+
+        Args:
+            session: The pass.
+            slot: The slot's name.
+            compute: Computes its rows, ``[num_rows, ...]`` or for the batch alone ``[batch_size, ...]``.
+
+        Returns:
+            The rows that the model continues with.
+        """
+
+    def end(self, session: Session) -> None:
+        """Called after the model has run."""
+        return
+
+
+class StepExchange(ExchangePolicy):
+    """A training step: pushes the batch's rows to histories and pulls the halo's, which are constants to autograd.
+
+    Args:
+        push_all: Push even rows that no other batch can pull.
+        begins: Whether the session begins and completes the step; if not, its caller does.
+    """
+
+    def __init__(self, *, push_all: bool = False, begins: bool = True) -> None:
+        self._push_all, self._begins = push_all, begins
+
+    def begin(self, session: Session) -> None:
+        """Start moving the rows that the step needs."""
+        if self._begins:
+            transfer = session.memory.transfer(session.device)
+            session.memory.begin(session.info, transfer)
+            transfer.look_ahead()
+
+    def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
+        """Push the batch's rows and return them, followed by the halo's."""
+        out = compute()
+        if not _is_exchanged(session, slot, push_all=self._push_all):
+            return session.widened(out)
+        session.check_rows(slot, out)
+        rows, memory = session.own(out), session.memory
+        push = not session.repeating
+        if push:
+            memory.mark_changed()
+        history = memory.history(slot, rows)
+        full = memory.transfer(session.device).exchange(slot, history, as_matrix(rows), push=push)
+        return full if out.dim() == 2 else full.view(-1, *out.shape[1:])
+
+    def end(self, session: Session) -> None:
+        """Send the pushed rows off."""
+        transfer = session.memory.transfer(session.device)
+        transfer.end()
+        if self._begins:
+            transfer.complete()
+
+
+class RowStore(ABC):
+    """Rows of all nodes at every slot."""
+
+    @abstractmethod
+    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
+        """Read rows of a batch.
+
+        Args:
+            session: The pass over the batch.
+            slot: The slot's name.
+            which: Positions among the rows of batch and halo.
+            like: Has the shape, type and device of the rows to return, ``[any, ...]``.
+        """
+
+    def write(self, session: Session, slot: str, rows: Tensor) -> None:
+        """Write the batch's rows, ``[batch_size, ...]``; ignores them by default."""
+        return
+
+
+class HistoryStore(RowStore):
+    """The histories, accessed directly instead of through a transfer.
+
+    Args:
+        writes: Whether to write rows; if not, :meth:`write` does nothing.
+    """
+
+    def __init__(self, *, writes: bool = True) -> None:
+        self._writes = writes
+
+    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
+        """See :meth:`RowStore.read`; rows that were never written are zero."""
+        index = session.memory.rows_of(session.info).on(session.device)[which]
+        if slot not in session.memory.histories:
+            return like.new_zeros((index.numel(), *like.shape[1:]))
+        rows = session.memory.histories[slot].pull(index, device=session.device, dtype=like.dtype)
+        return rows.view(-1, *like.shape[1:])
+
+    def write(self, session: Session, slot: str, rows: Tensor) -> None:
+        """See :meth:`RowStore.write`."""
+        if not self._writes:
+            return
+        memory, rows = session.memory, rows.detach()
+        memory.mark_changed()
+        place = memory.rows_of(session.info)
+        memory.history(slot, rows).push(as_matrix(rows), place.index[: place.batch_size], place.runs)
+
+
+class StoreExchange(ExchangePolicy):
+    """A step that reads the halo's rows from a store and writes the batch's rows to it.
+
+    Args:
+        store: The rows.
+        push_all: Exchange even rows that no other batch can pull.
+    """
+
+    def __init__(self, store: RowStore, *, push_all: bool = False) -> None:
+        self._store, self._push_all = store, push_all
+
+    def begin(self, session: Session) -> None:
+        """Wait for the pushes of earlier training steps."""
+        session.memory.settle()
+
+    def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
+        """Write the batch's rows and return them, followed by the halo's."""
+        out = compute()
+        if not _is_exchanged(session, slot, push_all=self._push_all):
+            return session.widened(out)
+        session.check_rows(slot, out)
+        rows = session.own(out)
+        if not session.repeating:
+            self._store.write(session, slot, rows)
+        halo = slice(session.info.batch_size, None)
+        return torch.cat([rows, self._store.read(session, slot, halo, rows)]) if session.info.num_halo else rows
+
+
+class EndOfPass(BaseException):
+    """Ends a forward pass early, once its policy is done."""
+
+
+class PlanOnly(ExchangePolicy):
+    """Ends a pass before the model runs; by then its plan has been made."""
+
+    def begin(self, session: Session) -> None:
+        """End the pass."""
+        raise EndOfPass
+
+    def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
+        """Never called."""
+        raise EndOfPass
+
+
+def run_pass(run: Callable[[], Any]) -> Any:
+    """Call a model; returns its output, or ``None`` if its policy ended the pass early."""
+    try:
+        return run()
+    except EndOfPass:
+        return None
+
+
+def as_matrix(rows: Tensor) -> Tensor:
+    """Rows of any shape as a matrix, ``[num_rows, width]``."""
+    return rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
+
+
+def _is_exchanged(session: Session, slot: str, *, push_all: bool) -> bool:
+    """Whether a slot has a history that other batches read, or that ``push_all`` asks to fill."""
+    alone = session.info.batch_size == session.memory.num_nodes and not push_all
+    return slot in session.plan.live and not alone

@@ -1,0 +1,48 @@
+"""Observers watch a forward pass without changing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
+
+from gnnautoscale.forward.edges import ActiveLayer
+from gnnautoscale.graph import BatchInfo
+
+if TYPE_CHECKING:
+    from gnnautoscale.forward.session import Session
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """A finished layer call: its name, output and arguments; ``nested`` if another layer made it."""
+
+    call: str
+    layer: MessagePassing
+    out: Any
+    #: Runs the layer on other arguments, with the same dropout; pushes nothing and updates no running averages.
+    again: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    info: BatchInfo
+    nested: bool
+
+
+class Observer:
+    """Watches layers and their edges; every method does nothing unless overridden."""
+
+    #: Whether to call :meth:`layer_ran`, which requires repeatable layers.
+    repeats = False
+
+    def around_layer(self, session: Session, call: str, layer: MessagePassing, run: Callable[[], Any]) -> Any:
+        """Called in place of a layer; must return the result of ``run``."""
+        return run()
+
+    def layer_ran(self, run: LayerRun) -> None:
+        """Called after a layer has run, if :attr:`repeats`."""
+
+    def edges_used(self, session: Session, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any]) -> None:
+        """Called before each edge call, with the edges and values that the layer computed itself."""
