@@ -1025,12 +1025,14 @@ def test_backward_twice_through_one_graph() -> None:
 
 def test_deep_copies_keep_their_shortcuts() -> None:
     data = undirected_graph(dtype=torch.float64)
-    model = prepared(lambda: stack("GIN"), data, loader := parts(data)).eval()
-    copied = copy.deepcopy(model)
-    switch_off(model)
+    model = prepared(lambda: stack("Graph mean weighted"), data, loader := parts(data)).eval()
+    copied, plain = copy.deepcopy(model), copy.deepcopy(model)
+    switch_off(plain)
     assert plan_of(copied).ignores_edges
     for batch in loader:
-        assert_same(copied(batch), model(batch), 1e-10)
+        expected = plain(batch)
+        assert_same(copied(batch), expected, 1e-10)
+        assert_same(model(batch), expected, 1e-10)
 
 
 def test_rows_of_a_fused_sum_by_hand() -> None:
