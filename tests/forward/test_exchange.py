@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
+from torch_geometric.utils import scatter  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
-from conftest import Stack, history_rows
+from conftest import Stack, assert_same, history_rows, undirected_graph, whole
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.inference import plan_of
 from gnnautoscale.forward.edges import ActiveLayer
@@ -114,7 +118,7 @@ def test_a_store_that_does_not_write_reads_histories_as_they_are() -> None:
     gas.refresh(model, loader)
     before = history_rows(model)["layers.0"].clone()
     with torch.no_grad():
-        model.layers[0].scale.fill_(2.0)
+        next(model.parameters()).fill_(2.0)
     with attached(model).running(StoreExchange(HistoryStore(writes=False))):
         assert model(next(iter(loader))).flatten().tolist() == [8.0, 4.0 + 6.0]
     assert torch.equal(history_rows(model)["layers.0"], before)
@@ -125,7 +129,7 @@ def test_a_sweep_computes_one_level_and_ends() -> None:
     store = Marked()
     (level,) = plan_of(model, loader).levels
     with attached(model).running(SweepExchange(level, store)):
-        outs = [run_pass(lambda batch=batch: model(batch)) for batch in loader.in_order()]
+        outs = [run_pass(partial(model, batch)) for batch in loader.in_order()]
     assert outs == [None, None]
     assert store.written == {"layers.0": FIRST}
     with attached(model).running(SweepExchange(None, store)):  # the level below is read, not computed
@@ -192,3 +196,33 @@ def test_observers_see_layers_and_may_run_them_again() -> None:
     assert seen.edges == [("layers.0", 0), ("layers.1", 0)]
     assert seen.again == [2.0 * value for value in (*FIRST[:2], *SECOND[:2])]
     assert history_rows(model)["layers.0"].flatten().tolist() == FIRST  # what ran again was not pushed
+
+
+def test_dropout_acts_after_the_pull() -> None:
+    """A history holds rows without dropout, and the halo's rows are dropped like the batch's."""
+    data = undirected_graph(24, 40)
+    model = Stack([pyg.SimpleConv(aggr="mean"), pyg.SimpleConv(aggr="mean")])
+    loader = gas.HaloLoader(data, 4, partition="random")
+    masks = []
+
+    class Dropped(Stack):
+        def forward(self, x: Tensor, edge_index: Tensor, *_: Any, **__: Any) -> Tensor:
+            h = self.layers[0](x, edge_index)
+            dropped = F.dropout(h, 0.5, self.training)
+            masks.append(dropped != 0)
+            out: Tensor = self.layers[1](dropped, edge_index)
+            return out
+
+    exact = whole(Stack([pyg.SimpleConv(aggr="mean")]), data)
+    dropping = gas.autoscale(Dropped(list(model.layers)), data)
+    for _ in range(2):
+        for batch in loader:
+            dropping.train()
+            masks.clear()
+            out = dropping(batch.x, batch.edge_index)
+            mask = masks[-1]
+    assert bool(mask[: batch.batch_size].any())
+    assert not bool(mask[batch.batch_size :].all())
+    rows = torch.where(mask, exact[batch.n_id] * 2, 0.0)
+    expected = scatter(rows[batch.edge_index.plain[0]], batch.edge_index.plain[1], 0, mask.size(0), "mean")
+    assert_same(out, expected[: batch.batch_size])

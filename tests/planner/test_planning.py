@@ -16,7 +16,7 @@ from torch_geometric.utils import add_self_loops, dropout_edge, to_undirected  #
 import gnnautoscale as gas
 from conftest import CHANNELS, EDGE_CHANNELS, Stack, assert_same, odd_graph, undirected_graph, whole
 from gnnautoscale.attach.autoscaler import attached
-from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.exchange import PlanOnly, run_pass
 from gnnautoscale.forward.plan import Plan
 
@@ -212,7 +212,8 @@ def test_pooled_outputs_are_refused() -> None:
 
 def test_outputs_without_tensors_are_refused() -> None:
     data = undirected_graph()
-    model = gas.autoscale(Between(lambda x: "text", after=True), data)
+    nothing: Any = lambda x: "text"  # noqa: E731
+    model = gas.autoscale(Between(nothing, after=True), data)
     with pytest.raises(UnsupportedModelError, match="returns a tensor, or a tuple"):
         model(next(iter(gas.HaloLoader(data, 4))))
 
