@@ -171,7 +171,7 @@ def test_joins_parts_if_batches_become_better_samples_and_fit() -> None:
     known.skew = 0.39
     assert tune._join(two, DEVICE, known) == (
         {"parts": 20, "batch_size": 10},
-        "the classes of a part are off from the graph's by 0.50 (total variation), those of 10 out of 20 parts by "
+        "the targets of a part are off from the graph's by 0.50 (total variation), those of 10 out of 20 parts by "
         "0.39, with 3.00 halo nodes per node instead of 0.20",
     )
     known.rows = 2000  # and not 500: 10 units beside those of histories become 40

@@ -25,11 +25,12 @@ from gnnautoscale._util import map_tensors, tensors_in, undisturbed
 from gnnautoscale.analysis.bounds import Edges, Layer, LayerErrors, measure, theorem1_by_node
 from gnnautoscale.analysis.lipschitz import jacobian_norm, lipschitz_constant
 from gnnautoscale.attach import CallModel, attached
+from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import Plan, Session, evaluating, flat
 from gnnautoscale.graph import BatchInfo, HaloLoader
 from gnnautoscale.models import Stack
-from gnnautoscale.tasks import Objective, class_loss
+from gnnautoscale.tasks import NodeClassification, Task
 from gnnautoscale.transfer.direct import Direct
 
 Probe = Literal["staleness", "gradients", "lipschitz"]
@@ -48,24 +49,24 @@ def diagnose(
     what: Sequence[Probe] = ("staleness",),
     *,
     ages: Tensor | None = None,
-    objective: Objective | None = None,
+    task: Task | None = None,
     call: CallModel = nn.Module.__call__,
 ) -> dict[str, dict[str, Any]]:
     r"""Measure what histories do to a model, with its weights and histories as they are now.
 
     Every batch is computed as if it came next, in evaluation mode. ``"staleness"`` compares the rows of histories and
     of batches with exact ones, layer by layer, and with the bound of Theorem 1 where a model's constants are known.
-    ``"gradients"`` compares the gradient of the mean loss over all training nodes, added up over batches, with that of
+    ``"gradients"`` compares the gradient of the mean loss over all targets, added up over batches, with that of
     the whole graph at once. ``"lipschitz"`` looks for the largest factor by which each layer can make a small change of
     its inputs larger, on the whole graph at once, with the constants of its messages and its update where they can be
     told apart.
 
     Args:
         model: An autoscaled model.
-        loader: Cuts the training graph into batches; ``"gradients"`` needs its ``y`` and ``train_mask``.
+        loader: Cuts the training graph into batches.
         what: What to measure.
         ages: How many steps ago each node's rows were written, ``[num_nodes]``, -1 for never, if that is known.
-        objective: Computes the mean loss of some rows from outputs and labels; by default that of :func:`fit`.
+        task: Says what ``"gradients"`` are of; by default node classification, which needs ``y`` and ``train_mask``.
         call: How to call the model with a batch, if ``model(batch)`` is not right.
 
     Returns:
@@ -88,7 +89,7 @@ def diagnose(
     check_probes(what)
     probes: dict[str, Callable[..., dict[str, Any]]] = {
         "staleness": partial(_staleness, ages=ages),
-        "gradients": partial(_gradients, objective=objective or _class_loss),
+        "gradients": partial(_gradients, task=task),
         "lipschitz": _lipschitz,
     }
     found: dict[str, dict[str, Any]] = {}
@@ -229,29 +230,26 @@ def layer_constants(layer: Any) -> Layer | None:
 # Gradients ###########################################################################################################
 
 
-def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, objective: Objective) -> dict[str, Any]:
+def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, task: Task | None) -> dict[str, Any]:
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    missing = [name for name in ("y", "train_mask") if name not in loader.data]
-    if missing or not weights or not bool(loader.data.train_mask.any()):
-        raise InputError(
-            "gradients are those of the loss of training nodes",
-            got=f"data without {', '.join(missing) or 'training nodes'}, or a model without weights",
-            fix="Set data.y and data.train_mask.",
-        )
-    count = int(loader.data.train_mask.sum())
+    if not weights:
+        raise InputError("gradients need weights", got="a model without any to train", fix="Leave gradients out.")
+    learned = NodeClassification.of(Dataset.of(loader.data)) if task is None else task
+    learned.check(loader.data, ["train"])
+    count = learned.targets(loader.data)[1].size(0)
+    device = _device(model)
     attached(model).memory_of(loader.graph).settle()
 
     def added_up(batches: Iterator[Data]) -> list[Tensor]:
         total = [torch.zeros_like(weight, dtype=torch.double) for weight in weights.values()]
         for batch in batches:
-            mask, y = batch.train_mask[: batch.batch_size], batch.y[: batch.batch_size]
-            if not bool(mask.any()):
+            rows, targets = learned.targets(batch)
+            if not targets.size(0):
                 continue
             with attached(model).running(_Reading):
-                out = call(model, batch.to(str(_device(model))))
-            share = int(mask.sum()) / count
-            mask, y = mask.to(_device(model)), y.to(_device(model))
-            loss = share * objective(out[mask], y[mask])
+                out = call(model, batch.to(str(device)))
+            out = out if rows is None else out[rows.to(device)]
+            loss = targets.size(0) / count * learned.loss(out, targets.to(device))
             pieces = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             for sum_, piece in zip(total, pieces, strict=True):
                 sum_ += 0.0 if piece is None else piece
@@ -359,10 +357,6 @@ def _norm(function: Callable[[Tensor], Any], x: Tensor) -> float | None:
 
 
 # Helpers #############################################################################################################
-
-
-def _class_loss(out: Any, y: Tensor) -> Tensor:
-    return class_loss(out.size(1) if isinstance(out, Tensor) and out.dim() == 2 else 0, out, y)
 
 
 def _whole(loader: HaloLoader) -> Data:

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCN, GIN  # type: ignore[import-untyped]
 
 from gnnautoscale._util import PeakMemory
 from gnnautoscale.attach import attached, autoscale
+from gnnautoscale.data import Dataset
 from gnnautoscale.forward import Memory
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import DiskHistory, Storage
 from gnnautoscale.kernels import gather_rows, scatter_rows
+from gnnautoscale.tasks import NodeClassification
 from gnnautoscale.training import Engine, Feed, Placement, Precision, make_optimizer
 
 Row = dict[str, Any]
@@ -121,9 +122,10 @@ def time_epochs(
         ``"reserved_memory"`` as held by PyTorch, ``None`` on a CPU; ``"how"`` in words.
     """
     count = len(loader) if batches is None else batches
-    feed = Feed(model, placement=placement, fixed=loader.is_fixed, num_batches=count)
+    task = NodeClassification.of(Dataset.of(loader.data))
+    feed = Feed(model, task, placement=placement, fixed=loader.is_fixed, num_batches=count)
     optimizer = make_optimizer(model, 0.001, 0.0, 0.0)
-    engine = Engine(model, optimizer, feed, F.cross_entropy, precision=precision, capture=capture)
+    engine = Engine(model, optimizer, feed, precision=precision, capture=capture)
     cuda = feed.device.type == "cuda"
     if cuda:
         gc.collect()

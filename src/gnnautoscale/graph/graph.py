@@ -64,9 +64,9 @@ class Graph:
         edge_index = data.edge_index
         if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.size(0) != 2:
             raise InputError(
-                "the graph needs data.edge_index of shape [2, num_edges]",
+                "edge_index must be a tensor of shape [2, num_edges]",
                 got="no edge_index" if edge_index is None else f"{_describe(edge_index)}",
-                fix="Store the edges as source and target rows; an adjacency matrix converts with "
+                fix="Row 0 holds the sources, row 1 the targets; an adjacency matrix converts with "
                 "torch_geometric.utils.to_edge_index.",
             )
         if edge_index.dtype != torch.long:
@@ -75,11 +75,12 @@ class Graph:
                 got=f"{edge_index.dtype}",
                 fix="Convert it with edge_index.long().",
             )
-        if edge_index.numel() and (int(edge_index.min()) < 0 or int(edge_index.max()) >= self.num_nodes):
+        low, high = (int(end) for end in torch.aminmax(edge_index)) if edge_index.numel() else (0, 0)
+        if low < 0 or high >= self.num_nodes:
             raise InputError(
                 f"edge_index must hold node indices from 0 to {self.num_nodes - 1}",
-                got=f"values from {int(edge_index.min())} to {int(edge_index.max())}",
-                fix="Renumber the nodes, or set data.num_nodes to the number of nodes there are.",
+                got=f"values from {low} to {high}",
+                fix="Number the nodes from 0, or set data.num_nodes to the number of nodes.",
             )
         self.edge_index = edge_index.cpu().contiguous()
         self.edge_attributes = {
@@ -162,6 +163,9 @@ class Graph:
         return found
 
 
+# Attributes that must have one row per edge; any other is one of edges if it happens to.
+_EDGE_LEVEL = ("edge_weight", "edge_attr", "edge_type")
+
 # The graphs of all data in use, by its identity, so that a loader, a model and a training run share one.
 _KNOWN: dict[int, Graph] = {}
 
@@ -182,12 +186,18 @@ def _num_nodes(data: Data) -> int:
 
 def _check_attributes(data: Data, num_nodes: int, edge_attributes: dict[str, Tensor]) -> None:
     for name, value in data:
-        node_level = isinstance(value, Tensor) and (name in ("x", "y") or name.endswith("_mask"))
-        if node_level and (value.dim() == 0 or value.size(0) != num_nodes):
+        if not isinstance(value, Tensor):
+            continue
+        of_nodes, of_edges = name in ("x", "y") or name.endswith("_mask"), name in _EDGE_LEVEL
+        if (of_nodes or of_edges) and value.layout != torch.strided:
+            raise InputError(f"{name} must be a dense tensor", got=str(value.layout), fix=f"Use {name}.to_dense().")
+        rows = num_nodes if of_nodes else data.num_edges
+        if (of_nodes or of_edges) and (value.dim() == 0 or value.size(0) != rows):
+            kind = "node" if of_nodes else "edge"
             raise InputError(
-                f"{name} must have one row for each of the {num_nodes} nodes",
+                f"{name} must have one row for each of the {rows} {kind}s",
                 got=_describe(value),
-                fix="Give it one row per node, in the order of the nodes.",
+                fix=f"Give it one row per {kind}, in the order of the {kind}s.",
             )
     for name, value in (*edge_attributes.items(), ("x", data.x)):
         if not isinstance(value, Tensor) or not value.is_floating_point():

@@ -72,13 +72,13 @@ def check_model_options(name: str, options: Iterable[str]) -> None:
         )
 
 
-def build_model(name: str, data: Data, num_classes: int, **options: Any) -> nn.Module:
+def build_model(name: str, data: Data, num_outputs: int, **options: Any) -> nn.Module:
     """Build one of the paper's models for a graph.
 
     Args:
         name: One of ``MODELS``.
         data: The graph to train on; its features, and for PNA its degrees, decide about sizes.
-        num_classes: Number of outputs per node.
+        num_outputs: Number of outputs per node.
         options: Options of the model's class.
 
     Returns:
@@ -94,7 +94,7 @@ def build_model(name: str, data: Data, num_classes: int, **options: Any) -> nn.M
     if PNA is _find(name):
         in_degree = torch.bincount(data.edge_index[1].cpu(), minlength=data.num_nodes)
         options = {"jumping_knowledge": name == "pna-jk", **options, "degrees": torch.bincount(in_degree)}
-    model = _find(name)(data.num_features, num_classes, **options)
+    model = _find(name)(data.num_features, num_outputs, **options)
     vars(model)["built_from"] = {"model": name, **given}
     return model
 

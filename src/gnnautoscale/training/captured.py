@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from gnnautoscale.attach import LocalLipschitz, attached
 from gnnautoscale.forward import Session, evaluating
 from gnnautoscale.graph import BatchInfo, ReadyBatch
-from gnnautoscale.tasks import Objective
 from gnnautoscale.training.feed import Feed, Item
 from gnnautoscale.training.steps import Precision, Steps
 from gnnautoscale.transfer import Transfer
@@ -39,8 +38,7 @@ class Engine(Steps):
     Args:
         model: The autoscaled model.
         optimizer: Updates its weights; with ``capturable=True`` on a GPU.
-        feed: Gives the batches.
-        objective: Computes the loss of training rows from the model's output and their labels.
+        feed: Gives the batches and their targets.
         grad_norm: Norm that gradients are clipped to.
         penalty: Local Lipschitz penalty.
         penalty_weight: Its weight in the loss.
@@ -53,7 +51,6 @@ class Engine(Steps):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         feed: Feed,
-        objective: Objective,
         *,
         grad_norm: float | None = None,
         penalty: LocalLipschitz | None = None,
@@ -64,7 +61,7 @@ class Engine(Steps):
         super().__init__(
             model,
             optimizer,
-            objective,
+            feed.task,
             feed.device,
             grad_norm=grad_norm,
             penalty=penalty,
@@ -79,7 +76,7 @@ class Engine(Steps):
         self._pool: Any = None
         self._why_not = self._obstacle(capture)
         # The whole graph as a batch, and for each way to pass over it how often that was done, or a captured pass.
-        self._whole = Feed(model, fixed=True)
+        self._whole = Feed(model, feed.task, fixed=True)
         self._passes: dict[tuple[BatchInfo, bool], int] = {}
         self._captured: dict[tuple[BatchInfo, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._why_no_pass = None if capture and self.on_gpu else "it is not wanted, or there is no GPU"
@@ -161,8 +158,8 @@ class Engine(Steps):
             memory.written_by = None
             return
         transfer.look_ahead()
-        last_of_warm_up = self._warm_up == 1 and item.y.size(0) > 0
-        self._warm_up = max(self._warm_up - (item.y.size(0) > 0), 0)
+        last_of_warm_up = self._warm_up == 1 and item.targets.size(0) > 0
+        self._warm_up = max(self._warm_up - (item.targets.size(0) > 0), 0)
         with transfer.begun():
             if self._why_not is None and last_of_warm_up:
                 with _watching(self._model) as reasons:
@@ -234,7 +231,7 @@ class Engine(Steps):
             refresh: Whether all histories are written on the way, which must be in device memory then.
 
         Returns:
-            The output on the model's device, ``[num_nodes, num_classes]``; the next call overwrites it.
+            The output on the model's device, ``[num_nodes, num_outputs]``; the next call overwrites it.
         """
         key = batch.info, refresh
         if key not in self._captured:

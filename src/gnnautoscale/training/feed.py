@@ -20,6 +20,7 @@ from gnnautoscale.attach import attached
 from gnnautoscale.forward import Event, Slice
 from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, handed_out
 from gnnautoscale.kernels import Adjacency
+from gnnautoscale.tasks import Task
 
 Placement = Literal["auto", "device", "host"]
 
@@ -37,14 +38,14 @@ class Item:
 
     Attributes:
         batch: What the model is called with.
-        rows: Which of the batch's rows are trained on, ``[count]``, or ``None`` for all.
-        y: The labels of these rows, ``[count, ...]``.
+        rows: The rows of the model's output that the loss takes, ``[num_rows]``, or ``None`` for all own nodes.
+        targets: What the task wants there, ``[num_targets, ...]``.
         version: The feed's version when the batch was placed, or ``None`` if it was moved as it is.
     """
 
     batch: Data
     rows: Tensor | None
-    y: Tensor
+    targets: Tensor
     version: int | None = None
 
     @property
@@ -54,21 +55,16 @@ class Item:
         return info
 
 
-def plain_item(batch: Data, device: torch.device) -> Item:
+def plain_item(batch: Data, task: Task, device: torch.device) -> Item:
     """Move a batch as it is.
 
     Args:
-        batch: A batch of a training graph, with ``y`` and ``train_mask``.
+        batch: A batch of a training graph.
+        task: Selects what to train on.
         device: The compute device.
     """
-    rows, y = _training_rows(batch)
-    return Item(batch.to(str(device)), None if rows is None else rows.to(device), y.to(device))
-
-
-def _training_rows(batch: Data) -> tuple[Tensor | None, Tensor]:
-    mask, y = batch.train_mask[: batch.batch_size], batch.y[: batch.batch_size]
-    rows = mask.nonzero().squeeze(1)
-    return (None, y) if rows.numel() == batch.batch_size else (rows, y[rows])
+    rows, targets = task.targets(batch)
+    return Item(batch.to(str(device)), None if rows is None else rows.to(device), targets.to(device))
 
 
 @dataclass(eq=False)
@@ -112,14 +108,16 @@ class Feed:
 
     Args:
         model: The autoscaled model, on the compute device.
+        task: Selects what to train on.
         placement: Where packed batches live: ``"device"``, ``"host"``, or ``"auto"`` for the device if they fit.
         fixed: Whether the same batches come back every epoch.
         num_batches: Number of batches of an epoch.
     """
 
     def __init__(
-        self, model: nn.Module, *, placement: Placement = "auto", fixed: bool = False, num_batches: int = 1
+        self, model: nn.Module, task: Task, *, placement: Placement = "auto", fixed: bool = False, num_batches: int = 1
     ) -> None:
+        self.task = task
         self.device = device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self.fixed = fixed
         self._scaler = attached(model)
@@ -146,7 +144,7 @@ class Feed:
         batches = iter(batches)
         # On a GPU the first as it is: what the model does with edges is known only once it has run.
         unpacked = None if self.device.type != "cuda" else int(not self._scaler.memory.events)
-        yield from (plain_item(batch, self.device) for batch in handed_out(islice(batches, unpacked)))
+        yield from (plain_item(batch, self.task, self.device) for batch in handed_out(islice(batches, unpacked)))
         following = self._next(batches)
         while following is not None:
             package, item = following, self._arrive(following)
@@ -231,9 +229,9 @@ class Feed:
 
     def _tensors(self, batch: Data, info: BatchInfo) -> dict[Any, Tensor]:
         """Everything that a training step reads, by name."""
-        rows, y = _training_rows(batch)
+        rows, targets = self.task.targets(batch)
         order = self._scaler.memory.row_order(info)
-        tensors: dict[Any, Tensor] = {"n_id": info.n_id, "places": order.rows(info).index, "y": y}
+        tensors: dict[Any, Tensor] = {"n_id": info.n_id, "places": order.rows(info).index, "targets": targets}
         if rows is not None:
             tensors["rows"] = rows
         for name in self._scaler.attributes(batch):
@@ -271,7 +269,7 @@ class Feed:
                 tensors = {name[3]: value for name, value in views.items() if name[:3] == (event, "fused", weight)}
                 adjacencies[weight] = Adjacency.of(tensors, info.num_rows)
             info.placed[event] = Slice(edge_index, constants, adjacencies)
-        return Item(batch, views.get("rows"), views["y"], self.version)
+        return Item(batch, views.get("rows"), views["targets"], self.version)
 
     @property
     def _events(self) -> dict[Event, tuple[frozenset[str | None], bool]]:

@@ -11,7 +11,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
@@ -21,6 +20,7 @@ from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader, Subgraphs, whole_neighbourhood
 from gnnautoscale.models import build_model
+from gnnautoscale.tasks import NodeClassification, Task
 from gnnautoscale.training import Engine, Feed, Item, Steps, make_optimizer, plain_item
 
 # Epochs before measuring: they cut the batches that come back, compile kernels and capture steps.
@@ -86,8 +86,9 @@ def measure_steps(
         held = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
     torch.manual_seed(seed)
-    model = build_model("gcn", graph, dataset.num_classes, layers=layers, hidden=hidden).to(device)
-    training = _METHODS[method](model, loader, layers, count, device)
+    task = NodeClassification.of(dataset)
+    model = build_model("gcn", graph, task.num_outputs, layers=layers, hidden=hidden).to(device)
+    training = _METHODS[method](model, task, loader, layers, count, device)
     memory: int | None = None
     with training.running():
         model.train()
@@ -111,10 +112,12 @@ def measure_steps(
 class _WithHistories:
     """GAS on the first parts of a loader."""
 
-    def __init__(self, model: nn.Module, loader: HaloLoader, hops: int, count: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, task: Task, loader: HaloLoader, hops: int, count: int, device: torch.device
+    ) -> None:
         autoscale(model, loader.data, storage="host")
-        feed = Feed(model, placement="host", fixed=loader.is_fixed, num_batches=count)
-        self._engine = Engine(model, make_optimizer(model, 0.001, 0.0, 0.0), feed, F.cross_entropy)
+        feed = Feed(model, task, placement="host", fixed=loader.is_fixed, num_batches=count)
+        self._engine = Engine(model, make_optimizer(model, 0.001, 0.0, 0.0), feed)
         self._loader, self._count = loader, count
 
     def running(self) -> AbstractContextManager[None]:
@@ -135,7 +138,9 @@ class _WithHistories:
 class _OnNeighbourhoods:
     """A plain model on the first parts of a loader, with all neighbours of all hops, which are built for each step."""
 
-    def __init__(self, model: nn.Module, loader: HaloLoader, hops: int, count: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, task: Task, loader: HaloLoader, hops: int, count: int, device: torch.device
+    ) -> None:
         self._subgraphs = Subgraphs(loader.data, loader.graph)
         self._nodes = [loader.nodes_of(group) for group in loader.draw()[:count]]
         self._hops, self._device = hops, device
@@ -144,7 +149,7 @@ class _OnNeighbourhoods:
             return model(batch.x, batch.edge_index)[: batch.batch_size]
 
         optimizer = make_optimizer(model, 0.001, 0.0, 0.0)
-        self._steps = Steps(model, optimizer, F.cross_entropy, device, call=call)
+        self._steps = Steps(model, optimizer, task, device, call=call)
         self._building = 0.0
 
     def running(self) -> AbstractContextManager[None]:
@@ -159,7 +164,7 @@ class _OnNeighbourhoods:
         return ((batch.num_nodes, batch.num_edges) for batch in self._batches())
 
     def _items(self) -> Iterator[Item]:
-        return (plain_item(batch, self._device) for batch in self._batches())
+        return (plain_item(batch, self._steps.task, self._device) for batch in self._batches())
 
     def _batches(self) -> Iterator[Data]:
         for nodes in self._nodes:
