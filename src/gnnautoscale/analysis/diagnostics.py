@@ -30,7 +30,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.forward import Plan, Session, evaluating, flat
 from gnnautoscale.graph import BatchInfo, HaloLoader
 from gnnautoscale.models import Stack
-from gnnautoscale.tasks import NodeClassification, Task
+from gnnautoscale.tasks import Task, task_for
 from gnnautoscale.transfer.direct import Direct
 
 Probe = Literal["staleness", "gradients", "lipschitz"]
@@ -234,7 +234,7 @@ def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, task: T
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if not weights:
         raise InputError("gradients need weights", got="a model without any to train", fix="Leave gradients out.")
-    learned = NodeClassification.of(Dataset.of(loader.data)) if task is None else task
+    learned = task_for(Dataset.of(loader.data)) if task is None else task
     learned.check(loader.data, ["train"])
     count = learned.targets(loader.data)[1].size(0)
     device = _device(model)

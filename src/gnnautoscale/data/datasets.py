@@ -79,8 +79,8 @@ class Dataset:
         """Each graph once, with its splits.
 
         Example:
-            >>> [splits for _, splits in load("communities", nodes=60).graphs()]
-            [('train', 'val', 'test')]
+            >>> [splits for _, splits in load("cluster", graphs=2).graphs()]
+            [('train',), ('val',), ('test',)]
         """
         found: dict[int, tuple[Data, tuple[str, ...]]] = {}
         for split, graph in (("train", self.train), ("val", self.val), ("test", self.test)):

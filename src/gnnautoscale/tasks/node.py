@@ -145,25 +145,14 @@ class NodeClassification(Task):
         return float((apart * sizes).sum() / sizes.sum().clamp(min=1))
 
 
-def task_for(dataset: Dataset, task: Task | None = None) -> Task:
-    """Choose the task of a data set, and check that the data set has what the task needs.
-
-    Args:
-        dataset: What to train on.
-        task: The task; ``None`` takes the one that fits the data: node classification.
+def task_for(dataset: Dataset) -> Task:
+    """The task that fits the targets of a data set: node classification.
 
     Example:
-        >>> mask = torch.tensor([True, False])
-        >>> edges = torch.tensor([[0, 1], [1, 0]])
-        >>> data = Data(x=torch.eye(2), edge_index=edges, y=torch.tensor([0, 1]), train_mask=mask, val_mask=~mask)
-        >>> task_for(Dataset.of(data)).metric
+        >>> task_for(Dataset.of(Data(x=torch.eye(2), y=torch.tensor([0, 1])))).metric
         'accuracy'
     """
-    found = NodeClassification.of(dataset) if task is None else task
-    for graph, splits in dataset.graphs():
-        # Test nodes are optional, unless they have a graph of their own.
-        found.check(graph, [split for split in splits if split != "test"] or splits)
-    return found
+    return NodeClassification.of(dataset)
 
 
 def _check_labels(data: Data) -> None:

@@ -82,6 +82,15 @@ class Task(ABC):
             splits: The splits that must not be empty.
         """
 
+    def check_dataset(self, dataset: Dataset) -> None:
+        """Refuse a data set that cannot be trained on, before any work is done.
+
+        Training and validation need targets. Test targets are optional, unless they have a graph of their own.
+        """
+        dataset.check()
+        for graph, splits in dataset.graphs():
+            self.check(graph, [split for split in splits if split != "test"] or splits)
+
     def identity(self, data: Data) -> tuple[Tensor | None, ...]:
         """Return the tensors that training depends on besides the graph: a resumed run must have the same."""
         return self.targets(data)

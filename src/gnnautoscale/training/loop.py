@@ -187,8 +187,8 @@ def fit(
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
         )
     dataset = data if isinstance(data, Dataset) else Dataset.of(data)
-    dataset.check()
-    task = task_for(dataset, task)
+    task = task_for(dataset) if task is None else task
+    task.check_dataset(dataset)
     _check_evaluation(dataset, evaluation)
     if mode == "full":
         parts, batch_size, lipschitz = 1, 1, 0.0

@@ -140,18 +140,18 @@ def tune(
     device = options.get("device", "cpu")
     check_device(device)
     dataset = data if isinstance(data, Dataset) else Dataset.of(data)
-    dataset.check()
-    found = task_for(dataset, task)
+    learned = task_for(dataset) if task is None else task
+    learned.check_dataset(dataset)
     if dataset.train.num_nodes < 2:
         raise InputError("a graph to cut has at least two nodes", got="fewer", fix="Train on it as it is.")
 
     def build() -> nn.Module:
         if isinstance(model, str):
-            return build_model(model, dataset.train, found.num_outputs, **(model_options or {}))
+            return build_model(model, dataset.train, learned.num_outputs, **(model_options or {}))
         return model()
 
     with undisturbed(torch.device(device)):
-        return _advise(Trials(build, dataset, found, part_counts(dataset.train.num_nodes), memory, options))
+        return _advise(Trials(build, dataset, learned, part_counts(dataset.train.num_nodes), memory, options))
 
 
 def part_counts(num_nodes: int) -> list[int]:
