@@ -107,7 +107,7 @@ def test_no_files_and_no_network(name: str, tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr("urllib.request.urlopen", refuse)
     monkeypatch.setattr("torch_geometric.io.fs.cp", refuse)
-    with pytest.raises(InputError, match=rf"must lie in {tmp_path}/\w+.* but got OSError: no network. Put the complete"):
+    with pytest.raises(InputError, match=rf"must lie in {tmp_path}/\w+.* but got OSError: no network. Put"):
         load(name, tmp_path)
 
 

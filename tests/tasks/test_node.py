@@ -40,7 +40,8 @@ def test_the_task_of_several_labels(dtype: torch.dtype) -> None:
 
 def test_targets_are_those_of_training_nodes_without_the_halo() -> None:
     batch = labelled(torch.tensor([3, 1, 2, 0], dtype=torch.uint8), train_mask=torch.tensor([True, False, True, True]))
-    rows, targets = NodeClassification(4).targets(batch)
+    rows, targets = NodeClassification(4).targets_of_graph(batch)
+    assert "batch_size" not in batch
     assert rows is not None
     assert (rows.tolist(), targets.tolist(), targets.dtype) == ([0, 2, 3], [3, 2, 0], torch.int64)
     batch.batch_size = 2
@@ -52,7 +53,7 @@ def test_targets_are_those_of_training_nodes_without_the_halo() -> None:
 
 
 def test_no_rows_are_selected_where_all_are_trained_on() -> None:
-    rows, targets = NodeClassification(2).targets(labelled(torch.tensor([0, 1, 1, 0]), train_mask=EVERYWHERE))
+    rows, targets = NodeClassification(2).targets_of_graph(labelled(torch.tensor([0, 1, 1, 0]), train_mask=EVERYWHERE))
     assert rows is None
     assert targets.tolist() == [0, 1, 1, 0]
 

@@ -23,19 +23,17 @@ class Regression(Task):
     """Predict a number for each node; the first nodes are for training, the last for tests."""
 
     metric = "R2"
-    sizes = {"train": slice(0, 24), "val": slice(24, 36), "test": slice(36, 48)}
 
-    def targets(self, data: Data) -> tuple[Tensor, Tensor]:
-        own = data.batch_size if "batch_size" in data else data.num_nodes
-        n_id = data.n_id if "n_id" in data else torch.arange(own)
-        rows = (n_id[:own] < 24).nonzero().squeeze(1)
-        return rows, data.height[rows]
+    def targets(self, batch: Data) -> tuple[Tensor, Tensor]:
+        rows = (batch.n_id[: batch.batch_size] < 24).nonzero().squeeze(1)
+        return rows, batch.height[rows]
 
     def loss(self, out: Any, targets: Tensor) -> Tensor:
         return (out.squeeze(1) - targets).square().mean()
 
     def score(self, out: Tensor, data: Data, split: str) -> float:
-        wanted, got = data.height[self.sizes[split]], out[self.sizes[split], 0]
+        nodes = {"train": slice(0, 24), "val": slice(24, 36), "test": slice(36, 48)}[split]
+        wanted, got = data.height[nodes], out[nodes, 0]
         return 1 - float((got - wanted).square().sum() / (wanted - wanted.mean()).square().sum())
 
 

@@ -96,7 +96,7 @@ def test_only_what_is_needed_is_packed() -> None:
     names = Feed(model, TASK)._tensors(ready.tagged_copy(), ready.info)
     kinds = {name if isinstance(name, str) else name[1] for name in names}
     # The edges as they are, and masks, stay where they are; fused edges with their transpose come along.
-    assert kinds >= {"n_id", "places", "y", "rows", "x", "fused"}
+    assert kinds >= {"n_id", "places", "targets", "rows", "x", "fused"}
     assert "constant" not in kinds
     assert names["batch", "edge_index"].numel() == 0
     assert not any("mask" in str(name) for name in names)

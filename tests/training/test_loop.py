@@ -17,7 +17,6 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCNConv, GraphConv  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
-import gnnautoscale.training.loop as train_module
 import gnnautoscale.training.strategies as modes_module
 from conftest import history_rows
 from gnnautoscale.data import datasets, generate
@@ -577,7 +576,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
         value = next(left)
         return {"train": 0.0, "val": value, "test": value / 2}
 
-    monkeypatch.setattr(train_module, "evaluate", evaluate)
+    monkeypatch.setattr(NodeClassification, "evaluate", evaluate)
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, task: T
         raise InputError("gradients need weights", got="a model without any to train", fix="Leave gradients out.")
     learned = task_for(Dataset.of(loader.data)) if task is None else task
     learned.check(loader.data, ["train"])
-    count = learned.targets(loader.data)[1].size(0)
+    count = learned.targets_of_graph(loader.data)[1].size(0)
     device = _device(model)
     attached(model).memory_of(loader.graph).settle()
 

@@ -139,7 +139,7 @@ def load(name: str, root: str | Path = "data", *, split: int = 0, seed: int = 0,
         close = difflib.get_close_matches(key, _LOADERS, n=1)
         fix = f"Did you mean {close[0]}?" if close else "Use from_file for a graph of your own."
         raise InputError(f"a data set is one of {', '.join(_LOADERS)}", got=name, fix=fix)
-    known = _OPTIONS.get(key, ())
+    known = getattr(_LOADERS[key], "__kwdefaults__", None) or ()  # those of generators
     unknown = [option for option in options if option not in known]
     if unknown:
         fix = f"Choose from {', '.join(known)}." if known else "Leave it out."
@@ -374,10 +374,4 @@ _LOADERS: dict[str, Callable[..., list[Data]]] = {
     "ogbn-arxiv": partial(_ogbn, title="ogbn-arxiv"),
     "ogbn-products": partial(_ogbn, title="ogbn-products"),
     "communities": _communities,
-}
-
-_OPTIONS: dict[str, tuple[str, ...]] = {
-    "cluster": ("graphs",),
-    "pattern": ("graphs",),
-    "communities": ("nodes", "degree", "features", "classes", "homophily"),
 }

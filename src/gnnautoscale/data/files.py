@@ -266,7 +266,7 @@ def _both_ways(data: Data) -> Data:
     """Add the reverse of every edge; of several edges from one node to another, keep the first."""
     attributes = {name: data[name] for name in EDGE_LEVEL if name in data}
     # Checked without x, which is read only once, when all is assembled.
-    Graph(Data(edge_index=data.edge_index, num_nodes=len(data.x) if data.x.dim() else 0, **attributes))
+    Graph(Data(edge_index=data.edge_index, num_nodes=data.x.size(0) if data.x.dim() else 0, **attributes))
     edge_index = torch.cat([data.edge_index, data.edge_index.flip(0)], dim=1)
     key = edge_index[0] * data.num_nodes + edge_index[1]
     first = torch.from_numpy(np.unique(key.numpy(), return_index=True)[1])

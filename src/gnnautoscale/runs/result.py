@@ -34,7 +34,7 @@ class FitResult:
         epochs: The curves.
         best_epoch: Number of the epoch with the best validation score, whose weights the model has now.
         scores: Score of that epoch on ``"train"``, ``"val"`` and ``"test"``.
-        metric: ``"accuracy"`` or ``"micro-F1"``.
+        metric: Name of the score, such as ``"accuracy"``.
         steps: Number of optimizer steps.
         seconds: Time spent on ``"partition"``, ``"train"``, ``"refresh"``, ``"evaluate"`` and ``"checkpoint"``.
         peak_memory: Bytes in use at the peak of training, or ``None`` where that cannot be measured. Evaluations count,

@@ -13,7 +13,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.tasks.task import Task, num_own
+from gnnautoscale.tasks.task import Task
 
 
 class NodeClassification(Task):
@@ -73,11 +73,11 @@ class NodeClassification(Task):
                     fix=f"Set data.{split}_mask to a bool tensor that is True for the {split} nodes.",
                 )
 
-    def targets(self, data: Data) -> tuple[Tensor | None, Tensor]:
+    def targets(self, batch: Data) -> tuple[Tensor | None, Tensor]:
         """Select the training nodes, with their classes as int64 or their labels as they are."""
-        own = num_own(data)
-        y = data.y[:own] if self.multilabel else data.y[:own].long()
-        rows = data.train_mask[:own].nonzero().squeeze(1)
+        own = batch.batch_size
+        y = batch.y[:own] if self.multilabel else batch.y[:own].long()
+        rows = batch.train_mask[:own].nonzero().squeeze(1)
         return (None, y) if rows.numel() == own else (rows, y[rows])
 
     def loss(self, out: Any, targets: Tensor) -> Tensor:

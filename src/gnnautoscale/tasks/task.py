@@ -20,9 +20,9 @@ class Task(ABC):
         >>> class Regression(Task):
         ...     metric = "negative error"
         ...
-        ...     def targets(self, data):
-        ...         rows = data.train_mask[: num_own(data)].nonzero().squeeze(1)
-        ...         return rows, data.y[rows]
+        ...     def targets(self, batch):
+        ...         rows = batch.train_mask[: batch.batch_size].nonzero().squeeze(1)
+        ...         return rows, batch.y[rows]
         ...
         ...     def loss(self, out, targets):
         ...         return (out.squeeze(1) - targets).square().mean()
@@ -31,7 +31,7 @@ class Task(ABC):
         ...         mask = data[f"{split}_mask"]
         ...         return -float((out.squeeze(1) - data.y)[mask].abs().mean())
         >>> mask = torch.tensor([True, False])
-        >>> Regression().targets(Data(x=torch.ones(2, 1), y=torch.tensor([0.5, 2.0]), train_mask=mask))
+        >>> Regression().targets_of_graph(Data(x=torch.ones(2, 1), y=torch.tensor([0.5, 2.0]), train_mask=mask))
         (tensor([0]), tensor([0.5000]))
     """
 
@@ -41,11 +41,12 @@ class Task(ABC):
     num_outputs: int = 1
 
     @abstractmethod
-    def targets(self, data: Data) -> tuple[Tensor | None, Tensor]:
+    def targets(self, batch: Data) -> tuple[Tensor | None, Tensor]:
         """Select what to train on.
 
         Args:
-            data: A batch, whose own nodes come first, or a whole graph.
+            batch: A batch: the first ``batch.batch_size`` rows are its own nodes, the others its halo. ``batch.n_id``
+                says which nodes of the graph they are.
 
         Returns:
             The rows of the model's output that the loss takes, ``[num_rows]``, or ``None`` for all of the batch's own
@@ -74,6 +75,13 @@ class Task(ABC):
             The score, or NaN if the split is empty.
         """
 
+    def targets_of_graph(self, data: Data) -> tuple[Tensor | None, Tensor]:
+        """Select what to train on in a whole graph, as :meth:`targets` does in a batch."""
+        whole = Data.from_dict(dict(data))
+        whole.num_nodes = whole.batch_size = data.num_nodes
+        whole.n_id = torch.arange(data.num_nodes)
+        return self.targets(whole)
+
     def check(self, data: Data, splits: Sequence[str]) -> None:  # noqa: B027 - a task may need nothing
         """Refuse a graph that lacks what the task needs.
 
@@ -87,13 +95,12 @@ class Task(ABC):
 
         Training and validation need targets. Test targets are optional, unless they have a graph of their own.
         """
-        dataset.check()
         for graph, splits in dataset.graphs():
             self.check(graph, [split for split in splits if split != "test"] or splits)
 
     def identity(self, data: Data) -> tuple[Tensor | None, ...]:
         """Return the tensors that training depends on besides the graph: a resumed run must have the same."""
-        return self.targets(data)
+        return self.targets_of_graph(data)
 
     def describe(self, dataset: Dataset) -> dict[str, Any]:
         """Describe the targets of a data set as plain values, for run folders and ``gas data``."""
@@ -126,13 +133,3 @@ class Task(ABC):
                 raise FloatingPointError("the model's outputs are not finite any more")
             scores |= {split: self.score(out, graph, split) for split in splits}
         return scores
-
-
-def num_own(data: Data) -> int:
-    """Count the nodes that a batch, or a whole graph, is about: all but the halo.
-
-    Example:
-        >>> num_own(Data(num_nodes=5)), num_own(Data(num_nodes=5, batch_size=3))
-        (5, 3)
-    """
-    return int(data.batch_size if "batch_size" in data else data.num_nodes)

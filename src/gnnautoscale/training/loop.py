@@ -187,6 +187,7 @@ def fit(
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
         )
     dataset = data if isinstance(data, Dataset) else Dataset.of(data)
+    dataset.check()
     task = task_for(dataset) if task is None else task
     task.check_dataset(dataset)
     _check_evaluation(dataset, evaluation)

@@ -385,6 +385,6 @@ def subgraph_loader(
             num_workers=num_workers,
             cache_dir=cache_dir,
         )
-    rows, _ = task.targets(graph)
+    rows, _ = task.targets_of_graph(graph)
     nodes = torch.arange(graph.num_nodes) if rows is None else rows
     return SampleLoader(graph, nodes, fan_out, -(-parts // batch_size), seed=seed, num_workers=num_workers)

@@ -140,6 +140,7 @@ def tune(
     device = options.get("device", "cpu")
     check_device(device)
     dataset = data if isinstance(data, Dataset) else Dataset.of(data)
+    dataset.check()
     learned = task_for(dataset) if task is None else task
     learned.check_dataset(dataset)
     if dataset.train.num_nodes < 2:
