@@ -29,7 +29,8 @@ class Regression(Task):
         return rows, batch.height[rows]
 
     def loss(self, out: Any, targets: Tensor) -> Tensor:
-        return (out.squeeze(1) - targets).square().mean()
+        loss: Tensor = (out.squeeze(1) - targets).square().mean()
+        return loss
 
     def score(self, out: Tensor, data: Data, split: str) -> float:
         nodes = {"train": slice(0, 24), "val": slice(24, 36), "test": slice(36, 48)}[split]

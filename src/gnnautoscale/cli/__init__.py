@@ -161,7 +161,7 @@ def infer(
     for split in splits:
         facts[f"{task.metric} {split}"] = task.score(out, graph, split)
     if output is not None:
-        arrays = {name: value.numpy() for name, value in task.predictions(out).items()}
+        arrays: dict[str, Any] = {name: value.numpy() for name, value in task.predictions(out).items()}
         write_atomically(output, lambda stream: np.savez(stream, **arrays), rule="--output must be writable")
     _show_facts(f"{options['data']} · {model.name}", facts, json)
 
