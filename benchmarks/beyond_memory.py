@@ -35,7 +35,7 @@ def train(storage: str, folder: str | None, cache: str, sizes: dict[str, int]) -
     result = gas.fit(
         model,
         data,
-        parts=sizes["parts"],
+        num_parts=sizes["parts"],
         cache_dir=cache,
         epochs=sizes["epochs"],
         evaluate_every=sizes["epochs"],

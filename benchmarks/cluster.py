@@ -35,10 +35,10 @@ def train(data: gas.Dataset, way: str, args: argparse.Namespace) -> dict[str, fl
         parts = torch.from_numpy(component).long()
     else:
         method, per_graph = PARTS[name]
-        parts = gas.HaloLoader(graph, per_graph * args.graphs, parts=method, cache_dir=args.cache_dir).labels
+        parts = gas.HaloLoader(graph, per_graph * args.graphs, partition=method, cache_dir=args.cache_dir).labels
     size = (int(parts.max()) + 1) // args.batches
-    loader = gas.HaloLoader(graph, parts=parts, batch_size=size, shuffle=True, seed=args.seed)
-    at_once = gas.HaloLoader(graph, 1, parts="random")
+    loader = gas.HaloLoader(graph, partition=parts, batch_size=size, shuffle=True, seed=args.seed)
+    at_once = gas.HaloLoader(graph, 1, partition="random")
     gas.autoscale(model, graph)
     optimizer = torch.optim.Adam(model.parameters(), args.lr)
     for _ in range(args.epochs):

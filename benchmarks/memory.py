@@ -5,7 +5,6 @@ and also runs without a GPU, where no memory is reported. All methods aggregate 
 """
 
 import argparse
-import gc
 import json
 import sys
 import time
@@ -23,10 +22,11 @@ from torch import Tensor, nn
 from torch_geometric.nn import GCN
 
 from gnnautoscale.attach.autoscaler import attached, autoscale
-from gnnautoscale.experiments.bench import PRODUCTS, Row, Setup, machine, make_loader, time_epochs
+from gnnautoscale.experiments.bench import PRODUCTS, BenchGraph, Numbers, free_memory, make_loader, time_epochs
 from gnnautoscale.forward.record import Event, Recorder
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.kernels import Adjacency, spmm
+from gnnautoscale.training import describe_machine
 
 WIDTH = 256
 DEPTHS = (2, 3, 4)
@@ -36,9 +36,9 @@ STEPS = 2
 METHODS = ("GAS", "full batch", "neighbour sampling", "Cluster-GCN")
 
 #: A tenth of the nodes in batches of the same size.
-TENTH = Setup(240_000, 16_000, 15, degree=39, halo_degree=6, features=100, classes=47)
-TINY = Setup(2_400, 160, 15, degree=39, halo_degree=6, features=100, classes=47)
-TINY_PIECE = Setup(800, 160, 5, degree=39, halo_degree=6, features=100, classes=47)
+TENTH = BenchGraph(240_000, 16_000, 15, degree=39, halo_degree=6, features=100, classes=47)
+TINY = BenchGraph(2_400, 160, 15, degree=39, halo_degree=6, features=100, classes=47)
+TINY_PIECE = BenchGraph(800, 160, 5, degree=39, halo_degree=6, features=100, classes=47)
 
 
 @dataclass(eq=False)
@@ -101,8 +101,14 @@ class Results:
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self._path, self._device, self._start = path, device, time.perf_counter()
-        self.rows: list[Row] = []
-        self.content: Row = {"machine": machine(device), "width": WIDTH, "ratio": RATIO, "fan_out": FAN_OUT}
+        self.rows: list[Numbers] = []
+        self.content: Numbers = {
+            "machine": describe_machine(str(device)),
+            "torch": torch.__version__,
+            "width": WIDTH,
+            "ratio": RATIO,
+            "fan_out": FAN_OUT,
+        }
         self.content |= {"rows": self.rows, "growth_percent": {}}
 
     def say(self, text: str) -> None:
@@ -112,7 +118,9 @@ class Results:
         self._path.write_text(json.dumps(self.content, indent=1) + "\n")
         print(f"{seconds:6.1f} s  {text}", flush=True)
 
-    def measure(self, method: str, layers: int, nodes: int, share: float, work: Callable[[], Row], **more: Any) -> None:
+    def measure(
+        self, method: str, layers: int, nodes: int, share: float, work: Callable[[], Numbers], **more: Any
+    ) -> None:
         """Take the memory of some work; if it fails, note why, for the other numbers to be taken all the same.
 
         Args:
@@ -123,9 +131,9 @@ class Results:
             work: Returns ``"peak_memory"`` and ``"reserved_memory"`` in bytes.
             more: Further facts about the row.
         """
-        release(self._device)
+        free_memory(self._device)
         cuda = self._device.type == "cuda"
-        row: Row = {"method": method, "layers": layers, "nodes": nodes, "share": share, **more}
+        row: Numbers = {"method": method, "layers": layers, "nodes": nodes, "share": share, **more}
         row["held_before"] = torch.cuda.memory_allocated() if cuda else None
         try:
             row |= work()
@@ -143,7 +151,7 @@ class Results:
         found = self.row(method, layers, nodes)
         return None if found is None else found.get("peak_memory")
 
-    def row(self, method: str, layers: int, nodes: int) -> Row | None:
+    def row(self, method: str, layers: int, nodes: int) -> Numbers | None:
         """All that is known about a measurement."""
         key = {"method": method, "layers": layers, "nodes": nodes}
         return next((row for row in self.rows if key.items() <= row.items()), None)
@@ -152,18 +160,6 @@ class Results:
 def gigabytes(num_bytes: int | None) -> str:
     """Bytes in units of 10^9, or a dash."""
     return "-" if num_bytes is None else f"{num_bytes / 1e9:.3f}"
-
-
-def release(device: torch.device) -> None:
-    """Free what nothing refers to any more, and cuBLAS's workspaces, of which every stream that was used has one."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        # Private, but what PyTorch itself calls around CUDA graphs; they would add up from number to number.
-        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear is not None:
-            clear()
-        torch.cuda.empty_cache()
 
 
 def normalized(target: Tensor, source: Tensor, num_nodes: int) -> Adjacency:
@@ -255,7 +251,7 @@ def sample(ptr: Tensor, source: Tensor, seeds: Tensor, fan_out: Sequence[int]) -
     return torch.cat(found), torch.cat(targets), torch.cat(sources), expanded
 
 
-def train(batch: Batch, layers: int, classes: int, device: torch.device) -> Row:
+def train(batch: Batch, layers: int, classes: int, device: torch.device) -> Numbers:
     """Train on a batch for some steps, with nothing else on the GPU.
 
     Args:
@@ -271,7 +267,7 @@ def train(batch: Batch, layers: int, classes: int, device: torch.device) -> Row:
     batch = batch.to(device)
     model = PlainGCN([batch.x.size(1), *[WIDTH] * (layers - 1), classes]).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
-    release(device)
+    free_memory(device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(STEPS):
@@ -287,12 +283,12 @@ def train(batch: Batch, layers: int, classes: int, device: torch.device) -> Row:
     }
 
 
-def measure_gas(results: Results, setup: Setup, loader: HaloLoader, device: torch.device) -> None:
+def measure_gas(results: Results, graph: BenchGraph, loader: HaloLoader, device: torch.device) -> None:
     """Measure training with histories and batches in host memory, for all depths."""
     recorder = OneRecord(loader.graph)
 
-    def work(layers: int) -> Row:
-        model = GCN(setup.features, WIDTH, num_layers=layers, out_channels=setup.classes).to(device)
+    def work(layers: int) -> Numbers:
+        model = GCN(graph.features, WIDTH, num_layers=layers, out_channels=graph.classes).to(device)
         autoscale(model, loader.graph.num_nodes, storage="host")
         attached(model).memory.recorder = recorder
         return time_epochs(model, loader, placement="host", epochs=1)
@@ -300,13 +296,13 @@ def measure_gas(results: Results, setup: Setup, loader: HaloLoader, device: torc
     # The first training in a process leaves memory of PyTorch's own behind, which later ones would be charged with.
     work(DEPTHS[0])
     for layers in DEPTHS:
-        results.measure("GAS", layers, setup.nodes, 1.0, partial(work, layers), batches=setup.batches)
+        results.measure("GAS", layers, graph.nodes, 1.0, partial(work, layers), batches=graph.batches)
 
 
-def measure_others(results: Results, setup: Setup, loader: HaloLoader, device: torch.device) -> None:
+def measure_others(results: Results, graph: BenchGraph, loader: HaloLoader, device: torch.device) -> None:
     """Measure training without histories: on all nodes, on sampled neighbourhoods, and on one part."""
     data, host = loader.data, torch.device("cpu")
-    nodes = setup.nodes
+    nodes = graph.nodes
     ptr = loader.graph.incoming._ptr.to(device)
     source = loader.graph.edge_index[0].to(device)[loader.graph.incoming._order.to(device)]
 
@@ -323,9 +319,9 @@ def measure_others(results: Results, setup: Setup, loader: HaloLoader, device: t
     del target, edge, place, local, inside, adjacency
     results.say("part cut")
 
-    sampled: dict[int, tuple[Batch, float, Row]] = {}
+    sampled: dict[int, tuple[Batch, float, Numbers]] = {}
     degree = ptr.diff()
-    seeds = torch.randperm(nodes, device=device)[: setup.batch_nodes]
+    seeds = torch.randperm(nodes, device=device)[: graph.batch_nodes]
     for layers in DEPTHS:
         found, target, local, expanded = sample(ptr, source, seeds, FAN_OUT[:layers])
         known, used = int(degree[found[:expanded]].sum()), target.numel()
@@ -347,17 +343,17 @@ def measure_others(results: Results, setup: Setup, loader: HaloLoader, device: t
     full = Batch(data.x.to(device), whole, data.y.to(device))
     results.say("whole graph normalized")
     for layers in DEPTHS:
-        results.measure("full batch", layers, nodes, 1.0, partial(train, full, layers, setup.classes, device))
+        results.measure("full batch", layers, nodes, 1.0, partial(train, full, layers, graph.classes, device))
     del whole, full
     for layers, (batch, share, facts) in sampled.items():
-        work = partial(train, batch, layers, setup.classes, device)
+        work = partial(train, batch, layers, graph.classes, device)
         results.measure("neighbour sampling", layers, nodes, share, work, **facts)
     for layers in DEPTHS:
-        work = partial(train, cluster, layers, setup.classes, device)
+        work = partial(train, cluster, layers, graph.classes, device)
         results.measure("Cluster-GCN", layers, nodes, part_share, work)
 
 
-def table(results: Results, small: Setup, large: Setup) -> str:
+def table(results: Results, small: BenchGraph, large: BenchGraph) -> str:
     """The results as a Markdown table: memory in GB and share of data used, and how GAS's memory grows."""
     lines = ["| | " + " | ".join(f"{layers} layers" for layers in DEPTHS) + " |", "|---" * (len(DEPTHS) + 1) + "|"]
     for method in METHODS:
@@ -386,7 +382,7 @@ def main() -> None:
     small, large = (TINY_PIECE, TINY) if arguments.tiny else (TENTH, PRODUCTS)
     torch.manual_seed(0)
     results = Results(arguments.results, device)
-    results.content["setups"] = [asdict(small), asdict(large)]
+    results.content["graphs"] = [asdict(small), asdict(large)]
 
     loader = make_loader(small, RATIO)
     results.say(f"graph of {small.nodes:,} nodes and {loader.graph.edge_index.size(1):,} edges")
@@ -397,7 +393,7 @@ def main() -> None:
     measure_gas(results, large, loader, device)
 
     for layers in DEPTHS:
-        before, after = (results.peak("GAS", layers, setup.nodes) for setup in (small, large))
+        before, after = (results.peak("GAS", layers, graph.nodes) for graph in (small, large))
         if before and after:
             growth = results.content["growth_percent"][layers] = 100.0 * (after / before - 1.0)
             results.say(f"GAS, {layers} layers: {growth:+.2f} % from {small.nodes:,} to {large.nodes:,} nodes")

@@ -42,7 +42,7 @@ TRAINED: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
     "GCN, CiteSeer": ("gcn.citeseer", {}, {}, 5),
     "GCN, PubMed": ("gcn.pubmed", {}, {}, 3),
     # In 40 parts rather than 2, so that halos are larger.
-    "GCNII, 16 layers, Cora": ("gcnii.cora", {"layers": 16}, {"epochs": 300, "parts": 40, "batch_size": 20}, 3),
+    "GCNII, 16 layers, Cora": ("gcnii.cora", {"layers": 16}, {"epochs": 300, "num_parts": 40, "batch_size": 20}, 3),
 }
 # Whose rows and outputs are looked at, with seed 0.
 EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -43,8 +43,8 @@ def train_through_all(model: torch.nn.Module, data: Data, options: dict[str, Any
     """Train on the loss of GAS's batches with gradients that do not stop anywhere; gives the best epoch's scores."""
     loader = gas.HaloLoader(
         data,
-        options["parts"],
-        parts=options["partition"],
+        options["num_parts"],
+        partition=options["partition"],
         batch_size=options["batch_size"],
         shuffle=True,
         drawings=options["drawings"],

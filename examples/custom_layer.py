@@ -1,7 +1,7 @@
-"""Scales a layer of your own: any `MessagePassing` works, and it is checked on its first call.
+"""Scales a layer of your own: any `MessagePassing` works and is checked on its first call.
 
-The layer below weighs messages by how similar two nodes are. Histories are attached to it without a change; a layer
-that histories cannot make right would be refused with the reason, as the second one is.
+The layer weighs messages by how similar two nodes are, and needs no change for histories. A model that histories cannot
+make right is refused with the reason, as the second one here.
 """
 
 import torch
@@ -13,7 +13,7 @@ from gnnautoscale.data.generate import communities
 
 
 class SimilarityConv(MessagePassing):
-    """Sums the neighbours' rows, each times the cosine between it and the node's own."""
+    """Sums the neighbours' rows, each weighted by its cosine similarity to the node's own."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(aggr="sum")
@@ -30,7 +30,7 @@ class SimilarityConv(MessagePassing):
 
 
 class Net(nn.Module):
-    """Two such layers; `centered` subtracts the mean over all nodes, which no batch can know."""
+    """Two such layers. With `centered` it subtracts the mean over all nodes, which no batch knows."""
 
     def __init__(self, centered: bool = False) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Watches what histories do while a model trains: how stale they are, and how far gradients are from exact ones.
+"""Measures staleness and gradient errors while a model trains.
 
-`fit(run_dir=...)` measures it now and then and keeps it in a folder; `gas.diagnose` does it at any time. Staleness
-falls with the learning rate. Gradients stay different even so, since none flows through pulled rows.
+`fit(run_dir=...)` measures them from time to time and writes them to a folder; `gas.diagnose` measures at any time.
+Staleness falls with the learning rate. Gradients still differ, because none flows through pulled rows.
 """
 
 import tempfile
@@ -12,7 +12,7 @@ import torch
 import gnnautoscale as gas
 from gnnautoscale.data.generate import communities
 from gnnautoscale.models import GCN
-from gnnautoscale.runs.folder import read_run
+from gnnautoscale.runs import read_run
 
 data = communities(600, degree=8, num_features=16, num_classes=4)
 torch.manual_seed(0)
@@ -21,7 +21,7 @@ with tempfile.TemporaryDirectory() as folder:
     gas.fit(
         model,
         data,
-        parts=12,
+        num_parts=12,
         batch_size=3,
         epochs=20,
         schedule="cosine",

@@ -1,6 +1,6 @@
-"""Trains a PyG model as it is, by `gas.fit`: in batches with histories, and in full batch for comparison.
+"""Trains an unchanged PyG model with `gas.fit`, in batches with histories and in full batch.
 
-The model is PyG's own GAT. Nothing in it knows about histories.
+The model is PyG's own GAT, which knows nothing about histories.
 """
 
 from typing import Literal
@@ -15,10 +15,10 @@ data = communities(600, degree=8, num_features=16, num_classes=4)
 
 
 def train(mode: Literal["gas", "full"]) -> gas.FitResult:
-    """The same model, data, seed and number of epochs, in one mode or the other."""
+    """Trains the same model with the same data, seed and number of epochs in either mode."""
     torch.manual_seed(0)
     model = GAT(data.num_features, 32, num_layers=2, out_channels=4, heads=4)
-    return gas.fit(model, data, mode=mode, parts=12, batch_size=3, epochs=30, lr=0.01)
+    return gas.fit(model, data, mode=mode, num_parts=12, batch_size=3, epochs=30, lr=0.01)
 
 
 in_batches, full_batch = train("gas"), train("full")

@@ -1,4 +1,4 @@
-"""Follows a graph that grows: new nodes and edges arrive, and only what they can reach is computed again."""
+"""Follows a growing graph: new nodes and edges arrive, and only the rows they can reach are recomputed."""
 
 import torch
 from torch_geometric.data import Data
@@ -12,7 +12,7 @@ whole = communities(1200, degree=4, num_features=16, num_classes=4)
 known = 1196  # the last four nodes come later
 early = (whole.edge_index < known).all(dim=0)
 today = Data(x=whole.x[:known], edge_index=whole.edge_index[:, early])
-# The old nodes first, in their order; old edges may be anywhere among the new ones.
+# Old nodes come first, in their order; old edges may be anywhere among the new ones.
 tomorrow = Data(x=whole.x, edge_index=torch.cat([today.edge_index, whole.edge_index[:, ~early]], dim=1))
 
 loader = gas.HaloLoader(today, num_parts=10)

@@ -1,6 +1,6 @@
-"""Keeps histories on disk, and in eight bits: what training computes, and how much room they take.
+"""Keeps histories on disk and in eight bits, and compares results and sizes.
 
-On disk, training computes the same to the last bit. In eight bits rows are rounded, and take about a quarter.
+On disk, training computes the same bits as in memory. In eight bits rows are rounded and take about a quarter.
 """
 
 import tempfile
@@ -16,14 +16,14 @@ data = communities(600, degree=8, num_features=16, num_classes=4)
 
 
 def train(storage: Literal["device", "disk"], history_dtype: Literal["same", "int8"] = "same") -> gas.FitResult:
-    """A 3-layer GCN, with histories of 256 values for each node and layer."""
+    """Trains a 3-layer GCN with histories of 256 values for each node and layer."""
     torch.manual_seed(0)
     model = GCN(data.num_features, 4, hidden=256, layers=3)
     with tempfile.TemporaryDirectory() as folder:
         return gas.fit(
             model,
             data,
-            parts=6,
+            num_parts=6,
             epochs=6,
             storage=storage,
             history_dtype=history_dtype,

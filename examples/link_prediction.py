@@ -1,7 +1,7 @@
-"""Learns to predict links: an edge-level loss on the embeddings that GAS computes for the nodes of a batch.
+"""Predicts links with an edge-level loss on the embeddings of a batch's nodes.
 
-Each batch takes the edges between its own nodes as positive examples and random pairs of them as negative ones.
-Parts keep most edges inside, and parts are drawn into new batches every epoch, so that others come together.
+The edges between a batch's own nodes are its positive examples, random pairs of its nodes the negative ones. Parts keep
+most edges inside, and parts form new batches every epoch, so different pairs meet.
 """
 
 import torch
@@ -16,7 +16,7 @@ from gnnautoscale.data.generate import communities
 torch.manual_seed(0)
 whole = communities(600, degree=10, num_features=16, num_classes=4)
 
-# A tenth of the links is hidden from the model, in both directions, and asked for in the end.
+# A tenth of the links is hidden from the model, in both directions, to test on.
 link = whole.edge_index[:, whole.edge_index[0] < whole.edge_index[1]]
 hidden = torch.rand(link.size(1)) < 0.1
 seen, asked = link[:, ~hidden], link[:, hidden]
@@ -24,12 +24,12 @@ data = Data(x=whole.x, edge_index=torch.cat([seen, seen.flip(0)], dim=1))
 
 
 def scores(rows: Tensor, pairs: Tensor) -> Tensor:
-    """How likely two nodes are linked: the product of their embeddings, ``[num_pairs]``."""
+    """Scores of pairs: the inner products of their embeddings, ``[num_pairs]``."""
     return (rows[pairs[0]] * rows[pairs[1]]).sum(dim=1)
 
 
 def auc(rows: Tensor) -> float:
-    """How often a hidden link gets a higher score than a random pair."""
+    """How often a hidden link scores higher than a random pair."""
     random_pairs = torch.randint(whole.num_nodes, asked.shape, generator=torch.Generator().manual_seed(0))
     return float((scores(rows, asked).unsqueeze(1) > scores(rows, random_pairs).unsqueeze(0)).float().mean())
 

@@ -1,7 +1,7 @@
-"""Compares GAS with neighbour sampling: how many edges a step uses, and what a trained model reaches.
+"""Compares GAS with neighbour sampling: edges and nodes of a step, and test accuracy.
 
-Sampling drops edges, and what is left still grows with each layer. A GAS batch has every edge into its nodes, and
-one hop of halo, whatever the depth of the model.
+Sampling drops edges, yet its neighbourhoods grow with each layer. A GAS batch has every edge into its nodes and one hop
+of halo, at any depth.
 """
 
 from typing import Literal
@@ -10,7 +10,7 @@ import torch
 
 import gnnautoscale as gas
 from gnnautoscale.data.generate import communities
-from gnnautoscale.graph.baselines import SampleLoader
+from gnnautoscale.graph import SampleLoader
 from gnnautoscale.models import GraphSAGE
 
 LAYERS, FAN_OUT = 3, [4, 4, 4]
@@ -18,10 +18,10 @@ data = communities(1000, degree=12, num_features=16, num_classes=4)
 
 
 def train(mode: Literal["gas", "sage"], fan_out: list[int] | None = None) -> float:
-    """The test accuracy of the same model, trained for as many epochs with as many batches."""
+    """Trains the same model for as many epochs and batches in either mode; returns its test accuracy."""
     torch.manual_seed(0)
     model = GraphSAGE(data.num_features, 4, hidden=32, layers=LAYERS)
-    result = gas.fit(model, data, mode=mode, parts=20, batch_size=5, epochs=12, fan_out=fan_out)
+    result = gas.fit(model, data, mode=mode, num_parts=20, batch_size=5, epochs=12, fan_out=fan_out)
     return result.scores["test"]
 
 

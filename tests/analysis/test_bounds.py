@@ -15,15 +15,14 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm  # type: ignore[import-unt
 import gnnautoscale as gas
 from conftest import CHANNELS, history_rows, odd_graph, spread_norms, undirected_graph, whole
 from gnnautoscale.analysis.bounds import (
-    Edges,
     Layer,
     LayerBounds,
-    compare,
+    MessageEdges,
+    compare_bounds,
     error_by_sweep,
     lemma1,
     measure,
     theorem1,
-    theorem1_as_printed,
     theorem1_by_node,
 )
 from gnnautoscale.analysis.lipschitz import lipschitz_constant
@@ -34,6 +33,11 @@ from gnnautoscale.models import build_model
 C = CHANNELS
 Aggregation = Literal["sum", "mean", "max"]
 AGGREGATIONS: tuple[Aggregation, ...] = ("sum", "mean", "max")
+
+
+def printed_sum(message: float, update: float, degree: float, *, staleness: list[float]) -> float:
+    """The sum that the paper gives for Theorem 1, which is no bound from three layers on."""
+    return sum(stale * (message * update * degree) ** power for power, stale in enumerate(reversed(staleness), 1))
 
 
 def plain(data: Data) -> Data:
@@ -78,7 +82,7 @@ def overwrite(model: nn.Module, loader: gas.HaloLoader, rows: dict[str, Tensor])
     """Put rows, in the order of the nodes, into histories."""
     gas.refresh(model, loader)
     for slot, history in attached(model).memory.histories.items():
-        history.push(rows[slot], loader.row_order.row_of)
+        history.push(rows[slot], loader.part_order.row_of)
 
 
 def disturb_weights(model: nn.Module, size: float) -> None:
@@ -112,11 +116,11 @@ def test_closed_form_of_the_recursion() -> None:
 def test_printed_sum_is_the_recursion_without_own_rows() -> None:
     staleness = [0.2, 0.5, 0.1]
     found = theorem1([Layer(0.7, 1.3, own=0.0)] * 4, [3.0] * 4, staleness=staleness)
-    assert found[-1] == pytest.approx(theorem1_as_printed(0.7, 1.3, 3.0, staleness=staleness))
+    assert found[-1] == pytest.approx(printed_sum(0.7, 1.3, 3.0, staleness=staleness))
 
 
 def test_factors_of_weighted_edges() -> None:
-    edges = Edges(torch.tensor([[0, 1, 2], [3, 3, 0]]), 4, torch.tensor([3.0, -4.0, 0.5]))
+    edges = MessageEdges(torch.tensor([[0, 1, 2], [3, 3, 0]]), 4, torch.tensor([3.0, -4.0, 0.5]))
     assert edges.factor(Layer(1.0, 1.0, "sum")).tolist() == [0.5, 0.0, 0.0, 7.0]
     assert edges.factor(Layer(1.0, 1.0, "mean")).tolist() == [0.5, 0.0, 0.0, 3.5]
     assert edges.factor(Layer(1.0, 1.0, "max")).tolist() == [0.5, 0.0, 0.0, 5.0]
@@ -133,7 +137,7 @@ def test_bad_constants_are_refused() -> None:
     with pytest.raises(InputError, match="staleness for 2"):
         theorem1([Layer(1.0, 1.0)] * 3, [1.0] * 3, staleness=[1.0])
     with pytest.raises(InputError, match="staleness for 4"):
-        theorem1_by_node([Layer(1.0, 1.0)] * 3, Edges(torch.zeros(2, 0).long(), 2), [torch.ones(2)] * 3)
+        theorem1_by_node([Layer(1.0, 1.0)] * 3, MessageEdges(torch.zeros(2, 0).long(), 2), [torch.ones(2)] * 3)
 
 
 # The bounds hold #####################################################################################################
@@ -147,11 +151,11 @@ def test_no_error_is_above_its_bounds(aggregation: Aggregation, own: bool, seed:
     data = plain(odd_graph(seed) if seed % 2 else undirected_graph(30, 50, seed))
     convs = [KnownConv(C, aggregation, own=own) for _ in range(2 + seed % 3)]
     model = gas.autoscale(Chain(*convs).double(), data)
-    loader = gas.HaloLoader(data, 6, parts="random", batch_size=1 + seed % 2)
-    edges = Edges(data.edge_index, data.num_nodes)
+    loader = gas.HaloLoader(data, 6, partition="random", batch_size=1 + seed % 2)
+    edges = MessageEdges(data.edge_index, data.num_nodes)
 
     def check() -> None:
-        assert_bounded(compare(model, loader, [conv.constants() for conv in convs], edges))
+        assert_bounded(compare_bounds(model, loader, [conv.constants() for conv in convs], edges))
 
     check()  # histories were never written
     gas.refresh(model, loader)
@@ -171,12 +175,12 @@ def test_bounds_of_gcn(seed: int) -> None:
     torch.manual_seed(seed)
     data = plain(undirected_graph(30, 50, seed))
     model = gas.autoscale(pyg.GCN(C, 6, num_layers=3, out_channels=4).double(), data)
-    loader = gas.HaloLoader(data, 5, parts="random")
-    edges = Edges(*_gcn_edges(data))
+    loader = gas.HaloLoader(data, 5, partition="random")
+    edges = MessageEdges(*_gcn_edges(data))
     gas.refresh(model, loader)
     disturb_weights(model, 0.3)
     layers = [Layer(lipschitz_constant(conv.lin), 1.0, own=0.0) for conv in model.convs]
-    found = compare(model, loader, layers, edges)
+    found = compare_bounds(model, loader, layers, edges)
     assert_bounded(found)
     assert float(found[-1].measured.closeness.max()) > 0.01
 
@@ -199,17 +203,17 @@ def test_equality_and_what_the_printed_sum_lacks() -> None:
     """Every node is a batch, sums itself and its 3 neighbours, and all histories are too large by the same."""
     data = complete(4)
     model = gas.autoscale(Chain(*[pyg.SimpleConv(aggr="sum", combine_root="sum") for _ in range(3)]), data)
-    loader = gas.HaloLoader(data, parts=torch.arange(4))
+    loader = gas.HaloLoader(data, partition=torch.arange(4))
     # Exact rows are 4 and 16. Batches compute 16 + 3 * 0.5 from the first history, to which the second adds 0.25.
     overwrite(model, loader, {"layers.0": torch.full((4, 1), 4.5), "layers.1": torch.full((4, 1), 17.75)})
-    layers, edges = [Layer(1.0, 1.0)] * 3, Edges(data.edge_index, 4)
-    found = compare(model, loader, layers, edges)
+    layers, edges = [Layer(1.0, 1.0)] * 3, MessageEdges(data.edge_index, 4)
+    found = compare_bounds(model, loader, layers, edges)
     assert [layer.measured.staleness.tolist() for layer in found] == [[0.5] * 4, [0.25] * 4, [0.0] * 4]
     for layer, error in zip(found, [0.0, 1.5, 1.5 + 3 * 1.75], strict=True):
         assert layer.measured.closeness.tolist() == [error] * 4
         assert layer.lemma.tolist() == layer.by_node.tolist() == [error] * 4
         assert layer.theorem == error
-    printed = theorem1_as_printed(1.0, 1.0, 3.0, staleness=[0.5, 0.25])
+    printed = printed_sum(1.0, 1.0, 3.0, staleness=[0.5, 0.25])
     assert printed == 5.25
     assert found[-1].theorem == 6.75 > printed  # the missing term is 0.5 * 3: own rows are off, too
 
@@ -218,27 +222,29 @@ def test_printed_sum_has_the_wrong_degree() -> None:
     """Node 0 has one neighbour; that one has four, whose errors arrive at node 0 all the same."""
     data = Data(x=torch.ones(6, 1).double(), edge_index=torch.tensor([[1, 2, 3, 4, 5], [0, 1, 1, 1, 1]]))
     model = gas.autoscale(Chain(*[pyg.SimpleConv(aggr="sum") for _ in range(3)]), data)
-    loader = gas.HaloLoader(data, parts=torch.arange(6))
+    loader = gas.HaloLoader(data, partition=torch.arange(6))
     gas.refresh(model, loader)
     rows = history_rows(model)
     # The first history is off by 1 where node 1 reads it; the second is what batches compute from that.
     rows["layers.0"][2:] += 1.0
     rows["layers.1"][1] += 4.0
     overwrite(model, loader, rows)
-    found = compare(model, loader, [Layer(1.0, 1.0, own=0.0)] * 3, Edges(data.edge_index, 6))
+    found = compare_bounds(model, loader, [Layer(1.0, 1.0, own=0.0)] * 3, MessageEdges(data.edge_index, 6))
     assert [float(layer.measured.staleness.max()) for layer in found] == [1.0, 0.0, 0.0]
     assert float(found[-1].measured.closeness[0]) == float(found[-1].by_node[0]) == 4.0
-    assert theorem1_as_printed(1.0, 1.0, degree=1.0, staleness=[1.0, 0.0]) == 1.0
-    assert found[-1].theorem == theorem1_as_printed(1.0, 1.0, degree=4.0, staleness=[1.0, 0.0]) == 16.0
+    assert printed_sum(1.0, 1.0, degree=1.0, staleness=[1.0, 0.0]) == 1.0
+    assert found[-1].theorem == printed_sum(1.0, 1.0, degree=4.0, staleness=[1.0, 0.0]) == 16.0
 
 
 def test_max_of_rows_is_not_nonexpansive() -> None:
     """Two neighbours, each off by 1 in another value: their maximum is off by the root of 2, not by 1 as printed."""
     data = Data(x=torch.zeros(3, 2).double(), edge_index=torch.tensor([[1, 2], [0, 0]]))
     model = gas.autoscale(Chain(*[pyg.SimpleConv(aggr="max") for _ in range(2)]), data)
-    loader = gas.HaloLoader(data, parts=torch.arange(3))
+    loader = gas.HaloLoader(data, partition=torch.arange(3))
     overwrite(model, loader, {"layers.0": torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])})
-    (_, found) = compare(model, loader, [Layer(1.0, 1.0, "max", own=0.0, width=2)] * 2, Edges(data.edge_index, 3))
+    (_, found) = compare_bounds(
+        model, loader, [Layer(1.0, 1.0, "max", own=0.0, width=2)] * 2, MessageEdges(data.edge_index, 3)
+    )
     error = float(found.measured.closeness[0])
     assert error == pytest.approx(math.sqrt(2.0))
     assert float(found.lemma[0]) == found.theorem == float(found.by_node[0]) == error
@@ -276,7 +282,7 @@ def test_measured_errors_are_those_of_rows() -> None:
     model = pyg.GCN(C, 6, num_layers=2, out_channels=4).double()
     expected, first = whole(model, data), model.convs[0](data.x, data.edge_index).detach()
     gas.autoscale(model, data)
-    loader = gas.HaloLoader(data, 5, parts="random", batch_size=2, shuffle=True)
+    loader = gas.HaloLoader(data, 5, partition="random", batch_size=2, shuffle=True)
     overwrite(model, loader, {"convs.0": first + 0.1})
     kept = history_rows(model)
     hidden, output = measure(model, loader)
@@ -298,15 +304,15 @@ def test_measured_errors_are_those_of_rows() -> None:
 def test_measuring_changes_nothing() -> None:
     data = plain(undirected_graph())
     model = gas.autoscale(build_model("gin", data, 4, hidden=6, layers=3, dropout=0.5).double(), data)
-    loader = gas.HaloLoader(data, 5, parts="random", shuffle=True)
+    loader = gas.HaloLoader(data, 5, partition="random", shuffle=True)
     for batch in loader:
         model(batch)
-    kept, state, memory = history_rows(model), loader.state_dict(), attached(model).memory.written_by
+    kept, state, memory = history_rows(model), loader.state_dict(), attached(model).memory._written_by
     random, weights = torch.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
     measure(model, loader)
     error_by_sweep(model, loader, 2)
     assert model.training
-    assert attached(model).memory.written_by == memory
+    assert attached(model).memory._written_by == memory
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.equal(loader.state_dict()["generator"], state["generator"])
     assert all(torch.equal(rows, kept[slot]) for slot, rows in history_rows(model).items())
@@ -316,7 +322,7 @@ def test_measuring_changes_nothing() -> None:
 def test_other_precision_leaves_the_error_of_rounding() -> None:
     data = plain(undirected_graph())
     model = gas.autoscale(pyg.GCN(C, 16, num_layers=2, out_channels=4).double(), data, dtype=torch.int8)
-    loader = gas.HaloLoader(data, 5, parts="random")
+    loader = gas.HaloLoader(data, 5, partition="random")
     gas.refresh(model, loader)
     hidden, output = measure(model, loader)
     assert float(hidden.closeness.max()) < 1e-12
@@ -345,19 +351,19 @@ def test_rows_with_heads_and_several_outputs() -> None:
 
     data = plain(odd_graph())
     model = gas.autoscale(Two().double(), data)
-    hidden, output = measure(model, gas.HaloLoader(data, 6, parts="random"))
+    hidden, output = measure(model, gas.HaloLoader(data, 6, partition="random"))
     assert float(hidden.closeness.max()) < 1e-12 < float(output.closeness.max())
 
 
 def test_models_that_the_bounds_are_not_about_are_refused() -> None:
     data = plain(undirected_graph())
-    loader, edges = gas.HaloLoader(data, 5, parts="random"), Edges(data.edge_index, 40)
+    loader, edges = gas.HaloLoader(data, 5, partition="random"), MessageEdges(data.edge_index, 40)
     model = gas.autoscale(build_model("gin", data, 4, hidden=6, layers=3, residual=True).double(), data)
     with pytest.raises(InputError, match="residuals"):
-        compare(model, loader, [Layer(1.0, 1.0)] * 3, edges)
+        compare_bounds(model, loader, [Layer(1.0, 1.0)] * 3, edges)
     model = gas.autoscale(pyg.GCN(C, 6, num_layers=3).double(), data)
     with pytest.raises(InputError, match="2 layers"):
-        compare(model, loader, [Layer(1.0, 1.0)] * 2, edges)
+        compare_bounds(model, loader, [Layer(1.0, 1.0)] * 2, edges)
     with pytest.raises(InputError, match="autoscaled"):
         measure(pyg.GCN(C, 6, num_layers=3), loader)
 
@@ -373,7 +379,7 @@ def test_exact_after_as_many_sweeps_as_layers_and_not_before(name: str, num_laye
     model = build_model(name, data, 4, hidden=16, layers=num_layers).double()
     spread_norms(model)
     gas.autoscale(model, data)
-    loader = gas.HaloLoader(data, 6, parts="random")
+    loader = gas.HaloLoader(data, 6, partition="random")
     errors = error_by_sweep(model, loader, num_layers + 2)
     assert [error < 1e-9 for error in errors] == [False] * (num_layers - 1) + [True] * 3
     # The histories are exact one sweep earlier.
@@ -388,7 +394,7 @@ def test_exact_after_as_many_sweeps_as_layers_and_not_before(name: str, num_laye
 def test_sweeps_begin_with_the_histories_as_they_are() -> None:
     data = plain(undirected_graph())
     model = gas.autoscale(pyg.GCN(C, 6, num_layers=3, out_channels=4).double(), data)
-    loader = gas.HaloLoader(data, 5, parts="random")
+    loader = gas.HaloLoader(data, 5, partition="random")
     gas.refresh(model, loader)
     assert max(error_by_sweep(model, loader, 2)) < 1e-12
     disturb_weights(model, 0.1)

@@ -25,7 +25,7 @@ from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.models import APPNP, GAT, GCN, GIN, GraphSAGE
 from gnnautoscale.tasks import NodeClassification
 
-ALL = diagnostics.PROBES
+ALL = diagnostics.DIAGNOSTICS
 
 
 @pytest.fixture
@@ -324,7 +324,7 @@ def state_of(model: nn.Module) -> list[Any]:
     modes = [module.training for module in model.modules()]
     calls = [(name, call.draws) for name, call in attached(model).calls.items()]
     memory = attached(model).memory
-    return [rng, weights, grads, modes, calls, history_rows(model), memory.written_by]
+    return [rng, weights, grads, modes, calls, history_rows(model), memory._written_by]
 
 
 def same(a: Any, b: Any) -> bool:

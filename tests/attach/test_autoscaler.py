@@ -29,7 +29,7 @@ from conftest import (
 )
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward import plan as slots
+from gnnautoscale.forward import memory as memory_module
 
 C = CHANNELS
 
@@ -45,7 +45,7 @@ def first_batch(data: Data, num_parts: int = 4) -> Data:
 def exact(model: nn.Module, data: Data, num_parts: int = 5) -> None:
     expected = whole(model, data)
     gas.autoscale(model, data)
-    assert_same(gas.infer(model, gas.HaloLoader(data, num_parts, parts="random")), expected)
+    assert_same(gas.infer(model, gas.HaloLoader(data, num_parts, partition="random")), expected)
 
 
 # Attach and detach ###################################################################################################
@@ -240,7 +240,7 @@ def test_batch_of_another_loader_of_the_same_graph_is_accepted() -> None:
     expected = whole(model, data)
     gas.autoscale(model, data)
     gas.infer(model, gas.HaloLoader(data, 3))
-    batch = next(iter(gas.HaloLoader(data.clone(), 7, parts="random")))
+    batch = next(iter(gas.HaloLoader(data.clone(), 7, partition="random")))
     assert_same(model(batch), expected[batch.n_id[: batch.batch_size]])
 
 
@@ -267,7 +267,7 @@ def test_whole_graph_is_refused() -> None:
 def test_mixed_batches_are_refused() -> None:
     data = undirected_graph()
     model = gas.autoscale(Stack([pyg.GCNConv(C, C)], ("edge_weight",)), data)
-    first, second = gas.HaloLoader(data, parts=torch.arange(40) % 2)
+    first, second = gas.HaloLoader(data, partition=torch.arange(40) % 2)
     model(first)
     with pytest.raises(InputError, match="same batch"):
         model(first.x, first.edge_index, second.edge_weight)
@@ -721,6 +721,6 @@ def test_histories_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
     data = undirected_graph()
     model = gas.autoscale(gcn(), data)
-    monkeypatch.setattr(slots, "open_history", no_room)
+    monkeypatch.setattr(memory_module, "open_history", no_room)
     with pytest.raises(InputError, match=r"device memory must have room.*99 bytes.*'convs.0'.*storage='disk'"):
         gas.refresh(model, gas.HaloLoader(data, 3))

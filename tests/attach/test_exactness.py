@@ -35,14 +35,14 @@ def check_exact(
     data: Data,
     num_parts: int,
     *,
-    parts: Literal["metis", "random"] = "random",
+    partition: Literal["metis", "random"] = "random",
     batch_size: int = 1,
     bidirectional: bool = False,
     storage: Literal["device", "host"] = "device",
     tolerance: float = 1e-5,
 ) -> None:
     expected = whole(model, data)
-    loader = gas.HaloLoader(data, num_parts, parts=parts, batch_size=batch_size, bidirectional=bidirectional)
+    loader = gas.HaloLoader(data, num_parts, partition=partition, batch_size=batch_size, bidirectional=bidirectional)
     gas.autoscale(model, data, storage=storage)
     assert_same(gas.infer(model, loader), expected, tolerance)
 
@@ -55,7 +55,7 @@ def check_exact(
 def test_layer_is_exact_on_an_undirected_graph(
     name: str, parts: Literal["metis", "random"], num_parts: int, batch_size: int
 ) -> None:
-    check_exact(three_layers(name), undirected_graph(), num_parts, parts=parts, batch_size=batch_size)
+    check_exact(three_layers(name), undirected_graph(), num_parts, partition=parts, batch_size=batch_size)
 
 
 @pytest.mark.parametrize("name", ALL_LAYERS)
@@ -111,7 +111,7 @@ def test_any_graph_and_any_parts(seed: int) -> None:
     model = Stack([layer() for layer in make])
     expected = whole(model, data)
     gas.autoscale(model, data)
-    assert_same(gas.infer(model, gas.HaloLoader(data, parts=labels, batch_size=2, shuffle=True)), expected)
+    assert_same(gas.infer(model, gas.HaloLoader(data, partition=labels, batch_size=2, shuffle=True)), expected)
 
 
 READY: dict[str, Callable[..., Any]] = {
@@ -272,7 +272,7 @@ def test_exact_after_as_many_sweeps_as_layers(name: str, num_layers: int) -> Non
     model = Stack([LAYERS[name][0]() for _ in range(num_layers)])
     spread_norms(model)
     expected = whole(model, data)
-    loader = gas.HaloLoader(data, 10, parts="random")
+    loader = gas.HaloLoader(data, 10, partition="random")
     gas.autoscale(model, data)
 
     def sweep() -> Tensor:
@@ -432,7 +432,7 @@ def test_gradient_is_the_papers(
     data = undirected_graph(24, 40)
     first, second = make(C, 5), make(5, 3)
     model = Stack([first, second])
-    loader = gas.HaloLoader(data, 4, parts="random")
+    loader = gas.HaloLoader(data, 4, partition="random")
     gas.autoscale(model, data)
     # Kept by hand: what the history must hold.
     history = torch.zeros(data.num_nodes, 5)
@@ -496,7 +496,7 @@ def test_batch_norm_takes_statistics_from_the_batch_only() -> None:
             return out
 
     model = gas.autoscale(Normed(), data)
-    for batch in gas.HaloLoader(data, 4, parts="random"):
+    for batch in gas.HaloLoader(data, 4, partition="random"):
         model.train()
         out = model(batch)
         inside = batch.x[: batch.batch_size]
@@ -514,7 +514,7 @@ def test_dropout_acts_after_the_pull() -> None:
     """A history holds rows without dropout, and the halo's rows are dropped like the batch's."""
     data = undirected_graph(24, 40)
     model = Stack([pyg.SimpleConv(aggr="mean"), pyg.SimpleConv(aggr="mean")])
-    loader = gas.HaloLoader(data, 4, parts="random")
+    loader = gas.HaloLoader(data, 4, partition="random")
     masks = []
 
     class Dropped(Stack):
@@ -554,7 +554,7 @@ class Grouped(nn.Module):
 def test_batch_norm_of_rows_with_more_dimensions_leaves_the_halo_out() -> None:
     data = undirected_graph()
     model = gas.autoscale(Grouped(), data).train()
-    batch = next(iter(gas.HaloLoader(data, 4, parts="random")))
+    batch = next(iter(gas.HaloLoader(data, 4, partition="random")))
     model(batch)
     inside = batch.x[: batch.batch_size].view(-1, 2, C // 2)
     assert model.norm.running_mean is not None
@@ -584,7 +584,7 @@ class NormedEdges(nn.Module):
 def test_batch_norm_of_edges_takes_all_edges(edges: list[tuple[int, int]]) -> None:
     data = with_attributes(torch.tensor(edges).t().contiguous(), 4)
     model = gas.autoscale(NormedEdges(), data).train()
-    batch = next(iter(gas.HaloLoader(data, parts=torch.tensor([0, 0, 0, 1]))))
+    batch = next(iter(gas.HaloLoader(data, partition=torch.tensor([0, 0, 0, 1]))))
     model(batch)
     assert model.norm.running_mean is not None
     assert_same(model.norm.running_mean, batch.edge_attr.mean(dim=0).as_subclass(Tensor))

@@ -91,7 +91,9 @@ def test_autocast_trains(data: Data) -> None:
 
 def test_fit_runs_on_the_gpu(data: Data) -> None:
     torch.manual_seed(0)
-    result = gas.fit(build_model("gcn", data, 5), data, parts=4, epochs=3, device="cuda", storage="host", lipschitz=0.1)
+    result = gas.fit(
+        build_model("gcn", data, 5), data, num_parts=4, epochs=3, device="cuda", storage="host", lipschitz=0.1
+    )
     assert result.peak_memory is not None
     assert len(result.epochs) == 3
 
@@ -103,7 +105,7 @@ def test_memory_does_not_grow_with_the_graph() -> None:
         source = torch.arange(num_nodes).repeat(8)
         target = (source + torch.arange(1, 9).repeat_interleave(num_nodes)) % num_nodes
         graph = Data(x=torch.ones(num_nodes, 32), edge_index=torch.stack([source, target]), num_nodes=num_nodes)
-        loader = gas.HaloLoader(graph, parts=torch.arange(num_nodes) // 1000)
+        loader = gas.HaloLoader(graph, partition=torch.arange(num_nodes) // 1000)
         model = gas.autoscale(pyg.GCN(32, 64, num_layers=3, out_channels=5).cuda(), graph, storage="host")
         model(next(iter(loader)).to("cuda"))  # what the first call does once
         torch.cuda.reset_peak_memory_stats()

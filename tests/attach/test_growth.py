@@ -32,7 +32,8 @@ from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.growth import grown_parts
 from gnnautoscale.attach.inference import infer_from_histories
 from gnnautoscale.errors import InputError, StaleHistoryWarning, UnsupportedModelError
-from gnnautoscale.forward.sweep import Sweep
+from gnnautoscale.forward.exchange import HistoryStore
+from gnnautoscale.forward.session import Session
 from gnnautoscale.models import build_model
 from support.layers import ALL_LAYERS, INITIAL_LAYERS, LAYERS, TWO_WAY_LAYERS, three_layers
 
@@ -102,7 +103,7 @@ def refreshed(
 ) -> tuple[nn.Module, nn.Module, gas.HaloLoader]:
     """The autoscaled model with exact histories, a plain copy of it, and a loader."""
     plain = copy.deepcopy(model)
-    loader = gas.HaloLoader(data, num_parts, parts="random", **options)
+    loader = gas.HaloLoader(data, num_parts, partition="random", **options)
     gas.autoscale(model, data)
     gas.refresh(model, loader)
     return model, plain, loader
@@ -112,13 +113,13 @@ def refreshed(
 def pushed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """The nodes whose rows sweeps write, by slot."""
     seen: dict[str, list[int]] = {}
-    original = Sweep.push
+    original = HistoryStore.write
 
-    def push(self: Sweep, slot: str, out: Tensor) -> None:
-        seen.setdefault(slot, []).extend(self.info.nodes.tolist())
-        original(self, slot, out)
+    def write(self: HistoryStore, session: Session, slot: str, rows: Tensor) -> None:
+        seen.setdefault(slot, []).extend(session.info.nodes.tolist())
+        original(self, session, slot, rows)
 
-    monkeypatch.setattr(Sweep, "push", push)
+    monkeypatch.setattr(HistoryStore, "write", write)
     return seen
 
 
@@ -256,7 +257,7 @@ def test_models_that_name_their_histories(change: str) -> None:
     model = Explicit(data.num_nodes)
     plain = gas.detach(Explicit(data.num_nodes))
     plain.load_state_dict(model.state_dict())
-    loader = gas.HaloLoader(data, 4, parts="random")
+    loader = gas.HaloLoader(data, 4, partition="random")
     gas.refresh(model, loader)
     grown = some_growth(data) if change == "nodes" else data.clone()
     grown.edge_attr[3] += 2.0
@@ -286,7 +287,7 @@ def test_own_way_to_call_the_model() -> None:
 def test_histories_in_the_order_of_another_loader() -> None:
     data = undirected_graph()
     model, plain, _ = refreshed(READY["GCN"](), data)
-    loader = gas.grow(model, gas.HaloLoader(data, 3, parts="random", seed=5), some_growth(data))
+    loader = gas.grow(model, gas.HaloLoader(data, 3, partition="random", seed=5), some_growth(data))
     check_exact(model, plain, loader)
 
 
@@ -457,15 +458,15 @@ def test_new_nodes_without_edges(pushed: dict[str, list[int]]) -> None:
 
 def test_batches_are_as_large_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    original = Sweep.push
+    original = HistoryStore.write
 
-    def push(self: Sweep, slot: str, out: Tensor) -> None:
-        sizes.append(self.info.batch_size)
-        original(self, slot, out)
+    def write(self: HistoryStore, session: Session, slot: str, rows: Tensor) -> None:
+        sizes.append(session.info.batch_size)
+        original(self, session, slot, rows)
 
     data = undirected_graph()
     model, plain, loader = refreshed(stack("GCN"), data, 8, batch_size=2)
-    monkeypatch.setattr(Sweep, "push", push)
+    monkeypatch.setattr(HistoryStore, "write", write)
     grown = data.clone()
     grown.x += 1.0
     loader = gas.grow(model, loader, grown)
@@ -504,7 +505,7 @@ def test_stale_histories_stay_stale() -> None:
     train(model, loader)
     before = history_rows(model)
     loader = gas.grow(model, loader, plus(data, 1, [(99, 100)], both=True))
-    assert attached(model).memory.written_by is None
+    assert attached(model).memory._written_by is None
     for slot, rows in history_rows(model).items():
         assert torch.equal(rows[:97], before[slot][:97])
     with pytest.warns(StaleHistoryWarning):
@@ -573,7 +574,7 @@ def test_histories_of_fit() -> None:
     data = path()
     data.val_mask = data.test_mask = ~data.train_mask
     model = READY["GraphSAGE"]()
-    gas.fit(model, data, parts=4, epochs=2)
+    gas.fit(model, data, num_parts=4, epochs=2)
     before = history_rows(model)
     loader = gas.HaloLoader(data, 4, batch_size=2, shuffle=True)
     loader = gas.grow(model, loader, plus(data, 1, [(99, 100)], both=True))

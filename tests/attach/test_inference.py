@@ -34,7 +34,7 @@ def scaled(num_layers: int = 3, num_parts: int = 5) -> tuple[nn.Module, Data, ga
     data = undirected_graph()
     model = pyg.GraphSAGE(C, 6, num_layers=num_layers, out_channels=4, dropout=0.5)
     expected = whole(model, data)
-    return gas.autoscale(model, data), data, gas.HaloLoader(data, num_parts, parts="random"), expected
+    return gas.autoscale(model, data), data, gas.HaloLoader(data, num_parts, partition="random"), expected
 
 
 # infer ###############################################################################################################
@@ -46,7 +46,7 @@ def test_each_layer_is_computed_once_per_node(num_layers: int, shuffle: bool) ->
     data = undirected_graph()
     model, layers = counted(num_layers)
     expected = whole(model, data)
-    loader = gas.HaloLoader(data, 6, parts="random", batch_size=2, shuffle=shuffle)
+    loader = gas.HaloLoader(data, 6, partition="random", batch_size=2, shuffle=shuffle)
     gas.autoscale(model, data)
     model(next(iter(loader)))  # the first call finds out how the model is run
     forget(layers)
@@ -91,7 +91,7 @@ def test_rows_come_in_the_order_of_the_data() -> None:
             return out
 
     model = gas.autoscale(Number(), data)
-    out = gas.infer(model, gas.HaloLoader(data, 7, parts="random", batch_size=2, shuffle=True))
+    out = gas.infer(model, gas.HaloLoader(data, 7, partition="random", batch_size=2, shuffle=True))
     assert torch.equal(out, data.x)
 
 
@@ -128,7 +128,7 @@ def test_several_outputs(kind: str, num_parts: int) -> None:
     model = Several(kind)
     expected = whole(model, data)
     gas.autoscale(model, data)
-    loader = gas.HaloLoader(data, num_parts, parts="random")
+    loader = gas.HaloLoader(data, num_parts, partition="random")
     out = gas.infer(model, loader)
     assert type(out) is type(expected)
     for got, want in zip(flat(out), flat(expected), strict=True):
@@ -161,7 +161,7 @@ def test_another_call_is_computed_anew() -> None:
     model = pyg.GraphSAGE(C, 6, num_layers=3, out_channels=4).eval()
     expected = model(data.x * 2, data.edge_index).detach()
     gas.autoscale(model, data)
-    loader = gas.HaloLoader(data, 4, parts="random")
+    loader = gas.HaloLoader(data, 4, partition="random")
     gas.infer(model, loader)
     assert_same(gas.infer(model, loader, call=lambda model, batch: model(batch.x * 2, batch.edge_index)), expected)
 
@@ -174,8 +174,8 @@ def test_other_features_on_the_same_edges_are_computed_anew() -> None:
     model = pyg.GraphSAGE(C, 6, num_layers=3, out_channels=4)
     expected = whole(model, other)
     gas.autoscale(model, data)
-    gas.infer(model, gas.HaloLoader(data, 4, parts="random"))
-    assert_same(gas.infer(model, gas.HaloLoader(other, 4, parts="random")), expected)
+    gas.infer(model, gas.HaloLoader(data, 4, partition="random"))
+    assert_same(gas.infer(model, gas.HaloLoader(other, 4, partition="random")), expected)
 
 
 @pytest.mark.parametrize("make", [lambda: undirected_graph(60, 150, seed=3), lambda: odd_graph(5)])
@@ -185,7 +185,7 @@ def test_second_graph(make: Callable[[], Data], num_parts: int) -> None:
     other = make()
     gas.refresh(model, loader)
     kept = history_rows(model)
-    second = gas.HaloLoader(other, num_parts, parts="random")
+    second = gas.HaloLoader(other, num_parts, partition="random")
     for _ in range(2):
         out = gas.infer(model, second)
         now = history_rows(model)
@@ -347,7 +347,7 @@ def test_prediction_costs_the_same_at_any_depth(num_layers: int, rows_read: list
     rows_read.clear()
     nodes = torch.tensor([3, 17])
     assert_same(gas.predict(model, loader, nodes), expected[nodes])
-    batch = loader.around(nodes)
+    batch = loader.batch_for(nodes)
     assert rows_read == [batch.num_nodes]
     assert [layer.calls for layer in layers] == [0] * (num_layers - 1) + [1]
     assert layers[-1].num_edges == batch.num_edges

@@ -13,7 +13,6 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from conftest import CHANNELS, Stack, history_rows, undirected_graph
-from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.regularize import ball
 from gnnautoscale.errors import InputError
 
@@ -247,7 +246,10 @@ def test_context_ends() -> None:
     assert torch.equal(penalty.value(), value)
     with pytest.raises(RuntimeError, match="stop"), gas.LocalLipschitz(model, 0.1):
         raise RuntimeError("stop")
-    assert attached(model).penalty is None
+    calls: list[str] = []
+    layer.register_propagate_forward_hook(lambda *_: calls.append("once"))
+    model(batch)
+    assert calls == ["once"]  # not run a second time
     with penalty:
         pass
     with pytest.raises(InputError, match="belongs to a forward pass, but got none"):

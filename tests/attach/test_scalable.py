@@ -68,7 +68,7 @@ def test_listing_2_is_exact(num_layers: int, num_parts: int) -> None:
     data = odd_graph()
     model, plain = pair(data.num_nodes, num_layers)
     expected = plain(data.x, data.edge_index).detach()
-    loader = gas.HaloLoader(data, num_parts, parts="random")
+    loader = gas.HaloLoader(data, num_parts, partition="random")
     assert_same(gas.infer(model, loader), expected)
     called = gas.infer(model, loader, call=lambda model, batch: model(batch.x, batch.edge_index, batch.n_id))
     assert_same(called, expected)
@@ -80,7 +80,7 @@ def test_listing_2_is_exact_after_as_many_sweeps_as_layers() -> None:
     data = undirected_graph()
     model, plain = pair(40)
     expected = plain(data.x, data.edge_index).detach()
-    loader = gas.HaloLoader(data, 8, parts="random")
+    loader = gas.HaloLoader(data, 8, partition="random")
     errors = []
     with torch.no_grad():
         for _ in range(4):
@@ -183,7 +183,7 @@ class Deep(ScalableGNN):
 def test_layers_that_propagate_several_times() -> None:
     data = undirected_graph()
     model = Deep()
-    out = gas.infer(model, gas.HaloLoader(data, 5, parts="random"))
+    out = gas.infer(model, gas.HaloLoader(data, 5, partition="random"))
     gas.detach(model)
     assert_same(out, model(data.x, data.edge_index, None))
 

@@ -34,7 +34,7 @@ from gnnautoscale.training import journal
 from gnnautoscale.training.loop import fit
 
 TINY = ["--data", "communities", "--nodes", "60", "--degree", "4", "--features", "5", "--classes", "3"]
-FAST = ["--epochs", "2", "--parts", "4"]
+FAST = ["--epochs", "2", "--num-parts", "4"]
 
 
 @pytest.fixture(autouse=True)
@@ -170,13 +170,13 @@ def test_several_runs_have_a_folder_each(tmp_path: Path) -> None:
 
 def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
     kept = ["--checkpoint-dir", str(tmp_path)]
-    done("train", *TINY, "--parts", "4", "--epochs", "2", *kept)
-    done("train", *TINY, "--parts", "4", "--epochs", "4", *kept, "--resume", str(tmp_path))
+    done("train", *TINY, "--num-parts", "4", "--epochs", "2", *kept)
+    done("train", *TINY, "--num-parts", "4", "--epochs", "4", *kept, "--resume", str(tmp_path))
     (name,) = folders()
     assert [epoch["epoch"] for epoch in read_run(Path("runs") / name).epochs] == [1, 2, 3, 4]
     # Without the folder, what the checkpoint knows is written into a new one.
     shutil.rmtree("runs")
-    done("train", *TINY, "--parts", "4", "--epochs", "5", *kept, "--resume", str(tmp_path))
+    done("train", *TINY, "--num-parts", "4", "--epochs", "5", *kept, "--resume", str(tmp_path))
     (name,) = folders()
     assert [epoch["epoch"] for epoch in read_run(Path("runs") / name).epochs] == [1, 2, 3, 4, 5]
 
@@ -184,7 +184,7 @@ def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
 def test_what_to_measure_may_be_named(tmp_path: Path) -> None:
     file = tmp_path / "options.toml"
     file.write_text('diagnose = ["gradients"]\ndiagnose_every = 2\n')
-    done("train", *TINY, "--epochs", "3", "--parts", "4", "--config", str(file), "--run-dir", "a")
+    done("train", *TINY, "--epochs", "3", "--num-parts", "4", "--config", str(file), "--run-dir", "a")
     assert [probe["epoch"] for probe in read_run("a").gradients] == [2, 3]
     done("train", *TINY, *FAST, "--diagnose", "staleness", "--diagnose", "lipschitz", "--run-dir", "b")
     read = read_run("b")
@@ -492,9 +492,9 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_each_command_reads_its_own_keys(tmp_path: Path) -> None:
-    file = config(tmp_path, COMMUNITIES + "parts = 5\n")
+    file = config(tmp_path, COMMUNITIES + "num_parts = 5\n")
     assert answer("partition", "--config", file)["parts"] == 5
-    assert "the key 'parts'" in refused("data", "--config", file)
+    assert "the key 'num_parts'" in refused("data", "--config", file)
     assert "the key 'lr'" in refused("partition", "--config", config(tmp_path, COMMUNITIES + "lr = 0.1\n"))
 
 
@@ -518,7 +518,7 @@ def test_values_come_from_flags_then_the_file_then_defaults(tmp_path: Path) -> N
         (["--undirected"], "--undirected"),
         (["--max-features", "3"], "--max-features"),
         (["--edges", "edges.csv"], "--edges"),
-        (["--parts", "2", "--batch-size", "3"], "batch_size"),
+        (["--num-parts", "2", "--batch-size", "3"], "batch_size"),
         (["--mode", "fast"], "mode must be one of"),
         (["--mode", "sage"], "fan_out must be a list of integers"),
         (["--mode", "sage", "--fan-out", "0,3"], "fan_out must be a list of integers"),
@@ -605,7 +605,7 @@ def test_a_loss_that_is_no_number_ends_with_a_sentence(main: Main) -> None:
         ["--device", "nowhere"],
         ["--save", "."],
         ["--cache-dir", str(Path(__file__) / "cache")],
-        ["--parts", "61"],
+        ["--num-parts", "61"],
     ],
 )
 def test_bad_values_end_with_a_sentence(main: Main, flags: list[str]) -> None:
@@ -627,7 +627,7 @@ def test_a_saved_model_scores_as_it_did(tmp_path: Path, data: list[str], model: 
     trained = answer("train", *data, *FAST, "--model", model, "--hidden", "4", "--save", str(file))
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
     for parts in ("1", "3"):
-        inferred = answer("infer", str(file), *data, "--parts", parts)
+        inferred = answer("infer", str(file), *data, "--num-parts", parts)
         assert inferred["accuracy test"] == pytest.approx(trained["runs"][0]["scores"]["test"])
         if data is TINY:
             assert inferred["accuracy val"] == pytest.approx(trained["runs"][0]["scores"]["val"])
@@ -707,7 +707,7 @@ def test_files_that_are_no_models_are_refused(saved: Path, spoil: Callable[[Path
     assert "model.pt" in message
 
 
-@pytest.mark.parametrize("flags", [["--parts", "0"], ["--device", "nowhere"], ["--output", "/nowhere/out.npz"]])
+@pytest.mark.parametrize("flags", [["--num-parts", "0"], ["--device", "nowhere"], ["--output", "/nowhere/out.npz"]])
 def test_inference_that_cannot_be_is_refused(saved: Path, main: Main, flags: list[str]) -> None:
     code, out, err = main("infer", saved, *TINY, *flags)
     assert (code, out) == (2, "")
@@ -720,7 +720,7 @@ def test_inference_that_cannot_be_is_refused(saved: Path, main: Main, flags: lis
 @pytest.mark.parametrize("method", ["metis", "random"])
 def test_partition_writes_the_parts(tmp_path: Path, method: str) -> None:
     file = tmp_path / "parts.npy"
-    facts = answer("partition", *TINY, "--parts", "5", "--partition", method, "--output", str(file))
+    facts = answer("partition", *TINY, "--num-parts", "5", "--partition", method, "--output", str(file))
     labels = torch.from_numpy(np.load(file))
     graph = datasets.load("communities", nodes=60, degree=4.0, features=5, classes=3).train
     source, target = graph.edge_index
@@ -741,21 +741,22 @@ def test_partition_writes_the_parts(tmp_path: Path, method: str) -> None:
 
 
 def test_partition_prints_lines_when_piped() -> None:
-    table = lines("partition", *TINY, "--parts", "3")
+    table = lines("partition", *TINY, "--num-parts", "3")
     assert table[0] == ["", "value"]
     assert ["parts", "3"] in table
     assert all(len(row) == 2 for row in table)
 
 
 def test_partitions_are_kept(tmp_path: Path) -> None:
-    arguments = ["partition", *TINY, "--parts", "3", "--cache-dir", str(tmp_path / "cache")]
+    arguments = ["partition", *TINY, "--num-parts", "3", "--cache-dir", str(tmp_path / "cache")]
     first = answer(*arguments)
     assert len(list((tmp_path / "cache").iterdir())) == 1
     assert timeless(answer(*arguments)) == timeless(first)
 
 
 @pytest.mark.parametrize(
-    "flags", [["--parts", "0"], ["--parts", "61"], ["--partition", "louvain"], ["--output", "/nowhere/parts.npy"]]
+    "flags",
+    [["--num-parts", "0"], ["--num-parts", "61"], ["--partition", "louvain"], ["--output", "/nowhere/parts.npy"]],
 )
 def test_partitions_that_cannot_be_are_refused(main: Main, flags: list[str]) -> None:
     code, out, err = main("partition", *TINY, *flags)
@@ -854,10 +855,12 @@ def test_help_is_there(command: str) -> None:
 
 
 def test_a_resumed_run_prints_what_an_uninterrupted_one_does(tmp_path: Path) -> None:
-    whole = answer("train", *TINY, "--epochs", "4", "--parts", "4")["runs"][0]
+    whole = answer("train", *TINY, "--epochs", "4", "--num-parts", "4")["runs"][0]
     folder = str(tmp_path / "run")
-    done("train", *TINY, "--epochs", "2", "--parts", "4", "--checkpoint-dir", folder)
-    resumed = answer("train", *TINY, "--epochs", "4", "--parts", "4", "--checkpoint-dir", folder, "--resume", folder)
+    done("train", *TINY, "--epochs", "2", "--num-parts", "4", "--checkpoint-dir", folder)
+    resumed = answer(
+        "train", *TINY, "--epochs", "4", "--num-parts", "4", "--checkpoint-dir", folder, "--resume", folder
+    )
     assert [epoch["loss"] for epoch in resumed["runs"][0]["epochs"]] == [epoch["loss"] for epoch in whole["epochs"]]
     assert resumed["runs"][0]["scores"] == whole["scores"]
 
@@ -874,7 +877,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytes
         return fit(*_, callback=stop, **options)
 
     monkeypatch.setattr(cli, "fit", interrupted)
-    result = call("train", *TINY, "--epochs", "9", "--parts", "4", "--checkpoint-dir", folder)
+    result = call("train", *TINY, "--epochs", "9", "--num-parts", "4", "--checkpoint-dir", folder)
     assert result.exit_code == 130
     assert f"--resume {folder} goes on from checkpoint-000000008.safetensors" in result.stderr.replace("\n", "")
 

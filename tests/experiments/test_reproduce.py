@@ -27,7 +27,6 @@ from gnnautoscale.experiments.reproduce import (
     Run,
     Store,
     config,
-    describe_machine,
     load,
     make_report,
     names,
@@ -41,6 +40,7 @@ from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
 from gnnautoscale.experiments.reproduce.work import perform
 from gnnautoscale.models import check_model_options
 from gnnautoscale.runs.folder import read_run
+from gnnautoscale.training.journal import describe_machine
 from gnnautoscale.training.loop import fit
 from gnnautoscale.training.options import check_options
 
@@ -55,7 +55,7 @@ CPU = torch.device("cpu")
 TINY = """
 kind = "train"
 seeds = 1
-train = { mode = "gas", parts = 3, epochs = 2 }
+train = { mode = "gas", num_parts = 3, epochs = 2 }
 variants = { full = { mode = "full" }, gas = { refresh_every = "never" } }
 
 [cells.gcn.communities]
@@ -138,7 +138,7 @@ def check_train(work: Mapping[str, Any]) -> None:
 def check_connectivity(work: Mapping[str, Any]) -> None:
     assert work["cell"] in datasets.names()
     assert work["method"] in ("metis", "random")
-    assert work["parts"] > 1
+    assert work["num_parts"] > 1
 
 
 def check_neighbourhood(work: Mapping[str, Any]) -> None:
@@ -148,9 +148,9 @@ def check_neighbourhood(work: Mapping[str, Any]) -> None:
 
 
 def check_step(work: Mapping[str, Any]) -> None:
-    setup = bench.Setup(**{field.name: work[field.name] for field in fields(bench.Setup)})
-    assert (1 + work["ratio"]) * setup.batch_nodes <= setup.nodes
-    assert setup == bench.Setup()
+    graph = bench.BenchGraph(**{field.name: work[field.name] for field in fields(bench.BenchGraph)})
+    graph.check(work["ratio"])
+    assert graph == bench.BenchGraph()
     assert work["layers"] == 4
 
 
@@ -208,14 +208,14 @@ def test_full_batch_does_not_depend_on_what_belongs_to_batches() -> None:
         "table1",
         "train",
         1,
-        {"gcn.cora": {"train": {"parts": 4, "batch_size": 2, "drawings": 3, "lr": 0.1}}},
+        {"gcn.cora": {"train": {"num_parts": 4, "batch_size": 2, "drawings": 3, "lr": 0.1}}},
         {"full": {"mode": "full"}, "gas": {"grad_norm": "none", "model": {"layers": 3}}},
         {"mode": "gas", "storage": "host"},
     )
     full, gas = (run.work for run in experiment.runs())
     assert full["train"] == {"mode": "full", "lr": 0.1}
     assert full["options"] == {}
-    assert gas["train"]["parts"] == 4
+    assert gas["train"]["num_parts"] == 4
     assert gas["train"]["drawings"] == 3
     assert gas["train"]["grad_norm"] is None
     assert gas["options"] == {"layers": 3}
@@ -327,7 +327,7 @@ def test_only_what_is_missing_is_done_and_failures_are_tried_again(tmp_path: Pat
 
 
 def test_long_runs_come_first(tmp_path: Path, performed: list[int]) -> None:
-    trains = [{"epochs": 5}, {"epochs": 50}, {"epochs": 5, "parts": 40, "batch_size": 2}]
+    trains = [{"epochs": 5}, {"epochs": 50}, {"epochs": 5, "num_parts": 40, "batch_size": 2}]
     runs = [
         Run("cell", "variant", 10 + n, {"kind": "train", "train": train, "options": {}, "seed": 10 + n})
         for n, train in enumerate(trains)
@@ -492,9 +492,9 @@ def test_table5_shows_scores(tmp_path: Path) -> None:
 
 def test_table6_shows_connectivity(tmp_path: Path) -> None:
     results: Results = {
-        ("cora", "random"): [{"connectivity": 1.3, "parts": 3}, {"connectivity": 1.4, "parts": 3}],
-        ("cora", "metis"): [{"connectivity": 0.2, "parts": 3}],
-        ("pubmed", "metis"): [{"connectivity": 0.9, "parts": 20}],
+        ("cora", "random"): [{"connectivity": 1.3, "num_parts": 3}, {"connectivity": 1.4, "num_parts": 3}],
+        ("cora", "metis"): [{"connectivity": 0.2, "num_parts": 3}],
+        ("pubmed", "metis"): [{"connectivity": 0.9, "num_parts": 20}],
     }
     assert report_of(tmp_path, "table6", results).rows == [
         ["cora", "3", "1.33", "1.35", "0.14", "0.20", "yes"],
@@ -525,9 +525,9 @@ def test_figure4_compares_ratios_and_draws_the_benchmark(tmp_path: Path) -> None
     def result(ratio: float, device: float, host: float) -> dict[str, Any]:
         milliseconds = {column: device if column == "device fp32" else host for column in bench.COLUMNS}
         overhead = {column: host / device - 1 for column in bench.COLUMNS if column != "device fp32"}
-        row = {"ratio": ratio, "milliseconds": milliseconds, "computation": 0.0, "I/O": overhead}
-        setup = {**vars(bench.Setup()), "layers": 4}
-        return {"row": row, "setup": setup, "machine": {"gpu": "a fine GPU", "cpu": "x"}}
+        row = {"ratio": ratio, "milliseconds": milliseconds, "I/O": overhead}
+        setup = {**vars(bench.BenchGraph()), "layers": 4}
+        return {"row": row, "setup": setup, "machine": "a fine GPU"}
 
     found = {("halo-2", "gin"): [result(2.0, 3.0, 3.3)], ("halo-0", "gin"): [result(0.0, 2.0, 2.0)]}
     report = report_of(tmp_path, "figure4", found)

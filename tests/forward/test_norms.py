@@ -130,7 +130,7 @@ def test_training_on_all_nodes_at_once_is_full_batch(name: str) -> None:
 def test_a_batch_is_normalized_by_its_own_rows(training: bool) -> None:
     data, model = graph(24, 40), Before()
     gas.autoscale(model, data).train(training)
-    for batch in gas.HaloLoader(data, 4, parts="random"):
+    for batch in gas.HaloLoader(data, 4, partition="random"):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             out = model(batch)
@@ -143,7 +143,7 @@ def test_a_batch_is_normalized_by_its_own_rows(training: bool) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_evaluation_in_batches_says_what_it_depends_on(name: str) -> None:
     data = graph()
-    model, loader = gas.autoscale(MODELS[name](), data), gas.HaloLoader(data, 4, parts="random")
+    model, loader = gas.autoscale(MODELS[name](), data), gas.HaloLoader(data, 4, partition="random")
     gas.refresh(model, gas.HaloLoader(data, 1))
     said = "statistics of each batch, so outputs depend on how the graph is cut"
     with pytest.warns(UserWarning, match=said):
@@ -162,7 +162,7 @@ def test_histories_become_exact_but_for_the_statistics() -> None:
     data = graph(32, 64)
     data.x = data.x[:1].repeat(32, 1) * torch.tensor([1.0, -1.0]).repeat(16)[:, None]
     model = gas.autoscale(Before(), data).eval()
-    loader = gas.HaloLoader(data, parts=torch.arange(32) // 8)
+    loader = gas.HaloLoader(data, partition=torch.arange(32) // 8)
     exact = gas.infer(model, gas.HaloLoader(data, 1))
     with pytest.warns(UserWarning, match="how the graph is cut"):
         assert_same(gas.infer(model, loader), exact)
@@ -173,7 +173,7 @@ def test_fit_takes_them() -> None:
     data.y = torch.randint(3, (40,))
     data.train_mask = data.val_mask = data.test_mask = torch.ones(40, dtype=torch.bool)
     model = GIN(C, 3, hidden=8, layers=2, track_running_stats=False)
-    result = gas.fit(model, data, parts=4, epochs=3, evaluate_parts=1, refresh_every="epoch")
+    result = gas.fit(model, data, num_parts=4, epochs=3, evaluate_parts=1, refresh_every="epoch")
     assert result.epochs[-1].loss < result.epochs[0].loss
     with pytest.warns(UserWarning, match="evaluate_parts=1"):
-        gas.fit(GIN(C, 3, hidden=8, layers=2, track_running_stats=False), data, parts=4, epochs=1)
+        gas.fit(GIN(C, 3, hidden=8, layers=2, track_running_stats=False), data, num_parts=4, epochs=1)

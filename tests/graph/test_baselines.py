@@ -92,13 +92,13 @@ def test_other_attributes_are_passed_on() -> None:
 
 def test_cluster_batches_have_the_edges_inside_their_parts_joined() -> None:
     parts = torch.tensor([0, 0, 1, 1, 2])
-    alone = list(ClusterLoader(Data(edge_index=SMALL, num_nodes=5), parts=parts))
+    alone = list(ClusterLoader(Data(edge_index=SMALL, num_nodes=5), partition=parts))
     assert [sorted(batch.e_id.tolist()) for batch in alone] == [[0, 1], [4, 5], []]
-    (joined, last) = ClusterLoader(Data(edge_index=SMALL, num_nodes=5), parts=parts, batch_size=2)
+    (joined, last) = ClusterLoader(Data(edge_index=SMALL, num_nodes=5), partition=parts, batch_size=2)
     # Joined, the edges between the two parts come back.
     assert sorted(joined.e_id.tolist()) == [0, 1, 2, 3, 4, 5]
     assert last.n_id.tolist() == [4]
-    (everything,) = ClusterLoader(Data(edge_index=SMALL, num_nodes=5), parts=parts, batch_size=3)
+    (everything,) = ClusterLoader(Data(edge_index=SMALL, num_nodes=5), partition=parts, batch_size=3)
     assert sorted(everything.e_id.tolist()) == list(range(8))
 
 
@@ -123,7 +123,7 @@ def test_cluster_batches_are_reproducible_and_leave_the_global_state_alone() -> 
     data, before = undirected_graph(), torch.get_rng_state()
 
     def epochs(seed: int) -> list[Data]:
-        loader = ClusterLoader(data, 8, parts="random", batch_size=2, shuffle=True, seed=seed)
+        loader = ClusterLoader(data, 8, partition="random", batch_size=2, shuffle=True, seed=seed)
         return [*loader, *loader]
 
     assert all_same(epochs(1), epochs(1))

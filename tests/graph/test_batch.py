@@ -1,4 +1,4 @@
-"""Where batches lie in histories, and tensors that know their batch."""
+"""Where batches lie in their graph, and tensors that know their batch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 import gnnautoscale as gas
 from conftest import CHANNELS, assert_same, history_rows, odd_graph, undirected_graph, whole
 from gnnautoscale.attach.autoscaler import attached
-from gnnautoscale.graph.batch import BatchInfo, BatchTensor, HistoryRows, RowOrder
+from gnnautoscale.forward import GraphMemory
+from gnnautoscale.graph.batch import BatchInfo, BatchTensor, PartOrder
 from gnnautoscale.graph.loader import ReadyBatch
+from gnnautoscale.transfer import BatchRows
 
 C = CHANNELS
 LABELS = torch.tensor([2, 0, 1, 0, 2, 1, 0, 2])
@@ -28,16 +30,22 @@ def info_of(batch: Data) -> BatchInfo:
     return info
 
 
+def rows_of(info: BatchInfo) -> BatchRows:
+    """Where a batch's rows lie in histories that its loader was the first to use."""
+    return GraphMemory(info.graph, info.graph.num_nodes, "device", None).rows_of(info)
+
+
 def eight_nodes() -> gas.HaloLoader:
-    return gas.HaloLoader(undirected_graph(8, 6), parts=LABELS)
+    return gas.HaloLoader(undirected_graph(8, 6), partition=LABELS)
 
 
 # Rows ################################################################################################################
 
 
-def check_rows(rows: HistoryRows, info: BatchInfo, order: RowOrder) -> None:
+def check_rows(rows: BatchRows, info: BatchInfo, order: PartOrder) -> None:
     """Runs name every own row once, in the order of the batch, and none of them could be joined with the next."""
     assert torch.equal(rows.index, order.row_of[info.n_id])
+    assert rows.batch_size == info.batch_size
     positions = [first + step for _, first, count in rows.runs for step in range(count)]
     places = [start + step for start, _, count in rows.runs for step in range(count)]
     assert positions == list(range(info.batch_size))
@@ -49,14 +57,14 @@ def check_rows(rows: HistoryRows, info: BatchInfo, order: RowOrder) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_order_holds_the_nodes_one_after_another(seed: int) -> None:
     nodes = torch.randperm(17, generator=torch.Generator().manual_seed(seed))
-    order = RowOrder.of(nodes)
+    order = PartOrder.of(nodes)
     assert torch.equal(order.row_of[nodes], torch.arange(17))
     assert torch.equal(order.row_of.sort().values, torch.arange(17))
 
 
 def test_a_part_is_one_run() -> None:
     batches = list(eight_nodes())
-    rows = [info.order.rows(info) for info in map(info_of, batches)]
+    rows = [rows_of(info) for info in map(info_of, batches)]
     assert [part.runs for part in rows] == [[(0, 0, 3)], [(3, 0, 2)], [(5, 0, 3)]]
 
 
@@ -64,12 +72,12 @@ def test_a_part_is_one_run() -> None:
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("make_data", [undirected_graph, odd_graph])
 def test_rows_of_batches_of_parts(batch_size: int, shuffle: bool, make_data: Any) -> None:
-    loader = gas.HaloLoader(make_data(), 5, parts="random", batch_size=batch_size, shuffle=shuffle)
+    loader = gas.HaloLoader(make_data(), 5, partition="random", batch_size=batch_size, shuffle=shuffle)
     for _ in range(2):
         seen = []
         for batch in loader:
             info = info_of(batch)
-            rows = info.order.rows(info)
+            rows = rows_of(info)
             check_rows(rows, info, info.order)
             assert len(rows.runs) <= batch_size
             seen.append(rows.index[: info.batch_size])
@@ -77,15 +85,15 @@ def test_rows_of_batches_of_parts(batch_size: int, shuffle: bool, make_data: Any
 
 
 def test_neighbouring_parts_are_one_run() -> None:
-    loader = gas.HaloLoader(undirected_graph(), 6, parts="random", batch_size=3)
-    assert [len(info.order.rows(info).runs) for info in map(info_of, loader)] == [1, 1]
+    loader = gas.HaloLoader(undirected_graph(), 6, partition="random", batch_size=3)
+    assert [len(rows_of(info).runs) for info in map(info_of, loader)] == [1, 1]
 
 
 @pytest.mark.parametrize("nodes", [[], [3], [1, 3, 6], [6, 3, 1], [1, 3, 0], [7, 6, 5, 4, 3, 2, 1, 0], [0, 4, 7, 2]])
 def test_rows_around_nodes(nodes: list[int]) -> None:
     loader = eight_nodes()
-    info = info_of(loader.around(torch.tensor(nodes, dtype=torch.long)))
-    rows = info.order.rows(info)
+    info = info_of(loader.batch_for(torch.tensor(nodes, dtype=torch.long)))
+    rows = rows_of(info)
     check_rows(rows, info, info.order)
     expected = {(): [], (1, 3, 6): [(0, 0, 3)], (6, 3, 1): [(2, 0, 1), (1, 1, 1), (0, 2, 1)], (0, 4, 7, 2): None}
     if expected.get(tuple(nodes)) is not None:
@@ -95,24 +103,26 @@ def test_rows_around_nodes(nodes: list[int]) -> None:
 def test_rows_are_kept_for_each_order_and_forgotten_with_it() -> None:
     loader = eight_nodes()
     info = info_of(next(iter(loader)))
-    rows = info.order.rows(info)
-    assert info.order.rows(info) is rows
-    other = RowOrder.of(torch.arange(8).flip(0))
-    again = other.rows(info)
-    check_rows(again, info, other)
+    rows = rows_of(info)
+    assert rows_of(info) is rows
+    other = GraphMemory(info.graph, 8, "device", None)
+    order = PartOrder.of(torch.arange(8).flip(0))
+    other.reopen({}, torch.device("cpu"), order)
+    again = other.rows_of(info)
+    check_rows(again, info, order)
     assert again is not rows
-    assert info.order.rows(info) is rows
-    count = len(info.memo)
-    del other
+    assert rows_of(info) is rows
+    count = len(info._derived)
+    del other, order
     gc.collect()
-    assert len(info.memo) == count - 1
+    assert len(info._derived) == count - 1
 
 
 def test_rows_made_without_gradients_are_ordinary_tensors() -> None:
     loader = eight_nodes()
     with torch.inference_mode():
         info = info_of(next(iter(loader)))
-        rows = info.order.rows(info)
+        rows = rows_of(info)
     assert not rows.index.is_inference()
     assert rows.on(torch.device("cpu")) is rows.index
 
@@ -124,8 +134,48 @@ def test_loader_made_in_inference_mode() -> None:
     assert len(list(loader)) == 3
 
 
+class Owner:
+    """Something that batches keep values for."""
+
+
+def test_what_is_derived_is_computed_once_and_dropped_with_its_owner() -> None:
+    info = info_of(next(iter(eight_nodes())))
+    owner, other = Owner(), Owner()
+    computed: list[int] = []
+
+    def compute() -> int:
+        computed.append(len(computed))
+        return computed[-1]
+
+    assert [info.derive(owner, compute), info.derive(owner, compute), info.derive(other, compute)] == [0, 0, 1]
+    info.forget(owner)
+    info.forget(owner)
+    assert [info.derive(owner, compute), info.derive(other, compute)] == [2, 1]
+    del owner
+    gc.collect()
+    assert list(info._derived.values()) == [1]
+
+
+def test_placed_pieces_are_forgotten_together() -> None:
+    info = info_of(next(iter(eight_nodes())))
+    info.place("a", 1)
+    info.place("b", 2)
+    assert (info.placed("a"), info.placed("b"), info.placed("c")) == (1, 2, None)
+    info.displace()
+    assert info.placed("a") is None
+
+
+def test_hints_come_back() -> None:
+    first, second, third = (info_of(batch) for batch in eight_nodes())
+    with first.followed_by(second):
+        with first.followed_by(third):
+            assert first.upcoming is third
+        assert first.upcoming is second
+    assert first.upcoming is None
+
+
 def test_parts_of_a_batch() -> None:
-    for batch in gas.HaloLoader(odd_graph(), 4, parts="random"):
+    for batch in gas.HaloLoader(odd_graph(), 4, partition="random"):
         info = info_of(batch)
         assert info.num_rows == batch.num_nodes == info.nodes.numel() + info.num_halo
         assert torch.equal(torch.cat([info.nodes, info.halo]), batch.n_id)
@@ -152,9 +202,9 @@ def test_loaders_may_take_turns(make_data: Any) -> None:
     data = make_data()
     expected = exact_rows(data)
     loaders = [
-        gas.HaloLoader(data, 4, parts="random"),
-        gas.HaloLoader(data, 3, parts="random", seed=1, batch_size=2, shuffle=True),
-        gas.HaloLoader(data, parts=torch.arange(data.num_nodes) % 7),
+        gas.HaloLoader(data, 4, partition="random"),
+        gas.HaloLoader(data, 3, partition="random", seed=1, batch_size=2, shuffle=True),
+        gas.HaloLoader(data, partition=torch.arange(data.num_nodes) % 7),
         gas.HaloLoader(data, 1),
     ]
     for first in loaders:
@@ -174,7 +224,7 @@ def test_loaders_may_take_turns(make_data: Any) -> None:
 def test_batches_around_nodes_write_and_read_the_right_rows(make_data: Any) -> None:
     data = make_data()
     expected = exact_rows(data)
-    loader = gas.HaloLoader(data, 4, parts="random")
+    loader = gas.HaloLoader(data, 4, partition="random")
     model = model_of(data)
     gas.refresh(model, loader)
     out = whole(copy.deepcopy(gas.detach(model)), data)
@@ -187,7 +237,7 @@ def test_batches_around_nodes_write_and_read_the_right_rows(make_data: Any) -> N
     lost = int((order.row_of == 0).nonzero())
     with torch.no_grad():
         for nodes in ([lost], [lost, (lost + 5) % 30], [], list(range(data.num_nodes - 1, -1, -1))):
-            batch = loader.around(torch.tensor(nodes, dtype=torch.long))
+            batch = loader.batch_for(torch.tensor(nodes, dtype=torch.long))
             for _ in range(2):
                 rows = model(batch.x, batch.edge_index)
             assert_same(rows, out[nodes])
@@ -197,7 +247,10 @@ def test_batches_around_nodes_write_and_read_the_right_rows(make_data: Any) -> N
 
 def test_rows_of_two_loaders_match_in_every_sweep() -> None:
     data = odd_graph()
-    loaders = [gas.HaloLoader(data, 4, parts="random"), gas.HaloLoader(data, 6, parts="random", seed=3, batch_size=2)]
+    loaders = [
+        gas.HaloLoader(data, 4, partition="random"),
+        gas.HaloLoader(data, 6, partition="random", seed=3, batch_size=2),
+    ]
     model = model_of(data)
     first = gas.infer(model, loaders[0])
     assert_same(gas.predict(model, loaders[1], torch.arange(33)), first)
@@ -214,7 +267,7 @@ EDGE_LEVEL = ("edge_index", "edge_weight", "edge_attr", "edge_type")
 
 @pytest.mark.parametrize("key", EDGE_LEVEL)
 def test_emptied(key: str) -> None:
-    batch = next(iter(gas.HaloLoader(undirected_graph(), 4, parts="random")))
+    batch = next(iter(gas.HaloLoader(undirected_graph(), 4, partition="random")))
     value = batch[key]
     empty = value.emptied()
     assert isinstance(empty, BatchTensor)
@@ -240,13 +293,13 @@ def test_emptied_and_flipped() -> None:
 
 @pytest.mark.parametrize("key", EDGE_LEVEL)
 def test_emptied_in_inference_mode(key: str) -> None:
-    batch = next(iter(gas.HaloLoader(undirected_graph(), 4, parts="random")))
+    batch = next(iter(gas.HaloLoader(undirected_graph(), 4, partition="random")))
     with torch.inference_mode():
         assert batch[key].emptied().is_own_edges
 
 
 def test_own_edges() -> None:
-    batch = next(iter(gas.HaloLoader(undirected_graph(), 4, parts="random")))
+    batch = next(iter(gas.HaloLoader(undirected_graph(), 4, partition="random")))
     assert all(batch[key].is_own_edges for key in EDGE_LEVEL)
     assert not batch.n_id.is_own_edges
     assert batch.edge_index.flip(0).is_own_edges
@@ -264,7 +317,7 @@ def test_own_edges() -> None:
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_the_next_batch_is_known_while_one_is_used(shuffle: bool, batch_size: int) -> None:
-    loader = gas.HaloLoader(undirected_graph(), 6, parts="random", batch_size=batch_size, shuffle=shuffle)
+    loader = gas.HaloLoader(undirected_graph(), 6, partition="random", batch_size=batch_size, shuffle=shuffle)
     for _ in range(2):
         seen: list[BatchInfo] = []
         expected: BatchInfo | None = None
@@ -280,7 +333,7 @@ def test_the_next_batch_is_known_while_one_is_used(shuffle: bool, batch_size: in
 
 
 def test_hints_end_with_the_iteration() -> None:
-    loader = gas.HaloLoader(undirected_graph(), 4, parts="random")
+    loader = gas.HaloLoader(undirected_graph(), 4, partition="random")
     infos = [info_of(batch) for batch in loader]
     for _ in loader:
         break
@@ -304,7 +357,7 @@ def test_hints_end_with_the_iteration() -> None:
 
 
 def test_nested_iterations() -> None:
-    loader = gas.HaloLoader(undirected_graph(), 4, parts="random")
+    loader = gas.HaloLoader(undirected_graph(), 4, partition="random")
     infos = [info_of(batch) for batch in loader]
     outer = []
     for batch in loader:
@@ -320,12 +373,12 @@ def test_nested_iterations() -> None:
 
 
 def test_sweeps_have_hints_too_and_batches_around_nodes_have_none() -> None:
-    loader = gas.HaloLoader(undirected_graph(), 4, parts="random", batch_size=2, shuffle=True)
+    loader = gas.HaloLoader(undirected_graph(), 4, partition="random", batch_size=2, shuffle=True)
     first, second = (info_of(batch) for batch in loader.in_order())
     iterator = loader.in_order()
     next(iterator)
     assert first.upcoming is second
-    assert info_of(loader.around(torch.tensor([1]))).upcoming is None
+    assert info_of(loader.batch_for(torch.tensor([1]))).upcoming is None
     assert [info_of(batch) for batch in loader.in_order()] == [first, second]
 
 
@@ -334,7 +387,7 @@ def test_training_with_nested_iterations_gives_the_same() -> None:
     results = []
     for nested in (False, True):
         model = model_of(data)
-        loader = gas.HaloLoader(data, 4, parts="random")
+        loader = gas.HaloLoader(data, 4, partition="random")
         with torch.no_grad():
             for batch in loader:
                 out = model(batch.x, batch.edge_index)
@@ -352,9 +405,9 @@ def test_training_with_nested_iterations_gives_the_same() -> None:
 @pytest.mark.parametrize(("batch_size", "shuffle", "fixed"), [(1, False, 1), (2, False, 1), (1, True, 1), (2, True, 0)])
 def test_ready_batches(batch_size: int, shuffle: bool, fixed: int) -> None:
     data = odd_graph()
-    loader = gas.HaloLoader(data, 6, parts="random", batch_size=batch_size, shuffle=shuffle)
+    loader = gas.HaloLoader(data, 6, partition="random", batch_size=batch_size, shuffle=shuffle)
     assert loader.is_fixed == bool(fixed)
-    epochs = [list(loader.ready()) for _ in range(3)]
+    epochs = [list(loader.ready_batches()) for _ in range(3)]
     for epoch in epochs:
         assert len(epoch) == len(loader)
         assert all(isinstance(batch, ReadyBatch) and batch.intact() for batch in epoch)
@@ -372,24 +425,24 @@ def test_ready_batches(batch_size: int, shuffle: bool, fixed: int) -> None:
 
 
 def test_ready_batches_are_what_iterating_hands_out() -> None:
-    loader = gas.HaloLoader(odd_graph(), 6, parts="random")
-    assert [batch.info for batch in loader.ready()] == [info_of(batch) for batch in loader]
+    loader = gas.HaloLoader(odd_graph(), 6, partition="random")
+    assert [batch.info for batch in loader.ready_batches()] == [info_of(batch) for batch in loader]
 
 
 def test_ready_batches_that_were_written_to_are_cut_again() -> None:
     data = odd_graph()
-    loader = gas.HaloLoader(data, 6, parts="random")
-    first = list(loader.ready())
+    loader = gas.HaloLoader(data, 6, partition="random")
+    first = list(loader.ready_batches())
     first[0].tagged_copy().x.zero_()
     assert [batch.intact() for batch in first] == [False] + [True] * 5
-    second = list(loader.ready())
+    second = list(loader.ready_batches())
     assert second[0].info is not first[0].info
     assert [batch.info for batch in second[1:]] == [batch.info for batch in first[1:]]
     assert torch.equal(second[0].tagged_copy().x, data.x[second[0].info.n_id])
 
 
 def test_ready_batches_with_workers() -> None:
-    loaders = [gas.HaloLoader(odd_graph(), 3, parts="random", num_workers=workers) for workers in (0, 1)]
-    for one, other in zip(*(list(loader.ready()) for loader in loaders), strict=True):
+    loaders = [gas.HaloLoader(odd_graph(), 3, partition="random", num_workers=workers) for workers in (0, 1)]
+    for one, other in zip(*(list(loader.ready_batches()) for loader in loaders), strict=True):
         assert torch.equal(one.info.n_id, other.info.n_id)
         assert torch.equal(one.info.e_id, other.info.e_id)

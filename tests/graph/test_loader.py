@@ -47,7 +47,7 @@ def tiny() -> Data:
 
 def test_tiny_graph() -> None:
     data = tiny()
-    loader = HaloLoader(data, parts=TINY_PARTS)
+    loader = HaloLoader(data, partition=TINY_PARTS)
     first, second = loader
     assert len(loader) == 2
     assert first.n_id.tolist() == [0, 1, 5, 3, 4]
@@ -71,7 +71,7 @@ def test_tiny_graph() -> None:
 @pytest.mark.parametrize(("num_parts", "batch_size"), [(1, 1), (4, 1), (7, 2), (12, 12)])
 def test_batches_hold_every_edge_into_their_nodes(name: str, parts: Any, num_parts: int, batch_size: int) -> None:
     data = GRAPHS[name]
-    loader = HaloLoader(data, num_parts, parts=parts, batch_size=batch_size, shuffle=True)
+    loader = HaloLoader(data, num_parts, partition=parts, batch_size=batch_size, shuffle=True)
     seen_nodes, seen_edges = [], []
     batches = list(loader)
     assert len(batches) == len(loader) == -(-num_parts // batch_size)
@@ -100,7 +100,7 @@ def test_batches_hold_every_edge_into_their_nodes(name: str, parts: Any, num_par
 
 def test_batches_are_whole_parts() -> None:
     data = undirected_graph()
-    loader = HaloLoader(data, 8, parts="random", batch_size=3, shuffle=True)
+    loader = HaloLoader(data, 8, partition="random", batch_size=3, shuffle=True)
     for batch in loader:
         parts = torch.unique(loader.labels[nodes_of(batch)])
         assert batch.batch_size == int(torch.isin(loader.labels, parts).sum())
@@ -108,7 +108,7 @@ def test_batches_are_whole_parts() -> None:
 
 def test_bidirectional_halo_has_both_ends_of_every_edge() -> None:
     data = odd_graph()
-    loader = HaloLoader(data, 5, parts="random", bidirectional=True)
+    loader = HaloLoader(data, 5, partition="random", bidirectional=True)
     for batch in loader:
         nodes = plain(batch.n_id)[: batch.batch_size]
         near = torch.isin(data.edge_index, nodes).any(0)
@@ -123,7 +123,7 @@ def epoch(loader: HaloLoader) -> list[tuple[int, ...]]:
 def test_shuffle_draws_new_groups_in_each_epoch_and_the_seed_repeats_them() -> None:
     data = undirected_graph()
     first, second, other = (
-        HaloLoader(data, 8, parts=torch.arange(40) % 8, batch_size=2, shuffle=True, seed=seed) for seed in (1, 1, 2)
+        HaloLoader(data, 8, partition=torch.arange(40) % 8, batch_size=2, shuffle=True, seed=seed) for seed in (1, 1, 2)
     )
     epochs = [epoch(first) for _ in range(3)]
     assert epochs == [epoch(second) for _ in range(3)]
@@ -142,8 +142,8 @@ def test_order_of_single_parts_is_shuffled() -> None:
 
 def test_without_shuffle_and_in_order_nothing_changes() -> None:
     data = undirected_graph()
-    still = HaloLoader(data, 8, parts="random", batch_size=3)
-    moving = HaloLoader(data, 8, parts="random", batch_size=3, shuffle=True)
+    still = HaloLoader(data, 8, partition="random", batch_size=3)
+    moving = HaloLoader(data, 8, partition="random", batch_size=3, shuffle=True)
     expected = epoch(still)
     assert epoch(still) == expected
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_without_shuffle_and_in_order_nothing_changes() -> None:
 
 def test_seed_also_makes_the_partition_reproducible() -> None:
     data = undirected_graph()
-    labels = [HaloLoader(data, 5, parts="random", seed=seed).labels for seed in (0, 0, 1)]
+    labels = [HaloLoader(data, 5, partition="random", seed=seed).labels for seed in (0, 0, 1)]
     assert torch.equal(labels[0], labels[1])
     assert not torch.equal(labels[0], labels[2])
 
@@ -202,7 +202,8 @@ def test_writing_into_a_batch_does_not_change_the_next_epoch(key: str) -> None:
 def test_workers_give_the_same_batches(shuffle: bool) -> None:
     data = odd_graph()
     alone, helped = (
-        HaloLoader(data, 6, parts="random", batch_size=2, shuffle=shuffle, num_workers=workers) for workers in (0, 2)
+        HaloLoader(data, 6, partition="random", batch_size=2, shuffle=shuffle, num_workers=workers)
+        for workers in (0, 2)
     )
     for _ in range(2):
         for batch, other in zip(alone, helped, strict=True):
@@ -215,8 +216,8 @@ def test_workers_give_the_same_batches(shuffle: bool) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_sweep_in_the_middle_of_an_epoch_changes_nothing(seed: int) -> None:
     data = undirected_graph()
-    loader = HaloLoader(data, 6, parts="random", batch_size=2, shuffle=True, seed=seed)
-    expected = epoch(HaloLoader(data, 6, parts="random", batch_size=2, shuffle=True, seed=seed))
+    loader = HaloLoader(data, 6, partition="random", batch_size=2, shuffle=True, seed=seed)
+    expected = epoch(HaloLoader(data, 6, partition="random", batch_size=2, shuffle=True, seed=seed))
     got = []
     for batch in loader:
         got.append(tuple(nodes_of(batch)))
@@ -226,8 +227,8 @@ def test_a_sweep_in_the_middle_of_an_epoch_changes_nothing(seed: int) -> None:
 
 
 def test_two_iterations_at_once_do_not_disturb_each_other() -> None:
-    loader = HaloLoader(undirected_graph(), 5, parts="random")
-    expected = epoch(HaloLoader(undirected_graph(), 5, parts="random"))
+    loader = HaloLoader(undirected_graph(), 5, partition="random")
+    expected = epoch(HaloLoader(undirected_graph(), 5, partition="random"))
     slow, fast = iter(loader), iter(loader)
     got = [tuple(nodes_of(next(slow)))]
     assert [tuple(nodes_of(next(fast))) for _ in range(3)] == expected[:3]
@@ -246,15 +247,15 @@ def test_iterating_leaves_the_random_state_alone() -> None:
 
 def test_labels() -> None:
     labels = torch.arange(40) // 10
-    loader = HaloLoader(undirected_graph(), parts=labels)
+    loader = HaloLoader(undirected_graph(), partition=labels)
     assert loader.num_parts == 4
     assert epoch(loader) == [tuple(range(i, i + 10)) for i in range(0, 40, 10)]
-    assert len(HaloLoader(undirected_graph(), 4, parts=labels)) == 4
+    assert len(HaloLoader(undirected_graph(), 4, partition=labels)) == 4
 
 
 def test_connectivity() -> None:
     # Part {0, 1, 5} has the halo {3, 4}, part {2, 3, 4} has {1}.
-    assert HaloLoader(tiny(), parts=TINY_PARTS).connectivity == pytest.approx((2 / 3 + 1 / 3) / 2)
+    assert HaloLoader(tiny(), partition=TINY_PARTS).connectivity == pytest.approx((2 / 3 + 1 / 3) / 2)
     assert HaloLoader(undirected_graph(), 1).connectivity == 0.0
 
 
@@ -278,12 +279,15 @@ def test_around_keeps_the_order_of_the_nodes() -> None:
         ({"num_parts": 2, "batch_size": 1.5}, "batch_size must be an integer of at least 1"),
         ({"num_parts": 2, "batch_size": 3}, "at most the number of parts, 2, but got 3"),
         ({"num_parts": 2, "num_workers": -1}, "num_workers at least 0"),
-        ({"num_parts": 2, "parts": "louvain"}, "'metis', 'random' or a tensor of labels, but got 'louvain'"),
-        ({"num_parts": 3, "parts": TINY_PARTS}, "must match the given labels, which name 2 parts, but got num_parts=3"),
-        ({"parts": TINY_PARTS[:4]}, "got shape"),
-        ({"parts": TINY_PARTS.float()}, "labels must be integers"),
-        ({"parts": TINY_PARTS - 1}, "must not be negative"),
-        ({"parts": TINY_PARTS * 2}, "without gaps"),
+        ({"num_parts": 2, "partition": "louvain"}, "'metis', 'random' or a tensor of labels, but got 'louvain'"),
+        (
+            {"num_parts": 3, "partition": TINY_PARTS},
+            "must match the given labels, which name 2 parts, but got num_parts=3",
+        ),
+        ({"partition": TINY_PARTS[:4]}, "got shape"),
+        ({"partition": TINY_PARTS.float()}, "labels must be integers"),
+        ({"partition": TINY_PARTS - 1}, "must not be negative"),
+        ({"partition": TINY_PARTS * 2}, "without gaps"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -476,7 +480,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def made(way: str) -> HaloLoader:
-    return HaloLoader(undirected_graph(), parts=torch.arange(40) % 8, seed=3, **WAYS[way])
+    return HaloLoader(undirected_graph(), partition=torch.arange(40) % 8, seed=3, **WAYS[way])
 
 
 def through_json(state: dict[str, Any]) -> dict[str, Any]:

@@ -535,7 +535,7 @@ def test_inference_in_batches_is_that_of_the_whole_graph(name: str, options: dic
     data = small_graph(weighted=name in WEIGHTED)
     model = settle(build(name, data, **options))
     expected = call(model, data)
-    got = gas.infer(gas.autoscale(model, data), gas.HaloLoader(data, parts=parts))
+    got = gas.infer(gas.autoscale(model, data), gas.HaloLoader(data, partition=parts))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 

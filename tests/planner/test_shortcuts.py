@@ -59,7 +59,7 @@ def switch_off(model: nn.Module) -> None:
 
 
 def parts(data: Data, num_parts: int = 4) -> gas.HaloLoader:
-    return gas.HaloLoader(data, num_parts, parts="random", bidirectional=True)
+    return gas.HaloLoader(data, num_parts, partition="random", bidirectional=True)
 
 
 def prepared(make: Callable[[], nn.Module], data: Data, loader: gas.HaloLoader, **options: Any) -> nn.Module:
@@ -812,7 +812,7 @@ def test_pooled_output_is_refused_for_a_single_node_too() -> None:
     data = undirected_graph()
     model = gas.autoscale(Pooled(), data)
     with pytest.raises(UnsupportedModelError):
-        model(parts(data).around(torch.tensor([3])))
+        model(parts(data).batch_for(torch.tensor([3])))
 
 
 @pytest.mark.parametrize("layer", [lambda: pyg.SAGEConv(C, C), lambda: pyg.GCNConv(C, C), lambda: pyg.GINConv(mlp())])
@@ -825,7 +825,7 @@ def test_single_nodes_and_no_nodes_at_all(layer: Make) -> None:
     gas.refresh(model, loader)
     model.eval()
     for nodes in ([], [31], [5], [29]):
-        out = model(loader.around(torch.tensor(nodes, dtype=torch.long)))
+        out = model(loader.batch_for(torch.tensor(nodes, dtype=torch.long)))
         assert_same(out, expected[nodes], 1e-10)
         out.sum().backward()
 

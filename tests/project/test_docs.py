@@ -1,4 +1,6 @@
-"""The README and the pages of docs/: their Python runs, their commands and links exist, the site needs no network."""
+"""The README and the pages of docs/: their Python runs and learns from training labels only, their commands and links
+exist, and the site needs no network.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +17,26 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.data import Data  # type: ignore[import-untyped]
 from typer.main import get_command
 
 import gnnautoscale as gas
 from gnnautoscale.cli import app
+from gnnautoscale.data import generate
 from gnnautoscale.data.generate import communities
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
+NUM_CLASSES = {"README.md": 7, "docs/tune.md": 7}  # others have 4
 # What a page takes as given besides `gas`, `torch`, `F` and the reader's graph `data`.
 GIVEN = {
-    "README.md": """
-from gnnautoscale.data.generate import communities
-data = communities(200, degree=6, num_features=16, num_classes=7)
-nodes = torch.tensor([0, 7])
-""",
+    "README.md": "nodes = torch.tensor([0, 7])",
     "docs/report.md": """
 from gnnautoscale.models import GCN
 for mode in ("gas", "full"):
-    gas.fit(GCN(data.num_features, 4, hidden=8), data, mode=mode, parts=4, epochs=2, run_dir=f"runs/{mode}")
+    gas.fit(GCN(data.num_features, 4, hidden=8), data, mode=mode, num_parts=4, epochs=2, run_dir=f"runs/{mode}")
 """,
     "docs/storage.md": """
 from torch_geometric.nn import GCN
@@ -44,11 +46,7 @@ gas.refresh(model, loader)
 grown_data = data.clone()
 grown_data.edge_index = torch.cat([data.edge_index, torch.tensor([[0, 1], [1, 0]])], dim=1)
 """,
-    "docs/tune.md": """
-from gnnautoscale.data.generate import communities
-from gnnautoscale.models import GCN as MyGNN
-data = communities(200, degree=6, num_features=16, num_classes=7)
-""",
+    "docs/tune.md": "from gnnautoscale.models import GCN as MyGNN",
 }
 
 _FENCE = re.compile(r"^( *)```+ *(\S*)([^\n]*)\n(.*?)^\1```+ *$", re.MULTILINE | re.DOTALL)
@@ -95,16 +93,65 @@ def run(block: Block, page: Path, names: dict[str, Any]) -> None:
         pytest.fail(f"a block of {name_of(page)} fails:\n{traceback.format_exc()}")
 
 
+def few_labels(*sizes: Any, num_classes: int = 4, **options: Any) -> Data:
+    """A graph as ``communities`` makes it, with the lower classes on a few training nodes and the upper on all others.
+
+    A loss over a higher class than half of ``num_classes`` has seen a label that is not for training, and some batches
+    have no training node.
+    """
+    data = communities(*sizes, num_classes=num_classes, **options)
+    few = torch.zeros(data.num_nodes, dtype=torch.bool)
+    few[data.train_mask.nonzero()[:4]] = True
+    half = num_classes // 2
+    data.train_mask, data.y = few, torch.where(few, data.y % half, half + data.y % (num_classes - half))
+    return data
+
+
+@pytest.fixture
+def only_training_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a training loop that learns from other labels, or from a batch without any."""
+    cross_entropy = F.cross_entropy
+
+    def checked(out: Tensor, y: Tensor, **options: Any) -> Tensor:
+        assert y.numel(), "the loss of a batch without training nodes"
+        assert int(y.max()) < out.size(1) // 2, "the loss includes nodes outside the train mask"
+        return cross_entropy(out, y, **options)
+
+    monkeypatch.setattr(F, "cross_entropy", checked)
+    monkeypatch.setattr(generate, "communities", few_labels)
+
+
+@pytest.mark.usefixtures("only_training_labels")
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=name_of)
 def test_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    data = communities(200, degree=6, num_features=16, num_classes=4)
+    data = few_labels(200, degree=6, num_features=16, num_classes=NUM_CLASSES.get(name_of(page), 4))
     names: dict[str, Any] = {"__name__": "__main__", "gas": gas, "torch": torch, "F": F, "data": data}
     exec(GIVEN.get(name_of(page), ""), names)  # noqa: S102
     for block in blocks(page.read_text()):
         if block.language == "python":
             run(block, page, names)
+
+
+@pytest.mark.usefixtures("only_training_labels")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            ("out[mask], batch.y[: batch.batch_size][mask]", "out, batch.y[: batch.batch_size]"),
+            "outside the train mask",
+        ),
+        (("if not mask.any():", "if False:"), "without training nodes"),
+    ],
+)
+def test_a_loop_that_learns_from_other_labels_is_noticed(change: tuple[str, str], message: str) -> None:
+    page = ROOT / "README.md"
+    loop = next(block for block in blocks(page.read_text()) if "for batch in loader" in block.text)
+    names = {"data": few_labels(200, degree=6, num_features=16, num_classes=7), "nodes": torch.tensor([0])}
+    assert change[0] in loop.text
+    with pytest.raises(pytest.fail.Exception, match=message):
+        run(loop._replace(text=loop.text.replace(*change)), page, names)
 
 
 def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
@@ -206,7 +253,7 @@ def test_broken_links_are_noticed() -> None:
 
 def test_reference_has_all_public_names() -> None:
     page = (ROOT / "docs" / "reference" / "index.md").read_text()
-    assert sorted(re.findall(r"^::: gnnautoscale\.(?:\w+\.)?(\w+)$", page, re.MULTILINE)) == sorted(gas.__all__)
+    assert sorted(re.findall(r"^::: gnnautoscale\.(\w+)$", page, re.MULTILINE)) == sorted(gas.__all__)
 
 
 # The site ############################################################################################################

@@ -1,4 +1,4 @@
-"""The scripts in examples/: each runs by itself, is short, and prints what its docstring claims."""
+"""The scripts in examples/: each is short, runs on its own, and prints what its docstring claims."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Printed = dict[str, str]
 
 
 def number(text: str) -> float:
-    """The first number in what was printed."""
+    """The first number of a printed line."""
     found = re.match(r"-?[\d.]+(e-?\d+)?", text)
     assert found, text
     return float(found[0])
@@ -53,7 +53,7 @@ def fit_any_model(printed: Printed) -> None:
 
 
 def graph_level(printed: Printed) -> None:
-    assert number(printed["nodes right"]) > 90
+    assert number(printed["nodes of test graphs right"]) > 90
     assert number(printed["test graphs right"]) > 90
 
 
@@ -128,9 +128,27 @@ def test_example_is_short_and_says_what_it_shows(name: str) -> None:
     assert ast.get_docstring(ast.parse(source))
 
 
+def batch_attributes(loop: ast.For) -> set[str]:
+    """The attributes of ``batch`` that a loop over batches reads."""
+    reads = (node for node in ast.walk(loop) if isinstance(node, ast.Attribute))
+    return {node.attr for node in reads if isinstance(node.value, ast.Name) and node.value.id == "batch"}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_example_does_not_learn_from_test_labels(name: str) -> None:
+    loops = [node for node in ast.walk(ast.parse((EXAMPLES / f"{name}.py").read_text())) if isinstance(node, ast.For)]
+    assert all("train_mask" in attributes for attributes in map(batch_attributes, loops) if "y" in attributes)
+
+
+def test_labels_without_a_mask_are_noticed() -> None:
+    loop = ast.parse("for batch in loader:\n    F.cross_entropy(model(batch), batch.y[: batch.batch_size])").body[0]
+    assert isinstance(loop, ast.For)
+    assert batch_attributes(loop) == {"y", "batch_size"}
+
+
 @pytest.mark.parametrize("name", CLAIMS)
 def test_example_prints_what_it_claims(name: str, tmp_path: Path) -> None:
-    # Warnings are errors, but for one of PyG's import.
+    # Warnings are errors, except one from importing PyG.
     warnings = ["-W", "error", "-W", "ignore:`torch.jit.script` is deprecated:DeprecationWarning"]
     done = subprocess.run(
         [sys.executable, *warnings, EXAMPLES / f"{name}.py"],

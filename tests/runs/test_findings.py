@@ -92,7 +92,7 @@ def test_staleness_that_shrinks_and_with_refresh() -> None:
     assert "It shrinks: at first it was 0.5" in finding.sentence
     assert "steps old" not in finding.sentence
     assert "--refresh-every" not in finding.change
-    assert "--parts" in finding.change
+    assert "--num-parts" in finding.change
     assert "measured once" in only(record(staleness=[{"layers": layers(0.2)}])).sentence
 
 
@@ -168,7 +168,7 @@ def test_tiny_batches() -> None:
     assert "16 steps of 500 nodes" in finding.sentence
     assert "5.0 ms" in finding.sentence
     assert "--batch-size 2" in finding.change
-    assert "--parts 8" in finding.change
+    assert "--num-parts 8" in finding.change
     assert finding.times == 2.0
     assert explain(small(module.TINY_BATCH_NODES, 16, 0.08)) == []
     assert explain(small(500, module.MANY_STEPS - 1, 0.035)) == []
@@ -190,7 +190,7 @@ def test_empty_histories_matter_in_a_short_run() -> None:
 def test_memory() -> None:
     def used(peak: int | None, histories: int, **options: Any) -> RunRecord:
         result = {**QUIET, "peak_memory": peak, "history_bytes": histories, "storage": "host: it fits"}
-        return record(result=result, options={"storage": "device", "parts": 8, "mode": "gas", **options})
+        return record(result=result, options={"storage": "device", "num_parts": 8, "mode": "gas", **options})
 
     finding = only(used(2 * 10**9, 15 * 10**8))
     assert (finding.name, finding.times) == ("memory of histories", 1.5)
@@ -199,7 +199,7 @@ def test_memory() -> None:
     assert "--storage host" in only(used(2 * 10**9, 15 * 10**8, device="cuda")).change
     batches = only(used(2 * 10**9, 10**9))  # half is not more than half
     assert (batches.name, batches.times) == ("memory of batches", 1.0)
-    assert "--parts 16" in batches.change
+    assert "--num-parts 16" in batches.change
     # Histories in host memory are no part of a GPU's peak, but of a CPU's; "auto" says where they are.
     assert only(used(2 * 10**9, 15 * 10**8, device="cuda", storage="host")).name == "memory of batches"
     assert only(used(2 * 10**9, 15 * 10**8, device="cuda", storage="auto")).name == "memory of batches"
@@ -211,12 +211,12 @@ def test_memory() -> None:
 
 def test_connectivity() -> None:
     def cut(ratio: float, **options: Any) -> RunRecord:
-        return record(result={**QUIET, "connectivity": ratio}, options={"parts": 40, **options})
+        return record(result={**QUIET, "connectivity": ratio}, options={"num_parts": 40, **options})
 
     finding = only(cut(2.5))
     assert finding.name == "connectivity"
     assert "2.5 halo nodes" in finding.sentence
-    assert finding.change == "Cut into fewer parts: --parts 20."
+    assert finding.change == "Cut into fewer parts: --num-parts 20."
     assert finding.times == 2.5
     assert only(cut(2.5, partition="random")).change == "Cut with METIS: --partition metis."
     assert only(cut(2.5, mode="history")).change == "Cut with METIS: --partition metis and --mode gas."

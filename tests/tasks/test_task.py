@@ -110,6 +110,6 @@ def test_a_score_of_one_s_own_chooses_the_epoch() -> None:
             return -float(super().score(out, data, split))
 
     torch.manual_seed(1)
-    result = gas.fit(GCN(FEATURES, CLASSES), community_graph(), task=Backwards(CLASSES), parts=4, epochs=6)
+    result = gas.fit(GCN(FEATURES, CLASSES), community_graph(), task=Backwards(CLASSES), num_parts=4, epochs=6)
     assert result.scores["val"] == max(epoch.scores["val"] for epoch in result.epochs)
     assert -100.0 <= result.scores["val"] < 0.0

@@ -24,13 +24,13 @@ import gnnautoscale as gas
 import gnnautoscale.training.faults as faults_module
 from conftest import history_rows
 from gnnautoscale.attach.autoscaler import attached
-from gnnautoscale.forward.memory import Memory
-from gnnautoscale.graph.assemble import Assembly
+from gnnautoscale.forward.memory import GraphMemory
+from gnnautoscale.graph.assemble import BatchBuilder
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.runs.result import Epoch
 from gnnautoscale.training.checkpoint import latest_checkpoint, load_latest
 from gnnautoscale.training.loop import fit
-from gnnautoscale.training.strategies import OnSubgraphs, WithHistories
+from gnnautoscale.training.strategies import HistoryStrategy, SubgraphStrategy
 from support.communities import CLASSES, FEATURES, community_graph
 
 OUT_OF_GPU = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB\nand more"
@@ -80,7 +80,7 @@ class Scaled(GraphConv):  # type: ignore[misc]
         return out
 
 
-OPTIONS: dict[str, Any] = {"parts": 6, "batch_size": 2, "epochs": 4, "seed": 3}
+OPTIONS: dict[str, Any] = {"num_parts": 6, "batch_size": 2, "epochs": 4, "seed": 3}
 
 
 @pytest.fixture(params=["device", "disk"])
@@ -96,7 +96,7 @@ class Watched:
 
     def __init__(self, model: Fragile, then: Callable[[], None], epoch: int = 1) -> None:
         self.model, self._then, self._epoch = model, then, epoch
-        self.memory: Memory
+        self.memory: GraphMemory
         self.rows: dict[str, Tensor] = {}
 
     def __call__(self, epoch: Epoch) -> None:
@@ -113,7 +113,9 @@ class Watched:
 
 def second_epoch(data: Data) -> list[list[int]]:
     """The nodes of the batches of the second epoch."""
-    loader = HaloLoader(data, OPTIONS["parts"], batch_size=OPTIONS["batch_size"], shuffle=True, seed=OPTIONS["seed"])
+    loader = HaloLoader(
+        data, OPTIONS["num_parts"], batch_size=OPTIONS["batch_size"], shuffle=True, seed=OPTIONS["seed"]
+    )
     for _ in loader:
         pass
     return [batch.n_id[: batch.batch_size].tolist() for batch in loader]
@@ -139,7 +141,7 @@ def test_the_layer_a_node_and_the_batch_are_named(node: int, value: float, stora
         fit(model, data, callback=watched, **OPTIONS, **storage)
     # What was good stays good, and where the bad batch's rows are nothing changed.
     rows = watched.now()
-    place = HaloLoader(data, OPTIONS["parts"], seed=OPTIONS["seed"]).row_order.row_of[nodes]
+    place = HaloLoader(data, OPTIONS["num_parts"], seed=OPTIONS["seed"]).part_order.row_of[nodes]
     for slot, before in watched.rows.items():
         assert bool(torch.isfinite(rows[slot]).all())
         assert torch.equal(rows[slot][place], before[place])
@@ -192,7 +194,7 @@ def test_without_fit_the_layer_and_a_node_are_named() -> None:
         ({"refresh_every": 2}, r"layer 'convs.0' .* after batch 2 of epoch 1: lower lr"),
         ({"refresh_every": "epoch"}, r"layer 'convs.0' .* after epoch 1: lower lr"),
         ({}, r"layer 'convs.0' .* after epoch 1: lower lr"),
-        ({"parts": 1, "batch_size": 1}, r"outputs are not finite any more after epoch 1: lower lr"),
+        ({"num_parts": 1, "batch_size": 1}, r"outputs are not finite any more after epoch 1: lower lr"),
         ({"mode": "cluster"}, r"outputs are not finite any more after epoch 1: lower lr"),
     ],
     ids=str,
@@ -202,11 +204,11 @@ def test_what_goes_wrong_between_batches_says_after_which(
 ) -> None:
     model = Fragile()
 
-    def spoiled(way: Any, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def spoiled(strategy: Any, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model.spoil(0, 1, 2)
-        return work(way, *args, **kwargs)
+        return work(strategy, *args, **kwargs)
 
-    for kind, name in ((WithHistories, "refresh"), (WithHistories, "output"), (OnSubgraphs, "output")):
+    for kind, name in ((HistoryStrategy, "refresh"), (HistoryStrategy, "output"), (SubgraphStrategy, "output")):
         monkeypatch.setattr(kind, name, partialmethod(spoiled, getattr(kind, name)))
     with pytest.raises(FloatingPointError, match=expected):
         fit(model, community_graph(), **{**OPTIONS, **options})
@@ -260,30 +262,30 @@ def one_gigabyte(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "in_training", "advice"),
     [
         # Half as much as is wanted is free, and a tenth of that is to stay free.
-        ({"parts": 6, "batch_size": 5}, True, "Lower batch_size from 5 to 2, or raise parts."),
-        ({"parts": 6, "batch_size": 1}, True, "Raise parts from 6 to 14."),
-        ({"mode": "full"}, True, "Raise parts from 1 to 3."),
-        ({"parts": 6, "batch_size": 5}, False, "Lower batch_size from 5 to 2, or raise parts."),
-        ({"evaluate_parts": 2}, True, "Lower batch_size from 2 to 1, or raise parts."),
+        ({"num_parts": 6, "batch_size": 5}, True, "Lower batch_size from 5 to 2, or raise num_parts."),
+        ({"num_parts": 6, "batch_size": 1}, True, "Raise num_parts from 6 to 14."),
+        ({"mode": "full"}, True, "Raise num_parts from 1 to 3."),
+        ({"num_parts": 6, "batch_size": 5}, False, "Lower batch_size from 5 to 2, or raise num_parts."),
+        ({"evaluate_parts": 2}, True, "Lower batch_size from 2 to 1, or raise num_parts."),
         ({"evaluate_parts": 2}, False, "Raise evaluate_parts from 2 to 5."),
-        ({"mode": "cluster"}, True, "Lower batch_size from 2 to 1, or raise parts."),
+        ({"mode": "cluster"}, True, "Lower batch_size from 2 to 1, or raise num_parts."),
     ],
     ids=str,
 )
 def test_too_little_memory_says_what_to_lower(
     error: BaseException, said: str, options: dict[str, Any], in_training: bool, advice: str
 ) -> None:
-    way: Any = Way(between=not in_training, at_once=options.get("mode") == "cluster")
-    sizes = {"parts": 6, "batch_size": 2, "evaluate_parts": None, **options}
+    strategy: Any = Strategy(between=not in_training, at_once=options.get("mode") == "cluster")
+    sizes = {"num_parts": 6, "batch_size": 2, "evaluate_parts": None, **options}
     if sizes.pop("mode", None) == "full":
-        sizes.update(parts=1, batch_size=1)
-    with pytest.raises(MemoryError) as caught, faults_module.explained(way, 2, **sizes):
+        sizes.update(num_parts=1, batch_size=1)
+    with pytest.raises(MemoryError) as caught, faults_module.explained(strategy, 2, **sizes):
         raise error
     assert str(caught.value) == f"There is not enough memory ({said}). {advice}"
     assert caught.value.__cause__ is error
 
 
-class Way:
+class Strategy:
     """What the explanations look at."""
 
     def __init__(self, *, between: bool, at_once: bool) -> None:
@@ -297,10 +299,10 @@ class Way:
 @pytest.mark.parametrize(
     ("in_training", "options", "advice"),
     [
-        (True, {}, r"alloc_cpu.cpp:127.*\)\. Lower batch_size from 2 to 1, or raise parts\.$"),
-        (True, {"batch_size": 1}, r"Raise parts from 6 to 14\.$"),
+        (True, {}, r"alloc_cpu.cpp:127.*\)\. Lower batch_size from 2 to 1, or raise num_parts\.$"),
+        (True, {"batch_size": 1}, r"Raise num_parts from 6 to 14\.$"),
         (False, {"evaluate_parts": 3}, r"Raise evaluate_parts from 3 to 7\.$"),
-        (True, {"mode": "sage", "fan_out": [2, 2, 2]}, r"Lower batch_size from 2 to 1, or raise parts\.$"),
+        (True, {"mode": "sage", "fan_out": [2, 2, 2]}, r"Lower batch_size from 2 to 1, or raise num_parts\.$"),
         (False, {"mode": "cluster"}, r"\) to evaluate on the whole graph at once\.$"),
     ],
 )
@@ -345,7 +347,7 @@ def test_memory_that_really_is_not_there_is_noticed() -> None:
 )
 def test_advice_for_odd_amounts(monkeypatch: pytest.MonkeyPatch, said: str, free: int, parts: int) -> None:
     monkeypatch.setattr(faults_module, "available_memory", lambda: free)
-    expected = f"There is not enough memory ({said or 'MemoryError'}). Raise parts from 10 to {parts}."
+    expected = f"There is not enough memory ({said or 'MemoryError'}). Raise num_parts from 10 to {parts}."
     assert faults_module._smaller(MemoryError(said), 10, 1) == expected
 
 
@@ -356,7 +358,7 @@ def test_a_gpu_counts_what_is_in_use_too(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * 2**30)
     # 4 GiB could be used, and 2 and 2 more are wanted.
     advice = faults_module._smaller(torch.OutOfMemoryError(OUT_OF_GPU), 8, 10)
-    assert advice.endswith("Lower batch_size from 10 to 9, or raise parts.")
+    assert advice.endswith("Lower batch_size from 10 to 9, or raise num_parts.")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("odd"), ValueError("odd"), gas.InputError("a", got="b", fix="c")])
@@ -403,16 +405,16 @@ def not_forever() -> Iterator[None]:
 @pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="workers are told by what they inherit")
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_worker_that_dies_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    assemble, calls = Assembly.__getitem__, 0
+    assemble, calls = BatchBuilder.from_parts, 0
 
-    def die(self: Assembly, parts: Any) -> Any:
+    def die(self: BatchBuilder, parts: Any) -> Any:
         nonlocal calls
         calls += 1
         if get_worker_info() is not None and calls == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return assemble(self, parts)
 
-    monkeypatch.setattr(Assembly, "__getitem__", die)
+    monkeypatch.setattr(BatchBuilder, "from_parts", die)
     model = Fragile()
     expected = r"has died in epoch 1 \(DataLoader worker .*\)\. Most often .* lower num_workers\.$"
     with pytest.raises(RuntimeError, match=expected):

@@ -1,4 +1,4 @@
-"""Batches packed into one piece of memory train as the batches they were made of."""
+"""Batches packed into one buffer train as the batches they were made of."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.forward.record import Slice
 from gnnautoscale.tasks import NodeClassification
 from gnnautoscale.training.feed import Feed, _Package, plain_item
+from gnnautoscale.transfer import BatchRows
 
 CPU = torch.device("cpu")
 TASK = NodeClassification(4)
@@ -70,28 +71,33 @@ def test_a_packed_batch_trains_as_it_did(name: str) -> None:
     for batch in loader:
         model(batch)  # what happens with edges is known afterwards, and histories are not empty
     feed = Feed(model, TASK, fixed=True)
-    for ready in loader.ready():
+    for ready in loader.ready_batches():
         batch = ready.tagged_copy()
         out = model(batch)
         expected = out.detach(), grads(model, out)
-        package = _Package.of(ready.info, feed._tensors(batch, ready.info), CPU)
+        rows = attached(model).memory.rows_of(ready.info)
+        package = _Package.of(ready.info, rows, feed._tensors(batch, ready.info), CPU)
         elsewhere = package.buffer.clone()
         package.buffer.fill_(255)  # nothing may be left in the first place
         item = feed._item(package, package.views(elsewhere))
-        ready.info.memo.clear()
+        for event in feed._events:
+            ready.info.forget(event)
+        assert rows.on(CPU).data_ptr() != rows.index.data_ptr()
         got = model(item.batch)
         assert_same(got.detach(), expected[0], 1e-6)
         for one, other in zip(grads(model, got), expected[1], strict=True):
             assert_same(one, other, 1e-6)
         assert torch.equal(item.targets, batch.y[: batch.batch_size][batch.train_mask[: batch.batch_size]])
-        ready.info.placed.clear()
+        package.displace()
+        assert rows.on(CPU) is rows.index
+        assert all(ready.info.placed(event) is None for event in feed._events)
 
 
 def test_only_what_is_needed_is_packed() -> None:
     data = undirected_graph()
     model = gas.autoscale(pyg.GCN(CHANNELS, 8, num_layers=2, out_channels=4), data)
     loader = gas.HaloLoader(data, num_parts=3)
-    ready = next(loader.ready())
+    ready = next(loader.ready_batches())
     model(ready.tagged_copy().x, ready.tagged_copy().edge_index)
     names = Feed(model, TASK)._tensors(ready.tagged_copy(), ready.info)
     kinds = {name if isinstance(name, str) else name[1] for name in names}
@@ -106,7 +112,7 @@ def test_edges_stay_as_they_are_for_edge_dropout() -> None:
     data = undirected_graph()
     model = gas.autoscale(pyg.GCN(CHANNELS, 8, num_layers=2, out_channels=4), data, edge_dropout=0.5)
     loader = gas.HaloLoader(data, num_parts=3)
-    ready = next(loader.ready())
+    ready = next(loader.ready_batches())
     batch = ready.tagged_copy()
     model(batch.x, batch.edge_index)
     names = Feed(model, TASK)._tensors(batch, ready.info)
@@ -115,9 +121,10 @@ def test_edges_stay_as_they_are_for_edge_dropout() -> None:
 
 
 def test_tensors_start_at_round_addresses() -> None:
-    info = next(gas.HaloLoader(odd_graph(), num_parts=2).ready()).info
+    info = next(gas.HaloLoader(odd_graph(), num_parts=2).ready_batches()).info
+    rows = BatchRows(info.n_id, info.batch_size)
     tensors = {"a": torch.arange(3), "b": torch.empty(0, 4), "c": torch.rand(5, 7), "d": torch.tensor([True, False])}
-    package = _Package.of(info, tensors, CPU)
+    package = _Package.of(info, rows, tensors, CPU)
     assert all(start % 256 == 0 for _, _, start in package.layout.values())
     for name, view in package.views(package.buffer).items():
         assert torch.equal(view, tensors[name])
@@ -141,8 +148,8 @@ def test_on_a_cpu_batches_are_passed_through() -> None:
     data = undirected_graph()
     model = gas.autoscale(MODELS["gcn"](), data)
     loader = gas.HaloLoader(data, num_parts=4)
-    items = list(Feed(model, TASK).items(loader.ready()))
-    assert [item.info for item in items] == [ready.info for ready in loader.ready()]
+    items = list(Feed(model, TASK).items(loader.ready_batches()))
+    assert [item.info for item in items] == [ready.info for ready in loader.ready_batches()]
     assert all(item.version is None for item in items)
 
 

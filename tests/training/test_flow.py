@@ -20,7 +20,7 @@ def batches(batch_size: int = 1) -> tuple[HaloLoader, list[BatchInfo]]:
     nodes = torch.arange(5)
     edges = torch.stack([nodes, nodes + 1])
     data = Data(edge_index=torch.cat([edges, edges.flip(0)], dim=1), x=torch.ones(6, 1), num_nodes=6)
-    loader = HaloLoader(data, parts=torch.tensor([0, 0, 1, 1, 2, 2]), batch_size=batch_size)
+    loader = HaloLoader(data, partition=torch.tensor([0, 0, 1, 1, 2, 2]), batch_size=batch_size)
     return loader, [batch.edge_index.info for batch in loader]
 
 

@@ -14,7 +14,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 import gnnautoscale as gas
 import gnnautoscale.training.journal as journal_module
 from conftest import history_rows
-from gnnautoscale.analysis.diagnostics import PROBES
+from gnnautoscale.analysis.diagnostics import DIAGNOSTICS
 from gnnautoscale.attach.autoscaler import is_autoscaled
 from gnnautoscale.data import generate
 from gnnautoscale.errors import InputError
@@ -35,7 +35,7 @@ def data() -> Data:
 def fit(data: Data, run_dir: Path | None = None, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(1)
     model = model or GCN(FEATURES, CLASSES, hidden=8, layers=3)
-    options = {"parts": 6, "epochs": 4, **options}
+    options = {"num_parts": 6, "epochs": 4, **options}
     return model, gas.fit(model, data, run_dir=None if run_dir is None else str(run_dir), **options)
 
 
@@ -84,7 +84,7 @@ def final(data: Data, run_dir: Path | None, tmp_path: Path, model: nn.Module | N
 def test_training_is_the_same_bit_for_bit(name: str, device: str, data: Data, tmp_path: Path) -> None:
     options = {**SCENARIOS[name], "device": device}
     plain = final(data, None, tmp_path, None, **options)
-    watched = final(data, tmp_path / "run", tmp_path, None, **options, diagnose=PROBES, diagnose_every=1)
+    watched = final(data, tmp_path / "run", tmp_path, None, **options, diagnose=DIAGNOSTICS, diagnose_every=1)
     assert len(plain) == len(watched)
     if device == "cuda" and name in ROUNDED:
         torch.testing.assert_close(watched, plain, rtol=1e-3, atol=1e-4)
@@ -104,15 +104,15 @@ def test_a_layer_that_draws_is_compared_with_the_same_numbers_after_a_look(data:
         return GAT(FEATURES, CLASSES, hidden=4, dropout=0.5)
 
     plain = final(data, None, tmp_path, model(), lipschitz=0.1)
-    watched = final(data, tmp_path / "run", tmp_path, model(), lipschitz=0.1, diagnose=PROBES, diagnose_every=1)
+    watched = final(data, tmp_path / "run", tmp_path, model(), lipschitz=0.1, diagnose=DIAGNOSTICS, diagnose_every=1)
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
 @pytest.mark.parametrize("every", ["epoch", 4])
 def test_a_run_goes_on_in_its_folder_bit_for_bit(every: Any, data: Data, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"diagnose": PROBES, "diagnose_every": 1, "checkpoint_every": every}
+    options: dict[str, Any] = {"diagnose": DIAGNOSTICS, "diagnose_every": 1, "checkpoint_every": every}
     expected, _ = fit(data)
-    whole = record(data, tmp_path / "whole", diagnose=PROBES, diagnose_every=1)
+    whole = record(data, tmp_path / "whole", diagnose=DIAGNOSTICS, diagnose_every=1)
     kept, run = tmp_path / "kept", tmp_path / "run"
 
     def stop(epoch: Any) -> None:

@@ -58,7 +58,7 @@ class Run:
 def run(model: nn.Module | None = None, data: Data | gas.Dataset | None = None, **options: Any) -> Run:
     model = gcn() if model is None else model
     weights: list[Weights] = []
-    options = {"parts": 4, "batch_size": 2, "epochs": 3, **options}
+    options = {"num_parts": 4, "batch_size": 2, "epochs": 3, **options}
     result = fit(
         model,
         community_graph() if data is None else data,
@@ -160,8 +160,8 @@ def test_weight_decay_and_clipping_matter() -> None:
 @pytest.mark.parametrize("options", [{"dropout": 0.5}, {"batch_norm": True, "dropout": 0.2, "layers": 3}])
 def test_one_part_is_full_batch_bit_for_bit(options: dict[str, Any]) -> None:
     settings = {"epochs": 5, "grad_norm": 1.0, "weight_decay_conv": 0.01}
-    full = run(gcn(**options), mode="full", parts=5, batch_size=3, **settings)
-    gas_run = run(gcn(**options), mode="gas", parts=1, batch_size=1, **settings)
+    full = run(gcn(**options), mode="full", num_parts=5, batch_size=3, **settings)
+    gas_run = run(gcn(**options), mode="gas", num_parts=1, batch_size=1, **settings)
     assert full.losses == gas_run.losses
     assert full.result.scores == gas_run.result.scores
     assert all(same_bits(a, b) for a, b in zip(full.weights, gas_run.weights, strict=True))
@@ -208,7 +208,7 @@ def sage(**options: Any) -> GraphSAGE:
 def test_one_part_of_cluster_is_full_batch(options: dict[str, Any]) -> None:
     settings = {"epochs": 5, "grad_norm": 1.0, "weight_decay_conv": 0.01, "schedule": "cosine"}
     full = run(gcn(**options), mode="full", **settings)
-    cluster = run(gcn(**options), mode="cluster", parts=1, batch_size=1, **settings)
+    cluster = run(gcn(**options), mode="cluster", num_parts=1, batch_size=1, **settings)
     assert cluster.losses == pytest.approx(full.losses, abs=1e-5)
     assert cluster.result.scores == full.result.scores
     for a, b in zip(cluster.weights, full.weights, strict=True):
@@ -219,7 +219,7 @@ def test_one_part_of_cluster_is_full_batch(options: dict[str, Any]) -> None:
 
 
 def test_all_parts_in_one_batch_of_cluster_are_full_batch() -> None:
-    full, cluster = run(gcn(dropout=0.0), mode="full"), run(gcn(dropout=0.0), mode="cluster", parts=4, batch_size=4)
+    full, cluster = run(gcn(dropout=0.0), mode="full"), run(gcn(dropout=0.0), mode="cluster", num_parts=4, batch_size=4)
     assert cluster.losses == pytest.approx(full.losses, abs=1e-5)
 
 
@@ -241,7 +241,7 @@ def test_cluster_normalizes_by_degrees_inside_of_a_batch() -> None:
 @pytest.mark.parametrize("settings", [{}, {"grad_norm": 0.05, "weight_decay_conv": 0.1}], ids=["plain", "clipped"])
 def test_sampling_everything_around_all_training_nodes_is_full_batch(settings: dict[str, Any]) -> None:
     full = run(sage(), mode="full", epochs=6, **settings)
-    sampled = run(sage(), mode="sage", fan_out=[-1, -1], parts=3, batch_size=3, epochs=6, **settings)
+    sampled = run(sage(), mode="sage", fan_out=[-1, -1], num_parts=3, batch_size=3, epochs=6, **settings)
     assert sampled.losses == pytest.approx(full.losses, abs=1e-5)
     assert sampled.result.scores == full.result.scores
 
@@ -336,7 +336,7 @@ def test_baselines_stop_and_return_to_the_best_epoch(monkeypatch: pytest.MonkeyP
 
 def test_cluster_takes_no_step_without_training_nodes() -> None:
     data = two_cliques()
-    got = run(gcn(dropout=0.0, batch_norm=True), data, mode="cluster", parts=2, batch_size=1, epochs=3)
+    got = run(gcn(dropout=0.0, batch_norm=True), data, mode="cluster", num_parts=2, batch_size=1, epochs=3)
     assert got.result.steps == 3
     # What the two parts learn from is what the first clique alone gives.
     alone = data.subgraph(data.train_mask)
@@ -351,7 +351,7 @@ def test_baselines_take_inductive_data(baseline: str) -> None:
     dataset = gas.load("cluster", graphs=4)
     torch.manual_seed(1)
     model = GIN(dataset.num_features, dataset.num_classes, hidden=8, layers=2)
-    result = fit(model, dataset, parts=8, batch_size=2, epochs=2, **BASELINES[baseline])
+    result = fit(model, dataset, num_parts=8, batch_size=2, epochs=2, **BASELINES[baseline])
     assert result.steps == 8
     model.eval()
     with torch.no_grad():
@@ -364,7 +364,7 @@ def test_baselines_take_inductive_data(baseline: str) -> None:
 def test_baselines_take_several_labels_edge_weights_and_other_attributes(baseline: str) -> None:
     data = multilabel_graph()
     torch.manual_seed(1)
-    assert fit(GCN(FEATURES, 4), data, parts=4, epochs=1, **BASELINES[baseline]).metric == "micro-F1"
+    assert fit(GCN(FEATURES, 4), data, num_parts=4, epochs=1, **BASELINES[baseline]).metric == "micro-F1"
     data = community_graph()
     data.edge_weight = torch.rand(data.num_edges, generator=torch.Generator().manual_seed(0)) + 0.5
     weighted, plain = run(data=data, **BASELINES[baseline]), run(**BASELINES[baseline])
@@ -471,8 +471,8 @@ def test_baselines_train_on_a_gpu_as_on_a_cpu(baseline: str) -> None:
 
 
 def test_more_parts_than_nodes_are_refused_by_cluster() -> None:
-    with pytest.raises(gas.InputError, match="parts"):
-        fit(gcn(), community_graph(), mode="cluster", parts=49)
+    with pytest.raises(gas.InputError, match="num_parts"):
+        fit(gcn(), community_graph(), mode="cluster", num_parts=49)
 
 
 def test_the_fan_out_may_be_a_tuple_and_goes_through_json() -> None:
@@ -626,7 +626,7 @@ def test_inductive_data_are_evaluated_on_their_own_graphs() -> None:
     dataset = gas.load("cluster", graphs=8)
     torch.manual_seed(1)
     model = GIN(dataset.num_features, dataset.num_classes, hidden=8, layers=2)
-    result = fit(model, dataset, parts=16, batch_size=4, epochs=2)
+    result = fit(model, dataset, num_parts=16, batch_size=4, epochs=2)
     assert dataset.train.num_nodes != dataset.val.num_nodes
     plain = gas.detach(model).eval()
     with torch.no_grad():
@@ -647,7 +647,7 @@ def test_several_labels_are_scored_by_micro_f1() -> None:
     data = multilabel_graph()
     torch.manual_seed(1)
     model = GCN(FEATURES, 4, hidden=8)
-    result = fit(model, data, parts=4, epochs=5)
+    result = fit(model, data, num_parts=4, epochs=5)
     assert result.metric == "micro-F1"
     assert result.scores == exact_scores(model, data)
     assert result.epochs[0].loss > result.epochs[-1].loss
@@ -709,7 +709,7 @@ def test_the_callback_hears_of_every_epoch_in_order_while_it_happens() -> None:
         heard.append(epoch)
         states.append(weights_of(model))
 
-    result = fit(model, community_graph(), parts=4, epochs=5, evaluate_every=2, callback=listen)
+    result = fit(model, community_graph(), num_parts=4, epochs=5, evaluate_every=2, callback=listen)
     assert heard == result.epochs
     assert [epoch.number for epoch in heard] == [1, 2, 3, 4, 5]
     assert [bool(epoch.scores) for epoch in heard] == [False, True, False, True, True]
@@ -726,7 +726,7 @@ def test_a_callback_may_end_training() -> None:
             raise EnoughError
 
     with pytest.raises(EnoughError):
-        fit(gcn(), community_graph(), parts=4, epochs=5, callback=stop)
+        fit(gcn(), community_graph(), num_parts=4, epochs=5, callback=stop)
 
 
 # Batches without training nodes ######################################################################################
@@ -738,7 +738,7 @@ def history_of(model: nn.Module, slot: str) -> Tensor:
 
 def test_a_batch_without_training_nodes_moves_histories_only() -> None:
     data = two_cliques()
-    got = run(gcn(dropout=0.0), data, parts=2, batch_size=1, epochs=3)
+    got = run(gcn(dropout=0.0), data, num_parts=2, batch_size=1, epochs=3)
     assert got.result.steps == 3
     # What the two parts learn from is what the first clique alone gives.
     alone = Data(
@@ -756,7 +756,7 @@ def test_a_batch_without_training_nodes_pushes_what_its_weights_give() -> None:
     data, model = two_cliques(), gcn(dropout=0.0)
     with torch.no_grad():
         before = model.convs[0](data.x, data.edge_index)
-    fit(model, data, parts=2, batch_size=1, epochs=1)
+    fit(model, data, num_parts=2, batch_size=1, epochs=1)
     rows = history_of(model, "convs.0")
     with torch.no_grad():
         after = gas.detach(model).convs[0](data.x, data.edge_index)
@@ -768,7 +768,7 @@ def test_a_batch_without_training_nodes_pushes_what_its_weights_give() -> None:
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "plateau"])
 def test_an_epoch_may_pass_without_a_step(schedule: str) -> None:
     steps = [
-        run(gcn(), two_cliques(), parts=2, batch_size=1, epochs=1, steps_per_epoch=1, seed=seed, schedule=schedule)
+        run(gcn(), two_cliques(), num_parts=2, batch_size=1, epochs=1, steps_per_epoch=1, seed=seed, schedule=schedule)
         for seed in range(6)
     ]
     assert {got.result.steps for got in steps} == {0, 1}
@@ -786,8 +786,8 @@ def test_an_epoch_may_pass_without_a_step(schedule: str) -> None:
         ("evaluation", "sampled"),
         ("storage", "tape"),
         ("storage", "disk"),  # without a folder
-        ("parts", 0),
-        ("parts", 2.5),
+        ("num_parts", 0),
+        ("num_parts", 2.5),
         ("batch_size", 0),
         ("batch_size", 9),
         ("epochs", 0),
@@ -892,7 +892,7 @@ def test_data_that_cannot_be_trained_on_are_refused(change: Callable[[Data], Non
     data, model = community_graph(), gcn()
     change(data)
     with pytest.raises(gas.InputError, match=message):
-        fit(model, data, parts=4)
+        fit(model, data, num_parts=4)
     assert not hasattr(model, "_autoscaler")
 
 
@@ -901,31 +901,31 @@ def test_every_graph_of_a_data_set_is_checked(broken: str) -> None:
     dataset = gas.load("cluster", graphs=2)
     getattr(dataset, broken).x[0, 0] = math.nan
     with pytest.raises(gas.InputError, match="finite"):
-        fit(GCN(dataset.num_features, dataset.num_classes), dataset, parts=2, epochs=1)
+        fit(GCN(dataset.num_features, dataset.num_classes), dataset, num_parts=2, epochs=1)
 
 
 def test_an_autoscaled_model_is_refused() -> None:
     data = community_graph()
     model = gas.autoscale(gcn(), data)
     with pytest.raises(gas.InputError, match="detach"):
-        fit(model, data, parts=4)
+        fit(model, data, num_parts=4)
     assert same_bits(weights_of(gas.detach(model)), weights_of(gcn()))
 
 
 def test_more_parts_than_nodes_are_refused() -> None:
-    with pytest.raises(gas.InputError, match="parts"):
-        fit(gcn(), community_graph(), parts=49)
+    with pytest.raises(gas.InputError, match="num_parts"):
+        fit(gcn(), community_graph(), num_parts=49)
 
 
 def test_a_model_with_too_few_outputs_is_refused() -> None:
     torch.manual_seed(1)
     with pytest.raises(gas.InputError, match="class"):
-        fit(GCN(FEATURES, CLASSES - 1), community_graph(), parts=4, epochs=1)
+        fit(GCN(FEATURES, CLASSES - 1), community_graph(), num_parts=4, epochs=1)
 
 
 def test_a_model_without_message_passing_is_refused() -> None:
     with pytest.raises(gas.UnsupportedModelError, match="message-passing"):
-        fit(nn.Linear(FEATURES, CLASSES), community_graph(), parts=4)
+        fit(nn.Linear(FEATURES, CLASSES), community_graph(), num_parts=4)
 
 
 @pytest.mark.parametrize(("model", "taken"), [(GCN, True), (GIN, False), (GraphSAGE, False), (GAT, False)])
@@ -934,10 +934,10 @@ def test_edge_weights_are_used_or_refused(model: type[nn.Module], taken: bool) -
     data.edge_weight = torch.rand(data.num_edges, generator=torch.Generator().manual_seed(0)) + 0.5
     made = model(FEATURES, CLASSES)
     if taken:
-        fit(made, data, parts=4, epochs=1)
+        fit(made, data, num_parts=4, epochs=1)
         return
     with pytest.raises(gas.InputError, match="edge weights"):
-        fit(made, data, parts=4, epochs=1)
+        fit(made, data, num_parts=4, epochs=1)
 
 
 @pytest.mark.parametrize("lr", [1e20, 1e30])
@@ -949,7 +949,7 @@ def test_a_loss_that_is_no_number_ends_training(lr: float) -> None:
 def test_weights_that_end_as_no_numbers_are_not_returned_as_a_result() -> None:
     """The loss of the only step is fine; what the step leaves behind is not."""
     with pytest.raises(FloatingPointError, match="outputs are not finite"):
-        run(lr=1e30, epochs=1, parts=1, batch_size=1)
+        run(lr=1e30, epochs=1, num_parts=1, batch_size=1)
 
 
 # Results #############################################################################################################
@@ -985,7 +985,7 @@ def test_the_result_says_what_was_asked_for() -> None:
 
 def test_connectivity_is_that_of_the_parts() -> None:
     # The cliques are the parts, and no node of one has an edge to the other.
-    assert run(data=two_cliques(), parts=2, batch_size=1).result.connectivity == 0.0
+    assert run(data=two_cliques(), num_parts=2, batch_size=1).result.connectivity == 0.0
 
 
 def test_the_loss_is_a_mean_over_training_nodes() -> None:
@@ -1029,7 +1029,7 @@ def test_the_radius_of_the_penalty_matters() -> None:
 
 
 def test_the_loss_is_told_without_the_penalty() -> None:
-    plain, penalized = (run(gcn(dropout=0.0), epochs=1, parts=1, batch_size=1, lipschitz=w) for w in (0.0, 100.0))
+    plain, penalized = (run(gcn(dropout=0.0), epochs=1, num_parts=1, batch_size=1, lipschitz=w) for w in (0.0, 100.0))
     assert plain.losses == penalized.losses
     assert not same_bits(plain.weights[-1], penalized.weights[-1])
 
@@ -1091,7 +1091,7 @@ def test_the_user_s_data_are_left_alone() -> None:
     data.y = data.y.bool()
     before = data.clone()
     torch.manual_seed(1)
-    fit(GCN(FEATURES, 4), data, parts=4, epochs=1)
+    fit(GCN(FEATURES, 4), data, num_parts=4, epochs=1)
     assert data.keys() == before.keys()
     assert all(torch.equal(data[name], before[name]) for name in data.keys())  # noqa: SIM118
 
@@ -1116,7 +1116,7 @@ def test_the_number_of_batches_to_evaluate_in_changes_time_only(refresh_every: s
     for evaluate_parts in (None, 1, 5):
         torch.manual_seed(0)
         model = GCN(6, 3, hidden=8, layers=3, dropout=0.0)
-        options: dict[str, Any] = {"parts": 4, "epochs": 4, "refresh_every": refresh_every}
+        options: dict[str, Any] = {"num_parts": 4, "epochs": 4, "refresh_every": refresh_every}
         result = fit(model, data, evaluate_parts=evaluate_parts, **options)
         found.append([(epoch.loss, *epoch.scores.values()) for epoch in result.epochs])
     for other in found[1:]:

@@ -48,7 +48,7 @@ class Trained:
         classes = data.num_classes if isinstance(data, gas.Dataset) else CLASSES if data.y.dim() == 1 else 4
         given = options.pop("model_options", {})
         self.model = build_model(name, graph, classes, **{"hidden": 8, "layers": 3, "dropout": 0.3, **given})
-        self.result = gas.fit(self.model, data, **{"parts": 5, "batch_size": 2, "epochs": 3, **options})
+        self.result = gas.fit(self.model, data, **{"num_parts": 5, "batch_size": 2, "epochs": 3, **options})
         self.weights = weights_of(self.model)
         attached(self.model).memory.settle()
         self.rows = history_rows(self.model)
@@ -101,7 +101,7 @@ def file_of(folder: Path, step: int) -> str:
 SCENARIOS: dict[str, tuple[dict[str, Any], Any, list[int]]] = {
     "after every epoch": ({}, "epoch", [3, 6]),
     "cosine, refreshed": ({"schedule": "cosine", "refresh_every": 2}, 1, [4]),
-    "drawings": ({"drawings": 2, "parts": 6, "epochs": 5}, 1, [10]),
+    "drawings": ({"drawings": 2, "num_parts": 6, "epochs": 5}, 1, [10]),
     "plateau": ({"schedule": "plateau", "lr": 1e-7, "epochs": 13, "mode": "full"}, 1, [8, 12]),
     "short epochs": ({"steps_per_epoch": 2, "batch_size": 1, "refresh_every": "epoch"}, 1, [3]),
     "patience": ({"patience": 2, "lr": 1e-7, "epochs": 9}, 4, [8]),
@@ -112,7 +112,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], Any, list[int]]] = {
     "inner": ({"name": "appnp", "evaluation": "histories", "history_dtype": "bfloat16"}, 2, [4]),
     "naive": ({"mode": "history"}, 2, [4]),
     "workers": ({"num_workers": 1, "epochs": 2}, 2, [2]),
-    "other graphs": ({"data": gas.load("cluster", graphs=2), "parts": 6, "epochs": 2}, 2, [2]),
+    "other graphs": ({"data": gas.load("cluster", graphs=2), "num_parts": 6, "epochs": 2}, 2, [2]),
 }
 
 
@@ -151,7 +151,7 @@ def test_a_run_on_a_gpu_goes_on_bit_for_bit(tmp_path: Path, storage: str, captur
 
 @pytest.mark.usefixtures("keep_all")
 def test_a_run_goes_on_from_every_step_and_checkpoints_change_nothing(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"parts": 3, "batch_size": 1, "epochs": 2, "refresh_every": 2}
+    options: dict[str, Any] = {"num_parts": 3, "batch_size": 1, "epochs": 2, "refresh_every": 2}
     whole = Trained(checkpoint_dir=str(tmp_path), checkpoint_every=1, **options)
     assert_same_run(whole, Trained(**options))
     assert steps_of(tmp_path) == list(range(1, 7))
@@ -213,7 +213,7 @@ def test_all_kinds_of_random_numbers_go_on(tmp_path: Path) -> None:
     def train(**options: Any) -> list[float]:
         torch.manual_seed(1)
         model = Noisy(FEATURES, CLASSES, hidden=8)
-        return [epoch.loss for epoch in gas.fit(model, community_graph(), parts=4, epochs=4, **options).epochs]
+        return [epoch.loss for epoch in gas.fit(model, community_graph(), num_parts=4, epochs=4, **options).epochs]
 
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002
@@ -229,7 +229,7 @@ def test_all_kinds_of_random_numbers_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"patience": 1, "lr": 1e-7}, {"storage": "disk", "refresh_every": "epoch", "parts": 1, "batch_size": 1}],
+    [{}, {"patience": 1, "lr": 1e-7}, {"storage": "disk", "refresh_every": "epoch", "num_parts": 1, "batch_size": 1}],
     ids=["epochs", "patience", "refreshed"],
 )
 def test_a_run_that_has_ended_gives_the_same_again(
@@ -249,7 +249,7 @@ def test_a_run_that_has_ended_gives_the_same_again(
     assert steps_of(tmp_path / "saved") == found
     # Histories are read in the order they were written in, whoever reads them first.
     data = community_graph()
-    for loader in (gas.HaloLoader(data, 3, parts="random"), gas.HaloLoader(data, 5)):
+    for loader in (gas.HaloLoader(data, 3, partition="random"), gas.HaloLoader(data, 5)):
         expected, got = (infer_from_histories(run.model, loader) for run in (first, again))
         assert torch.equal(expected, got)
 
@@ -290,7 +290,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("lr", 0.02, "lr was 0.01 and is 0.02"),
         ("seed", 1, "seed was 0 and is 1"),
-        ("parts", 6, "parts was 5 and is 6"),
+        ("num_parts", 6, "num_parts was 5 and is 6"),
         ("batch_size", 1, "batch_size was 2 and is 1"),
         ("mode", "history", "mode was 'gas' and is 'history'"),
         ("partition", "random", "partition was 'metis' and is 'random'"),
@@ -368,7 +368,7 @@ def test_another_model_is_refused(saved: Path, name: str, given: dict[str, Any])
 def test_a_model_of_another_type_is_refused(saved: Path) -> None:
     model = GCN(FEATURES, CLASSES, hidden=8, layers=3, dropout=0.3).double()
     with pytest.raises(gas.InputError, match="its weights have other names, shapes or types"):
-        gas.fit(model, community_graph(), parts=5, batch_size=2, epochs=2, resume=str(saved))
+        gas.fit(model, community_graph(), num_parts=5, batch_size=2, epochs=2, resume=str(saved))
     assert not hasattr(model, "_autoscaler")
 
 
@@ -446,7 +446,7 @@ class Interrupted(GCN):
         return super().forward(x, edge_index, edge_weight)
 
 
-OPTIONS: dict[str, Any] = {"parts": 5, "batch_size": 2, "epochs": 3}
+OPTIONS: dict[str, Any] = {"num_parts": 5, "batch_size": 2, "epochs": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -589,7 +589,7 @@ def train(name, **options):
     torch.manual_seed(1)
     model = GCN(6, 3, hidden=8, layers=3, dropout=0.3)
     options = {"schedule": "plateau", "refresh_every": 7, "evaluate_every": 5, **options}
-    result = gas.fit(model, data, parts=5, batch_size=2, epochs=30, **options)
+    result = gas.fit(model, data, num_parts=5, batch_size=2, epochs=30, **options)
     losses = [epoch.loss for epoch in result.epochs]
     torch.save([model.state_dict(), losses, result.scores, result.best_epoch, result.steps], folder / name)
 

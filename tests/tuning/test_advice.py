@@ -112,8 +112,8 @@ def test_less_memory_never_gives_fewer_parts(disk: bool) -> None:
             chosen = choose(consider(Known(measured, budget, places)))
             if chosen is None:
                 break
-            assert chosen.parts >= before
-            before = chosen.parts
+            assert chosen.num_parts >= before
+            before = chosen.num_parts
         assert chosen is None
         assert before > 0
 
@@ -124,7 +124,7 @@ def test_histories_move_before_there_are_more_parts() -> None:
     def place(budget: int) -> tuple[int, str, str, bool]:
         chosen = choose(consider(Known({2: (1.0, 100 * UNIT), 4: (1.0, 50 * UNIT)}, budget, places)))
         assert chosen is not None
-        return chosen.parts, chosen.storage, chosen.history_dtype, chosen.measured
+        return chosen.num_parts, chosen.storage, chosen.history_dtype, chosen.measured
 
     assert place(120 * UNIT) == (2, "device", "same", True)
     assert place(119 * UNIT) == (2, "device", "bfloat16", False)  # 20 units less
@@ -171,7 +171,7 @@ def test_joins_parts_if_batches_become_better_samples_and_fit() -> None:
     two, twenty = consider(known)
     known.skew = 0.39
     assert tune._join(two, DEVICE, known) == (
-        {"parts": 20, "batch_size": 10},
+        {"num_parts": 20, "batch_size": 10},
         "the targets of a part are off from the graph's by 0.50 (total variation), those of 10 out of 20 parts by "
         "0.39, with 3.00 halo nodes per node instead of 0.20",
     )
@@ -200,7 +200,7 @@ def test_a_gpu_captures_batches_that_come_back() -> None:
     known = Joined({2: (1.0, 50 * UNIT), 20: (1.0, 50 * UNIT)}, 100 * UNIT)
     known.cuts[2] = replace(known.cuts[2], skew=0.5)
     two, _ = consider(known)
-    assert tune._join(two, DEVICE, known)[0] == {"parts": 20, "batch_size": 10, "drawings": tune.DRAWINGS}
+    assert tune._join(two, DEVICE, known)[0] == {"num_parts": 20, "batch_size": 10, "drawings": tune.DRAWINGS}
     known.kept = 10 * UNIT
     assert tune._join(two, DEVICE, known)[0] == {"batch_size": 1}
     assert tune._join(two, replace(DEVICE, keep=False), known)[0]["batch_size"] == 10
@@ -282,7 +282,7 @@ def test_never_tries_what_may_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[4] < rows[2] < rows[1] == 1000
     advice = tune.tune(lambda: GCN(5, 3, hidden=16), data, memory=int(1.3 * rows[2] * MB))
     assert 1 not in tried
-    assert advice.options["parts"] == 2
+    assert advice.options["num_parts"] == 2
     assert advice.chosen.measured
     full = advice.candidates[0]
     assert (full.measured, full.fits) == (False, False)
@@ -301,7 +301,7 @@ def test_keeps_no_batches_in_a_trial_that_have_no_room(monkeypatch: pytest.Monke
     advice = tune.tune(lambda: GCN(10_000, 3, hidden=4), data, memory=68 * MB)
     assert tried
     assert not any(tried)
-    assert advice.options["parts"] > 1
+    assert advice.options["num_parts"] > 1
     assert advice.options["keep_batches"] is False
     assert "too much to keep" in advice.reasons["keep_batches"]
 
@@ -309,7 +309,7 @@ def test_keeps_no_batches_in_a_trial_that_have_no_room(monkeypatch: pytest.Monke
 def test_never_tries_what_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trials, "run", lambda self, parts, place, **_: Trial(MB, 100.0 / parts, 0.0))
     advice = tune.tune(lambda: GCN(5, 3, hidden=16), graph(), memory=10**9)
-    assert [each.parts for each in advice.candidates if each.measured] == [8]
+    assert [each.num_parts for each in advice.candidates if each.measured] == [8]
 
 
 def test_a_trial_that_runs_out_of_memory_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,8 +320,8 @@ def test_a_trial_that_runs_out_of_memory_does_not_fit(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Trials, "run", run)
     advice = tune.tune(lambda: GCN(5, 3, hidden=16), graph(), memory=10**9)
-    assert {each.parts: each.fits for each in advice.candidates} == {1: False, 2: False, 4: True, 8: True}
-    assert advice.options["parts"] == 4
+    assert {each.num_parts: each.fits for each in advice.candidates} == {1: False, 2: False, 4: True, 8: True}
+    assert advice.options["num_parts"] == 4
 
 
 def test_a_trial_measures() -> None:
@@ -347,11 +347,11 @@ def test_a_trial_leaves_the_folder_of_histories_to_the_next(tmp_path: Path) -> N
 
 def test_advice_explains_every_option() -> None:
     advice = tune.tune("gcn", graph(), memory=10**9, model_options={"hidden": 16})
-    assert advice.options == {"mode": "full"} or advice.options["parts"] > 1
+    assert advice.options == {"mode": "full"} or advice.options["num_parts"] > 1
     assert advice.options.keys() == advice.reasons.keys()
     assert all(advice.reasons.values())
     assert json.loads(json.dumps(advice.to_dict()))["budget"] == 10**9
-    assert [each.parts for each in advice.candidates] == [1, 2, 4, 8]
+    assert [each.num_parts for each in advice.candidates] == [1, 2, 4, 8]
 
 
 def test_leaves_random_numbers_alone() -> None:
@@ -365,7 +365,7 @@ def test_leaves_random_numbers_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"parts": 4}, "got parts"),
+        ({"num_parts": 4}, "got num_parts"),
         ({"memory": 0}, "positive number of bytes"),
         ({"device": "abacus"}, "device must be one"),
         ({"memory": 1}, r"Pass at least [\d.]+ MB"),
@@ -395,7 +395,7 @@ def test_the_proposed_command_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     memory = ["--memory", "300MB", "--epochs", "2", "--seed", "7", "--no-keep-batches", "--hidden", "8"]
     result = CliRunner().invoke(cli.app, ["tune", *TINY, *memory, "--json"])
     advice = json.loads(result.stdout)
-    assert advice["options"]["parts"] > 1
+    assert advice["options"]["num_parts"] > 1
     words = shlex.split(advice["command"])
     assert words[:2] == ["gas", "train"]
     trained = CliRunner().invoke(cli.app, [*words[1:], "--json", "--quiet"])
@@ -410,7 +410,7 @@ def test_command_shows_candidates_reasons_and_the_command() -> None:
     assert lines[0].startswith("parts\thalo per node")
     assert [line.split("\t")[0] for line in lines[1:5]] == ["full batch", "2", "4", "8"]
     assert sum("proposed" in line for line in lines[1:5]) == 1
-    assert lines[5].startswith(("--mode full: ", "--parts "))
+    assert lines[5].startswith(("--mode full: ", "--num-parts "))
     assert lines[-1].startswith("gas train --data communities")
 
 

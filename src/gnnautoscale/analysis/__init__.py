@@ -4,6 +4,6 @@ Errors of rows and gradients, the paper's bounds on them, and Lipschitz constant
 changes nothing.
 """
 
-from gnnautoscale.analysis.diagnostics import Probe, check_probes, diagnose
+from gnnautoscale.analysis.diagnostics import Diagnostic, check_diagnostics, diagnose
 
-__all__ = ["Probe", "check_probes", "diagnose"]
+__all__ = ["Diagnostic", "check_diagnostics", "diagnose"]

@@ -11,23 +11,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from gnnautoscale._util import tensors_in
-from gnnautoscale.attach import CallModel, OpenSession, attached
+from gnnautoscale.attach import CallModel, attached, call_with_batch, outputs, plan_of
 from gnnautoscale.errors import InputError
-from gnnautoscale.forward import Plan, Session, Sweep, evaluating, flat, run_sweep
+from gnnautoscale.forward import (
+    ExchangePolicy,
+    Plan,
+    RowStore,
+    Session,
+    StoreExchange,
+    SweepExchange,
+    evaluating,
+    flat,
+)
 from gnnautoscale.graph import BatchInfo, HaloLoader
 from gnnautoscale.history import History, codec_for
-from gnnautoscale.transfer.direct import Direct
 
 Number = TypeVar("Number", float, Tensor)
-_CALL: CallModel = nn.Module.__call__
 # Rows of a history that are read at once, since a GPU may not have room for all.
 _PIECE = 1 << 16
 
@@ -62,7 +68,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Edges:
+class MessageEdges:
     """Sources and targets of messages, ``[2, num_edges]``, and what messages are multiplied by, ``[num_edges]``."""
 
     edge_index: Tensor
@@ -91,7 +97,7 @@ class Edges:
         hold: each value may come from another neighbour, so it is :math:`\sqrt{\min(|N(v)|, D)}`.
 
         Example:
-            >>> star = Edges(torch.tensor([[1, 2, 3, 4], [0, 0, 0, 0]]), num_nodes=5)
+            >>> star = MessageEdges(torch.tensor([[1, 2, 3, 4], [0, 0, 0, 0]]), num_nodes=5)
             >>> [float(star.factor(Layer(1.0, 1.0, aggregation))[0]) for aggregation in ("sum", "mean", "max")]
             [4.0, 1.0, 2.0]
         """
@@ -103,7 +109,7 @@ def lemma1(layer: Layer, factor: Number, *, closeness: Number, staleness: Number
 
     Args:
         layer: The constants.
-        factor: In place of :math:`|N(v)|` a value of :meth:`Edges.factor`, or all.
+        factor: In place of :math:`|N(v)|` a value of :meth:`MessageEdges.factor`, or all.
         closeness: :math:`\delta`: the most by which inputs are off that a batch computes.
         staleness: :math:`\epsilon`: the most by which histories differ from these.
 
@@ -124,7 +130,7 @@ def theorem1(layers: Sequence[Layer], factors: Sequence[float], *, staleness: Se
 
     Args:
         layers: The constants of each layer.
-        factors: In place of :math:`|N(v)|`, for each layer, the largest value of :meth:`Edges.factor`.
+        factors: In place of :math:`|N(v)|`, for each layer, the largest value of :meth:`MessageEdges.factor`.
         staleness: :math:`\epsilon^{(\ell)}` for each layer but the last.
 
     Example:
@@ -138,22 +144,8 @@ def theorem1(layers: Sequence[Layer], factors: Sequence[float], *, staleness: Se
     return bounds
 
 
-def theorem1_as_printed(message: float, update: float, degree: float, *, staleness: Sequence[float]) -> float:
-    r"""The sum that the paper gives for Theorem 1, :math:`\sum_\ell \epsilon^{(\ell)} {(k_1 k_2 |N(v)|)}^{L - \ell}`.
-
-    From three layers on this is **not** a bound: it lacks Lemma 1's :math:`\delta k_2`, the error of the node's own
-    row, and it has the degree of :math:`v` where those of its neighbours matter too. It is one if updates do not take
-    the node's own row and ``degree`` is the largest of all. Use :func:`theorem1`.
-
-    Example:
-        >>> theorem1_as_printed(1.0, 1.0, 2.0, staleness=[1.0, 1.0])
-        6.0
-    """
-    return sum(stale * (message * update * degree) ** power for power, stale in enumerate(reversed(staleness), 1))
-
-
 def theorem1_by_node(
-    layers: Sequence[Layer], edges: Edges, staleness: Sequence[Tensor], crossing: Tensor | None = None
+    layers: Sequence[Layer], edges: MessageEdges, staleness: Sequence[Tensor], crossing: Tensor | None = None
 ) -> list[Tensor]:
     r"""Theorem 1 for each node, from its own neighbours; never above :func:`theorem1`.
 
@@ -206,7 +198,7 @@ class LayerBounds:
 
 
 @torch.no_grad()
-def measure(model: nn.Module, loader: HaloLoader, *, call: CallModel = _CALL) -> list[LayerErrors]:
+def measure(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with_batch) -> list[LayerErrors]:
     """Measure the errors of all layers that have a history, and of the output, with histories as they are now.
 
     Every batch is computed as if it came next: from the same histories, which are only read, in evaluation mode.
@@ -227,7 +219,7 @@ def measure(model: nn.Module, loader: HaloLoader, *, call: CallModel = _CALL) ->
     """
     kept, computed = _histories(model, loader), dict[str, Tensor]()
     with evaluating(model):
-        output = _pass(model, loader, call, partial(_Step, read=kept, written=computed))
+        output = _outputs(model, loader, call, _StepRows.exchange(kept, computed))
         exact = _exact(model, loader, call)
     kept["output"] = computed["output"] = output
     rows = [(name, now, kept.get(name, torch.zeros(())), exact[name]) for name, now in computed.items()]
@@ -235,8 +227,13 @@ def measure(model: nn.Module, loader: HaloLoader, *, call: CallModel = _CALL) ->
     return [LayerErrors(name, *map(_distance, ones, others)) for name, ones, others in pairs]
 
 
-def compare(
-    model: nn.Module, loader: HaloLoader, layers: Sequence[Layer], edges: Edges, *, call: CallModel = _CALL
+def compare_bounds(
+    model: nn.Module,
+    loader: HaloLoader,
+    layers: Sequence[Layer],
+    edges: MessageEdges,
+    *,
+    call: CallModel = call_with_batch,
 ) -> list[LayerBounds]:
     """Evaluate the bounds beside the errors they are about, layer by layer.
 
@@ -264,7 +261,9 @@ def compare(
 
 
 @torch.no_grad()
-def error_by_sweep(model: nn.Module, loader: HaloLoader, sweeps: int, *, call: CallModel = _CALL) -> list[float]:
+def error_by_sweep(
+    model: nn.Module, loader: HaloLoader, sweeps: int, *, call: CallModel = call_with_batch
+) -> list[float]:
     r"""The largest error of the outputs in each of several passes over all batches, with fixed weights.
 
     Batches push and pull as in training, in evaluation mode, on a copy of the histories as they are. In the first pass
@@ -291,66 +290,66 @@ def error_by_sweep(model: nn.Module, loader: HaloLoader, sweeps: int, *, call: C
     rows = _histories(model, loader)
     with evaluating(model):
         exact = _exact(model, loader, call)["output"]
-        outputs = [_pass(model, loader, call, partial(_Step, read=rows, written=rows)) for _ in range(sweeps)]
-    return [float(_distance(output, exact).max()) for output in outputs]
+        found = [_outputs(model, loader, call, _StepRows.exchange(rows, rows)) for _ in range(sweeps)]
+    return [float(_distance(output, exact).max()) for output in found]
 
 
-class _Step(Session):
-    """A training step that reads and writes the given rows, ``[num_nodes, width]``, in place of histories."""
+class _StepRows(RowStore):
+    """Rows in place of histories, ``[num_nodes, width]`` in full precision; read in the precision of histories."""
 
-    def __init__(self, *args: Any, read: dict[str, Tensor], written: dict[str, Tensor]) -> None:
-        super().__init__(*args, push_all=True)
-        self._transfer = Direct(self.device)
+    def __init__(self, read: dict[str, Tensor], written: dict[str, Tensor]) -> None:
         self._read, self._written = read, written
 
-    def exchange(self, slot: str, out: Tensor) -> Tensor:
-        """Write the batch's rows; returns them with the halo's, in the precision of histories, behind them."""
-        rows = self._own(out)
-        _put(self._written, slot, self.info, rows)
+    @staticmethod
+    def exchange(read: dict[str, Tensor], written: dict[str, Tensor]) -> ExchangePolicy:
+        """Steps that read and write these rows."""
+        return StoreExchange(_StepRows(read, written), push_all=True)
+
+    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
+        """See :meth:`RowStore.read`."""
+        nodes = session.info.n_id[which]
         if slot not in self._read:
-            return torch.cat([rows, rows.new_zeros((self.info.num_halo, *rows.shape[1:]))])
-        halo = self._read[slot][self.info.halo].to(rows)
-        codec = codec_for(self.memory.dtype or rows.dtype, halo.size(1))
-        return torch.cat([rows, codec.decode(codec.encode(halo), rows.dtype).view(-1, *rows.shape[1:])])
+            return like.new_zeros((nodes.numel(), *like.shape[1:]))
+        rows = self._read[slot][nodes].to(like)
+        codec = codec_for(session.memory.dtype or like.dtype, rows.size(1))
+        return codec.decode(codec.encode(rows), like.dtype).view(-1, *like.shape[1:])
+
+    def write(self, session: Session, slot: str, rows: Tensor) -> None:
+        """See :meth:`RowStore.write`."""
+        _put(self._written, slot, session.info, rows)
 
 
-class _Exact(Sweep):
-    """A level of an exact evaluation that keeps rows apart from histories, and in full precision."""
+class _ExactRows(RowStore):
+    """Rows of an exact evaluation, apart from histories and in full precision."""
 
-    def __init__(self, *args: Any, level: frozenset[str] | None, exact: dict[str, Tensor]) -> None:
-        super().__init__(*args, level=level)
-        self._exact = exact
+    def __init__(self, rows: dict[str, Tensor]) -> None:
+        self._rows = rows
 
-    def push(self, slot: str, out: Tensor) -> None:
-        """Keep the batch's rows."""
-        _put(self._exact, slot, self.info, self._own(out))
+    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
+        """See :meth:`RowStore.read`."""
+        return self._rows[slot][session.info.n_id[which]].to(like).view(-1, *like.shape[1:])
 
-    def pull(self, slot: str, like: Tensor) -> Tensor:
-        """The rows of batch and halo."""
-        return self._exact[slot][self.info.n_id].to(like).view(-1, *like.shape[1:])
+    def write(self, session: Session, slot: str, rows: Tensor) -> None:
+        """See :meth:`RowStore.write`."""
+        _put(self._rows, slot, session.info, rows)
 
 
 def _exact(model: nn.Module, loader: HaloLoader, call: CallModel) -> dict[str, Tensor]:
     """The exact rows of every slot, and of the output, computed batch by batch."""
     exact: dict[str, Tensor] = {}
-    if attached(model).plan is None:
-        _pass(model, loader, call, partial(_Step, read={}, written={}))  # the first call makes it
-    for level in cast(Plan, attached(model).plan).levels:
-        _pass(model, loader, call, partial(_Exact, level=level, exact=exact))
-    exact["output"] = _pass(model, loader, call, partial(_Exact, level=None, exact=exact))
+    for level in plan_of(model, loader, call).levels:
+        _outputs(model, loader, call, SweepExchange(level, _ExactRows(exact)))
+    exact["output"] = _outputs(model, loader, call, SweepExchange(None, _ExactRows(exact)))
     return exact
 
 
-def _pass(model: nn.Module, loader: HaloLoader, call: CallModel, open_session: OpenSession) -> Tensor:
+def _outputs(model: nn.Module, loader: HaloLoader, call: CallModel, exchange: ExchangePolicy) -> Tensor:
     """Run the model on all batches; returns its outputs side by side, ``[num_nodes, width]``, if it gets that far."""
-    outputs: dict[str, Tensor] = {}
-    with attached(model).running(open_session):
-        for batch in loader.in_order():
-            info, device = batch.edge_index.info, next(iter(model.parameters()), batch.n_id).device
-            out = run_sweep(partial(call, model, batch.to(str(device))))
-            if out is not None:
-                _put(outputs, "output", info, torch.cat([flat(value).double() for value in tensors_in(out)], dim=1))
-    return outputs.get("output", torch.empty(0))
+    found: dict[str, Tensor] = {}
+    for info, out in outputs(model, loader, call, attached(model).running(exchange)):
+        if out is not None:
+            _put(found, "output", info, torch.cat([flat(value).double() for value in tensors_in(out)], dim=1))
+    return found.get("output", torch.empty(0))
 
 
 def _histories(model: nn.Module, loader: HaloLoader) -> dict[str, Tensor]:

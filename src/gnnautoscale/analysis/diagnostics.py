@@ -22,19 +22,18 @@ from torch_geometric.nn import GCNConv, GINConv, MessagePassing, SAGEConv  # typ
 from torch_geometric.nn.models.basic_gnn import BasicGNN  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in, undisturbed
-from gnnautoscale.analysis.bounds import Edges, Layer, LayerErrors, measure, theorem1_by_node
+from gnnautoscale.analysis.bounds import Layer, LayerErrors, MessageEdges, measure, theorem1_by_node
 from gnnautoscale.analysis.lipschitz import jacobian_norm, lipschitz_constant
-from gnnautoscale.attach import CallModel, attached
+from gnnautoscale.attach import CallModel, attached, call_with_batch, device_of, near
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.forward import Plan, Session, evaluating, flat
-from gnnautoscale.graph import BatchInfo, HaloLoader
+from gnnautoscale.forward import HistoryStore, LayerRun, Observer, Plan, StoreExchange, evaluating
+from gnnautoscale.graph import HaloLoader
 from gnnautoscale.models import Stack
 from gnnautoscale.tasks import Task, task_for
-from gnnautoscale.transfer.direct import Direct
 
-Probe = Literal["staleness", "gradients", "lipschitz"]
-PROBES: tuple[Probe, ...] = get_args(Probe)
+Diagnostic = Literal["staleness", "gradients", "lipschitz"]
+DIAGNOSTICS: tuple[Diagnostic, ...] = get_args(Diagnostic)
 
 # The most groups that rows are put into by their age.
 _MOST_AGES = 64
@@ -46,11 +45,11 @@ _MOST_ROWS = 2048
 def diagnose(
     model: nn.Module,
     loader: HaloLoader,
-    what: Sequence[Probe] = ("staleness",),
+    what: Sequence[Diagnostic] = ("staleness",),
     *,
     ages: Tensor | None = None,
     task: Task | None = None,
-    call: CallModel = nn.Module.__call__,
+    call: CallModel = call_with_batch,
 ) -> dict[str, dict[str, Any]]:
     r"""Measure what histories do to a model, with its weights and histories as they are now.
 
@@ -86,7 +85,7 @@ def diagnose(
         >>> 0.5 < found["gradients"]["cosine"] <= 1.0  # no gradient flows through pulled rows
         True
     """
-    check_probes(what)
+    check_diagnostics(what)
     probes: dict[str, Callable[..., dict[str, Any]]] = {
         "staleness": partial(_staleness, ages=ages),
         "gradients": partial(_gradients, task=task),
@@ -101,10 +100,12 @@ def diagnose(
     return found
 
 
-def check_probes(what: Sequence[str]) -> None:
+def check_diagnostics(what: Sequence[str]) -> None:
     """Refuse what cannot be measured."""
-    if isinstance(what, str) or not set(what) <= set(PROBES):
-        raise InputError(f"diagnose must be some of {', '.join(PROBES)}", got=repr(what), fix="Name them in a list.")
+    if isinstance(what, str) or not set(what) <= set(DIAGNOSTICS):
+        raise InputError(
+            f"diagnose must be some of {', '.join(DIAGNOSTICS)}", got=repr(what), fix="Name them in a list."
+        )
 
 
 # Staleness ###########################################################################################################
@@ -166,7 +167,7 @@ def _bounds(model: nn.Module, loader: HaloLoader, errors: Sequence[LayerErrors])
     same = len(events) == len(slots) and len(set(events)) == 1 and events[0].edges.target_row == 1
     if layers is None or not same or len(layers) != len(errors):
         return [None] * len(errors)
-    edges = Edges(events[0].edges.edge_index, loader.graph.num_nodes, events[0].constants.get("edge_weight"))
+    edges = MessageEdges(events[0].edges.edge_index, loader.graph.num_nodes, events[0].constants.get("edge_weight"))
     batch_of = (loader.labels // loader.batch_size)[edges.edge_index]
     stale = [layer.staleness for layer in errors[:-1]]
     by_node = theorem1_by_node(layers, edges, stale, batch_of[0] != batch_of[1])
@@ -237,8 +238,7 @@ def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, task: T
     learned = task_for(Dataset.of(loader.data)) if task is None else task
     learned.check(loader.data, ["train"])
     count = learned.targets_of_graph(loader.data)[1].size(0)
-    device = _device(model)
-    attached(model).memory_of(loader.graph).settle()
+    device = device_of(model)
 
     def added_up(batches: Iterator[Data]) -> list[Tensor]:
         total = [torch.zeros_like(weight, dtype=torch.double) for weight in weights.values()]
@@ -246,8 +246,8 @@ def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, task: T
             rows, targets = learned.targets(batch)
             if not targets.size(0):
                 continue
-            with attached(model).running(_Reading):
-                out = call(model, batch.to(str(device)))
+            with attached(model).running(StoreExchange(HistoryStore(writes=False))):
+                out = call(model, near(batch, model))
             out = out if rows is None else out[rows.to(device)]
             loss = targets.size(0) / count * learned.loss(out, targets.to(device))
             pieces = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
@@ -273,67 +273,43 @@ def _compared(ours: Tensor, exact: Tensor) -> dict[str, float]:
     }
 
 
-class _Reading(Session):
-    """A training step in which rows are pulled from histories as they are and nothing is pushed."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._transfer = Direct(self.device)
-
-    def exchange(self, slot: str, out: Tensor) -> Tensor:
-        """The batch's rows, with the halo's behind them."""
-        rows, history = self._own(out), self.memory.histories.get(slot)
-        if history is None:  # never written
-            return torch.cat([rows, rows.new_zeros((self.info.num_halo, *rows.shape[1:]))])
-        return self._transfer.exchange(slot, history, flat(rows), push=False).view(-1, *rows.shape[1:])
-
-
 # Lipschitz constants #################################################################################################
 
 
 @torch.no_grad()
 def _lipschitz(model: nn.Module, loader: HaloLoader, *, call: CallModel) -> dict[str, Any]:
-    found: list[dict[str, Any]] = []
-    with attached(model).running(partial(_Jacobians, found=found)):
-        call(model, _whole(loader).to(str(_device(model))))
-    return {"layers": found}
+    observer = _Jacobians()
+    exchange = StoreExchange(HistoryStore(writes=False))
+    with attached(model).running(exchange, observers=[observer], input_gradients=True):
+        call(model, near(_whole(loader), model))
+    return {"layers": observer.found}
 
 
-class _Jacobians(_Reading):
-    """A pass over the whole graph that looks at each layer around the inputs it gets."""
+class _Jacobians(Observer):
+    """Looks at each layer around the inputs it gets, in a pass over the whole graph."""
 
-    def __init__(self, *args: Any, found: list[dict[str, Any]]) -> None:
-        super().__init__(*args, penalty=self, input_gradients=True)
-        self._found = found
-        self._running: list[tuple[str, MessagePassing]] = []
+    repeats = True
 
-    def _run_layer(self, call: str, layer: MessagePassing, *args: Any) -> Any:
-        self._running.append((call, layer))
-        try:
-            return super()._run_layer(call, layer, *args)
-        finally:
-            self._running.pop()
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
 
-    def compare(
-        self, out: Any, again: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], info: BatchInfo
-    ) -> None:
-        """Called with each layer's output and a way to run it again on other arguments."""
-        if len(self._running) > 1:  # a piece of another layer
+    def layer_ran(self, run: LayerRun) -> None:
+        """Measure a layer."""
+        if run.nested:  # a piece of another layer
             return
-        name, layer = self._running[-1]
-        rows = [x for x in tensors_in((args, kwargs)) if x.is_floating_point() and x.dim() > 1]
-        x = next((x for x in rows if x.size(0) == info.num_rows), None)
+        rows = [x for x in tensors_in((run.args, run.kwargs)) if x.is_floating_point() and x.dim() > 1]
+        x = next((x for x in rows if x.size(0) == run.info.num_rows), None)
         if x is None:
             return
 
-        def run(other: Tensor) -> Any:
-            new_args, new_kwargs = map_tensors(lambda value: other if value is x else value, (args, kwargs))
-            return again(*new_args, **new_kwargs)
+        def again(other: Tensor) -> Any:
+            args, kwargs = map_tensors(lambda value: other if value is x else value, (run.args, run.kwargs))
+            return run.again(*args, **kwargs)
 
         # All rows as one, since the layer mixes them.
-        whole = _norm(lambda row: run(row.view(x.shape)).reshape(1, -1), x.reshape(1, -1))
-        message, update = self._apart(layer, run, x)
-        self._found.append({"layer": name, "whole": whole, "message": message, "update": update})
+        whole = _norm(lambda row: again(row.view(x.shape)).reshape(1, -1), x.reshape(1, -1))
+        message, update = self._apart(run.layer, again, x)
+        self.found.append({"layer": run.call, "whole": whole, "message": message, "update": update})
 
     def _apart(
         self, layer: MessagePassing, run: Callable[[Tensor], Any], x: Tensor
@@ -361,17 +337,13 @@ def _norm(function: Callable[[Tensor], Any], x: Tensor) -> float | None:
 
 def _whole(loader: HaloLoader) -> Data:
     """The whole graph as one batch."""
-    return loader.around(torch.arange(loader.graph.num_nodes))
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((weight.device for weight in model.parameters()), torch.device("cpu"))
+    return loader.batch_for(torch.arange(loader.graph.num_nodes))
 
 
 @contextmanager
 def _nothing_changed(model: nn.Module) -> Iterator[None]:
     """Afterwards random states, and what is known about layers in training, are as they were before."""
-    device, scaler = _device(model), attached(model)
+    device, scaler = device_of(model), attached(model)
     on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     draws = {name: call.draws for name, call in scaler.calls.items()}
     try:

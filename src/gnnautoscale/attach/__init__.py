@@ -4,24 +4,30 @@ Attach and detach histories, the paper's base class, exact inference, prediction
 Lipschitz penalty. It knows nothing about training loops.
 """
 
-from gnnautoscale.attach.autoscaler import OpenSession, attached, autoscale, detach, is_autoscaled, unpack_batch
+from gnnautoscale.attach.autoscaler import Autoscaler, attached, autoscale, detach, is_autoscaled
+from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, near, outputs, unpack_batch
 from gnnautoscale.attach.growth import grow
-from gnnautoscale.attach.inference import CallModel, infer, infer_from_histories, predict, refresh
+from gnnautoscale.attach.inference import infer, infer_from_histories, plan_of, predict, refresh
 from gnnautoscale.attach.regularize import LocalLipschitz
 from gnnautoscale.attach.scalable import ScalableGNN
 
 __all__ = [
+    "Autoscaler",
     "CallModel",
     "LocalLipschitz",
-    "OpenSession",
     "ScalableGNN",
     "attached",
     "autoscale",
+    "call_with_batch",
     "detach",
+    "device_of",
     "grow",
     "infer",
     "infer_from_histories",
     "is_autoscaled",
+    "near",
+    "outputs",
+    "plan_of",
     "predict",
     "refresh",
     "unpack_batch",

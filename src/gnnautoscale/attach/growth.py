@@ -13,10 +13,23 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach.autoscaler import attached
-from gnnautoscale.attach.inference import CallModel, weights_checksum
+from gnnautoscale.attach.calling import CallModel, call_with_batch, near
+from gnnautoscale.attach.inference import weights_checksum
 from gnnautoscale.attach.scalable import ScalableGNN
 from gnnautoscale.errors import InputError
-from gnnautoscale.forward import Event, Frame, LayerCall, Memory, Sweep, evaluating, flat, run_sweep
+from gnnautoscale.forward import (
+    Event,
+    Frame,
+    GraphMemory,
+    LayerCall,
+    Observer,
+    RowStore,
+    Session,
+    SweepExchange,
+    evaluating,
+    flat,
+    run_pass,
+)
 from gnnautoscale.graph import Graph, HaloLoader
 
 # How much larger than the mean a part may become by taking in new nodes.
@@ -26,12 +39,8 @@ _MOST_ABOVE_MEAN = 1.25
 _MOST_COMPARED = 1 << 20
 
 
-def _call_with_batch(model: nn.Module, batch: Data) -> Any:
-    return model(batch)
-
-
 @torch.no_grad()
-def grow(model: nn.Module, loader: HaloLoader, data: Data, *, call: CallModel = _call_with_batch) -> HaloLoader:
+def grow(model: nn.Module, loader: HaloLoader, data: Data, *, call: CallModel = call_with_batch) -> HaloLoader:
     """Let an autoscaled model go on with a graph that has got new nodes and edges, or new features.
 
     New nodes join the part that most of their neighbours are in, round by round through other new nodes. No part takes
@@ -74,16 +83,11 @@ def grow(model: nn.Module, loader: HaloLoader, data: Data, *, call: CallModel = 
     before = scaler.memory_of(loader.graph)
     _check_old(loader.graph, scaler.key)
     graph = _check_grown(loader.graph, data)
-    grown = loader.over(data, grown_parts(loader.labels, graph.edge_index, graph.num_nodes))
-    kept = scaler.memory, scaler.key
-    try:
-        own = _small_batch(grown, model).edge_index
-        scaler.memory, scaler.key = before.grown(own.info, own.device), grown.graph.key
-        with evaluating(model):
-            _bring_up_to_date(model, before, loader, grown, call)
-    except BaseException:
-        scaler.memory, scaler.key = kept
-        raise
+    grown = loader.with_data(data, grown_parts(loader.labels, graph.edge_index, graph.num_nodes))
+    batch = _small_batch(grown, model)
+    memory = before.grown(batch.edge_index.info, batch.edge_index.device)
+    with scaler.moved_to(grown.graph, memory), evaluating(model):
+        _bring_up_to_date(model, before, loader, grown, batch, call)
     if isinstance(model, ScalableGNN):
         model.num_nodes = graph.num_nodes
     return grown
@@ -158,8 +162,8 @@ def _smallest_first(sizes: Tensor, count: int) -> Tensor:
 # What has changed ####################################################################################################
 
 
-class Edges(NamedTuple):
-    """Edges with their values.
+class EdgeList(NamedTuple):
+    """EdgeList with their values.
 
     Attributes:
         source: Where each edge comes from, ``[num_edges]``.
@@ -172,24 +176,24 @@ class Edges(NamedTuple):
     values: dict[str, Tensor]
 
     @staticmethod
-    def of(event: Event) -> Edges:
+    def of(event: Event) -> EdgeList:
         """The edges of a record, in the direction of its messages."""
         row = event.edges.target_row
-        return Edges(event.edges.edge_index[1 - row], event.edges.edge_index[row], event.constants)
+        return EdgeList(event.edges.edge_index[1 - row], event.edges.edge_index[row], event.constants)
 
     @staticmethod
-    def of_graph(graph: Graph, *, reverse: bool = False) -> Edges:
+    def of_graph(graph: Graph, *, reverse: bool = False) -> EdgeList:
         """A graph's own edges, or these the other way round."""
         source, target = graph.edge_index.flip(0) if reverse else graph.edge_index
-        return Edges(source, target, graph.edge_attributes)
+        return EdgeList(source, target, graph.edge_attributes)
 
 
-def pair_edges(old: Edges, new: Edges, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def pair_edges(old: EdgeList, new: EdgeList, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Pair edges between the same nodes, of several the first with the first.
 
     Args:
-        old: Edges of the old graph.
-        new: Edges of the new graph.
+        old: EdgeList of the old graph.
+        new: EdgeList of the new graph.
         num_nodes: Number of nodes of the new graph.
 
     Returns:
@@ -197,8 +201,8 @@ def pair_edges(old: Edges, new: Edges, num_nodes: int) -> tuple[Tensor, Tensor, 
         other edges of the old graph and of the new one.
 
     Example:
-        >>> old = Edges(torch.tensor([0, 1]), torch.tensor([1, 2]), {})
-        >>> new = Edges(torch.tensor([1, 2, 0]), torch.tensor([2, 0, 1]), {})
+        >>> old = EdgeList(torch.tensor([0, 1]), torch.tensor([1, 2]), {})
+        >>> new = EdgeList(torch.tensor([1, 2, 0]), torch.tensor([2, 0, 1]), {})
         >>> pair_edges(old, new, num_nodes=3)
         (tensor([0, 1]), tensor([2, 0]), tensor([], dtype=torch.int64), tensor([1]))
     """
@@ -211,7 +215,7 @@ def pair_edges(old: Edges, new: Edges, num_nodes: int) -> tuple[Tensor, Tensor, 
     return order_old[found], order_new[place[found]], order_old[~found], order_new[added]
 
 
-def _changed_targets(old: Edges | None, new: Edges, num_nodes: int) -> Tensor:
+def _changed_targets(old: EdgeList | None, new: EdgeList, num_nodes: int) -> Tensor:
     """The nodes that other edges point to than before, or edges with other values; all if nothing is known."""
     if old is None or old.values.keys() != new.values.keys():
         return torch.arange(num_nodes)
@@ -265,26 +269,23 @@ class Use(NamedTuple):
     event: Event | None
 
 
-class Probe(Sweep):
-    """Runs a level on rows of zeros, writes none, and notes in ``uses`` which edges it uses."""
+class _Nothing(RowStore):
+    """Rows of zeros: a level is run only to see what it does."""
 
-    def __init__(self, *args: Any, uses: list[Use], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._uses = uses
-
-    def push(self, slot: str, out: Tensor) -> None:
-        """Nothing is written."""
-
-    def pull(self, slot: str, like: Tensor) -> Tensor:
+    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
         """Nothing is read."""
-        return like.new_zeros((self.info.num_rows, *like.shape[1:]))
+        return like.new_zeros((session.info.n_id[which].numel(), *like.shape[1:]))
 
-    def _recorded(self, frame: Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        position = frame.num_events
-        result = super()._recorded(frame, edge_index, values)
-        event = None if frame.events is None else frame.events[position]
-        self._uses.append(Use(frame.name, position, frame.call, event))
-        return result
+
+class _EdgeUses(Observer):
+    """Notes which edges are used."""
+
+    def __init__(self) -> None:
+        self.uses: list[Use] = []
+
+    def edges_used(self, session: Session, frame: Frame, edge_index: Tensor, values: dict[str, Any]) -> None:
+        """Note a call of ``propagate`` or ``edge_updater``."""
+        self.uses.append(Use(frame.name, frame.num_events, frame.call, frame.event))
 
 
 class Change:
@@ -297,7 +298,7 @@ class Change:
         bare: Whether the model never looks at edges itself.
     """
 
-    def __init__(self, before: Memory, old: Graph, loader: HaloLoader, *, bare: bool) -> None:
+    def __init__(self, before: GraphMemory, old: Graph, loader: HaloLoader, *, bare: bool) -> None:
         self._before, self._old, self._new, self._bare = before, old, loader.graph, bare
         # Edges that a model derives itself may lead both ways only where the halo does.
         self._both_ways = {False, loader.bidirectional or loader.graph.is_symmetric}
@@ -307,13 +308,13 @@ class Change:
 
     def next_level(self, uses: list[Use]) -> Tensor:
         """The nodes whose rows in the next level must be recomputed, from what that level does with edges."""
-        used: dict[Any, tuple[Edges | None, Edges]] = {}
+        used: dict[Any, tuple[EdgeList | None, EdgeList]] = {}
         for use in uses:
             if use.event is not None:
                 old = next(iter(self._before.events.get(use.name, [])[use.position :]), None)
-                used[old, use.event] = None if old is None else Edges.of(old), Edges.of(use.event)
+                used[old, use.event] = None if old is None else EdgeList.of(old), EdgeList.of(use.event)
         for reverse in self._own_directions(uses):
-            used[reverse] = Edges.of_graph(self._old, reverse=reverse), Edges.of_graph(self._new, reverse=reverse)
+            used[reverse] = EdgeList.of_graph(self._old, reverse=reverse), EdgeList.of_graph(self._new, reverse=reverse)
         reached = self._affected.clone()
         for key, (before, after) in used.items():
             reached[after.target[self._affected[after.source]]] = True
@@ -335,9 +336,11 @@ class Change:
         return directions if self._bare else directions | self._both_ways
 
 
-def _bring_up_to_date(model: nn.Module, before: Memory, loader: HaloLoader, grown: HaloLoader, call: CallModel) -> None:
-    """Recompute the rows that the change reaches, level by level."""
-    scaler, batch = attached(model), _small_batch(grown, model)
+def _bring_up_to_date(
+    model: nn.Module, before: GraphMemory, loader: HaloLoader, grown: HaloLoader, batch: Data, call: CallModel
+) -> None:
+    """Recompute the rows that the change reaches, level by level; a small batch shows what levels do with edges."""
+    scaler = attached(model)
     memory = scaler.memory
     if not memory.histories:
         return
@@ -345,37 +348,32 @@ def _bring_up_to_date(model: nn.Module, before: Memory, loader: HaloLoader, grow
     plan = scaler.plan
     if plan is None or plan.live - memory.histories.keys():
         return
-    exact = before.written_by == weights_checksum(model)
+    checksum = weights_checksum(model)
     change = Change(before, loader.graph, grown, bare=plan.bare)
     levels = [(level, change.next_level(_uses(model, level, batch, call))) for level in plan.levels]
     size = math.ceil(loader.graph.num_nodes * loader.batch_size / loader.num_parts)
     for level, nodes in levels:
         nodes = nodes[grown.labels[nodes].argsort(stable=True)]
-        with scaler.running(partial(Sweep, level=level)):
+        with scaler.running(SweepExchange(level)):
             for some in torch.tensor_split(nodes, math.ceil(nodes.numel() / size)) if nodes.numel() else ():
-                run_sweep(partial(call, model, _to_model(grown.around(some), model)))
-    if exact:
-        memory.written_by = before.written_by
+                run_pass(partial(call, model, near(grown.batch_for(some), model)))
+    if before.is_written_by(checksum):
+        memory.mark_written_by(checksum)
 
 
 def _uses(model: nn.Module, level: frozenset[str] | None, batch: Data, call: CallModel) -> list[Use]:
     """What a level does with edges."""
-    uses: list[Use] = []
-    with attached(model).running(partial(Probe, level=level, uses=uses)):
-        run_sweep(partial(call, model, batch))
-    return uses
+    observer = _EdgeUses()
+    with attached(model).running(SweepExchange(level, _Nothing()), observers=[observer]):
+        run_pass(partial(call, model, batch))
+    return observer.uses
 
 
 def _small_batch(loader: HaloLoader, model: nn.Module) -> Data:
     """The batch of a node with few neighbours."""
     degree = torch.bincount(loader.graph.edge_index[1], minlength=loader.graph.num_nodes)
     node = degree.masked_fill(degree == 0, loader.graph.edge_index.size(1)).argmin()
-    return _to_model(loader.around(node.unsqueeze(0)), model)
-
-
-def _to_model(batch: Data, model: nn.Module) -> Data:
-    device = next((value.device for value in model.parameters()), None)
-    return batch if device is None else batch.to(str(device))
+    return near(loader.batch_for(node.unsqueeze(0)), model)
 
 
 # Checks ##############################################################################################################
@@ -424,7 +422,7 @@ def _check_grown(old: Graph, data: Data) -> Graph:
                     got=f"rows of shape {tuple(got.shape[1:])} and {got.dtype}",
                     fix="The model's weights belong to features of this kind; train another model for others.",
                 )
-    _, _, gone, _ = pair_edges(Edges.of_graph(old), Edges.of_graph(new), new.num_nodes)
+    _, _, gone, _ = pair_edges(EdgeList.of_graph(old), EdgeList.of_graph(new), new.num_nodes)
     if gone.numel():
         source, target = old.edge_index[:, gone[0]].tolist()
         raise InputError(

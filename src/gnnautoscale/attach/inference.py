@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in
-from gnnautoscale.attach.autoscaler import Autoscaler, OpenSession, attached
+from gnnautoscale.attach.autoscaler import attached
+from gnnautoscale.attach.calling import CallModel, call_with_batch, near, outputs
 from gnnautoscale.errors import InputError, StaleHistoryWarning
-from gnnautoscale.forward import Memory, Plan, Session, Sweep, evaluating, run_sweep
+from gnnautoscale.forward import (
+    ExchangePolicy,
+    GraphMemory,
+    HistoryStore,
+    Plan,
+    PlanOnly,
+    StepExchange,
+    StoreExchange,
+    SweepExchange,
+    evaluating,
+    run_pass,
+)
 from gnnautoscale.graph import HaloLoader, check_nodes
-
-CallModel = Callable[[nn.Module, Data], Any]
-
-
-def _call_with_batch(model: nn.Module, batch: Data) -> Any:
-    return model(batch)
 
 
 @torch.no_grad()
 def infer(
-    model: nn.Module, loader: HaloLoader, *, call: CallModel = _call_with_batch, update_histories: bool = True
+    model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with_batch, update_histories: bool = True
 ) -> Any:
     """Run a model on all nodes of a graph, exactly, one batch at a time.
 
@@ -56,13 +60,13 @@ def infer(
     scaler = attached(model)
     with evaluating(model), scaler.visiting(loader.graph, apart=not update_histories) as memory:
         if len(loader) == 1:
-            return _pass(model, scaler, memory, loader, call, push=update_histories)
-        _sweep_all(model, scaler, memory, loader, call)
-        return _collect(model, scaler, loader, call, partial(Sweep, level=None))
+            return _whole(model, memory, loader, call, push=update_histories)
+        _sweep(model, memory, loader, call)
+        return _collect(model, loader, call, SweepExchange(None))
 
 
 @torch.no_grad()
-def infer_from_histories(model: nn.Module, loader: HaloLoader, *, call: CallModel = _call_with_batch) -> Any:
+def infer_from_histories(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with_batch) -> Any:
     """Run a model's last layer on all nodes of the training graph, over its histories as they are.
 
     Args:
@@ -73,15 +77,14 @@ def infer_from_histories(model: nn.Module, loader: HaloLoader, *, call: CallMode
     Returns:
         The model's output in host memory, ``[num_nodes, ...]``; as stale as the histories are.
     """
-    scaler = attached(model)
     with evaluating(model):
-        _plan(model, scaler, _to_model(next(loader.in_order()), model), call)
-        open_session = Session if len(loader) == 1 else partial(Sweep, level=None)
-        return _collect(model, scaler, loader, call, open_session)
+        plan_of(model, loader, call)
+        exchange = StoreExchange(HistoryStore(writes=False)) if len(loader) == 1 else SweepExchange(None)
+        return _collect(model, loader, call, exchange)
 
 
 @torch.no_grad()
-def refresh(model: nn.Module, loader: HaloLoader, *, call: CallModel = _call_with_batch) -> None:
+def refresh(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with_batch) -> None:
     """Recompute all histories of the training graph with the current weights, in evaluation mode.
 
     Args:
@@ -97,17 +100,16 @@ def refresh(model: nn.Module, loader: HaloLoader, *, call: CallModel = _call_wit
         >>> model = gas.autoscale(GCN(34, 16, num_layers=2, out_channels=4), data)
         >>> gas.refresh(model, gas.HaloLoader(data, num_parts=4))
     """
-    scaler = attached(model)
-    memory = scaler.memory_of(loader.graph)
+    memory = attached(model).memory_of(loader.graph)
     with evaluating(model):
         if len(loader) == 1:
-            _pass(model, scaler, memory, loader, call, push=True)
+            _whole(model, memory, loader, call, push=True)
         else:
-            _sweep_all(model, scaler, memory, loader, call)
+            _sweep(model, memory, loader, call)
 
 
 @torch.no_grad()
-def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallModel = _call_with_batch) -> Any:
+def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallModel = call_with_batch) -> Any:
     """Run a model for some nodes only, from the histories: no layer but the last is computed.
 
     What is read and computed depends on the nodes and their neighbours, neither on the depth of the model nor on
@@ -138,23 +140,23 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
     nodes = check_nodes(nodes, loader.graph.num_nodes)
     memory = scaler.memory_of(loader.graph)
     distinct, position = torch.unique(nodes, return_inverse=True)
-    batch = _to_model(loader.around(distinct), model)
+    batch = near(loader.batch_for(distinct), model)
     with evaluating(model):
-        plan = _plan(model, scaler, batch, call)
+        plan = plan_of(model, loader, call)
         if plan.live - memory.histories.keys():
             raise InputError(
                 "predict reads histories, so they must have been written",
                 got="empty histories",
                 fix="Train the model, or call gas.refresh(model, loader) first.",
             )
-        if plan.live and memory.written_by != weights_checksum(model):
+        if plan.live and not memory.is_written_by(weights_checksum(model)):
             warnings.warn(
                 "The histories were not all written by the model's current weights, so these predictions are "
                 "approximate. Call gas.refresh(model, loader) for exact ones.",
                 StaleHistoryWarning,
                 stacklevel=3,
             )
-        with scaler.running(partial(Sweep, level=None)):
+        with scaler.running(SweepExchange(None)):
             out = call(model, batch)
     return map_tensors(lambda rows: rows[position.to(rows.device)], out)
 
@@ -169,64 +171,40 @@ def weights_checksum(model: nn.Module) -> list[float]:
     return torch.stack(sums).tolist() if sums else []
 
 
-def _pass(
-    model: nn.Module, scaler: Autoscaler, memory: Memory, loader: HaloLoader, call: CallModel, *, push: bool
-) -> Any:
-    """The model's output for a graph that is one batch, and all histories on the way if these are to be pushed."""
-    out = _collect(model, scaler, loader, call, partial(Session, push_all=push))
-    if push:
-        memory.written_by = weights_checksum(model)
-    return out
-
-
-def _sweep_all(model: nn.Module, scaler: Autoscaler, memory: Memory, loader: HaloLoader, call: CallModel) -> None:
-    """Bring all histories up to date, level by level."""
-    plan = _plan(model, scaler, _to_model(next(loader.in_order()), model), call)
-    for level in plan.levels:
-        with scaler.running(partial(Sweep, level=level)):
-            for batch in loader.in_order():
-                run_sweep(partial(call, model, _to_model(batch, model)))
-    memory.written_by = weights_checksum(model)
-
-
-class _Planned(BaseException):
-    """Ends a call once the model's plan is made."""
-
-
-def _plan(model: nn.Module, scaler: Autoscaler, batch: Data, call: CallModel) -> Plan:
-    """The model's plan, which its first call makes."""
-
-    def stop(*_: Any) -> Session:
-        raise _Planned
-
+def plan_of(model: nn.Module, loader: HaloLoader, call: CallModel = call_with_batch) -> Plan:
+    """The plan of an autoscaled model, made on a batch if there is none yet."""
+    scaler = attached(model)
     if scaler.plan is None:
-        try:
-            with scaler.running(stop):
-                call(model, batch)
-        except _Planned:
-            pass
+        with scaler.running(PlanOnly()):
+            run_pass(partial(call, model, near(next(loader.in_order()), model)))
     return cast(Plan, scaler.plan)
 
 
-def _to_model(batch: Data, model: nn.Module) -> Data:
-    device = next((value.device for value in model.parameters()), None)
-    return batch if device is None else batch.to(str(device))
+def _whole(model: nn.Module, memory: GraphMemory, loader: HaloLoader, call: CallModel, *, push: bool) -> Any:
+    """The model's output for a graph that is one batch, and all histories on the way if these are to be pushed."""
+    out = _collect(model, loader, call, StepExchange(push_all=push))
+    if push:
+        memory.mark_written_by(weights_checksum(model))
+    return out
 
 
-def _collect(
-    model: nn.Module, scaler: Autoscaler, loader: HaloLoader, call: CallModel, open_session: OpenSession
-) -> Any:
+def _sweep(model: nn.Module, memory: GraphMemory, loader: HaloLoader, call: CallModel) -> None:
+    """Bring all histories up to date, level by level."""
+    for level in plan_of(model, loader, call).levels:
+        for _ in outputs(model, loader, call, attached(model).running(SweepExchange(level))):
+            pass
+    memory.mark_written_by(weights_checksum(model))
+
+
+def _collect(model: nn.Module, loader: HaloLoader, call: CallModel, exchange: ExchangePolicy) -> Any:
     """The model's output for every batch, put together in the order of the data."""
     rooms: list[Tensor] = []
     result: Any = None
-    with scaler.running(open_session):
-        for batch in loader.in_order():
-            out = call(model, _to_model(batch, model))
-            if not rooms:
-                result = map_tensors(partial(_room_for_all, rooms, loader.graph.num_nodes), out)
-            nodes = batch.n_id[: batch.batch_size].cpu()
-            for room, rows in zip(rooms, tensors_in(out), strict=True):
-                room[nodes] = rows.cpu()
+    for info, out in outputs(model, loader, call, attached(model).running(exchange)):
+        if not rooms:
+            result = map_tensors(partial(_room_for_all, rooms, loader.graph.num_nodes), out)
+        for room, rows in zip(rooms, tensors_in(out), strict=True):
+            room[info.nodes] = rows.cpu()
     return result
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 from gnnautoscale._util import map_tensors
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import BatchInfo
+from gnnautoscale.forward import LayerRun, Observer
 
 
-class LocalLipschitz:
+class LocalLipschitz(Observer):
     r"""The paper's auxiliary loss, for any autoscaled model.
 
     .. math::
@@ -42,6 +41,8 @@ class LocalLipschitz:
         True
     """
 
+    repeats = True
+
     def __init__(self, model: nn.Module, radius: float) -> None:
         if not radius > 0.0:
             raise InputError(
@@ -50,16 +51,17 @@ class LocalLipschitz:
         self._scaler = attached(model)
         self.radius = radius
         self._terms: list[Tensor] = []
+        self._open = ExitStack()
 
     def __enter__(self) -> LocalLipschitz:
         self._terms.clear()
-        self._scaler.penalty = self
+        self._open.enter_context(self._scaler.observed(self))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._scaler.penalty = None
+        self._open.close()
 
     def value(self) -> Tensor:
         """The penalty of the forward pass made in the context, a scalar to add to the loss."""
@@ -72,18 +74,16 @@ class LocalLipschitz:
         total: Tensor = torch.stack(self._terms).sum()
         return total
 
-    def compare(
-        self, out: Any, again: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], info: BatchInfo
-    ) -> None:
+    def layer_ran(self, run: LayerRun) -> None:
         """Run a layer again on disturbed inputs and keep how much its output changes."""
 
         def disturb(value: Tensor) -> Tensor:
-            if not value.is_floating_point() or value.dim() < 2 or value.size(0) != info.num_rows:
+            if not value.is_floating_point() or value.dim() < 2 or value.size(0) != run.info.num_rows:
                 return value
             return value + ball(value, self.radius)
 
-        args, kwargs = map_tensors(disturb, (args, kwargs))
-        difference = (out - again(*args, **kwargs))[: info.batch_size].flatten(1)
+        args, kwargs = map_tensors(disturb, (run.args, run.kwargs))
+        difference = (run.out - run.again(*args, **kwargs))[: run.info.batch_size].flatten(1)
         self._terms.append(torch.linalg.vector_norm(difference, dim=1).mean())
 
 

@@ -18,8 +18,8 @@ from gnnautoscale.attach import autoscale
 from gnnautoscale.attach import infer as run_inference
 from gnnautoscale.cli import advice as advice_commands
 from gnnautoscale.cli import bench as bench_commands
-from gnnautoscale.cli import demo as demonstration
 from gnnautoscale.cli import expressiveness as expressiveness_command
+from gnnautoscale.cli.demo import demo
 from gnnautoscale.cli.display import epochs_shown, errors, megabytes, percent, print_json, print_table
 from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
@@ -113,7 +113,7 @@ def partition(
     labels = cut(
         graph.edge_index,
         graph.num_nodes,
-        options["parts"],
+        options["num_parts"],
         method=options["partition"],
         seed=options["seed"],
         cache_dir=options["cache_dir"],
@@ -140,7 +140,7 @@ def infer(
     options: dict[str, Any],
     model: Annotated[Path, typer.Argument(help="What `gas train --save` wrote.")],
     *,
-    parts: Annotated[int, typer.Option(help="Number of batches to compute in.")] = 8,
+    num_parts: Annotated[int, typer.Option(help="Number of batches to compute in.")] = 8,
     device: Annotated[str, typer.Option(help="Where to compute.")] = "cpu",
     output: Annotated[Path | None, typer.Option(help="Where to write predictions, as .npz.")] = None,
     json: Json = False,
@@ -148,14 +148,14 @@ def infer(
     """Run a trained model on all nodes of a graph, exactly, in batches."""
     check_device(device)
     _check_target("--output", output)
-    if parts < 1:
-        raise InputError("parts must be at least 1", got=str(parts), fix="Change this option.")
+    if num_parts < 1:
+        raise InputError("num_parts must be at least 1", got=str(num_parts), fix="Change this option.")
     dataset = _dataset(options)
     task, graph = task_for(dataset), dataset.test
     trained = load_model(model, graph, task.num_outputs).to(device)
     scaled = autoscale(trained, graph, storage="host")
     start = time.perf_counter()
-    out = run_inference(scaled, HaloLoader(graph, min(parts, graph.num_nodes)))
+    out = run_inference(scaled, HaloLoader(graph, min(num_parts, graph.num_nodes)))
     facts: dict[str, Any] = {"nodes": graph.num_nodes, "seconds": time.perf_counter() - start}
     splits = ("test",) if dataset.inductive else ("train", "val", "test")
     for split in splits:
@@ -184,23 +184,6 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
     _show_facts(options["data"], facts, json)
 
 
-@app.command()
-def demo(
-    graphs: Annotated[int, typer.Option(help="Number of training graphs of CLUSTER.")] = demonstration.GRAPHS,
-    epochs: Annotated[int, typer.Option(help="Number of passes with histories.")] = demonstration.EPOCHS,
-    json: Json = False,
-) -> None:
-    """Train a 4-layer GIN on CLUSTER with GAS, in full batch and with the naive baseline, and compare them."""
-    if graphs < 1 or epochs < 1:
-        raise InputError("graphs and epochs must be at least 1", got=f"{graphs} and {epochs}", fix="Change them.")
-    rows = demonstration.compare(graphs, epochs, quiet=json)
-    if json:
-        print_json(rows)
-    else:
-        demonstration.show(rows)
-        errors.print("more about these runs: gas report runs -o report.html", soft_wrap=True)
-
-
 def tune(
     options: dict[str, Any],
     *,
@@ -213,6 +196,7 @@ def tune(
 
 
 app.add_typer(bench_commands.app, name="bench")
+app.command()(demo)
 app.command()(reproduce)
 app.command()(report)
 app.command()(expressiveness_command.expressiveness)

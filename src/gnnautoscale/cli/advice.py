@@ -71,8 +71,8 @@ def train_command(given: dict[str, Any], proposed: dict[str, Any]) -> str:
 
     Example:
         >>> given = {option.name: option.default for option in TUNE} | {"data": "my graph.npz", "hidden": 64}
-        >>> train_command(given, {"parts": 8})
-        "gas train --data 'my graph.npz' --hidden 64 --parts 8"
+        >>> train_command(given, {"num_parts": 8})
+        "gas train --data 'my graph.npz' --hidden 64 --num-parts 8"
     """
     changed = {option.name: given[option.name] for option in TUNE if given[option.name] != option.default}
     return shlex.join(["gas", "train", *(word for item in {**changed, **proposed}.items() for word in _flag(*item))])
@@ -107,17 +107,17 @@ def _show(advice: Advice, title: str) -> None:
     heads += ["how", "verdict"]
     rows = [
         [
-            "full batch" if each.parts == 1 else str(each.parts),
+            "full batch" if each.num_parts == 1 else str(each.num_parts),
             f"{each.connectivity:.2f}",
             f"{each.rows:,}",
-            "-" if each.parts == 1 else f"{each.storage}, {each.history_dtype}",
+            "-" if each.num_parts == 1 else f"{each.storage}, {each.history_dtype}",
             "yes" if each.keep else "no",
             amount(each.memory),
             f"{1000 * each.step_seconds:.1f}",
             f"{1000 * each.epoch_seconds:.0f}",
             "measured" if each.measured else "estimated",
             "proposed"
-            if each.parts == advice.chosen.parts
+            if each.num_parts == advice.chosen.num_parts
             else "does not fit"
             if not each.fits
             else f"slower than {each.slower_than}"

@@ -147,8 +147,8 @@ def resolve(options: list[Option], given: dict[str, Any], file: Path | None) -> 
         file: A TOML file with further values.
 
     Example:
-        >>> resolve([Option("lr", float, "", "", 0.01), Option("parts", int, "", "", 8)], {"lr": 0.1}, None)
-        {'lr': 0.1, 'parts': 8}
+        >>> resolve([Option("lr", float, "", "", 0.01), Option("num_parts", int, "", "", 8)], {"lr": 0.1}, None)
+        {'lr': 0.1, 'num_parts': 8}
     """
     configured = _read_config(options, file) if file is not None else {}
     given = {name: value for name, value in given.items() if value not in (None, [])}
@@ -251,4 +251,7 @@ TRAIN = [
     *fit_options(),
     Option("runs", int, "Number of runs, each with the next seed.", "Training", 1),
 ]
-PARTITION = [*DATA, *(option for option in fit_options() if option.name in ("parts", "partition", "seed", "cache_dir"))]
+PARTITION = [
+    *DATA,
+    *(option for option in fit_options() if option.name in ("num_parts", "partition", "seed", "cache_dir")),
+]

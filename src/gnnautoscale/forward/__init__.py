@@ -4,30 +4,54 @@ The record of what layers do with edges, the plan that says where histories are,
 the policies that decide what happens at a slot. It knows nothing about training.
 """
 
-from gnnautoscale.forward.fused import FusedEdges
-from gnnautoscale.forward.memory import Memory
+from gnnautoscale.forward.edges import EdgeSource, Frame, describe, own_attribute
+from gnnautoscale.forward.exchange import (
+    ExchangePolicy,
+    HistoryStore,
+    PlanOnly,
+    RowStore,
+    StepExchange,
+    StoreExchange,
+    flat,
+    run_pass,
+)
+from gnnautoscale.forward.hooks import Hooks, has_hooks
+from gnnautoscale.forward.memory import GraphMemory
+from gnnautoscale.forward.norms import by_constants, takes_statistics
+from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
-from gnnautoscale.forward.record import EDGE_METHODS, ArgumentKind, Event, Slice
-from gnnautoscale.forward.session import Frame, Penalty, Session, describe, evaluating, flat
-from gnnautoscale.forward.sweep import Sweep, run_sweep
+from gnnautoscale.forward.record import ArgumentKind, Event, Slice
+from gnnautoscale.forward.session import Session, evaluating
+from gnnautoscale.forward.sweep import SweepExchange
 
 __all__ = [
-    "EDGE_METHODS",
     "SHORTCUTS",
     "ArgumentKind",
+    "EdgeSource",
     "Event",
+    "ExchangePolicy",
     "Frame",
-    "FusedEdges",
+    "GraphMemory",
+    "HistoryStore",
+    "Hooks",
     "LayerCall",
-    "Memory",
-    "Penalty",
+    "LayerRun",
+    "Observer",
     "Plan",
+    "PlanOnly",
+    "RowStore",
     "Session",
     "Shortcut",
     "Slice",
-    "Sweep",
+    "StepExchange",
+    "StoreExchange",
+    "SweepExchange",
+    "by_constants",
     "describe",
     "evaluating",
     "flat",
-    "run_sweep",
+    "has_hooks",
+    "own_attribute",
+    "run_pass",
+    "takes_statistics",
 ]

@@ -98,21 +98,22 @@ class Event:
     constants: dict[str, Tensor]
 
     @torch.inference_mode(False)  # kept for training too
-    def cut(self, info: BatchInfo, layer: str) -> Slice:
+    def slice_for(self, info: BatchInfo, layer: str) -> Slice:
         """The edges that point into a batch, with their constants; in host memory, of which there is plenty."""
-        if self not in info.memo:
-            target, source, edge = self.edges.into(info.nodes)
-            local = info.graph.locate(info.n_id, source)
-            if local.numel() and int(local.min()) < 0:
-                raise UnsupportedModelError(
-                    f"{layer} passes messages along edges whose source must be in the batch's halo",
-                    got="a halo of nodes with edges into the batch only, on a graph that is not symmetric",
-                    fix="Build the loader with HaloLoader(..., bidirectional=True).",
-                )
-            ends = [local, target] if self.edges.target_row == 1 else [target, local]
-            constants = {name: value[edge] for name, value in self.constants.items()}
-            info.memo[self] = Slice(torch.stack(ends), constants)
-        return cast(Slice, info.memo[self])
+        return info.derive(self, lambda: self._cut(info, layer))
+
+    def _cut(self, info: BatchInfo, layer: str) -> Slice:
+        target, source, edge = self.edges.into(info.nodes)
+        local = info.graph.locate(info.n_id, source)
+        if local.numel() and int(local.min()) < 0:
+            raise UnsupportedModelError(
+                f"{layer} passes messages along edges whose source must be in the batch's halo",
+                got="a halo of nodes with edges into the batch only, on a graph that is not symmetric",
+                fix="Build the loader with HaloLoader(..., bidirectional=True).",
+            )
+        ends = [local, target] if self.edges.target_row == 1 else [target, local]
+        constants = {name: value[edge] for name, value in self.constants.items()}
+        return Slice(torch.stack(ends), constants)
 
 
 def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:

@@ -1,13 +1,13 @@
-"""The graph and how it is cut.
+"""The graph, its parts and its batches.
 
-Partitions, batches of parts with their halo, and the loaders that yield them, those of the baselines included. It knows
+Partitions, batches of parts with their halo, and the loaders that yield them, also those of the baselines. It knows
 nothing about models or histories.
 """
 
 from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader, Subgraphs, check_fan_out, whole_neighbourhood
-from gnnautoscale.graph.batch import BatchInfo, BatchTensor, HistoryRows, RowOrder
-from gnnautoscale.graph.graph import EdgesByTarget, Graph
-from gnnautoscale.graph.loader import HaloLoader, ReadyBatch, check_nodes, handed_out
+from gnnautoscale.graph.batch import BatchInfo, BatchTensor, PartOrder
+from gnnautoscale.graph.graph import EdgesByTarget, Graph, check_nodes
+from gnnautoscale.graph.loader import HaloLoader, ReadyBatch, tagged_copies
 from gnnautoscale.graph.partitioning import connectivity, fingerprint, partition
 
 __all__ = [
@@ -17,16 +17,15 @@ __all__ = [
     "EdgesByTarget",
     "Graph",
     "HaloLoader",
-    "HistoryRows",
+    "PartOrder",
     "ReadyBatch",
-    "RowOrder",
     "SampleLoader",
     "Subgraphs",
     "check_fan_out",
     "check_nodes",
     "connectivity",
     "fingerprint",
-    "handed_out",
     "partition",
+    "tagged_copies",
     "whole_neighbourhood",
 ]

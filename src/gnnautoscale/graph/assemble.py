@@ -1,87 +1,114 @@
-"""Cuts batches out of a graph: their nodes with the halo, their edges, and the rows of all attributes."""
+"""Builds batches out of a graph: their nodes and halo, their edges, and the rows of all attributes."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.graph.graph import Graph
 
-# The parts of a batch.
-Group: TypeAlias = tuple[int, ...]
+#: The parts of one batch.
+PartGroup: TypeAlias = tuple[int, ...]
 
 
-class Pieces(NamedTuple):
-    """A batch before it is wrapped: what workers hand over."""
-
-    n_id: Tensor
-    batch_size: int
-    e_id: Tensor
-    attributes: dict[str, Any]
-
-
-class Assembly(Dataset[Pieces]):
-    """Cuts batches out of a graph; runs in the main process or in workers."""
+class BatchBuilder:
+    """Builds a batch from some nodes: these nodes, their halo, and every edge into them."""
 
     def __init__(self, data: Data, graph: Graph, members: list[Tensor], bidirectional: bool) -> None:
-        self.data = data
-        self.graph = graph
-        self.members = members
-        self.bidirectional = bidirectional
-        # Grouped here, once, so that workers do not each do it again.
+        self._data = data
+        self._graph = graph
+        self._members = members
+        self._bidirectional = bidirectional
+        # Group the edges once here, not once per worker.
         _ = graph.incoming, graph.outgoing if bidirectional else None
 
-    def __len__(self) -> int:
-        return len(self.members)
-
-    def nodes(self, parts: Group) -> Tensor:
+    def nodes(self, parts: PartGroup) -> Tensor:
         """The nodes of some parts, part by part, ``[num_nodes_in_parts]``."""
-        return torch.cat([self.members[part] for part in parts])
+        return torch.cat([self._members[part] for part in parts])
 
-    # Batches are kept for later, so they must be ordinary tensors even if the first use is inference only.
+    def from_parts(self, parts: PartGroup) -> Data:
+        """The batch of some parts."""
+        return self.from_nodes(self.nodes(parts))
+
+    # The loader may keep a batch for training even if inference asks for it first, so it needs ordinary tensors.
     @torch.inference_mode(False)
-    def __getitem__(self, parts: Any) -> Pieces:
-        nodes = self.nodes(parts)
-        target, source, e_id = self.graph.incoming.into(nodes)
+    def from_nodes(self, nodes: Tensor) -> Data:
+        """The batch of distinct nodes, ``[batch_size]``, in their order."""
+        target, source, e_id = self._graph.incoming.into(nodes)
         neighbours = source
-        if self.bidirectional:
-            neighbours = torch.cat([source, self.graph.outgoing.into(nodes)[1]])
-        outside = neighbours[self.graph.locate(nodes, neighbours) < 0]
+        if self._bidirectional:
+            neighbours = torch.cat([source, self._graph.outgoing.into(nodes)[1]])
+        outside = neighbours[self._graph.locate(nodes, neighbours) < 0]
         n_id = torch.cat([nodes, torch.unique(outside)])
-        edge_index = torch.stack([self.graph.locate(n_id, source), target])
-        return Pieces(n_id, nodes.numel(), e_id, cut_attributes(self.data, n_id, e_id, edge_index))
+        edge_index = torch.stack([self._graph.locate(n_id, source), target])
+        return select_attributes(self._data, n_id, nodes.numel(), e_id, edge_index)
 
 
-def cut_attributes(data: Data, n_id: Tensor, e_id: Tensor, edge_index: Tensor) -> dict[str, Any]:
-    """The attributes of a piece of a graph: rows of its nodes and edges, and everything else as it is.
+def select_attributes(data: Data, n_id: Tensor, batch_size: int, e_id: Tensor, edge_index: Tensor) -> Data:
+    """A subgraph with its rows of all node- and edge-level attributes; other attributes stay as they are.
 
     Args:
         data: The whole graph.
-        n_id: The piece's nodes, ``[num_rows]``.
-        e_id: The piece's edges, ``[num_edges]``.
-        edge_index: These edges as positions in ``n_id``, ``[2, num_edges]``.
+        n_id: The subgraph's nodes, ``[num_rows]``.
+        batch_size: How many of these nodes, from the first, are the batch's own.
+        e_id: The subgraph's edges, ``[num_edges]``.
+        edge_index: The same edges as positions in ``n_id``, ``[2, num_edges]``.
     """
     attributes: dict[str, Any] = {}
     for name, value in data:
+        index = None
+        if isinstance(value, Tensor):
+            index = n_id if data.is_node_attr(name) else e_id if data.is_edge_attr(name) else None
         if name == "edge_index":
             attributes[name] = edge_index
-        elif isinstance(value, Tensor) and data.is_node_attr(name):
-            attributes[name] = _rows(data, name, value, n_id)
-        elif isinstance(value, Tensor) and data.is_edge_attr(name):
-            attributes[name] = _rows(data, name, value, e_id)
+        elif index is not None:
+            attributes[name] = value.index_select(data.__cat_dim__(name, value), index.to(value.device))
         elif name != "num_nodes":
             attributes[name] = value
-    return attributes
+    subgraph = Data.from_dict(attributes)
+    subgraph.num_nodes = n_id.numel()
+    subgraph.n_id, subgraph.e_id, subgraph.batch_size = n_id, e_id, batch_size
+    return subgraph
 
 
-def _rows(data: Data, name: str, value: Tensor, index: Tensor) -> Tensor:
-    return value.index_select(data.__cat_dim__(name, value), index.to(value.device))
+def versions(data: Data) -> list[int]:
+    """Counters of in-place writes, one per tensor: equal lists mean that nobody wrote into the data."""
+    return [value._version for _, value in data if isinstance(value, Tensor)]
 
 
-def hand_over(pieces: Any) -> Any:
-    """What a worker prepared, as it is: nothing is collated."""
-    return pieces
+def build_each(
+    build: Callable[[Any], Data], jobs: Iterable[Any], num_workers: int, worker_seeds: torch.Generator
+) -> Iterator[Data]:
+    """Build one batch per job, in order, here or in worker processes.
+
+    Args:
+        build: Makes a batch of a job.
+        jobs: Its arguments, one after another.
+        num_workers: Number of processes; 0 builds here.
+        worker_seeds: Seeds the workers, so that they leave the global random state alone.
+    """
+    yield from DataLoader(
+        _Jobs(build),
+        sampler=list(jobs),
+        batch_size=None,
+        num_workers=num_workers,
+        collate_fn=_unchanged,
+        generator=worker_seeds,
+    )
+
+
+class _Jobs(Dataset[Data]):
+    def __init__(self, build: Callable[[Any], Data]) -> None:
+        self._build = build
+
+    def __getitem__(self, job: Any) -> Data:
+        return self._build(job)
+
+
+def _unchanged(batch: Data) -> Data:
+    return batch

@@ -1,40 +1,38 @@
-"""Batches of the baselines: plain subgraphs of joined parts (Cluster-GCN) and of sampled neighbours (GraphSAGE).
+"""Batches of the baselines, without histories: joined parts (Cluster-GCN) and sampled neighbours (GraphSAGE).
 
-No history belongs to them: a model sees such a subgraph as if it were the whole graph.
+A model treats such a subgraph as if it were the whole graph.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.assemble import Group, cut_attributes, hand_over
-from gnnautoscale.graph.graph import Graph
-from gnnautoscale.graph.loader import HaloLoader, check_nodes
+from gnnautoscale.graph.assemble import PartGroup, build_each, select_attributes, versions
+from gnnautoscale.graph.graph import Graph, check_distinct_nodes
+from gnnautoscale.graph.loader import HaloLoader
 
-#: A fan-out that takes all neighbours.
+#: The fan-out that takes all neighbours.
 ALL = -1
 
 
 class Subgraphs:
-    """Cuts plain subgraphs out of a graph.
+    """Takes subgraphs out of a graph.
 
     A subgraph looks like a batch of PyG's ``NeighborLoader``: the first ``batch_size`` rows of every node-level
-    attribute belong to the nodes that were asked for, in their order; ``n_id`` and ``e_id`` name its nodes and edges
-    in the whole graph.
+    attribute belong to the requested nodes, in their order; ``n_id`` and ``e_id`` are indices into the whole graph.
 
     Args:
-        data: The whole graph, or only its edges, ``[2, num_edges]``. All node- and edge-level tensors are cut,
-            everything else is passed on as it is.
-        graph: The same graph with its edges grouped, where that has been done already.
+        data: The whole graph, or only its edges, ``[2, num_edges]``. A subgraph gets its rows of all node- and
+            edge-level tensors, and everything else as it is.
+        graph: The same graph with its edges grouped, if it exists already.
     """
 
     def __init__(self, data: Data | Tensor, graph: Graph | None = None) -> None:
@@ -42,53 +40,53 @@ class Subgraphs:
             data = Data(edge_index=data, num_nodes=int(data.max()) + 1 if data.numel() else 0)
         if not isinstance(data, Data):
             raise InputError(
-                "subgraphs are cut out of a torch_geometric.data.Data, or out of an edge_index [2, num_edges]",
+                "subgraphs need a torch_geometric.data.Data, or an edge_index [2, num_edges]",
                 got=type(data).__name__,
                 fix="Pass one of these.",
             )
         self.data = data
         self.graph = Graph.of(data) if graph is None else graph
-        _ = self.graph.incoming  # grouped here, once, so that workers do not each do it again
+        _ = self.graph.incoming  # group the edges once here, not once per worker
 
-    @torch.inference_mode(False)  # batches may be kept for training
-    def among(self, nodes: Tensor) -> Data:
-        """The nodes with the edges between them.
+    @torch.inference_mode(False)  # training may use it later
+    def induced(self, nodes: Tensor) -> Data:
+        """The given nodes with all edges between them.
 
         Args:
             nodes: Distinct node indices, ``[count]``.
 
         Example:
             >>> path = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
-            >>> Subgraphs(path).among(torch.tensor([2, 0, 1])).edge_index  # 0 -> 1 and 1 -> 2 in the path
+            >>> Subgraphs(path).induced(torch.tensor([2, 0, 1])).edge_index  # 0 -> 1 and 1 -> 2 in the path
             tensor([[2, 1],
                     [0, 2]])
         """
-        nodes = self.checked(nodes)
+        nodes = self.check(nodes)
         target, source, e_id = self.graph.incoming.into(nodes)
         source = self.graph.locate(nodes, source)
         inside = source >= 0
-        return self._cut(nodes, nodes.numel(), e_id[inside], torch.stack([source[inside], target[inside]]))
+        edge_index = torch.stack([source[inside], target[inside]])
+        return select_attributes(self.data, nodes, nodes.numel(), e_id[inside], edge_index)
 
     @torch.inference_mode(False)
-    def around(self, nodes: Tensor, fan_out: Sequence[int], generator: torch.Generator | None = None) -> Data:
-        """The nodes with neighbours drawn hop by hop: the ones with an edge into them, then those of these, and so on.
+    def sample(self, nodes: Tensor, fan_out: Sequence[int], generator: torch.Generator | None = None) -> Data:
+        """The given nodes with neighbours sampled hop by hop, against the direction of the edges.
 
-        Edges are drawn without replacement, into every node once: when it is met first. So no edge is there twice,
-        and nodes that are met in the last hop have no edges into them. Where two nodes are joined by several edges,
-        each of these counts as a neighbour.
+        Each node gets its edges when it is first reached, drawn without replacement, so no edge occurs twice, and
+        nodes of the last hop have no edges into them. Parallel edges count as separate neighbours.
 
         Args:
             nodes: Distinct node indices, ``[count]``.
-            fan_out: How many neighbours are drawn for each node of a hop, -1 for all: first for ``nodes``, last for
-                those furthest away, as PyG's ``NeighborLoader`` has it.
-            generator: Where random numbers come from; PyTorch's global state if not given.
+            fan_out: Number of neighbours per node, -1 for all: first for ``nodes``, last for the nodes furthest away,
+                as in PyG's ``NeighborLoader``.
+            generator: Source of random numbers; PyTorch's global one by default.
 
         Example:
             >>> star = torch.tensor([[1, 2, 3, 4], [0, 0, 0, 0]])
-            >>> Subgraphs(star).around(torch.tensor([0]), [2]).num_edges
+            >>> Subgraphs(star).sample(torch.tensor([0]), [2]).num_edges
             2
         """
-        n_id = frontier = self.checked(nodes)
+        n_id = frontier = self.check(nodes)
         edges: list[tuple[Tensor, Tensor, Tensor]] = []
         for count in check_fan_out(fan_out):
             target, source, e_id = self.graph.incoming.into(frontier)
@@ -98,38 +96,28 @@ class Subgraphs:
             edges.append((source, n_id.numel() - frontier.numel() + target, e_id))
             frontier = torch.unique(source[self.graph.locate(n_id, source) < 0])
             n_id = torch.cat([n_id, frontier])
-        source, target, e_id = (torch.cat(pieces) for pieces in zip(*edges, strict=True))
-        return self._cut(n_id, nodes.numel(), e_id, torch.stack([self.graph.locate(n_id, source), target]))
+        source, target, e_id = (torch.cat(hops) for hops in zip(*edges, strict=True))
+        edge_index = torch.stack([self.graph.locate(n_id, source), target])
+        return select_attributes(self.data, n_id, nodes.numel(), e_id, edge_index)
 
-    def checked(self, nodes: Tensor) -> Tensor:
-        """Refuse what are not distinct nodes of the graph, ``[count]``; returns a copy in host memory."""
-        nodes = check_nodes(nodes, self.graph.num_nodes)
-        if torch.unique(nodes).numel() != nodes.numel():
-            raise InputError(
-                "a subgraph holds each node once", got="the same node twice", fix="Pass torch.unique(nodes)."
-            )
-        return nodes.clone()
-
-    def _cut(self, n_id: Tensor, batch_size: int, e_id: Tensor, edge_index: Tensor) -> Data:
-        subgraph = Data.from_dict(cut_attributes(self.data, n_id, e_id, edge_index))
-        subgraph.num_nodes = n_id.numel()
-        subgraph.n_id, subgraph.e_id, subgraph.batch_size = n_id, e_id, batch_size
-        return subgraph
+    def check(self, nodes: Tensor) -> Tensor:
+        """Refuse anything but distinct nodes of the graph, ``[count]``; returns a copy in host memory."""
+        return check_distinct_nodes(nodes, self.graph.num_nodes).clone()
 
 
 def whole_neighbourhood(graph: Subgraphs | Data | Tensor, nodes: Tensor, hops: int) -> Data:
-    """All nodes that some nodes depend on through so many layers, and all edges on the way.
+    """All nodes and edges that the given nodes depend on through ``hops`` layers.
 
-    This is what recursive sampling without a limit builds: as large as the graph after a few hops.
+    Recursive sampling without a limit builds this: after a few hops, it is as large as the graph.
 
     Args:
         graph: The graph, or its edges ``[2, num_edges]``. A :class:`Subgraphs` groups the edges once for many calls.
         nodes: Distinct node indices, ``[count]``.
-        hops: Number of hops, one for each message-passing layer.
+        hops: Number of hops, one per message-passing layer.
 
     Returns:
-        A subgraph whose first ``batch_size`` rows are ``nodes``; every edge into a node of fewer than ``hops`` hops
-        away is in it.
+        A subgraph whose first ``batch_size`` rows are ``nodes``, with every edge into a node less than ``hops`` hops
+        away.
 
     Example:
         >>> path = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
@@ -138,18 +126,18 @@ def whole_neighbourhood(graph: Subgraphs | Data | Tensor, nodes: Tensor, hops: i
         (tensor([3, 2, 1]), tensor([2, 1]))
     """
     if isinstance(hops, bool) or not isinstance(hops, int) or hops < 1:
-        raise InputError("hops must be an integer from 1", got=repr(hops), fix="Pass the number of layers.")
+        raise InputError("hops must be an integer of at least 1", got=repr(hops), fix="Pass the number of layers.")
     subgraphs = graph if isinstance(graph, Subgraphs) else Subgraphs(graph)
-    return subgraphs.around(nodes, [ALL] * hops)
+    return subgraphs.sample(nodes, [ALL] * hops)
 
 
 def draw_from_groups(group: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw some members of each group at random, without replacement.
+    """Draw members of each group at random, without replacement.
 
     Args:
         group: The group of each member, ascending, ``[num_members]``.
-        count: How many members are drawn of each group; smaller groups are taken whole.
-        generator: Where random numbers come from.
+        count: How many to draw from each group; smaller groups are taken whole.
+        generator: Source of random numbers.
 
     Returns:
         Whether each member was drawn, ``[num_members]``.
@@ -160,7 +148,7 @@ def draw_from_groups(group: Tensor, count: int, generator: torch.Generator | Non
         >>> int(draw_from_groups(torch.tensor([0, 0, 0, 1]), 2).sum())
         3
     """
-    # Shuffled inside the groups: the first ones of each are drawn.
+    # Shuffle within each group, then take its first members.
     order = ((group << 32) + torch.randint(2**32, group.shape, generator=generator)).argsort()
     size = torch.bincount(group)
     rank = torch.arange(group.numel()) - (size.cumsum(0) - size)[group]
@@ -170,7 +158,7 @@ def draw_from_groups(group: Tensor, count: int, generator: torch.Generator | Non
 
 
 def check_fan_out(fan_out: Any) -> list[int]:
-    """Refuse what says nothing about how many neighbours to draw.
+    """Refuse anything but a list of neighbour counts.
 
     Example:
         >>> check_fan_out((10, -1))
@@ -190,17 +178,17 @@ def check_fan_out(fan_out: Any) -> list[int]:
 class ClusterLoader:
     """Cluster-GCN's batches: some parts joined, with the edges between their nodes, and no halo.
 
-    Parts, and how they are drawn into batches, are those of a :class:`HaloLoader` with the same arguments. Batches
-    that come back unchanged every epoch are cut once and kept in host memory.
+    It splits the graph and draws batches as a :class:`HaloLoader` with the same arguments does. Batches that recur
+    every epoch are built once and kept in host memory.
 
     Args:
         data: The whole graph.
-        num_parts: Number of parts to cut into. Not needed when ``parts`` are given as labels.
-        parts: ``"metis"``, ``"random"``, or the part of each node as integers ``[num_nodes]``.
+        num_parts: Number of parts to cut into. Not needed when ``partition`` gives the labels.
+        partition: How to cut: ``"metis"``, ``"random"``, or the part of each node as integers ``[num_nodes]``.
         batch_size: Number of parts in a batch.
         shuffle: Draw parts into batches at random, anew for each epoch.
         seed: Makes partition and order reproducible.
-        num_workers: Number of processes that prepare batches.
+        num_workers: Number of processes that build batches.
         cache_dir: Where METIS partitions are kept between runs.
 
     Example:
@@ -213,15 +201,15 @@ class ClusterLoader:
         True
     """
 
-    #: What batches are, in words.
-    kind = "joined parts with the edges inside of a batch only"
+    #: Describes the batches to people.
+    kind = "joined parts, with only the edges inside a batch"
 
     def __init__(
         self,
         data: Data,
         num_parts: int | None = None,
         *,
-        parts: Literal["metis", "random"] | Tensor = "metis",
+        partition: Literal["metis", "random"] | Tensor = "metis",
         batch_size: int = 1,
         shuffle: bool = False,
         seed: int = 0,
@@ -231,7 +219,7 @@ class ClusterLoader:
         self._parts = HaloLoader(
             data,
             num_parts,
-            parts=parts,
+            partition=partition,
             batch_size=batch_size,
             shuffle=shuffle,
             seed=seed,
@@ -240,35 +228,34 @@ class ClusterLoader:
         )
         self._subgraphs = Subgraphs(data, self._parts.graph)
         self._worker_seeds = torch.Generator().manual_seed(seed)
-        self._kept: dict[Group, tuple[Data, list[int]]] = {}
+        self._kept: dict[PartGroup, tuple[Data, list[int]]] = {}
 
     def __len__(self) -> int:
         return len(self._parts)
 
     def __iter__(self) -> Iterator[Data]:
         groups = self._parts.draw()
-        # One that somebody wrote into is cut again.
-        kept = {group: batch for group, (batch, versions) in self._kept.items() if versions == _versions(batch)}
+        # Batches that somebody wrote into are built again.
+        kept = {group: batch for group, (batch, before) in self._kept.items() if before == versions(batch)}
         jobs = [self._parts.nodes_of(group) for group in groups if group not in kept]
-        made = _prepared(self._subgraphs.among, jobs, self._parts.num_workers, self._worker_seeds)
+        built = build_each(self._subgraphs.induced, jobs, self._parts.num_workers, self._worker_seeds)
         for group in groups:
-            batch = kept[group] if group in kept else next(made)
+            batch = kept[group] if group in kept else next(built)
             if self._parts.is_fixed:
-                self._kept[group] = batch, _versions(batch)
+                self._kept[group] = batch, versions(batch)
             yield copy.copy(batch)
 
 
 class SampleLoader:
-    """GraphSAGE's batches: nodes drawn at random, anew for each epoch, with neighbours sampled around them.
+    """GraphSAGE's batches: nodes drawn at random in each epoch, with sampled neighbours.
 
     Args:
         data: The whole graph.
         nodes: The nodes to draw into batches, each once, ``[count]``.
-        fan_out: How many neighbours are drawn, see :meth:`Subgraphs.around`.
-        num_batches: Number of batches of an epoch; as many as nodes if there are fewer. Their sizes differ by at most
-            one.
-        seed: Makes batches and neighbours reproducible, whatever the state of the global generators.
-        num_workers: Number of processes that prepare batches.
+        fan_out: How many neighbours to sample, see :meth:`Subgraphs.sample`.
+        num_batches: Number of batches per epoch, at most one per node. Their sizes differ by at most one.
+        seed: Makes batches and neighbours reproducible, whatever the global random state.
+        num_workers: Number of processes that build batches.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -277,8 +264,8 @@ class SampleLoader:
         [12, 11, 11]
     """
 
-    #: What batches are, in words.
-    kind = "neighbourhoods that are sampled anew every epoch"
+    #: Describes the batches to people.
+    kind = "neighbourhoods sampled anew every epoch"
 
     def __init__(
         self,
@@ -295,11 +282,11 @@ class SampleLoader:
             raise InputError(
                 "num_batches must be an integer of at least 1 and num_workers at least 0",
                 got=f"num_batches={num_batches}, num_workers={num_workers}",
-                fix="num_batches counts the batches of an epoch.",
+                fix="num_batches is the number of batches per epoch.",
             )
         subgraphs = Subgraphs(data)
-        self._make = partial(_sampled, subgraphs, check_fan_out(fan_out))
-        self._nodes = subgraphs.checked(nodes)
+        self._build = partial(_sample, subgraphs, check_fan_out(fan_out))
+        self._nodes = subgraphs.check(nodes)
         self._num_batches = min(num_batches, self._nodes.numel())
         self._num_workers = num_workers
         self._generator = torch.Generator().manual_seed(seed)
@@ -310,39 +297,12 @@ class SampleLoader:
 
     def __iter__(self) -> Iterator[Data]:
         order = torch.randperm(self._nodes.numel(), generator=self._generator)
-        # Each batch has a seed of its own, so that it does not matter which process draws its neighbours.
+        # Each batch has its own seed, so it does not matter which process samples its neighbours.
         seeds = torch.randint(2**62, (len(self),), generator=self._generator).tolist()
         jobs = zip(self._nodes[order].tensor_split(len(self)), seeds, strict=True) if len(self) else ()
-        return _prepared(self._make, jobs, self._num_workers, self._worker_seeds)
+        return build_each(self._build, jobs, self._num_workers, self._worker_seeds)
 
 
-def _sampled(subgraphs: Subgraphs, fan_out: list[int], job: tuple[Tensor, int]) -> Data:
+def _sample(subgraphs: Subgraphs, fan_out: list[int], job: tuple[Tensor, int]) -> Data:
     nodes, seed = job
-    return subgraphs.around(nodes, fan_out, torch.Generator().manual_seed(seed))
-
-
-def _versions(batch: Data) -> list[int]:
-    return [value._version for _, value in batch if isinstance(value, Tensor)]
-
-
-class _Jobs(Dataset[Data]):
-    """Makes batches, in the main process or in workers."""
-
-    def __init__(self, make: Callable[[Any], Data]) -> None:
-        self._make = make
-
-    def __getitem__(self, job: Any) -> Data:
-        return self._make(job)
-
-
-def _prepared(
-    make: Callable[[Any], Data], jobs: Iterable[Any], num_workers: int, worker_seeds: torch.Generator
-) -> Iterator[Data]:
-    yield from DataLoader(
-        _Jobs(make),
-        sampler=list(jobs),
-        batch_size=None,
-        num_workers=num_workers,
-        collate_fn=hand_over,
-        generator=worker_seeds,
-    )
+    return subgraphs.sample(nodes, fan_out, torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""The whole graph as the library sees it: edges grouped by the node they point to, and slices of them."""
+"""The whole graph: checked, hashed, and with its edges grouped by the node they point to."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gnnautoscale.graph.partitioning import fingerprint
 
 
 class EdgesByTarget:
-    """Edges in the order they were given, and where to find the ones that point to a node.
+    """Finds the edges that point to a node.
 
     Args:
         edge_index: Sources and targets, ``[2, num_edges]``.
         num_nodes: Number of nodes of the graph.
-        target_row: Which row of ``edge_index`` holds the nodes that aggregate.
+        target_row: The row of ``edge_index`` that holds the nodes to look up.
     """
 
     def __init__(self, edge_index: Tensor, num_nodes: int, target_row: int = 1) -> None:
@@ -27,8 +27,7 @@ class EdgesByTarget:
         self.num_nodes = num_nodes
         self.target_row = target_row
         target = edge_index[target_row]
-        # Stable, so that the edges of one target keep their order: a batch can then be compared edge by edge
-        # with what a layer computed by itself.
+        # Stable: the edges of a target keep their order, so a batch matches what a layer computes edge by edge.
         self._order = target.argsort(stable=True)
         count = torch.bincount(target, minlength=num_nodes)
         self._ptr = torch.cat([count.new_zeros(1), count.cumsum(0)])
@@ -40,8 +39,8 @@ class EdgesByTarget:
             nodes: Node indices, ``[num_targets]``.
 
         Returns:
-            For each edge the position of its target in ``nodes``, its source, and its position in
-            ``edge_index``; each ``[num_edges_into_nodes]``.
+            For each edge the position of its target in ``nodes``, its source, and its index in ``edge_index``; each
+            ``[num_edges_into_nodes]``.
         """
         start = self._ptr[nodes]
         count = self._ptr[nodes + 1] - start
@@ -52,7 +51,7 @@ class EdgesByTarget:
 
 
 class Graph:
-    """A graph's edges and edge-level attributes in host memory, and a key that recognises it and its features.
+    """A graph's edges and edge-level attributes in host memory, and a key that identifies it with its features.
 
     Args:
         data: The graph as PyG holds it, with ``edge_index`` ``[2, num_edges]``.
@@ -60,28 +59,21 @@ class Graph:
 
     @torch.inference_mode(False)  # written to later
     def __init__(self, data: Data) -> None:
-        self.num_nodes = _num_nodes(data)
+        if not data.num_nodes:
+            got = f"num_nodes={data.num_nodes}"
+            raise InputError("a graph needs at least one node", got=got, fix="Set data.x or data.num_nodes.")
+        self.num_nodes = int(data.num_nodes)
         edge_index = data.edge_index
         if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.size(0) != 2:
             raise InputError(
-                "edge_index must be a tensor of shape [2, num_edges]",
-                got="no edge_index" if edge_index is None else f"{_describe(edge_index)}",
-                fix="Row 0 holds the sources, row 1 the targets; an adjacency matrix converts with "
-                "torch_geometric.utils.to_edge_index.",
+                "the graph needs data.edge_index of shape [2, num_edges]",
+                got="no edge_index" if edge_index is None else _describe(edge_index),
+                fix="Store sources and targets as two rows; torch_geometric.utils.to_edge_index converts a matrix.",
             )
         if edge_index.dtype != torch.long:
-            raise InputError(
-                "edge_index must have dtype torch.int64",
-                got=f"{edge_index.dtype}",
-                fix="Convert it with edge_index.long().",
-            )
-        low, high = (int(end) for end in torch.aminmax(edge_index)) if edge_index.numel() else (0, 0)
-        if low < 0 or high >= self.num_nodes:
-            raise InputError(
-                f"edge_index must hold node indices from 0 to {self.num_nodes - 1}",
-                got=f"values from {low} to {high}",
-                fix="Number the nodes from 0, or set data.num_nodes to the number of nodes.",
-            )
+            fix = "Convert it with edge_index.long()."
+            raise InputError("edge_index must have dtype torch.int64", got=str(edge_index.dtype), fix=fix)
+        _check_range("edge_index", edge_index, self.num_nodes, fix="Renumber the nodes, or set data.num_nodes.")
         self.edge_index = edge_index.cpu().contiguous()
         self.edge_attributes = {
             name: value.cpu()
@@ -99,9 +91,9 @@ class Graph:
 
     @staticmethod
     def of(data: Data) -> Graph:
-        """The graph that a ``Data`` holds: checked, hashed and sorted once, whoever asks for it.
+        """The graph of a ``Data``: checked, hashed and sorted once, and shared by everyone who asks for it.
 
-        A graph is made anew once a tensor of the ``Data`` was replaced or written to.
+        If a tensor of the ``Data`` was replaced or written to, the graph is made anew.
 
         Example:
             >>> data = Data(edge_index=torch.tensor([[0, 1], [1, 0]]), num_nodes=2)
@@ -118,7 +110,7 @@ class Graph:
         return made
 
     def _is_of(self, data: Data) -> bool:
-        """Whether the data holds the very tensors that this graph was made from, as they were then."""
+        """Whether the data still holds the tensors that this graph was made from, unchanged."""
         now = {name: value for name, value in data if isinstance(value, Tensor)}
         return (
             data.num_nodes == self.num_nodes
@@ -130,16 +122,16 @@ class Graph:
 
     @cached_property
     def key(self) -> str:
-        """A fingerprint of edges, features and edge-level attributes: what histories depend on besides weights."""
+        """A fingerprint of edges, features and edge-level attributes: all that histories depend on besides weights."""
         named = sorted({**self.features, **self.edge_attributes}.items())
         names = ",".join(name for name, _ in named)
         return fingerprint(self.edge_index, *(value for _, value in named), nodes=self.num_nodes, names=names)
 
     @cached_property
     def is_symmetric(self) -> bool:
-        """Whether the reverse of every edge is an edge too."""
-        # The sum of a random hash of (source, target) over all edges equals that of (target, source) if the edges
-        # are the same in both directions, and by chance hardly ever: no sorting is needed.
+        """Whether every edge has a reverse edge."""
+        # Sum a random hash over all edges (source, target), and over all reversed edges. The sums are equal if the
+        # graph is symmetric, and otherwise only by an unlikely coincidence. This needs no sorting.
         generator = torch.Generator().manual_seed(0)
         first, second = (torch.randint(-(2**62), 2**62, (self.num_nodes,), generator=generator) for _ in range(2))
         source, target = self.edge_index
@@ -156,7 +148,7 @@ class Graph:
         return EdgesByTarget(self.edge_index, self.num_nodes, target_row=0)
 
     def locate(self, n_id: Tensor, nodes: Tensor) -> Tensor:
-        """Position of each of ``nodes`` in ``n_id``, or -1 where it is not there; same shape as ``nodes``."""
+        """Position of each of ``nodes`` in ``n_id``, or -1 if absent; same shape as ``nodes``."""
         self._local[n_id] = torch.arange(n_id.numel())
         found = self._local[nodes]
         self._local[n_id] = -1
@@ -166,22 +158,37 @@ class Graph:
 # Attributes that must have one row per edge; any other is one of edges if it happens to.
 _EDGE_LEVEL = ("edge_weight", "edge_attr", "edge_type")
 
-# The graphs of all data in use, by its identity, so that a loader, a model and a training run share one.
+# The graph of each Data object in use, by its id, so that a loader, a model and a training run share it.
 _KNOWN: dict[int, Graph] = {}
 
 
 def _version(tensor: Tensor) -> int:
-    """Counts in-place changes; tensors made in inference mode do not count, and cannot be changed outside of it."""
+    """Number of in-place writes; tensors of inference mode have no such counter, and allow none outside of it."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _num_nodes(data: Data) -> int:
-    num_nodes = data.num_nodes
-    if not num_nodes:
-        raise InputError(
-            "a graph needs at least one node", got=f"num_nodes={num_nodes}", fix="Set data.x or data.num_nodes."
-        )
-    return int(num_nodes)
+def check_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
+    """Refuse anything but a tensor of node indices, ``[count]``; returns it in host memory."""
+    if not isinstance(nodes, Tensor) or nodes.dtype != torch.long or nodes.dim() != 1:
+        got = f"{nodes.dtype} {tuple(nodes.shape)}" if isinstance(nodes, Tensor) else type(nodes).__name__
+        raise InputError("nodes must be a one-dimensional tensor of int64", got=got, fix="Use nodes.long().")
+    _check_range("nodes", nodes, num_nodes, fix="Check the node numbering.")
+    return nodes.cpu()
+
+
+def check_distinct_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
+    """Refuse anything but a tensor of distinct node indices, ``[count]``; returns it in host memory."""
+    nodes = check_nodes(nodes, num_nodes)
+    if torch.unique(nodes).numel() != nodes.numel():
+        raise InputError("a batch holds each node once", got="the same node twice", fix="Pass torch.unique(nodes).")
+    return nodes
+
+
+def _check_range(name: str, indices: Tensor, num_nodes: int, *, fix: str) -> None:
+    low, high = (int(end) for end in torch.aminmax(indices)) if indices.numel() else (0, 0)
+    if low < 0 or high >= num_nodes:
+        got = f"values from {low} to {high}"
+        raise InputError(f"{name} must hold indices from 0 to {num_nodes - 1}", got=got, fix=fix)
 
 
 def _check_attributes(data: Data, num_nodes: int, edge_attributes: dict[str, Tensor]) -> None:
@@ -197,24 +204,24 @@ def _check_attributes(data: Data, num_nodes: int, edge_attributes: dict[str, Ten
             raise InputError(
                 f"{name} must have one row for each of the {rows} {kind}s",
                 got=_describe(value),
-                fix=f"Give it one row per {kind}, in the order of the {kind}s.",
+                fix=f"Give it one row per {kind}, in {kind} order.",
             )
     for name, value in (*edge_attributes.items(), ("x", data.x)):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         if value.requires_grad:
             raise InputError(
-                f"{name} must be data, not something to train",
+                f"{name} must be data, not a parameter",
                 got="a tensor that requires a gradient",
-                fix="Make it a parameter of the model and pass batch.n_id or batch.e_id to look rows up.",
+                fix="Make it a parameter of the model, and look rows up with batch.n_id or batch.e_id.",
             )
-        # NaN is both the least and the greatest value; a mask of all values would take long for a large graph.
+        # aminmax returns NaN if there is one; a mask of all values would take long on a large graph.
         if value.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(value))).all()):
             bad = ~torch.isfinite(value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)).all(1)
             raise InputError(
-                f"{name} must be finite, since a bad value would stay in the histories",
+                f"{name} must be finite, or histories would keep the bad value",
                 got=f"NaN or infinity in {int(bad.sum())} rows, the first in row {int(bad.nonzero()[0])}",
-                fix="Fill in or remove these values.",
+                fix="Replace or remove these values.",
             )
 
 

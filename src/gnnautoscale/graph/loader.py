@@ -1,4 +1,4 @@
-"""Batches of parts with their halo, in the conventions of PyG's loaders."""
+"""``HaloLoader``: batches of parts with their halo, in the conventions of PyG's loaders."""
 
 from __future__ import annotations
 
@@ -9,40 +9,39 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.assemble import Assembly, Group, Pieces, hand_over
-from gnnautoscale.graph.batch import BatchInfo, BatchTensor, RowOrder
-from gnnautoscale.graph.graph import Graph
-from gnnautoscale.graph.partitioning import check_labels, connectivity, partition
+from gnnautoscale.graph.assemble import BatchBuilder, PartGroup, build_each, versions
+from gnnautoscale.graph.batch import BatchInfo, BatchTensor, PartOrder
+from gnnautoscale.graph.graph import Graph, check_distinct_nodes
+from gnnautoscale.graph.partitioning import check_labels, connectivity
+from gnnautoscale.graph.partitioning import partition as cut
 
 
 class HaloLoader:
-    r"""Iterates over a graph in batches of whole parts, each with its halo.
+    """Iterates over a graph in batches of whole parts, each with its halo.
 
-    The graph is cut into parts. A batch is ``batch_size`` parts together with every node that has an edge into
-    them, the halo. Batches look like those of PyG's ``NeighborLoader``: the first ``batch.batch_size`` rows of
-    every node-level attribute belong to the batch's nodes, the rest to the halo; ``batch.n_id`` and ``batch.e_id``
-    name nodes and edges in the whole graph. Edges point into the batch's nodes only, and none of those is missing.
+    The loader splits the graph into parts. A batch holds the nodes of ``batch_size`` parts and their halo: every other
+    node with an edge into them. Batches look like those of PyG's ``NeighborLoader``: the first ``batch.batch_size``
+    rows of every node-level attribute belong to the batch's own nodes, the rest to the halo; ``batch.n_id`` and
+    ``batch.e_id`` are indices into the whole graph. A batch has every edge into its own nodes, and no other edge.
 
     Args:
-        data: The whole graph. All its node- and edge-level tensors are cut to the batch, everything else is
-            passed on as it is.
-        num_parts: Number of parts to cut into. Not needed when ``parts`` are given as labels.
-        parts: ``"metis"``, ``"random"``, or the part of each node as integers ``[num_nodes]``.
+        data: The whole graph. A batch gets its rows of all node- and edge-level tensors, and everything else as it is.
+        num_parts: Number of parts to cut into. Not needed when ``partition`` gives the labels.
+        partition: How to cut: ``"metis"``, ``"random"``, or the part of each node as integers ``[num_nodes]``.
         batch_size: Number of parts in a batch.
         shuffle: Draw parts into batches at random, anew for each epoch.
-        drawings: Draw so many times only, and then take these drawings again at random: their batches come back, so
-            that they can be kept, and their steps captured on a GPU. ``None`` draws for every epoch.
+        drawings: Draw this many times only, then reuse these drawings at random. Their batches recur, so the loader
+            can keep them and a GPU can replay their steps. ``None`` draws for every epoch.
         seed: Makes partition and order reproducible.
-        num_workers: Number of processes that prepare batches.
-        bidirectional: Take nodes that edges from the batch point to into the halo as well. Layers that pass
-            messages against the edges of a directed graph need it.
-        keep: Whether batches that come back unchanged (one part each, no shuffling, all parts at once, or few
-            drawings) are cut once and kept in host memory: changes of ``data`` after that are not seen. If not, they
-            are cut anew each time, so that memory-mapped features may be larger than the memory.
+        num_workers: Number of processes that build batches.
+        bidirectional: Also put the nodes that edges from the batch point to into the halo. Layers that pass messages
+            against the edges of a directed graph need it.
+        keep: Build recurring batches (one part each, no shuffling, all parts at once, or few drawings) once and keep
+            them in host memory; they do not see later changes of ``data``. ``False`` builds them every time, so
+            memory-mapped features may be larger than the memory.
         cache_dir: Where METIS partitions are kept between runs.
 
     Example:
@@ -57,7 +56,7 @@ class HaloLoader:
         data: Data,
         num_parts: int | None = None,
         *,
-        parts: Literal["metis", "random"] | Tensor = "metis",
+        partition: Literal["metis", "random"] | Tensor = "metis",
         batch_size: int = 1,
         shuffle: bool = False,
         drawings: int | None = None,
@@ -71,7 +70,7 @@ class HaloLoader:
             raise InputError(
                 "HaloLoader takes one graph as torch_geometric.data.Data",
                 got=type(data).__name__,
-                fix="Convert a heterogeneous graph with to_homogeneous(), join several with Batch.from_data_list.",
+                fix="Convert a heterogeneous graph with to_homogeneous(); join several with Batch.from_data_list.",
             )
         counts = isinstance(batch_size, int) and isinstance(num_workers, int)
         if not counts or batch_size < 1 or num_workers < 0:
@@ -84,11 +83,11 @@ class HaloLoader:
             raise InputError(
                 "drawings must be an integer of at least 1, and needs shuffle=True",
                 got=f"drawings={drawings}, shuffle={shuffle}",
-                fix="Leave drawings out to draw for every epoch.",
+                fix="Leave drawings out to draw anew for every epoch.",
             )
         self.data = data
         self.graph = Graph.of(data)
-        self.labels = _labels(self.graph, num_parts, parts, seed, cache_dir)
+        self.labels = _labels(self.graph, num_parts, partition, seed, cache_dir)
         self.num_parts = int(self.labels.max()) + 1
         if batch_size > self.num_parts:
             raise InputError(
@@ -105,26 +104,26 @@ class HaloLoader:
         self.seed = seed
         order = self.labels.argsort(stable=True)
         members = list(torch.split(order, torch.bincount(self.labels).tolist()))
-        self._assembly = Assembly(data, self.graph, members, bidirectional)
-        #: The order in which histories keep rows of this loader's nodes.
-        self.row_order = RowOrder.of(order)
+        self._builder = BatchBuilder(data, self.graph, members, bidirectional)
+        #: The order in which histories keep the rows of this loader's nodes.
+        self.part_order = PartOrder.of(order)
         self._generator = torch.Generator().manual_seed(seed)
-        # Workers draw their seeds from here and not from the user's random state.
+        # Seeds the workers, so that they do not touch the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
-        self._ready: dict[Group, ReadyBatch] = {}
-        self._current: list[Group] = []
+        self._ready: dict[PartGroup, ReadyBatch] = {}
+        self._current: list[PartGroup] = []
         self._left_off = 0
-        self._drawn_ahead: list[Group] | None = None
-        self._drawn: list[list[Group]] = []
+        self._drawn_ahead: list[PartGroup] | None = None
+        self._drawn: list[list[PartGroup]] = []
 
     def __len__(self) -> int:
         return -(-self.num_parts // self.batch_size)
 
     def __iter__(self) -> Iterator[Data]:
-        return handed_out(self.ready())
+        return tagged_copies(self.ready_batches())
 
-    def ready(self) -> Iterator[ReadyBatch]:
-        """The batches of an epoch as the loader keeps them: what ``iter(loader)`` hands out copies of."""
+    def ready_batches(self) -> Iterator[ReadyBatch]:
+        """The next epoch's batches as the loader keeps them; ``iter(loader)`` yields copies of these."""
         if self._left_off:  # in the middle of an epoch
             first, self._left_off = self._left_off, 0
         else:
@@ -132,12 +131,15 @@ class HaloLoader:
         return self._batches(self._current[first:], keep=self.is_fixed)
 
     def first_of_next_epoch(self) -> ReadyBatch | None:
-        """The batch that the next epoch will begin with, if it is known and at hand."""
+        """The batch that the next epoch begins with, if it is built already."""
         self._drawn_ahead = self._drawn_ahead or self.draw()
         return self._ready.get(self._drawn_ahead[0])
 
     def state_dict(self, done: int = 0) -> dict[str, Any]:
-        """What is needed to go on with the same batches, given how many of the current epoch are done; 0 between two.
+        """State for a checkpoint, which makes a loader continue with the same batches.
+
+        Args:
+            done: How many batches of the current epoch were trained on; 0 between two epochs.
 
         Example:
             >>> from torch_geometric.datasets import KarateClub
@@ -158,7 +160,7 @@ class HaloLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the batches that would have come next when the state was taken."""
+        """Continue with the batches that would have come next when the state was taken."""
         self._left_off = state["done"]
         self._current = _groups(state["current"])
         self._drawn_ahead = _groups(state["ahead"]) or None
@@ -166,8 +168,8 @@ class HaloLoader:
         self._generator.set_state(state["generator"])
         self._worker_seeds.set_state(state["worker_seeds"])
 
-    def draw(self) -> list[Group]:
-        """Draw the parts of an epoch into batches: the parts of each batch, in order."""
+    def draw(self) -> list[PartGroup]:
+        """Draw the parts into an epoch's batches; returns the parts of each batch."""
         if not self.shuffle:
             return self._grouped(torch.arange(self.num_parts))
         if len(self._drawn) == self.drawings:
@@ -178,29 +180,29 @@ class HaloLoader:
             self._drawn.append(groups)
         return groups
 
-    def _grouped(self, order: Tensor) -> list[Group]:
+    def _grouped(self, order: Tensor) -> list[PartGroup]:
         parts, size = order.tolist(), self.batch_size
-        # Ascending inside a batch, so that the same parts give the same batch however they were drawn.
+        # Sorted within a batch, so that the same parts give the same batch whatever the order of drawing.
         return [tuple(sorted(parts[first : first + size])) for first in range(0, len(parts), size)]
 
-    def nodes_of(self, parts: Group) -> Tensor:
+    def nodes_of(self, parts: PartGroup) -> Tensor:
         """The nodes of some parts, part by part, ``[num_nodes_in_parts]``."""
-        return self._assembly.nodes(parts)
+        return self._builder.nodes(parts)
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the same batches come back, in whatever order."""
+        """Whether the same batches recur, in any order, and are kept."""
         same = not self.shuffle or self.drawings is not None or self.batch_size in (1, self.num_parts)
         return same and self.keep
 
     @property
     def num_batches(self) -> int:
-        """How many batches come back, at most; those of one epoch if none do."""
+        """Number of different batches: of all drawings if the loader reuses drawings, else of one epoch."""
         few = self.drawings is None or self.batch_size in (1, self.num_parts)
         return len(self) * (1 if few else self.drawings or 1)
 
     def in_order(self) -> Iterator[Data]:
-        """The batches of a sweep: every part once, always in the same order and grouping.
+        """The batches of a sweep: every part once, always in the same order and groups.
 
         Example:
             >>> from torch_geometric.datasets import KarateClub
@@ -208,66 +210,54 @@ class HaloLoader:
             >>> len(list(loader.in_order()))
             2
         """
-        return handed_out(self._batches(self._grouped(torch.arange(self.num_parts)), keep=self.keep))
+        return tagged_copies(self._batches(self._grouped(torch.arange(self.num_parts)), keep=self.keep))
 
-    def _batches(self, groups: list[Group], *, keep: bool) -> Iterator[ReadyBatch]:
-        # Decided now: another iteration may add to what is ready while this one goes on.
+    def _batches(self, groups: list[PartGroup], *, keep: bool) -> Iterator[ReadyBatch]:
+        # Decide now which batches to build: another iteration may add to self._ready in the meantime.
         ready = {group: self._ready[group] for group in groups if group in self._ready}
-        fetched = self._fetched([group for group in groups if group not in ready])
+        missing = [group for group in groups if group not in ready]
+        built = build_each(self._builder.from_parts, missing, self.num_workers, self._worker_seeds)
         for group in groups:
             if group not in ready:
-                batch = self._wrap(next(fetched))
+                batch = self._wrap(next(built))
             elif ready[group].intact():
                 batch = ready[group]
             else:
-                batch = self._wrap(self._assembly[group])
+                batch = self._wrap(self._builder.from_parts(group))
             if keep:
                 self._ready[group] = batch
             yield batch
 
-    def _fetched(self, groups: list[Group]) -> Iterator[Pieces]:
-        yield from DataLoader(
-            self._assembly,
-            sampler=groups,
-            batch_size=None,
-            num_workers=self.num_workers,
-            collate_fn=hand_over,
-            generator=self._worker_seeds,
-        )
-
     @cached_property
     def connectivity(self) -> float:
-        """Halo nodes per batch node, the mean over the parts (the paper's inter-/intra-connectivity ratio)."""
+        """Halo nodes per batch node, averaged over the parts (the paper's inter-/intra-connectivity ratio)."""
         return float(connectivity(self.graph.edge_index, self.labels).mean())
 
-    def around(self, nodes: Tensor) -> Data:
-        """The batch of the given nodes, in their order, and their halo.
+    def batch_for(self, nodes: Tensor) -> Data:
+        """The batch of the given nodes, in their order, with their halo.
 
         Args:
-            nodes: Distinct node indices, ``[num_nodes_asked_for]``.
+            nodes: Distinct node indices, ``[batch_size]``.
 
         Example:
             >>> from torch_geometric.datasets import KarateClub
             >>> loader = HaloLoader(KarateClub()[0], num_parts=2)
-            >>> loader.around(torch.tensor([3, 0])).n_id[:2]
+            >>> loader.batch_for(torch.tensor([3, 0])).n_id[:2]
             tensor([3, 0])
         """
-        nodes = check_nodes(nodes, self.graph.num_nodes)
-        if torch.unique(nodes).numel() != nodes.numel():
-            raise InputError("a batch holds each node once", got="the same node twice", fix="Pass torch.unique(nodes).")
-        single = Assembly(self.data, self.graph, [nodes], self._assembly.bidirectional)
-        return self._wrap(single[(0,)]).tagged_copy()
+        nodes = check_distinct_nodes(nodes, self.graph.num_nodes)
+        return self._wrap(self._builder.from_nodes(nodes)).tagged_copy()
 
-    def over(self, data: Data, parts: Tensor) -> HaloLoader:
+    def with_data(self, data: Data, labels: Tensor) -> HaloLoader:
         """A loader of another graph with the settings of this one.
 
         Args:
             data: The other graph.
-            parts: The part of each of its nodes, ``[num_nodes]``.
+            labels: The part of each of its nodes, ``[num_nodes]``.
         """
         return HaloLoader(
             data,
-            parts=parts,
+            partition=labels,
             batch_size=self.batch_size,
             shuffle=self.shuffle,
             drawings=self.drawings,
@@ -278,79 +268,55 @@ class HaloLoader:
         )
 
     @torch.inference_mode(False)
-    def _wrap(self, pieces: Pieces) -> ReadyBatch:
-        batch = Data.from_dict(pieces.attributes)
-        batch.num_nodes = pieces.n_id.numel()
-        # Copies, since a user may write into the batch's.
-        batch.n_id, batch.e_id, batch.batch_size = pieces.n_id.clone(), pieces.e_id.clone(), pieces.batch_size
-        return ReadyBatch(batch, BatchInfo(self.graph, pieces.n_id, pieces.batch_size, pieces.e_id, self.row_order))
+    def _wrap(self, batch: Data) -> ReadyBatch:
+        # Clones, since a user may write into the batch's own.
+        n_id, e_id = batch.n_id.clone(), batch.e_id.clone()
+        return ReadyBatch(batch, BatchInfo(self.graph, n_id, batch.batch_size, e_id, self.part_order))
 
 
 class ReadyBatch:
-    """A batch that may be yielded many times."""
+    """A built batch, which the loader may yield many times."""
 
     def __init__(self, batch: Data, info: BatchInfo) -> None:
         self._batch, self.info = batch, info
-        self._versions = self._current_versions()
+        self._versions = versions(batch)
 
     def intact(self) -> bool:
         """Whether nobody wrote into its tensors."""
-        return self._versions == self._current_versions()
+        return self._versions == versions(self._batch)
 
     def tagged_copy(self) -> Data:
-        """A copy that the user may move and change without touching this one; tensors are shared."""
+        """A copy for the user to move and change; it shares the tensors, and edges and nodes carry a tag."""
         batch = copy.copy(self._batch)
         for name in ("edge_index", "n_id", *self.info.graph.edge_attributes):
             batch[name] = BatchTensor.tag(batch[name], self.info, name)
         return batch
 
-    def _current_versions(self) -> list[int]:
-        return [value._version for _, value in self._batch if isinstance(value, Tensor)]
 
-
-def handed_out(batches: Iterator[ReadyBatch]) -> Iterator[Data]:
-    """Copies of the batches; while one is being used, it is known which comes next."""
+def tagged_copies(batches: Iterator[ReadyBatch]) -> Iterator[Data]:
+    """Tagged copies of the batches; while the user has one, its info names the next."""
     batch = next(batches, None)
     while batch is not None:
         following = next(batches, None)
-        batch.info.upcoming = None if following is None else following.info
-        try:
+        with batch.info.followed_by(None if following is None else following.info):
             yield batch.tagged_copy()
-        finally:
-            batch.info.upcoming = None
         batch = following
 
 
-def _flat(groups: list[Group]) -> tuple[Tensor, Tensor]:
-    """The parts of some batches one after another, and how many each batch has."""
+def _flat(groups: list[PartGroup]) -> tuple[Tensor, Tensor]:
+    """The parts of all batches in one tensor, and the number of parts of each batch."""
     parts = torch.tensor([part for group in groups for part in group], dtype=torch.long)
     return parts, torch.tensor([len(group) for group in groups], dtype=torch.long)
 
 
-def _groups(flat: tuple[Tensor, Tensor]) -> list[Group]:
+def _groups(flat: tuple[Tensor, Tensor]) -> list[PartGroup]:
     parts, sizes = flat
     return [tuple(group.tolist()) for group in torch.split(parts, sizes.tolist())] if sizes.numel() else []
 
 
-def check_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
-    """Refuse what is not a list of node indices; returns it in host memory."""
-    if not isinstance(nodes, Tensor) or nodes.dtype != torch.long or nodes.dim() != 1:
-        got = f"{nodes.dtype} {tuple(nodes.shape)}" if isinstance(nodes, Tensor) else type(nodes).__name__
-        raise InputError(
-            "nodes must be a tensor of node indices, int64 and one-dimensional", got=got, fix="Use nodes.long()."
-        )
-    if nodes.numel() and (int(nodes.min()) < 0 or int(nodes.max()) >= num_nodes):
-        raise InputError(
-            f"nodes must hold indices from 0 to {num_nodes - 1}",
-            got=f"values from {int(nodes.min())} to {int(nodes.max())}",
-            fix="Check the node numbering.",
-        )
-    return nodes.cpu()
-
-
-def _labels(graph: Graph, num_parts: int | None, parts: str | Tensor, seed: int, cache_dir: str | None) -> Tensor:
-    if isinstance(parts, Tensor):
-        labels = check_labels(parts, graph.num_nodes)
+def _labels(graph: Graph, num_parts: int | None, partition: str | Tensor, seed: int, cache_dir: str | None) -> Tensor:
+    if isinstance(partition, Tensor):
+        labels = check_labels(partition, graph.num_nodes)
         if num_parts is not None and num_parts != int(labels.max()) + 1:
             raise InputError(
                 f"num_parts must match the given labels, which name {int(labels.max()) + 1} parts",
@@ -360,14 +326,16 @@ def _labels(graph: Graph, num_parts: int | None, parts: str | Tensor, seed: int,
         return labels
     if num_parts is None:
         raise InputError(
-            "HaloLoader needs the number of parts", got="num_parts=None", fix="Pass num_parts, or the labels as parts."
+            "HaloLoader needs the number of parts",
+            got="num_parts=None",
+            fix="Pass num_parts, or the labels as partition.",
         )
-    if parts not in ("metis", "random"):
+    if partition not in ("metis", "random"):
         raise InputError(
-            "parts must be 'metis', 'random' or a tensor of labels", got=repr(parts), fix="Choose one of these."
+            "partition must be 'metis', 'random' or a tensor of labels", got=repr(partition), fix="Choose one of these."
         )
-    method: Literal["metis", "random"] = "metis" if parts == "metis" else "random"
-    return partition(
+    method: Literal["metis", "random"] = "metis" if partition == "metis" else "random"
+    return cut(
         graph.edge_index,
         graph.num_nodes,
         num_parts,

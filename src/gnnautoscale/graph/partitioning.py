@@ -1,4 +1,4 @@
-"""Splits the nodes of a graph into parts, and says how well a split keeps edges inside them."""
+"""Splits the nodes of a graph into parts, and measures how many edges a split cuts."""
 
 import hashlib
 from pathlib import Path
@@ -25,31 +25,31 @@ def partition(
     seed: int = 0,
     cache_dir: str | Path | None = None,
 ) -> Tensor:
-    r"""Gives every node the number of its part; no part is empty.
+    r"""Assign every node to a part; no part is empty.
 
     ``"metis"`` looks for parts of nearly equal size that minimize the cut
 
     .. math::
         \sum_{\{u, v\}: \, \mathrm{part}(u) \neq \mathrm{part}(v)} w_{uv},
 
-    where :math:`w_{uv}` is the sum of the weights of all edges between the two nodes, in either direction. Without
-    weights each connected pair of nodes counts once. Self-loops never count. ``"random"`` ignores the edges and draws
-    parts whose sizes differ by at most one.
+    where :math:`w_{uv}` sums the weights of all edges between the two nodes, in either direction. Without weights each
+    connected pair of nodes counts once. Self-loops never count. ``"random"`` ignores the edges and draws parts whose
+    sizes differ by at most one.
 
     Args:
-        edge_index: Edges from ``edge_index[0]`` to ``edge_index[1]``, directed or not, in any order. Shape
+        edge_index: Edges from ``edge_index[0]`` to ``edge_index[1]``, directed or not, in any order,
             ``[2, num_edges]``, int32 or int64.
         num_nodes: The number of nodes.
         num_parts: The number of parts, between 1 and ``num_nodes``.
         method: How to choose the parts.
-        edge_weight: How much it costs to cut each edge: finite, not negative, shape ``[num_edges]``. Only proportions
-            matter; METIS sees them in thousandths of their mean, rounded, and at least 1.
-        seed: The same seed gives the same parts, whatever the state of the global generators. METIS gives
-            small graphs the same parts for any seed.
-        cache_dir: A folder that keeps METIS results for the next call with the same arguments. Made if missing.
+        edge_weight: The cost of cutting each edge, finite and not negative, ``[num_edges]``. Only proportions matter:
+            METIS gets weights rounded to thousandths of their mean, and at least 1.
+        seed: The same seed gives the same parts, whatever the global random state. METIS gives small graphs the same
+            parts for any seed.
+        cache_dir: A folder that keeps METIS results for the next call with the same arguments; created if missing.
 
     Returns:
-        Part labels, int64 on the CPU, shape ``[num_nodes]``, each value in ``[0, num_parts)`` used at least once.
+        The part of each node, ``[num_nodes]``, int64 on the CPU.
 
     Example:
         >>> import torch
@@ -61,7 +61,7 @@ def partition(
     if num_nodes < 1:
         raise InputError("num_nodes must be at least 1", got=str(num_nodes), fix="Pass the number of nodes.")
     if not 1 <= num_parts <= num_nodes:
-        fix = f"Ask for {num_nodes} parts or fewer, and at least 1, so that each part has a node."
+        fix = f"Ask for 1 to {num_nodes} parts, so that each part has a node."
         raise InputError("num_parts must be between 1 and num_nodes", got=f"{num_parts} for {num_nodes} nodes", fix=fix)
     edges = _check_edges(edge_index, num_nodes)
     weight = None if edge_weight is None else _check_weight(edge_weight, edges.size(1))
@@ -86,14 +86,14 @@ def partition(
 
 
 def check_labels(labels: Tensor, num_nodes: int) -> Tensor:
-    """Checks part labels that come from elsewhere.
+    """Check part labels that a user passed.
 
     Args:
-        labels: The part of each node, shape ``[num_nodes]``, any integer type. Parts are numbered from 0 without gaps.
+        labels: The part of each node, ``[num_nodes]``, any integer type, numbered from 0 without gaps.
         num_nodes: The number of nodes.
 
     Returns:
-        The same labels, int64 on the CPU, shape ``[num_nodes]``.
+        The same labels, int64 on the CPU.
 
     Example:
         >>> import torch
@@ -110,27 +110,27 @@ def check_labels(labels: Tensor, num_nodes: int) -> Tensor:
     if (low := int(labels.min())) < 0:
         raise InputError("part labels must not be negative", got=str(low), fix=renumber)
     high = int(labels.max())
-    if high >= num_nodes or not torch.bincount(labels).all():  # a stray huge label would ask for as many counters
+    if high >= num_nodes or not torch.bincount(labels).all():  # a huge label would need as many counters
         raise InputError("parts must be numbered without gaps", got=f"empty parts below {high}", fix=renumber)
     return labels
 
 
 def connectivity(edge_index: Tensor, labels: Tensor) -> Tensor:
-    r"""Measures how many nodes each part needs from outside, relative to its own size.
+    r"""Halo nodes per node of each part.
 
     This is the paper's inter-/intra-connectivity ratio of a part :math:`\mathcal{B}`,
 
     .. math::
         \frac{|\bigcup_{v \in \mathcal{B}} \mathcal{N}(v) \setminus \mathcal{B}|}{|\mathcal{B}|},
 
-    the size of its halo over the number of its nodes. The mean over parts describes a partition.
+    the size of its halo over the number of its nodes. The mean over the parts characterizes a partition.
 
     Args:
-        edge_index: Edges from ``edge_index[0]`` to ``edge_index[1]``, shape ``[2, num_edges]``.
-        labels: The part of each node, shape ``[num_nodes]``.
+        edge_index: Edges from ``edge_index[0]`` to ``edge_index[1]``, ``[2, num_edges]``.
+        labels: The part of each node, ``[num_nodes]``.
 
     Returns:
-        One ratio per part, float64 on the CPU, shape ``[num_parts]``.
+        One ratio per part, ``[num_parts]``, float64 on the CPU.
 
     Example:
         >>> import torch
@@ -143,7 +143,7 @@ def connectivity(edge_index: Tensor, labels: Tensor) -> Tensor:
     source, target = _check_edges(edge_index, num_nodes)
     part = labels[target]
     outside = labels[source] != part
-    # A node is counted once per part it sends to, however many edges it has into it.
+    # A node counts once for each part it has edges into, however many edges.
     pairs = (part[outside] * num_nodes + source[outside]).sort().values
     pairs = torch.unique_consecutive(pairs)
     sizes = torch.bincount(labels)
@@ -151,14 +151,14 @@ def connectivity(edge_index: Tensor, labels: Tensor) -> Tensor:
 
 
 def fingerprint(*tensors: Tensor | None, **params: str | int | float) -> str:
-    """Names a graph, or anything made of tensors and settings, by its content.
+    """A hash of tensors and settings.
 
     Args:
-        tensors: Tensors of any shape, type and device; ``None`` stands for one that is not there.
-        params: Settings that belong to the content, in any order.
+        tensors: Tensors of any shape, type and device; ``None`` marks a missing one.
+        params: Settings, in any order.
 
     Returns:
-        64 hexadecimal digits that change with any value, type, shape or setting.
+        64 hexadecimal digits that depend on every value, type, shape and setting.
 
     Example:
         >>> import torch
@@ -172,16 +172,16 @@ def fingerprint(*tensors: Tensor | None, **params: str | int | float) -> str:
         if tensor is None:
             digest.update(b"None;")
             continue
-        # Type and shape say how many bytes follow, so no two lists of tensors read the same.
+        # Type and shape determine how many bytes follow, so different lists never give the same bytes.
         digest.update(f"{tensor.dtype}{list(tensor.shape)};".encode())
-        # The byte view is no copy, and numpy has no bfloat16.
+        # A byte view, since numpy has no bfloat16; it does not copy.
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     digest.update(repr(sorted(params.items())).encode())
     return digest.hexdigest()
 
 
 def _check_edges(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Returns the edges, int64 on the CPU, shape ``[2, num_edges]``."""
+    """Returns the edges as int64 on the CPU."""
     if edge_index.dtype not in (torch.int32, torch.int64):
         fix = "Convert with edge_index.long()."
         raise InputError("edge_index must be int32 or int64", got=str(edge_index.dtype), fix=fix)
@@ -198,7 +198,7 @@ def _check_edges(edge_index: Tensor, num_nodes: int) -> Tensor:
 
 
 def _check_weight(edge_weight: Tensor, num_edges: int) -> Tensor:
-    """Returns the weights, float64 on the CPU, shape ``[num_edges]``."""
+    """Returns the weights as float64 on the CPU."""
     if edge_weight.shape != (num_edges,) or edge_weight.is_complex():
         rule = f"edge_weight must be real with shape [num_edges] = [{num_edges}]"
         got = f"{edge_weight.dtype} with shape {list(edge_weight.shape)}"
@@ -207,13 +207,13 @@ def _check_weight(edge_weight: Tensor, num_edges: int) -> Tensor:
     wrong = ~(weight.isfinite() & (weight >= 0))
     if wrong.any():
         got = f"{weight[wrong][0].item()} for edge {int(wrong.nonzero()[0])}"
-        fix = "Pass how much it costs to cut each edge, or leave edge_weight out."
+        fix = "Pass the cost of cutting each edge, or leave edge_weight out."
         raise InputError("edge weights must be finite and not negative", got=got, fix=fix)
     return weight
 
 
 def _blocks(num_nodes: int, num_parts: int) -> Tensor:
-    """Cuts the nodes, in order, into parts whose sizes differ by at most one."""
+    """Contiguous parts whose sizes differ by at most one."""
     return torch.arange(num_nodes) * num_parts // num_nodes
 
 
@@ -224,10 +224,10 @@ def _metis(edges: Tensor, num_nodes: int, num_parts: int, weight: Tensor | None,
     if edges.numel() == 0:
         return _blocks(num_nodes, num_parts)
     pairs, weight = _undirected(edges, num_nodes, weight)
-    dtype = pymetis.zero_copy_dtype()  # as wide as METIS was built; other widths would be copied
+    dtype = pymetis.zero_copy_dtype()  # METIS would copy integers of another width
     limit = int(np.iinfo(dtype).max)
     if pairs.numel() > limit:
-        rule = f"METIS as built here takes at most {limit} edges, both directions together"
+        rule = f"this build of METIS takes at most {limit} edges, counting both directions"
         fix = "Use a pymetis built with 64-bit integers, or method='random'."
         raise InputError(rule, got=str(pairs.numel()), fix=fix)
     starts = torch.searchsorted(pairs, torch.arange(num_nodes + 1) * num_nodes)
@@ -236,40 +236,40 @@ def _metis(edges: Tensor, num_nodes: int, num_parts: int, weight: Tensor | None,
         num_parts,
         pymetis.CSRAdjacency(starts.numpy().astype(dtype, copy=False), neighbors.numpy().astype(dtype, copy=False)),
         eweights=None if weight is None else _integers(weight, limit).numpy().astype(dtype, copy=False),
-        options=pymetis.Options(seed=seed % 2**31),  # fits either width; -1 would mean METIS' own default
+        options=pymetis.Options(seed=seed % 2**31),  # fits either width; -1 would be METIS' own default
     )
     return _fill(torch.from_numpy(np.asarray(result.vertex_part, dtype=np.int64)), num_parts)
 
 
 def _undirected(edges: Tensor, num_nodes: int, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Returns each connected pair once per direction, sorted, as ``u * num_nodes + v``, and weights if they differ."""
+    """Each connected pair once per direction, sorted, as ``u * num_nodes + v``, and weights unless all are equal."""
     forward, backward = edges[0] * num_nodes + edges[1], edges[1] * num_nodes + edges[0]
     if weight is None:
-        # Most graphs come sorted, without duplicates, in both directions: half the sorting shows that all is done.
+        # Most graphs are sorted already, symmetric and free of duplicates; checking that costs half the sorting.
         if (forward[1:] > forward[:-1]).all() and torch.equal(backward.sort().values, forward):
             return forward, None
         return torch.unique_consecutive(torch.cat([forward, backward]).sort().values), None
     keys, order = torch.cat([forward, backward]).sort(stable=True)
     pairs, pair_of = torch.unique_consecutive(keys, return_inverse=True)
-    # Relative to the largest one, as a sum of huge weights could overflow.
+    # Relative to the largest weight, since a sum of huge ones could overflow.
     weight = weight / weight.max().clamp(min=torch.finfo(weight.dtype).tiny)
     weight = weight.new_zeros(pairs.numel()).index_add_(0, pair_of, torch.cat([weight, weight])[order])
     return pairs, None if weight.min() == weight.max() else weight
 
 
 def _integers(weight: Tensor, limit: int) -> Tensor:
-    """Scales weights to positive integers for METIS, with a sum below ``limit`` since METIS adds them up."""
+    """Scale weights to positive integers whose sum METIS can hold."""
     mean = min(1000, limit // (2 * weight.numel()))
     return (weight * (mean / weight.mean())).round().clamp(min=1).long()
 
 
 def _fill(labels: Tensor, num_parts: int) -> Tensor:
-    """Moves nodes out of the largest parts into empty ones, which METIS leaves when parts are small."""
+    """Move nodes from the largest parts into empty ones, which METIS leaves when parts are small."""
     sizes = torch.bincount(labels, minlength=num_parts)
     empty = (sizes == 0).nonzero().view(-1)
     if empty.numel() == 0:
         return labels
-    # Number the nodes within each part: the highest numbers are in the largest parts, and each part keeps its node 0.
+    # Number the nodes of each part from 0: the highest numbers are in the largest parts, and node 0 always stays.
     nodes = labels.argsort(stable=True)
     rank = torch.arange(labels.numel()) - (sizes.cumsum(0) - sizes)[labels[nodes]]
     spare = nodes[rank.argsort(descending=True, stable=True)[: empty.numel()]]
@@ -277,18 +277,17 @@ def _fill(labels: Tensor, num_parts: int) -> Tensor:
 
 
 def _load(path: Path, num_nodes: int, num_parts: int) -> Tensor | None:
-    """Reads labels from the cache; None if there are none to trust."""
+    """Labels from the cache, or ``None`` if the file is missing or wrong."""
     try:
         with path.open("rb") as file:
             labels = check_labels(torch.from_numpy(np.lib.format.read_array(file, allow_pickle=False)), num_nodes)
-    except Exception:  # whatever a missing or damaged file raises, the answer is to compute again
+    except Exception:  # a missing or damaged file may raise anything; compute again
         return None
     return labels if int(labels.max()) == num_parts - 1 else None
 
 
 def _save(path: Path, labels: Tensor) -> None:
-    """Writes labels so that no reader ever sees half a file."""
-    rule = "cache_dir must be a folder to write to"
+    rule = "cache_dir must be a writable folder"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The models of the paper's experiments, and how to build one by name."""
+"""The models of the paper's experiments: GCN, GraphSAGE, GIN, GAT, APPNP, GCNII and PNA, each built by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "model_options",
 ]
 
-#: Models by the name that commands and configurations use.
+#: Model classes by their name in commands and configuration files.
 MODELS: dict[str, type[nn.Module]] = {
     "gcn": GCN,
     "graphsage": GraphSAGE,
@@ -41,23 +41,25 @@ MODELS: dict[str, type[nn.Module]] = {
     "pna-jk": PNA,
 }
 
-# What the name or the graph decides rather than the user.
+# The name or the graph determines these.
 _GIVEN = {"self", "in_channels", "out_channels", "degrees", "jumping_knowledge"}
 
 
 def model_options(name: str) -> dict[str, inspect.Parameter]:
-    """The options that a model takes, by name.
+    """The options of a model, by name.
 
     Example:
         >>> sorted(model_options("appnp"))
         ['alpha', 'dropout', 'hidden', 'layers']
     """
-    parameters = inspect.signature(_find(name).__init__).parameters
+    if name not in MODELS:
+        raise InputError(f"a model is one of {', '.join(MODELS)}", got=repr(name), fix="Choose one of these.")
+    parameters = inspect.signature(MODELS[name].__init__).parameters
     return {key: value for key, value in parameters.items() if key not in _GIVEN}
 
 
 def check_model_options(name: str, options: Iterable[str]) -> None:
-    """Refuse names of options that a model does not take.
+    """Raise an :class:`InputError` for an option that a model does not have.
 
     Example:
         >>> check_model_options("gat", ["heads", "dropout"])
@@ -77,12 +79,12 @@ def build_model(name: str, data: Data, num_outputs: int, **options: Any) -> nn.M
 
     Args:
         name: One of ``MODELS``.
-        data: The graph to train on; its features, and for PNA its degrees, decide about sizes.
+        data: The training graph: its features give the input width, and its degrees scale PNA.
         num_outputs: Number of outputs per node.
-        options: Options of the model's class.
+        options: Options of the model; see :func:`model_options`.
 
     Returns:
-        The model; its ``built_from`` says its name and options.
+        The model. Its attribute ``built_from`` holds its name and options.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -90,16 +92,10 @@ def build_model(name: str, data: Data, num_outputs: int, **options: Any) -> nn.M
         'GCN'
     """
     check_model_options(name, options)
-    given = dict(options)
-    if PNA is _find(name):
+    from_graph: dict[str, Any] = {}
+    if MODELS[name] is PNA:
         in_degree = torch.bincount(data.edge_index[1].cpu(), minlength=data.num_nodes)
-        options = {"jumping_knowledge": name == "pna-jk", **options, "degrees": torch.bincount(in_degree)}
-    model = _find(name)(data.num_features, num_outputs, **options)
-    vars(model)["built_from"] = {"model": name, **given}
+        from_graph = {"jumping_knowledge": name == "pna-jk", "degrees": torch.bincount(in_degree)}
+    model = MODELS[name](data.num_features, num_outputs, **options, **from_graph)
+    vars(model)["built_from"] = {"model": name, **options}
     return model
-
-
-def _find(name: str) -> type[nn.Module]:
-    if name not in MODELS:
-        raise InputError(f"a model is one of {', '.join(MODELS)}", got=repr(name), fix="Choose one of these.")
-    return MODELS[name]

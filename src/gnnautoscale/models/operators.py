@@ -2,73 +2,48 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.models.stack import (
-    Stack,
-    check_names,
-    check_probability,
-    check_share,
-    check_sizes,
-    refuse_edge_weight,
-)
+from gnnautoscale.models.stack import PaperModel, Stack
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class GCN(Stack):
     r"""Graph convolutional network: :math:`h_v = \sum_{w} \frac{1}{c_{w,v}} W h_w` over neighbours and the node itself.
 
     Args:
         in_channels: Width of the input features.
         out_channels: Width of the output.
-        hidden: Width of the layers in between.
+        hidden: Width of hidden layers.
         layers: Number of layers.
         dropout: Probability of dropout.
-        drop_input: Whether dropout acts on the input features too.
-        batch_norm: Whether layers are followed by batch norm.
-        residual: Whether layers of equal input and output width are bridged.
-        linear: Whether linear layers come before and after.
+        drop_input: Whether dropout also acts on the input features.
+        batch_norm: Whether batch norm follows each layer.
+        residual: Whether layers of equal input and output width have a residual connection.
+        linear: Whether linear layers come before the first and after the last layer.
 
     Example:
         >>> GCN(8, 3, hidden=16, layers=2).convs[1]
         GCNConv(16, 3)
     """
 
+    drop_input: bool = True
+    linear: bool = False
+
     takes_edge_weight = True
-    layer_class = pyg.GCNConv
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        hidden: int = 64,
-        layers: int = 2,
-        dropout: float = 0.5,
-        drop_input: bool = True,
-        batch_norm: bool = False,
-        residual: bool = False,
-        linear: bool = False,
-    ) -> None:
-        super().__init__(
-            lambda width_in, width_out, _: self.layer_class(width_in, width_out),
-            in_channels,
-            out_channels,
-            hidden=hidden,
-            layers=layers,
-            dropout=dropout,
-            drop_input=drop_input,
-            batch_norm=batch_norm,
-            residual=residual,
-            linear=linear,
-        )
+    def make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
+        """Create PyG's ``GCNConv``."""
+        return pyg.GCNConv(width_in, width_out)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class GraphSAGE(GCN):
     r"""GraphSAGE: :math:`h_v = W_1 h_v + W_2 \, \textrm{mean}_w h_w`, with the options of :class:`GCN`.
 
@@ -78,146 +53,99 @@ class GraphSAGE(GCN):
     """
 
     takes_edge_weight = False
-    layer_class = pyg.SAGEConv
+
+    def make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
+        """Create PyG's ``SAGEConv``."""
+        return pyg.SAGEConv(width_in, width_out)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class GIN(Stack):
     r"""Graph isomorphism network: :math:`h_v = \textrm{MLP}((1 + \epsilon) h_v + \sum_w h_w)`, as expressive as WL.
 
+    Linear layers come first and last. The other options are those of :class:`GCN`.
+
     Args:
-        in_channels: Width of the input features.
-        out_channels: Width of the output.
-        hidden: Width of the layers in between.
-        layers: Number of layers.
-        dropout: Probability of dropout.
-        drop_input: Whether dropout acts on the input features too.
-        batch_norm: Whether there is batch norm inside of layers, between their two linear layers.
-        track_running_stats: Whether batch norm keeps running averages for evaluation, as usual. The paper's has none:
-            it takes the statistics of the nodes at hand, in evaluation too.
-        residual: Whether layers are bridged.
+        batch_norm: Whether each layer's MLP has batch norm between its two linear layers.
+        track_running_stats: Whether batch norm keeps running averages for evaluation. The paper's does not: it uses
+            the statistics of the current batch in evaluation too.
 
     Example:
         >>> GIN(8, 3, hidden=16, layers=4).last
         Linear(in_features=16, out_features=3, bias=True)
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        hidden: int = 64,
-        layers: int = 4,
-        dropout: float = 0.0,
-        drop_input: bool = False,
-        batch_norm: bool = True,
-        track_running_stats: bool = True,
-        residual: bool = True,
-    ) -> None:
-        def make_layer(width_in: int, width_out: int, _: int) -> pyg.GINConv:
-            norm = nn.BatchNorm1d(width_out, track_running_stats=track_running_stats) if batch_norm else nn.Identity()
-            mlp = [nn.Linear(width_in, width_out), norm, nn.ReLU(), nn.Linear(width_out, width_out), nn.ReLU()]
-            return pyg.GINConv(nn.Sequential(*mlp), train_eps=True)
+    layers: int = 4
+    dropout: float = 0.0
+    batch_norm: bool = True
+    track_running_stats: bool = True
+    residual: bool = True
 
-        super().__init__(
-            make_layer,
-            in_channels,
-            out_channels,
-            hidden=hidden,
-            layers=layers,
-            dropout=dropout,
-            drop_input=drop_input,
-            batch_norm=False,
-            residual=residual,
-            linear=True,
-        )
+    def make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
+        """Create PyG's ``GINConv`` with an MLP of two linear layers."""
+        averages = self.track_running_stats
+        norm = nn.BatchNorm1d(width_out, track_running_stats=averages) if self.batch_norm else nn.Identity()
+        mlp = [nn.Linear(width_in, width_out), norm, nn.ReLU(), nn.Linear(width_out, width_out), nn.ReLU()]
+        return pyg.GINConv(nn.Sequential(*mlp), train_eps=True)
+
+    def make_norm(self) -> nn.Module:
+        """Nothing: a GIN layer normalizes inside its MLP."""
+        return nn.Identity()
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class GCNII(Stack):
     r"""Deep GCN with initial residual and identity mapping.
 
     :math:`h_v = (\alpha h^{(0)}_v + (1 - \alpha) \sum_w \frac{1}{c_{w,v}} h_w) ((1 - \beta) I + \beta W)` with
-    :math:`\beta = \log(\theta / \ell + 1)` in layer :math:`\ell`.
+    :math:`\beta = \log(\theta / \ell + 1)` in layer :math:`\ell`. Linear layers come first and last. The other
+    options are those of :class:`GCN`.
 
     Args:
-        in_channels: Width of the input features.
-        out_channels: Width of the output.
-        hidden: Width of all layers.
-        layers: Number of layers.
         alpha: Strength of the initial residual.
         theta: Strength of the weights.
-        shared_weights: Whether the initial residual has the same weights.
-        dropout: Probability of dropout.
-        drop_input: Whether dropout acts on the input features too.
-        batch_norm: Whether layers are followed by batch norm.
-        residual: Whether layers are bridged.
+        shared_weights: Whether the initial residual shares the weights of the neighbours.
 
     Example:
         >>> len(GCNII(8, 3, hidden=16, layers=64).convs)
         64
     """
 
+    layers: int = 16
+    alpha: float = 0.1
+    theta: float = 0.5
+    shared_weights: bool = True
+    drop_input: bool = True
+
     takes_edge_weight = True
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        hidden: int = 64,
-        layers: int = 16,
-        alpha: float = 0.1,
-        theta: float = 0.5,
-        shared_weights: bool = True,
-        dropout: float = 0.5,
-        drop_input: bool = True,
-        batch_norm: bool = False,
-        residual: bool = False,
-    ) -> None:
-        check_share("alpha", alpha)
-        if not 0.0 <= theta < math.inf:
-            raise InputError("theta must not be negative", got=f"{theta}", fix="Values around 0.5 are usual.")
-        super().__init__(
-            lambda width, _, i: pyg.GCN2Conv(width, alpha, theta, layer=i + 1, shared_weights=shared_weights),
-            in_channels,
-            out_channels,
-            hidden=hidden,
-            layers=layers,
-            dropout=dropout,
-            drop_input=drop_input,
-            batch_norm=batch_norm,
-            residual=residual,
-            linear=True,
-        )
+    def make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
+        """Create PyG's ``GCN2Conv``."""
+        return pyg.GCN2Conv(width_in, self.alpha, self.theta, layer=number, shared_weights=self.shared_weights)
 
     def call_layer(
         self, conv: nn.Module, x: Tensor, start: Tensor, edge_index: Tensor, edge_weight: Tensor | None
     ) -> Tensor:
-        """Run one layer, which sees the first layer's input too, without dropout."""
+        """Run one layer, which also reads the first layer's input, without dropout."""
         out: Tensor = conv(x, start, edge_index, edge_weight)
         return out
 
     def decayed_modules(self) -> Iterable[nn.Module]:
-        """All propagation layers, with their norms."""
+        """All message-passing layers, with their norms."""
         return [*self.convs, *self.norms]
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class PNA(Stack):
     r"""Principal neighbourhood aggregation: several aggregators, each scaled by functions of the degree.
 
+    The other options are those of :class:`GCN`.
+
     Args:
-        in_channels: Width of the input features.
-        out_channels: Width of the output.
-        degrees: How many nodes have each in-degree, ``[max_degree + 1]``.
-        hidden: Width of the layers in between.
-        layers: Number of layers.
+        degrees: Number of nodes of each in-degree, ``[max_degree + 1]``.
         aggregators: Any of ``"mean"``, ``"min"``, ``"max"``, ``"std"``, ``"var"``, ``"sum"``.
         scalers: Any of ``"identity"``, ``"amplification"``, ``"attenuation"``.
-        jumping_knowledge: Whether a last linear layer sees the outputs of all layers.
-        dropout: Probability of dropout.
-        drop_input: Whether dropout acts on the input features too.
-        batch_norm: Whether layers are followed by batch norm.
-        residual: Whether layers of equal input and output width are bridged.
+        jumping_knowledge: Whether linear layers come first and last, and the last reads the outputs of all layers.
 
     Example:
         >>> import torch
@@ -225,90 +153,81 @@ class PNA(Stack):
         PNAConv(16, 3, towers=1, edge_dim=None)
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        degrees: Tensor,
-        hidden: int = 64,
-        layers: int = 3,
-        aggregators: Sequence[str] = ("mean", "min", "max"),
-        scalers: Sequence[str] = ("identity", "amplification", "attenuation"),
-        jumping_knowledge: bool = False,
-        dropout: float = 0.5,
-        drop_input: bool = False,
-        batch_norm: bool = True,
-        residual: bool = False,
-    ) -> None:
-        check_names("aggregators", aggregators, ("mean", "min", "max", "std", "var", "sum"))
-        check_names("scalers", scalers, ("identity", "amplification", "attenuation"))
-        super().__init__(
-            lambda width_in, width_out, _: pyg.PNAConv(width_in, width_out, [*aggregators], [*scalers], degrees),
-            in_channels,
-            out_channels,
-            hidden=hidden,
-            layers=layers,
-            dropout=dropout,
-            drop_input=drop_input,
-            batch_norm=batch_norm,
-            residual=residual,
-            linear=jumping_knowledge,
-            jumping_knowledge=jumping_knowledge,
-        )
+    degrees: Tensor
+    layers: int = 3
+    aggregators: Sequence[str] = ("mean", "min", "max")
+    scalers: Sequence[str] = ("identity", "amplification", "attenuation")
+    jumping_knowledge: bool = False
+    batch_norm: bool = True
+
+    def check(self) -> None:
+        """Check the names of aggregators and scalers too."""
+        super().check()
+        known = {
+            "aggregators": ("mean", "min", "max", "std", "var", "sum"),
+            "scalers": ("identity", "amplification", "attenuation"),
+        }
+        for name, choices in known.items():
+            given = getattr(self, name)
+            if not given or not set(given) <= set(choices):
+                rule = f"{name} must be one or more of {', '.join(choices)}"
+                raise InputError(rule, got=repr([*given]), fix="Choose among these.")
+
+    def build(self) -> None:
+        """Create linear layers only for jumping knowledge."""
+        self.linear = self.jumping_knowledge
+        super().build()
+
+    def make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
+        """Create PyG's ``PNAConv``."""
+        return pyg.PNAConv(width_in, width_out, [*self.aggregators], [*self.scalers], self.degrees)
 
 
-class GAT(nn.Module):
+@dataclass(eq=False, repr=False, kw_only=True)
+class GAT(PaperModel):
     r"""Graph attention network: :math:`h_v = \sum_w \alpha_{w,v} W h_w` with learned :math:`\alpha_{w,v}`.
 
     Args:
         in_channels: Width of the input features.
         out_channels: Width of the output.
-        hidden: Width of each head of the layers in between.
+        hidden: Width of each head of hidden layers.
         layers: Number of layers.
         heads: Number of heads, side by side.
         out_heads: Number of heads of the last layer, averaged.
-        dropout: Probability of dropout on inputs and on attention.
+        dropout: Probability of dropout, on inputs and on attention.
 
     Example:
         >>> GAT(8, 3, hidden=4, heads=2).convs[1]
         GATConv(8, 3, heads=1)
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        hidden: int = 8,
-        layers: int = 2,
-        heads: int = 8,
-        out_heads: int = 1,
-        dropout: float = 0.6,
-    ) -> None:
-        super().__init__()
-        check_sizes(in_channels=in_channels, out_channels=out_channels, hidden=hidden, layers=layers)
-        check_sizes(heads=heads, out_heads=out_heads)
-        check_probability("dropout", dropout)
-        self.dropout = dropout
-        widths = [in_channels, *[hidden * heads] * (layers - 1)]
-        self.convs = nn.ModuleList(pyg.GATConv(width, hidden, heads, dropout=dropout) for width in widths[:-1])
-        self.convs.append(pyg.GATConv(widths[-1], out_channels, out_heads, concat=False, dropout=dropout))
+    hidden: int = 8
+    heads: int = 8
+    out_heads: int = 1
+    dropout: float = 0.6
+
+    def build(self) -> None:
+        """Create the layers."""
+        *widths, last = [self.in_channels, *[self.hidden * self.heads] * (self.layers - 1)]
+        drop = self.dropout
+        self.convs = nn.ModuleList(pyg.GATConv(width, self.hidden, self.heads, dropout=drop) for width in widths)
+        self.convs.append(pyg.GATConv(last, self.out_channels, self.out_heads, concat=False, dropout=drop))
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
         """Compute the output of every node, ``[num_nodes, out_channels]``; arguments as in :class:`Stack`."""
-        refuse_edge_weight(self, edge_weight)
+        self.check_edge_weight(edge_weight)
         for conv in self.convs[:-1]:
-            x = F.elu(conv(F.dropout(x, self.dropout, self.training), edge_index))
-        out: Tensor = self.convs[-1](F.dropout(x, self.dropout, self.training), edge_index)
+            x = F.elu(conv(self._drop(x), edge_index))
+        out: Tensor = self.convs[-1](self._drop(x), edge_index)
         return out
 
     def decayed_modules(self) -> Iterable[nn.Module]:
-        """Everything."""
+        """The whole model."""
         return [self]
 
 
-class APPNP(nn.Module):
+@dataclass(eq=False, repr=False, kw_only=True)
+class APPNP(PaperModel):
     r"""Predict with an MLP, then propagate the predictions.
 
     :math:`h^{(\ell)}_v = \alpha h^{(0)}_v + (1 - \alpha) \sum_w \frac{1}{c_{w,v}} h_w^{(\ell - 1)}`.
@@ -326,29 +245,20 @@ class APPNP(nn.Module):
         APPNP(K=10, alpha=0.1)
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        hidden: int = 64,
-        layers: int = 10,
-        alpha: float = 0.1,
-        dropout: float = 0.5,
-    ) -> None:
-        super().__init__()
-        check_sizes(in_channels=in_channels, out_channels=out_channels, hidden=hidden, layers=layers)
-        check_probability("dropout", dropout)
-        check_share("alpha", alpha)
-        self.dropout = dropout
-        self.first, self.second = nn.Linear(in_channels, hidden), nn.Linear(hidden, out_channels)
-        self.propagation = pyg.APPNP(layers, alpha)
+    layers: int = 10
+    alpha: float = 0.1
+
+    takes_edge_weight = True
+
+    def build(self) -> None:
+        """Create the MLP and the propagation."""
+        self.first, self.second = nn.Linear(self.in_channels, self.hidden), nn.Linear(self.hidden, self.out_channels)
+        self.propagation = pyg.APPNP(self.layers, self.alpha)
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
         """Compute the output of every node, ``[num_nodes, out_channels]``; arguments as in :class:`Stack`."""
-        x = self.first(F.dropout(x, self.dropout, self.training)).relu()
-        x = self.second(F.dropout(x, self.dropout, self.training))
-        out: Tensor = self.propagation(x, edge_index, edge_weight)
+        x = self.first(self._drop(x)).relu()
+        out: Tensor = self.propagation(self.second(self._drop(x)), edge_index, edge_weight)
         return out
 
     def decayed_modules(self) -> Iterable[nn.Module]:

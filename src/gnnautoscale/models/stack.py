@@ -1,8 +1,10 @@
-"""The forward pass that most of the paper's models share."""
+"""What the paper's models share: options, checks, and for most of them the forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -11,63 +13,110 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 
-MakeLayer = Callable[[int, int, int], MessagePassing]
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "dropout": ("in [0, 1)", lambda value: 0.0 <= value < 1.0),
+    "alpha": ("in [0, 1]", lambda value: 0.0 <= value <= 1.0),
+    "theta": ("at least 0", lambda value: 0.0 <= value < math.inf),
+}
 
 
-class Stack(nn.Module):
-    r"""Layers on top of each other, with the options of the paper's experiments between them.
+@dataclass(eq=False, repr=False)
+class PaperModel(nn.Module):
+    """A model whose options are the fields of a dataclass.
 
-    After each layer but the last: batch norm, residual, ReLU, dropout.
+    A subclass adds fields, creates its modules in :meth:`build`, and computes in ``forward``.
 
     Args:
-        make_layer: Builds a layer from its input width, its output width and its position from 0.
         in_channels: Width of the input features.
         out_channels: Width of the output.
-        hidden: Width of the layers in between.
+        hidden: Width of hidden layers.
         layers: Number of message-passing layers.
         dropout: Probability of dropout.
-        drop_input: Whether dropout acts on the input features too.
-        batch_norm: Whether layers are followed by batch norm.
-        residual: Whether layers of equal input and output width are bridged.
-        linear: Whether a linear layer comes before the first and after the last message-passing layer.
-        jumping_knowledge: Whether the last linear layer sees the outputs of all layers side by side.
     """
 
-    #: Whether the layers take weights of edges.
+    in_channels: int
+    out_channels: int
+    _: KW_ONLY
+    hidden: int = 64
+    layers: int = 2
+    dropout: float = 0.5
+
+    #: Whether the layers use edge weights.
     takes_edge_weight = False
 
-    def __init__(
-        self,
-        make_layer: MakeLayer,
-        in_channels: int,
-        out_channels: int,
-        *,
-        hidden: int,
-        layers: int,
-        dropout: float,
-        drop_input: bool,
-        batch_norm: bool,
-        residual: bool,
-        linear: bool,
-        jumping_knowledge: bool = False,
-    ) -> None:
-        super().__init__()
-        check_sizes(in_channels=in_channels, out_channels=out_channels, hidden=hidden, layers=layers)
-        check_probability("dropout", dropout)
-        if jumping_knowledge and not linear:
+    def __post_init__(self) -> None:
+        super().__init__()  # keeps the numbers that the dataclass has set already
+        self.check()
+        self.build()
+
+    def check(self) -> None:
+        """Raise an :class:`InputError` if an option is out of range."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (type(value) is not int or value < 1):
+                raise InputError(f"{field.name} must be a positive integer", got=repr(value), fix="Pass a count.")
+            if field.type == "float":
+                rule, holds = _RANGES[field.name]
+                if not holds(value):
+                    raise InputError(f"{field.name} must be {rule}", got=f"{value}", fix="Change it.")
+
+    def build(self) -> None:
+        """Create the model's modules."""
+        raise NotImplementedError
+
+    def decayed_modules(self) -> Iterable[nn.Module]:
+        """The modules whose weights decay by ``weight_decay_conv``; the others decay by ``weight_decay_other``."""
+        raise NotImplementedError
+
+    def check_edge_weight(self, edge_weight: Tensor | None) -> None:
+        """Raise an :class:`InputError` for edge weights that the model would ignore."""
+        if edge_weight is not None and not self.takes_edge_weight:
             raise InputError(
-                "jumping_knowledge joins the layers' outputs in a last linear layer", got="linear=False", fix="Set it."
+                f"{type(self).__name__} does not use edge weights",
+                got="edge_weight",
+                fix="Remove data.edge_weight, or use GCN, GCNII or APPNP.",
             )
-        self.dropout, self.drop_input, self.residual = dropout, drop_input, residual
-        self.jumping_knowledge = jumping_knowledge
-        widths = [hidden if linear else in_channels, *[hidden] * (layers - 1), hidden if linear else out_channels]
-        self.convs = nn.ModuleList(make_layer(widths[i], widths[i + 1], i) for i in range(layers))
-        # Without linear layers the last layer gives the output, which is not normalized.
-        self.norms = nn.ModuleList(nn.BatchNorm1d(hidden) for _ in range(layers if linear else layers - 1))
-        if not batch_norm:
-            self.norms = nn.ModuleList(nn.Identity() for _ in self.norms)
-        self.first = nn.Linear(in_channels, hidden) if linear else None
-        self.last = nn.Linear(hidden * (layers + 1 if jumping_knowledge else 1), out_channels) if linear else None
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+@dataclass(eq=False, repr=False)
+class Stack(PaperModel):
+    """Message-passing layers, each followed by batch norm, residual connection, ReLU and dropout.
+
+    With ``linear``, linear layers come before the first and after the last of them; without, the last
+    message-passing layer gives the output. A subclass provides :meth:`make_layer`. For the options see :class:`GCN`.
+    """
+
+    _: KW_ONLY
+    drop_input: bool = False
+    batch_norm: bool = False
+    residual: bool = False
+
+    #: Whether linear layers come first and last.
+    linear = True
+    #: Whether the last linear layer reads the outputs of all layers.
+    jumping_knowledge = False
+
+    def make_layer(self, width_in: int, width_out: int, number: int) -> MessagePassing:
+        """Create a layer; ``number`` counts from 1."""
+        raise NotImplementedError
+
+    def make_norm(self) -> nn.Module:
+        """Create what follows a layer."""
+        return nn.BatchNorm1d(self.hidden) if self.batch_norm else nn.Identity()
+
+    def build(self) -> None:
+        """Create layers, norms, and the first and last linear layer."""
+        count, hidden, linear = self.layers, self.hidden, self.linear
+        widths = [hidden if linear else self.in_channels, *[hidden] * (count - 1)]
+        widths.append(hidden if linear else self.out_channels)
+        self.convs = nn.ModuleList(self.make_layer(widths[i], widths[i + 1], i + 1) for i in range(count))
+        self.norms = nn.ModuleList(self.make_norm() for _ in range(count if linear else count - 1))
+        last_width = hidden * (count + 1 if self.jumping_knowledge else 1)
+        self.first = nn.Linear(self.in_channels, hidden) if linear else None
+        self.last = nn.Linear(last_width, self.out_channels) if linear else None
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
         """Compute the output of every node.
@@ -75,17 +124,15 @@ class Stack(nn.Module):
         Args:
             x: Features, ``[num_nodes, in_channels]``.
             edge_index: Sources and targets, ``[2, num_edges]``.
-            edge_weight: Weights, ``[num_edges]``, for models whose layers take them.
+            edge_weight: Weights, ``[num_edges]``, for models that use them.
 
         Returns:
-            Outputs, ``[num_nodes, out_channels]``.
+            ``[num_nodes, out_channels]``.
         """
-        if not self.takes_edge_weight:
-            refuse_edge_weight(self, edge_weight)
+        self.check_edge_weight(edge_weight)
         if self.drop_input:
             x = self._drop(x)
         start = x if self.first is None else self.first(x).relu()
-        # What layers see again and again is whole: dropout acts on what the first of them is given.
         x = start if self.first is None else self._drop(start)
         outputs = [x]
         for conv, norm in zip(self.convs, self.norms, strict=False):
@@ -102,50 +149,10 @@ class Stack(nn.Module):
     def call_layer(
         self, conv: nn.Module, x: Tensor, start: Tensor, edge_index: Tensor, edge_weight: Tensor | None
     ) -> Tensor:
-        """Run one layer; ``start`` is what the first layer was given, before dropout."""
+        """Run one layer; ``start`` is the first layer's input before dropout."""
         out: Tensor = conv(x, edge_index, edge_weight) if self.takes_edge_weight else conv(x, edge_index)
         return out
 
     def decayed_modules(self) -> Iterable[nn.Module]:
-        """The modules of the first weight-decay group: all layers but the last, with their norms."""
+        """All message-passing layers but the last, with their norms."""
         return [*self.convs[:-1], *self.norms[: len(self.convs) - 1]]
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
-
-
-def refuse_edge_weight(model: nn.Module, edge_weight: Tensor | None) -> None:
-    """Refuse weights of edges that a model would not use."""
-    if edge_weight is not None:
-        raise InputError(
-            f"{type(model).__name__} has no use for edge weights",
-            got="some",
-            fix="Leave out data.edge_weight, or use GCN, GCNII or APPNP.",
-        )
-
-
-def check_share(name: str, value: float) -> None:
-    """Refuse shares outside of [0, 1]."""
-    if not 0.0 <= value <= 1.0:
-        raise InputError(f"{name} must lie between 0 and 1", got=f"{value}", fix="Pass a share.")
-
-
-def check_names(name: str, values: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse an empty choice and names that there are not."""
-    if not values or not set(values) <= set(known):
-        raise InputError(
-            f"{name} must be one or more of {', '.join(known)}", got=repr([*values]), fix="Choose among these."
-        )
-
-
-def check_sizes(**sizes: int) -> None:
-    """Refuse widths and depths that are not positive integers."""
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} must be a positive integer", got=repr(value), fix="Pass a count.")
-
-
-def check_probability(name: str, value: float) -> None:
-    """Refuse probabilities outside of [0, 1)."""
-    if not 0.0 <= value < 1.0:
-        raise InputError(f"{name} must be at least 0 and below 1", got=f"{value}", fix="Pass a probability.")

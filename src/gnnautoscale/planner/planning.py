@@ -1,4 +1,4 @@
-"""Finds out how a model must be run with histories, and proves on a tiny graph that this gives the right rows.
+"""Finds out how a model must be run with histories, and proves on a trial graph that this gives the right rows.
 
 The model is run on a small graph twice: as a whole, and in batches whose histories hold the exact rows. Every
 layer, norm and output must then agree. So no table of layer types is needed: a layer that looks beyond its
@@ -23,20 +23,18 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in, undisturbed
 from gnnautoscale.errors import UnsupportedModelError
-from gnnautoscale.forward import SHORTCUTS, Plan, Session, evaluating, run_sweep
+from gnnautoscale.forward import SHORTCUTS, Hooks, Plan, evaluating, run_pass
 from gnnautoscale.graph import BatchInfo, BatchTensor
-from gnnautoscale.planner.rehearsal import DeviationError, LayerError, Observation, Rehearsal, TinySweep, Truth
-from gnnautoscale.planner.trial_graph import TinyGraph
-
-RunModel = Callable[[Session, tuple[Any, ...], dict[str, Any]], Any]
+from gnnautoscale.planner.rehearsal import DeviationError, LayerError, Observation, Rehearsal, Truth
+from gnnautoscale.planner.trial_graph import TrialGraph
 
 
-def make_plan(model: nn.Module, run: RunModel, info: BatchInfo, arguments: BoundArguments, *, explicit: bool) -> Plan:
+def make_plan(model: nn.Module, hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, explicit: bool) -> Plan:
     """Find out how a model must be run, and check that its batches agree with the whole graph.
 
     Args:
         model: The attached model.
-        run: Calls the model inside a session.
+        hooks: Run the model in a session.
         info: The batch that the arguments come from.
         arguments: The arguments of a call with that batch.
         explicit: Whether the model names its own slots.
@@ -48,8 +46,8 @@ def make_plan(model: nn.Module, run: RunModel, info: BatchInfo, arguments: Bound
     with evaluating(model), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
         with undisturbed(device):
             torch.manual_seed(0)
-            tiny = TinyGraph(info, arguments, device)
-        rehearsals = _Rehearsals(model, run, tiny, explicit)
+            trial = TrialGraph(info, arguments, device)
+        rehearsals = _Rehearsals(model, hooks, trial, explicit)
         if any(is_lazy(parameter) for parameter in model.parameters()):
             # Weights that are drawn now must come from the user's own random state.
             rehearsals.observe(set())
@@ -58,10 +56,10 @@ def make_plan(model: nn.Module, run: RunModel, info: BatchInfo, arguments: Bound
 
 
 class _Rehearsals:
-    """The runs on the tiny graph that lead to a plan."""
+    """The runs on the trial graph that lead to a plan."""
 
-    def __init__(self, model: nn.Module, run: RunModel, tiny: TinyGraph, explicit: bool) -> None:
-        self.model, self.run, self.tiny, self.explicit = model, run, tiny, explicit
+    def __init__(self, model: nn.Module, hooks: Hooks, trial: TrialGraph, explicit: bool) -> None:
+        self.model, self.hooks, self.trial, self.explicit = model, hooks, trial, explicit
         # The attributes of batches that the model looks at outside of its layers.
         self._looks: list[str] = []
 
@@ -125,17 +123,16 @@ class _Rehearsals:
                 return  # the model is not the same from run to run, so that nothing can be compared
 
     def _train(self, plan: Plan, truth: Truth) -> list[Tensor | None]:
-        """Outputs and gradients of training steps on the tiny graph, with exact histories and without dropout."""
+        """Outputs and gradients of training steps on the trial graph, with exact histories and without dropout."""
         weights = [weight for weight in self.model.parameters() if weight.is_floating_point()]
         found: list[Tensor | None] = []
         with _training(self.model), _NoDropout(), torch.enable_grad():
-            for batch in self.tiny.parts:
+            for batch in self.trial.parts:
                 torch.manual_seed(0)
-                session = Rehearsal(self.tiny, batch, plan, truth)
-                session.checking = False
-                arguments = self.tiny.arguments(batch)
+                session = Rehearsal(self.trial, batch, plan, truth, checking=False).step()
+                arguments = self.trial.arguments(batch)
                 with BatchTensor.watched(self._looks):
-                    out = self.run(session, *arguments)
+                    out = self.hooks.run(session, *arguments)
                 out = session.finish(out)
                 values = [value for value in tensors_in(out) if value.is_floating_point()]
                 found += [value.detach() for value in values]
@@ -146,29 +143,30 @@ class _Rehearsals:
         return found
 
     def observe(self, inner: set[str], *, everything_needed: bool = False) -> tuple[Plan, Truth]:
-        """Run the whole tiny graph; note how every layer is called and what each slot is computed from."""
+        """Run the whole trial graph; note how every layer is called and what each slot is computed from."""
         plan = Plan(inner=inner, explicit=self.explicit)
-        batch = next(iter(self.tiny.whole))
-        session = Observation(self.tiny, batch, plan)
-        arguments = self.tiny.arguments(batch)
-        noting = _watching(self.model, session.note), BatchTensor.watched(self._looks)
+        batch = next(iter(self.trial.whole))
+        seen = Observation(self.trial, batch, plan)
+        arguments = self.trial.arguments(batch)
+        noting = _watching(self.model, seen.note), BatchTensor.watched(self._looks)
         with torch.enable_grad(), _all_trainable(self.model), noting[0], noting[1]:
-            out = self.run(session, *arguments)
-        plan.needs[Plan.OUTPUT] = session.sources(out)
-        session.note(Plan.OUTPUT, None, out)
+            out = self.hooks.run(seen.session, *arguments)
+        plan.needs[Plan.OUTPUT] = seen.sources(out)
+        seen.note(Plan.OUTPUT, None, out)
         if everything_needed:
             slots = list(plan.needs)
             plan.needs = {slot: frozenset(slots[:number]) for number, slot in enumerate(slots)}
-        return plan, session.truth
+        return plan, seen.truth
 
     def _rehearse(self, plan: Plan, truth: Truth) -> DeviationError | None:
-        """Run the tiny graph in batches with exact histories; returns the first deviation."""
+        """Run the trial graph in batches with exact histories; returns the first deviation."""
         try:
-            for batch in self.tiny.parts:
-                session = Rehearsal(self.tiny, batch, plan, truth)
-                with torch.no_grad(), _watching(self.model, session.check_numbered):
-                    out = self.run(session, *self.tiny.arguments(batch))
-                session.check(Plan.OUTPUT, None, out)
+            for batch in self.trial.parts:
+                rehearsal = Rehearsal(self.trial, batch, plan, truth)
+                session = rehearsal.step()
+                with torch.no_grad(), _watching(self.model, rehearsal.check_numbered):
+                    out = self.hooks.run(session, *self.trial.arguments(batch))
+                rehearsal.check(Plan.OUTPUT, None, out)
                 session.finish(out)
         except DeviationError as deviation:
             return deviation
@@ -176,20 +174,22 @@ class _Rehearsals:
 
     def _check_training_mode(self, plan: Plan, truth: Truth) -> None:
         """Refuse layers that change recorded values at random while they train: the record would undo that."""
-        batch = next(iter(self.tiny.parts))
+        batch = next(iter(self.trial.parts))
         seen = []
         for training in (False, True):
-            # The layers alone: norms inside of them must not take statistics from the tiny graph.
+            # The layers alone: norms inside of them must not take statistics from the trial graph.
             for module in self.model.modules():
                 if isinstance(module, MessagePassing):
                     module.training = training
-            session = Rehearsal(self.tiny, batch, plan, truth)
-            session.checking = False  # dropout inside of layers may change their output
+            # Not checked: dropout inside layers may change their output.
+            rehearsal = Rehearsal(self.trial, batch, plan, truth, checking=False)
             with torch.no_grad():
-                self.run(session, *self.tiny.arguments(batch))
-            seen.append(session.local_edges)
-        for (name, before), (_, after) in zip(*seen, strict=True):
-            if before.shape != after.shape or not torch.equal(before, after):
+                self.hooks.run(rehearsal.step(), *self.trial.arguments(batch))
+            seen.append(rehearsal.local_edges)
+        evaluated, trained = seen
+        for number, (name, after) in enumerate(trained):
+            before = evaluated[number][1] if number < len(evaluated) else None
+            if len(evaluated) != len(trained) or before is None or not _equal(before, after):
                 raise UnsupportedModelError(
                     f"{name} must hand the same edges and edge weights to propagate in training as in evaluation",
                     got="some that it changes at random while it trains",
@@ -202,13 +202,15 @@ class _Rehearsals:
         for skip_empty in (True, False):
             plan.skip_empty = skip_empty
             try:
-                for batch in self.tiny.parts:
+                for batch in self.trial.parts:
                     for level in (*plan.levels, None):
-                        session = TinySweep(self.tiny, batch, plan, truth, level)
+                        rehearsal = Rehearsal(self.trial, batch, plan, truth)
+                        session = rehearsal.sweep(level)
+                        session.begin()
                         with torch.no_grad():
-                            out = run_sweep(partial(self.run, session, *self.tiny.arguments(batch)))
+                            out = run_pass(partial(self.hooks.run, session, *self.trial.arguments(batch)))
                         if level is None:
-                            session.check(Plan.OUTPUT, None, out)
+                            rehearsal.check(Plan.OUTPUT, None, out)
                 return None
             except DeviationError as error:
                 deviation = error
@@ -216,6 +218,10 @@ class _Rehearsals:
                 if not plan.skip_empty:
                     raise
         return deviation
+
+
+def _equal(before: Tensor, after: Tensor) -> bool:
+    return before.shape == after.shape and torch.equal(before, after)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Sessions on the tiny graph: one observes how the model runs as a whole, others compare batches with that."""
+"""How a model behaves on the trial graph: observed as a whole, then compared in batches with that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,25 +16,60 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in
 from gnnautoscale.errors import UnsupportedModelError
-from gnnautoscale.forward import ArgumentKind, Event, Frame, LayerCall, Plan, Session, Shortcut, Sweep, describe, norms
-from gnnautoscale.graph import BatchTensor
-from gnnautoscale.planner.trial_graph import NUM_NODES, TinyGraph, kind_of
+from gnnautoscale.forward import (
+    ArgumentKind,
+    EdgeSource,
+    ExchangePolicy,
+    Frame,
+    LayerCall,
+    Observer,
+    Plan,
+    RowStore,
+    Session,
+    Shortcut,
+    StoreExchange,
+    SweepExchange,
+    by_constants,
+    describe,
+    own_attribute,
+    takes_statistics,
+)
+from gnnautoscale.graph import BatchInfo, BatchTensor
+from gnnautoscale.planner.trial_graph import NUM_NODES, TrialGraph, kind_of
 
 
 @dataclass
 class Truth:
-    """What modules and slots gave on the whole tiny graph."""
+    """What modules and slots gave on the whole trial graph."""
 
     outputs: dict[str, Any] = field(default_factory=dict)
     slots: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Observation(Session):
-    """Runs the whole tiny graph as it is and fills in the plan."""
+class Observation(ExchangePolicy, EdgeSource, Observer):
+    """Runs the whole trial graph as it is, and fills in a plan with what it sees.
 
-    def __init__(self, tiny: TinyGraph, batch: Data, plan: Plan) -> None:
-        super().__init__(batch.edge_index.info, plan, tiny.memory, tiny.device)
-        self.truth = Truth()
+    It stands in for everything that follows a plan in other passes, since there is none yet.
+
+    Args:
+        trial: The trial graph.
+        batch: All of it, as one batch.
+        plan: The plan to fill in.
+    """
+
+    def __init__(self, trial: TrialGraph, batch: Data, plan: Plan) -> None:
+        self.truth, self._plan = Truth(), plan
+        self._info: BatchInfo = batch.edge_index.info
+        self.session = Session(
+            self._info,
+            plan,
+            trial.memory,
+            trial.device,
+            self,
+            edges=self,
+            observers=[self],
+            normalize=self._normalize,
+        )
         self._slot_of: dict[int, str] = {}
         self._leaves: list[Tensor] = []
         self._seen: Counter[str] = Counter()
@@ -63,15 +97,15 @@ class Observation(Session):
             stack.extend(following for following, _ in node.next_functions)
         return found
 
-    def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
+    def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """Note the slot and what it is computed from."""
         out = compute()
-        call = self.plan.calls.get(slot)
+        call = self._plan.calls.get(slot)
         if call is not None and not call.num_propagations:
             return out
-        self._check_rows(slot, out)
-        self.plan.needs[slot] = self.sources(out)
-        self.plan.rows[slot] = out.detach()[:0]
+        session.check_rows(slot, out)
+        self._plan.needs[slot] = self.sources(out)
+        self._plan.rows[slot] = out.detach()[:0]
         self.truth.slots[slot] = out.detach().clone()
         leaf = out.detach().requires_grad_()
         self._leaves.append(leaf)
@@ -79,21 +113,22 @@ class Observation(Session):
         # A copy, since what follows may write into it, which autograd forbids on the leaf itself.
         return leaf.clone()
 
-    def _run_layer(self, call: str, layer: MessagePassing, *rest: Any) -> Any:
-        with self._watching_inside(layer) as dense_after, BatchTensor.watched(None):
-            out = super()._run_layer(call, layer, *rest)
+    def around_layer(self, session: Session, call: str, layer: MessagePassing, run: Callable[[], Any]) -> Any:
+        """Note what a layer gives, and which shortcuts could apply to it."""
+        with self._watching_inside(session, layer) as dense_after, BatchTensor.watched(None):
+            out = run()
         self.note(call, layer, out)
-        self.plan.calls[call].possible_shortcuts = self._possible_shortcuts(call, layer, bool(dense_after))
+        self._plan.calls[call].possible_shortcuts = self._possible_shortcuts(call, layer, bool(dense_after))
         return out
 
     @contextmanager
-    def _watching_inside(self, layer: MessagePassing) -> Iterator[list[nn.Module]]:
+    def _watching_inside(self, session: Session, layer: MessagePassing) -> Iterator[list[nn.Module]]:
         """Note which modules of a layer compute on nodes once it has aggregated."""
         found: list[nn.Module] = []
 
         def note(module: nn.Module, _: Any, out: Any) -> None:
             rows = isinstance(out, Tensor) and out.dim() > 0 and out.size(0) == NUM_NODES
-            if rows and not self._inside_propagate and self._frames and self._frames[-1].num_propagations:
+            if rows and not session.is_aggregating and session.frame is not None and session.frame.num_propagations:
                 found.append(module)
 
         inside = [module for module in layer.modules() if not isinstance(module, MessagePassing)]
@@ -105,30 +140,32 @@ class Observation(Session):
                 handle.remove()
 
     def _possible_shortcuts(self, call: str, layer: MessagePassing, dense_after: bool) -> frozenset[Shortcut]:
-        known = self.plan.calls[call]
+        known = self._plan.calls[call]
         # A subclass that changes messages may have forgotten to change what fuses them.
         fuse = layer.fuse and all(_place(layer, "message_and_aggregate") <= _place(layer, name) for name in _UNFUSED)
         shortcuts: set[Shortcut] = {"fused"} if fuse else set()
-        if call not in self.plan.inner and known.num_propagations == 1:
+        if call not in self._plan.inner and known.num_propagations == 1:
             shortcuts |= {"short"} if fuse else set()
             shortcuts |= {"pair"} if dense_after and known.kinds.count("node") == 1 else set()
         return frozenset(shortcuts)
 
-    def _known_call(self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+    def known_call(self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+        """Find out what the arguments of a call are."""
         tensors = tensors_in((args, kwargs))
-        own = [self._own_attribute(value) for value in tensors]
+        own = [own_attribute(self._info, value) for value in tensors]
         kinds: list[ArgumentKind] = [
-            "own" if attribute is not None else kind_of(value, NUM_NODES, self.info.e_id.numel())
+            "own" if attribute is not None else kind_of(value, NUM_NODES, self._info.e_id.numel())
             for value, attribute in zip(tensors, own, strict=True)
         ]
         nested = any(isinstance(module, MessagePassing) for module in layer.modules() if module is not layer)
-        return self.plan.calls.setdefault(call, LayerCall(kinds, own, nested=nested))
+        return self._plan.calls.setdefault(call, LayerCall(kinds, own, nested=nested))
 
-    def _events(self, *_: Any) -> list[Event] | None:
-        return None
-
-    def _recorded(self, frame: Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    def replace(
+        self, frame: Frame, edge_index: Tensor, values: dict[str, Any], *, propagates: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Leave edges as they are; note what belongs to them, and what rows depend on."""
         num_edges = edge_index.size(1)
+        frame.call.num_propagations += propagates
         frame.call.edge_names.append(
             frozenset(
                 name
@@ -140,68 +177,80 @@ class Observation(Session):
             frame.call.inward.add(len(frame.call.edge_names) - 1)
         return edge_index, values
 
-    def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _normalize(self, session: Session, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Note whether the norm sees nodes."""
-        if not self._inside_propagate and x.size(0) == NUM_NODES:
-            self.plan.node_norms.add(norm)
-        return _norm_of_rows(norm, run)(x)
-
-    def propagate(self, run: Callable[..., Any], edge_index: Tensor, size: Any, values: dict[str, Any]) -> Any:
-        """Count propagations."""
-        self._frames[-1].call.num_propagations += 1
-        return super().propagate(run, edge_index, size, values)
+        if not session.is_aggregating and x.size(0) == NUM_NODES:
+            self._plan.node_norms.add(norm)
+        return _row_by_row(norm, run, x)
 
 
-class _ExactHistories(Session):
-    """A session on the tiny graph whose histories hold the exact rows; what is pushed is compared with them."""
+class Rehearsal(Observer):
+    """Compares a batch of the trial graph, whose histories hold the exact rows, with the whole.
 
-    truth: Truth
-    checking = True
+    Args:
+        trial: The trial graph.
+        batch: One of its batches.
+        plan: How the model is run.
+        truth: What the whole graph gave.
+        checking: Whether to compare what layers and modules give.
+    """
 
-    def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Normalize in a way that can be compared with the whole graph."""
-        return super().batch_norm(norm, run, x) if norm.training else _norm_of_rows(norm, run)(x)
+    def __init__(self, trial: TrialGraph, batch: Data, plan: Plan, truth: Truth, *, checking: bool = True) -> None:
+        self._trial, self._plan, self._truth, self._checking = trial, plan, truth, checking
+        self._info: BatchInfo = batch.edge_index.info
+        self._seen: Counter[str] = Counter()
+        #: What each layer computed about edges that a record replaces.
+        self.local_edges: list[tuple[str, Tensor]] = []
 
-    def exchange(self, slot: str, out: Tensor) -> Tensor:
-        halo = self.truth.slots[slot][self.info.halo.to(self.device)]
-        return torch.cat([out[: self.info.batch_size], halo])
+    def step(self) -> Session:
+        """A training step."""
+        return self._session(StoreExchange(_ExactRows(self._truth)), [self])
+
+    def sweep(self, level: frozenset[str] | None) -> Session:
+        """A sweep over one level, or over the output; what it writes is compared."""
+        return self._session(SweepExchange(level, _ComparedRows(self._truth, self._compare)), [])
+
+    def _session(self, exchange: ExchangePolicy, observers: list[Observer]) -> Session:
+        return Session(
+            self._info,
+            self._plan,
+            self._trial.memory,
+            self._trial.device,
+            exchange,
+            observers=observers,
+            normalize=self._normalize,
+        )
 
     def check(self, name: str, module: nn.Module | None, out: Any) -> None:
         """Compare the batch's rows with the whole graph's; the halo's may be meaningless after the last layer."""
-        self._compare(name, module, out, self.truth.outputs[name])
+        self._compare(name, module, out, self._truth.outputs[name])
+
+    def check_numbered(self, name: str, module: nn.Module | None, out: Any) -> None:
+        """Compare the output of a module, which may be called several times."""
+        self.check(_numbered(self._seen, name), module, out)
 
     def _compare(self, name: str, module: nn.Module | None, out: Any, whole: Any) -> None:
-        if not self.checking:
+        if not self._checking:
             return
-        for value, expected in zip(tensors_in(out), tensors_in(whole), strict=True):
-            rows = (self.info.num_rows, self.info.batch_size)
+        got_values, want_values = tensors_in(out), tensors_in(whole)
+        if len(got_values) != len(want_values):
+            raise DeviationError(name, module)
+        for value, expected in zip(got_values, want_values, strict=True):
+            rows = (self._info.num_rows, self._info.batch_size)
             if value.dim() == 0 or value.size(0) not in rows or expected.size(0) != NUM_NODES:
                 continue
-            got = value[: self.info.batch_size].double()
-            want = expected[self.info.nodes.to(expected.device)].double()
+            got = value[: self._info.batch_size].double()
+            want = expected[self._info.nodes.to(expected.device)].double()
             tolerance = 1e-3 if value.dtype in (torch.float32, torch.float64) else 5e-2
             bound = tolerance * want.nan_to_num().abs().amax().clamp(min=1e-6) if want.numel() else 1.0
             if got.shape != want.shape or not torch.allclose(got, want, rtol=0.0, atol=float(bound), equal_nan=True):
                 raise DeviationError(name, module)
 
-
-class Rehearsal(_ExactHistories):
-    """Runs a batch of the tiny graph and compares it with the whole."""
-
-    def __init__(self, tiny: TinyGraph, batch: Data, plan: Plan, truth: Truth) -> None:
-        super().__init__(batch.edge_index.info, plan, tiny.memory, tiny.device)
-        self.truth = truth
-        self.local_edges: list[tuple[str, Tensor]] = []
-        self._seen: Counter[str] = Counter()
-
-    def check_numbered(self, name: str, module: nn.Module | None, out: Any) -> None:
-        """Compare a module's output, which may be called several times."""
-        self.check(_numbered(self._seen, name), module, out)
-
-    def _run_layer(self, call: str, layer: MessagePassing, *rest: Any) -> Any:
+    def around_layer(self, session: Session, call: str, layer: MessagePassing, run: Callable[[], Any]) -> Any:
+        """Name a layer that fails, and compare what it gives."""
         try:
             with BatchTensor.watched(None):
-                out = super()._run_layer(call, layer, *rest)
+                out = run()
         except UnsupportedModelError:
             raise
         except Exception as error:
@@ -211,34 +260,44 @@ class Rehearsal(_ExactHistories):
                 got=f"the error '{error}'",
                 fix="Replace it by a layer that computes each node from its neighbours.",
             ) from error
-        if self.checking:
+        if self._checking:
             self.check(call, layer, out)
         return out
 
-    def _recorded(self, frame: Frame, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        if frame.events is not None and frame.num_events < len(frame.events):
+    def edges_used(self, session: Session, frame: Frame, edge_index: Tensor, values: dict[str, Any]) -> None:
+        """Keep what a layer computed itself."""
+        if frame.event is not None:
             name = describe(frame.name, frame.layer)
-            constants = [values.get(constant) for constant in frame.events[frame.num_events].constants]
-            for value in (edge_index, *constants):
+            for value in (edge_index, *(values.get(constant) for constant in frame.event.constants)):
                 if isinstance(value, Tensor):
                     self.local_edges.append((name, value.detach().clone()))
-        return super()._recorded(frame, edge_index, values)
+
+    def _normalize(self, session: Session, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Normalize in a way that can be compared with the whole graph."""
+        return session.by_own_statistics(norm, run, x) if norm.training else _row_by_row(norm, run, x)
 
 
-class TinySweep(Sweep, _ExactHistories):
-    """A sweep over the tiny graph."""
+class _ExactRows(RowStore):
+    """Histories that hold exact rows."""
 
-    def __init__(self, tiny: TinyGraph, batch: Data, plan: Plan, truth: Truth, level: frozenset[str] | None) -> None:
-        super().__init__(batch.edge_index.info, plan, tiny.memory, tiny.device, level=level)
-        self.truth = truth
+    def __init__(self, truth: Truth) -> None:
+        self._truth = truth
 
-    def push(self, slot: str, out: Tensor) -> None:
-        """Compare with the exact rows."""
-        self._compare(slot, None, out, self.truth.slots[slot])
+    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
+        """The exact rows."""
+        return self._truth.slots[slot][session.info.n_id[which].to(session.device)]
 
-    def pull(self, slot: str, like: Tensor) -> Tensor:
-        """The exact rows of batch and halo."""
-        return self.truth.slots[slot][self.info.n_id.to(self.device)]
+
+class _ComparedRows(_ExactRows):
+    """The same; what is written is compared with them."""
+
+    def __init__(self, truth: Truth, compare: Callable[[str, nn.Module | None, Any, Any], None]) -> None:
+        super().__init__(truth)
+        self._compare = compare
+
+    def write(self, session: Session, slot: str, rows: Tensor) -> None:
+        """Compare rows with the exact ones."""
+        self._compare(slot, None, rows, self._truth.slots[slot])
 
 
 class LayerError(UnsupportedModelError):
@@ -279,9 +338,9 @@ class DeviationError(Exception):
 _UNFUSED = ("message", "aggregate")
 
 
-def _norm_of_rows(norm: _BatchNorm, run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _row_by_row(norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """What a norm does in evaluation; without its statistics if they would be those of the rows at hand."""
-    return partial(norms.by_constants, norm) if norms.takes_statistics(norm) else run
+    return by_constants(norm, x) if takes_statistics(norm) else run(x)
 
 
 def _place(layer: MessagePassing, method: str) -> int:

@@ -1,4 +1,4 @@
-"""The tiny graph that models are tried on, and a model's arguments recast for it."""
+"""The trial graph that models are tried on, and a model's arguments recast for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale.forward import ArgumentKind, Memory
+from gnnautoscale.forward import ArgumentKind, GraphMemory
 from gnnautoscale.graph import BatchInfo, BatchTensor, HaloLoader
 
 # A ring with chords and one self-loop. Halo nodes have neighbours beyond the halo, so that their degrees inside a
@@ -21,8 +21,8 @@ _PAIRS += [(0, 5), (1, 7), (2, 9), (11, 3), (8, 4), (12, 6), (0, 10)]
 _PARTS = (0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2)
 
 
-class TinyGraph:
-    """The tiny graph, as a whole and in parts, with features and edge attributes like those of a real batch.
+class TrialGraph:
+    """The trial graph, as a whole and in parts, with features and edge attributes like those of a real batch.
 
     Args:
         info: The real batch.
@@ -46,10 +46,10 @@ class TinyGraph:
                     self._add_batch(data, leaf)
                 elif not isinstance(leaf, BatchTensor):
                     self._add(data, f"{parameter} {len(self._names)}", leaf)
-        self.whole = HaloLoader(data, parts=torch.zeros(NUM_NODES, dtype=torch.long))
+        self.whole = HaloLoader(data, partition=torch.zeros(NUM_NODES, dtype=torch.long))
         # Both ways, since the real loader's halo may be; if it is not although a layer needs it, that layer says so.
-        self.parts = HaloLoader(data, parts=torch.tensor(_PARTS), bidirectional=True)
-        self.memory = Memory(self.parts.graph, NUM_NODES, "device", None)
+        self.parts = HaloLoader(data, partition=torch.tensor(_PARTS), bidirectional=True)
+        self.memory = GraphMemory(self.parts.graph, NUM_NODES, "device", None)
 
     def _add_batch(self, data: Data, batch: Data) -> None:
         for name, value in batch:
@@ -59,7 +59,7 @@ class TinyGraph:
                 data[name] = value
 
     def _add(self, data: Data, name: str, value: Tensor) -> bool:
-        """Put rows like the given ones into the tiny graph, if they belong to nodes or edges."""
+        """Put rows like the given ones into the trial graph, if they belong to nodes or edges."""
         kind = kind_of(value, self.info.num_rows, self.info.e_id.numel(), name)
         if kind == "other":
             return False
@@ -69,13 +69,13 @@ class TinyGraph:
         return True
 
     def arguments(self, batch: Data) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments, taken from a batch of the tiny graph."""
+        """The call's arguments, taken from a batch of the trial graph."""
         # A copy, since the model may write into its inputs.
         batch = batch.clone().to(str(self.device))
 
         def recast(value: Any) -> Any:
             if isinstance(value, BatchTensor):
-                # A node may index a table of the real graph's size, which can be smaller than the tiny graph.
+                # A node may index a table of the real graph's size, which can be smaller than the trial graph.
                 own = batch.n_id % self.info.graph.num_nodes if value.attribute == "n_id" else batch[value.attribute]
                 return own if value.is_original and not value.requires_grad else own.clone().detach().mul(1)
             if isinstance(value, Tensor):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from gnnautoscale._util import available_memory
-from gnnautoscale.training.strategies import OnSubgraphs, WithHistories
+from gnnautoscale.training.strategies import HistoryStrategy, SubgraphStrategy
 
 # What errors say that are no MemoryError by their type.
 _NO_ROOM = ("not enough memory", "can't allocate memory", "CUDA error: out of memory")
@@ -20,29 +20,36 @@ _LEAST_SHARE = 0.1
 
 @contextmanager
 def explained(
-    way: WithHistories | OnSubgraphs, epoch: int, *, parts: int, batch_size: int, evaluate_parts: int | None = None
+    strategy: HistoryStrategy | SubgraphStrategy,
+    epoch: int,
+    *,
+    num_parts: int,
+    batch_size: int,
+    evaluate_parts: int | None = None,
 ) -> Iterator[None]:
     """Say more about what goes wrong in an epoch of training.
 
     Args:
-        way: What is trained.
+        strategy: What is trained.
         epoch: Its number.
-        parts: Number of parts of the graph.
+        num_parts: Number of parts of the graph.
         batch_size: Number of parts in a batch.
         evaluate_parts: Number of batches to evaluate in, if they are not those of training.
     """
 
     def smaller(error: BaseException) -> str:
-        if not way.between:
-            return _smaller(error, parts, batch_size)
-        if way.evaluates_at_once:
+        if not strategy.between:
+            return _smaller(error, num_parts, batch_size)
+        if strategy.evaluates_at_once:
             return f"{_no_room(error)} to evaluate on the whole graph at once."
-        return _smaller(error, parts, batch_size) if evaluate_parts is None else _more_parts(error, evaluate_parts)
+        return _smaller(error, num_parts, batch_size) if evaluate_parts is None else _more_parts(error, evaluate_parts)
 
     try:
         yield
     except FloatingPointError as error:
-        raise FloatingPointError(f"{error} {_place(way, epoch)}: lower lr, or clip gradients with grad_norm") from None
+        raise FloatingPointError(
+            f"{error} {_place(strategy, epoch)}: lower lr, or clip gradients with grad_norm"
+        ) from None
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise MemoryError(smaller(error)) from error
     except RuntimeError as error:
@@ -56,22 +63,22 @@ def explained(
         raise
 
 
-def _place(way: WithHistories | OnSubgraphs, epoch: int) -> str:
-    if not way.between:
-        return f"in batch {way.done + 1} of epoch {epoch}"
-    return f"after batch {way.done} of epoch {epoch}" if way.done else f"after epoch {epoch}"
+def _place(strategy: HistoryStrategy | SubgraphStrategy, epoch: int) -> str:
+    if not strategy.between:
+        return f"in batch {strategy.done + 1} of epoch {epoch}"
+    return f"after batch {strategy.done} of epoch {epoch}" if strategy.done else f"after epoch {epoch}"
 
 
-def _smaller(error: BaseException, parts: int, batch_size: int) -> str:
+def _smaller(error: BaseException, num_parts: int, batch_size: int) -> str:
     """What to lower, and by how much, after an allocation has failed."""
     if batch_size == 1:
-        return _more_parts(error, parts, "parts")
+        return _more_parts(error, num_parts, "num_parts")
     smaller = max(1, int(batch_size * _share(error)))
-    return f"{_no_room(error)}. Lower batch_size from {batch_size} to {smaller}, or raise parts."
+    return f"{_no_room(error)}. Lower batch_size from {batch_size} to {smaller}, or raise num_parts."
 
 
-def _more_parts(error: BaseException, parts: int, name: str = "evaluate_parts") -> str:
-    return f"{_no_room(error)}. Raise {name} from {parts} to {math.ceil(parts / _share(error))}."
+def _more_parts(error: BaseException, count: int, name: str = "evaluate_parts") -> str:
+    return f"{_no_room(error)}. Raise {name} from {count} to {math.ceil(count / _share(error))}."
 
 
 def _no_room(error: BaseException) -> str:
@@ -83,13 +90,12 @@ def _share(error: BaseException) -> float:
     """How large a batch should be, as a share of what it was when an allocation failed."""
     wanted = _bytes(str(error))
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
-        free, _ = torch.cuda.mem_get_info()
         used = torch.cuda.memory_allocated()
-        free += torch.cuda.memory_reserved() - used
+        free: int | None = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - used
     else:
         free, used = available_memory(), 0
     # What a batch takes grows with its nodes. Without knowing more, half of it is a good guess.
-    if wanted is None or wanted + used <= 0:
+    if free is None or wanted is None or wanted + used <= 0:
         return 0.5
     return max(min(0.9 * (free + used) / (wanted + used), 0.9), _LEAST_SHARE)
 

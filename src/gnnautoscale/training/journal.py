@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from gnnautoscale._util import available_memory
-from gnnautoscale.analysis import Probe, diagnose
+from gnnautoscale.analysis import Diagnostic, diagnose
 from gnnautoscale.attach import attached
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import Epoch, FitResult, RunFolder
 from gnnautoscale.tasks import Task
-from gnnautoscale.training.strategies import OnSubgraphs, WithHistories
+from gnnautoscale.training.strategies import HistoryStrategy, SubgraphStrategy
 
 # The share of the training time that measuring errors may take if nobody says how often to.
 _SHARE = 0.02
@@ -36,7 +36,7 @@ class Journal:
 
     Args:
         folder: The folder, if there is one.
-        way: How the run is trained.
+        strategy: How the run is trained.
         model: The model.
         loader: Cuts the training graph into batches with a halo; ``None`` in modes that have none.
         task: What is learned.
@@ -48,16 +48,16 @@ class Journal:
     def __init__(
         self,
         folder: RunFolder | None,
-        way: WithHistories | OnSubgraphs,
+        strategy: HistoryStrategy | SubgraphStrategy,
         model: nn.Module,
         loader: HaloLoader | None,
         task: Task,
         *,
-        what: Sequence[Probe],
+        what: Sequence[Diagnostic],
         every: str | int,
         board: Board | None = None,
     ) -> None:
-        self._folder, self._way, self._model, self._loader = folder, way, model, loader
+        self._folder, self._strategy, self._model, self._loader = folder, strategy, model, loader
         self._task, self._every, self._board = task, str(every), board
         # One batch of all nodes pulls nothing that could be stale.
         halo = loader is not None and len(loader) > 1
@@ -85,7 +85,7 @@ class Journal:
         """Measure errors with weights and histories as they are now."""
         if self._loader is None:
             return
-        flow = getattr(self._way, "flow", None)
+        flow = getattr(self._strategy, "flow", None)
         ages = None if flow is None else flow.ages()
         try:
             found = diagnose(self._model, self._loader, self._what, ages=ages, task=self._task)
@@ -96,19 +96,19 @@ class Journal:
         self._last_cost = sum(values["seconds"] for values in found.values())
         self._spent, self._probed = self._spent + self._last_cost, epoch
         for kind, values in found.items():
-            self._write({"kind": kind, "epoch": epoch, "step": self._way.steps, **values})
+            self._write({"kind": kind, "epoch": epoch, "step": self._strategy.steps, **values})
 
     def epoch(self, epoch: Epoch, memory: int | None = None) -> None:
         """Write down an epoch that has just ended."""
         if self._folder is None:
             return
-        measured = self._way.measured()
+        measured = self._strategy.measured()
         times = measured.pop("time")
         times["compute"] = max(epoch.seconds - sum(times.values()), 0.0)
         self._write(
             {
                 **epoch_record(epoch),
-                "steps": self._way.steps,
+                "steps": self._strategy.steps,
                 "memory": memory,
                 "time": times,
                 **measured,
@@ -139,7 +139,8 @@ class Journal:
         """Whether there is room for rows of all histories side by side, more than once."""
         memory = attached(self._model).memory
         values = memory.num_nodes * sum(history.width for history in memory.histories.values())
-        return values * _BYTES_PER_VALUE <= _MEMORY_SHARE * available_memory()
+        free = available_memory()
+        return free is None or values * _BYTES_PER_VALUE <= _MEMORY_SHARE * free
 
 
 def epoch_record(epoch: Epoch) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import PeakMemory
-from gnnautoscale.analysis import check_probes
+from gnnautoscale.analysis import check_diagnostics
 from gnnautoscale.attach import LocalLipschitz, autoscale, is_autoscaled
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
@@ -48,7 +48,7 @@ from gnnautoscale.training.resume import (
     stop_requests,
 )
 from gnnautoscale.training.steps import Precision
-from gnnautoscale.training.strategies import OnSubgraphs, WithHistories, data_key, halo_loaders, subgraph_loader
+from gnnautoscale.training.strategies import HistoryStrategy, SubgraphStrategy, data_key, halo_loaders, subgraph_loader
 
 
 def fit(
@@ -57,7 +57,7 @@ def fit(
     *,
     task: Task | None = None,
     mode: Mode = "gas",
-    parts: int = 8,
+    num_parts: int = 8,
     batch_size: int = 1,
     partition: Partitioner = "metis",
     drawings: int | None = None,
@@ -109,7 +109,7 @@ def fit(
             neither penalty nor clipping); "cluster" for Cluster-GCN (parts, and only the edges inside of a batch);
             "sage" for GraphSAGE's neighbour sampling. The last two have no histories: storage, history_dtype,
             batches_on and capture mean nothing to them, and they are evaluated on the whole graph at once.
-        parts: Number of parts to cut the graph into.
+        num_parts: Number of parts to cut the graph into.
         batch_size: Number of parts in a batch. With mode "sage" the training nodes are drawn into as many batches as
             the parts would give.
         partition: How to cut: "metis" or "random".
@@ -171,14 +171,14 @@ def fit(
         >>> from gnnautoscale.models import GCN
         >>> data = KarateClub()[0]
         >>> data.val_mask = data.test_mask = ~data.train_mask
-        >>> result = fit(GCN(34, 4, hidden=16), data, parts=4, epochs=5)
+        >>> result = fit(GCN(34, 4, hidden=16), data, num_parts=4, epochs=5)
         >>> len(result.epochs)
         5
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "data", "task", "callback")}
     check_options(options)
     options["fan_out"] = None if fan_out is None else list(fan_out)
-    check_probes(diagnose)
+    check_diagnostics(diagnose)
     if tensorboard:
         check_tensorboard()
     options["diagnose"] = list(diagnose)
@@ -192,7 +192,7 @@ def fit(
     task.check_dataset(dataset)
     _check_evaluation(dataset, evaluation)
     if mode == "full":
-        parts, batch_size, lipschitz = 1, 1, 0.0
+        num_parts, batch_size, lipschitz = 1, 1, 0.0
     elif mode == "history":
         partition, lipschitz, grad_norm = "random", 0.0, None
 
@@ -208,21 +208,21 @@ def fit(
     clock = Clock(result.seconds)
     optimizer = make_optimizer(model.to(device), lr, weight_decay_conv, weight_decay_other)
     rate = LearningRate(optimizer, schedule, epochs)
-    way: WithHistories | OnSubgraphs
+    strategy: HistoryStrategy | SubgraphStrategy
     loader: HaloLoader | None = None
     if mode in ON_SUBGRAPHS:
         with clock("partition"):
             subgraphs = subgraph_loader(
-                dataset.train, task, parts, batch_size, partition, fan_out, seed, num_workers, cache_dir
+                dataset.train, task, num_parts, batch_size, partition, fan_out, seed, num_workers, cache_dir
             )
-        way = OnSubgraphs(
+        strategy = SubgraphStrategy(
             model, subgraphs, dataset, optimizer, task, device=device, grad_norm=grad_norm, precision=precision
         )
     else:
         labels = None if checkpoint is None else labels_of(checkpoint, dataset.train.num_nodes)
         with clock("partition"):
             loaders = halo_loaders(
-                dataset, parts, batch_size, partition, drawings, seed, num_workers, cache_dir, keep_batches, labels
+                dataset, num_parts, batch_size, partition, drawings, seed, num_workers, cache_dir, keep_batches, labels
             )
         loader = loaders["train"]
         if checkpoint is not None:
@@ -241,25 +241,25 @@ def fit(
             precision=precision,
             capture=capture,
         )
-        way = WithHistories(model, loaders, engine, evaluate_parts)
+        strategy = HistoryStrategy(model, loaders, engine, evaluate_parts)
         if evaluation == "exact" and refresh_every != "epoch":
-            way.make_room_to_evaluate()
+            strategy.make_room_to_evaluate()
     if run_dir is not None:
-        way.watch()
-    run = Run(model, optimizer, rate, way, result, torch.device(device))
+        strategy.watch()
+    run = Run(model, optimizer, rate, strategy, result, torch.device(device))
     refresh_steps, checkpoint_steps = _steps(refresh_every), _steps(checkpoint_every)
     on_failure = ExitStack()
-    on_failure.callback(way.give_up)
+    on_failure.callback(strategy.give_up)
     with (
         on_failure,
         ExitStack() as files,
         PeakMemory(run.device) as peak,
-        way.running(),
+        strategy.running(),
         stop_requests(folder is not None) as stop,
     ):
         if checkpoint is not None:
             run.load(checkpoint)
-        result.connectivity = way.connectivity
+        result.connectivity = strategy.connectivity
         journal = files.enter_context(_open_journal(options, dataset, task, run, loader, checkpoint))
 
         def save() -> None:
@@ -273,7 +273,7 @@ def fit(
             run.batches += 1
             if refresh_steps is not None and run.batches % refresh_steps == 0:
                 with clock("refresh"):
-                    way.refresh()
+                    strategy.refresh()
             if stop.is_set() or (checkpoint_steps is not None and run.batches % checkpoint_steps == 0):
                 save()
 
@@ -292,22 +292,24 @@ def fit(
             learning_rate = float(optimizer.param_groups[0]["lr"])
             start = clock.total("train")
             scores: dict[str, float] = {}
-            helped = partial(explained, way, number, parts=parts, batch_size=batch_size, evaluate_parts=evaluate_parts)
+            helped = partial(
+                explained, strategy, number, num_parts=num_parts, batch_size=batch_size, evaluate_parts=evaluate_parts
+            )
             with helped():
                 with clock("train"):
-                    mean_loss = way.epoch(steps_per_epoch, after_batch)
+                    mean_loss = strategy.epoch(steps_per_epoch, after_batch)
                 if not math.isfinite(mean_loss):
                     raise FloatingPointError(f"the loss is {mean_loss}")
-                result.steps = way.steps
+                result.steps = strategy.steps
                 look_into(number, last=number == epochs)  # before a refresh: what the steps had to do with
                 if refresh_every == "epoch":
                     with clock("refresh"):
-                        way.refresh()
+                        strategy.refresh()
                 if number % evaluate_every == 0 or number == epochs:
-                    with clock("evaluate"), peak.paused() if way.evaluates_at_once else nullcontext():
+                    with clock("evaluate"), peak.paused() if strategy.evaluates_at_once else nullcontext():
                         # Right after a refresh the histories are exact, and one layer is less work than all of them.
-                        fresh = refresh_every == "epoch" and not dataset.inductive and not way.at_once
-                        output = partial(way.output, evaluation="histories" if fresh else evaluation)
+                        fresh = refresh_every == "epoch" and not dataset.inductive and not strategy.at_once
+                        output = partial(strategy.output, evaluation="histories" if fresh else evaluation)
                         scores = task.evaluate(dataset, output)
             result.epochs.append(Epoch(number, mean_loss, scores, learning_rate, clock.total("train") - start))
             journal.epoch(result.epochs[-1], peak.so_far)
@@ -323,11 +325,11 @@ def fit(
                     look_into(number, last=True)
                 if stop.is_set() or checkpoint_steps is None or is_done():
                     save()
-        result.how, result.storage = way.how, way.storage
+        result.how, result.storage = strategy.how, strategy.storage
         on_failure.pop_all()
     model.load_state_dict(run.best_weights)
     result.peak_memory = peak.num_bytes
-    result.history_bytes = way.history_bytes
+    result.history_bytes = strategy.history_bytes
     journal.finish(result)
     return result
 
@@ -347,7 +349,7 @@ def _open_journal(
         folder = open_run_folder(Path(options["run_dir"]), about, checkpoint, run.result)
         board = Board(folder.path, len(run.result.epochs) + 1) if options["tensorboard"] else None
     what, every = options["diagnose"], options["diagnose_every"]
-    return Journal(folder, run.way, run.model, loader, task, what=what, every=every, board=board)
+    return Journal(folder, run.strategy, run.model, loader, task, what=what, every=every, board=board)
 
 
 def _steps(every: str | int) -> int | None:

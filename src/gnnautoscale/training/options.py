@@ -64,7 +64,7 @@ def check_options(options: dict[str, Any]) -> None:
 
     for name, choices in _CHOICES.items():
         need(options[name] in choices, name, f"one of {', '.join(choices)}")
-    for name in ("parts", "batch_size", "epochs", "evaluate_every"):
+    for name in ("num_parts", "batch_size", "epochs", "evaluate_every"):
         whole(name, 1)
     for name in ("num_workers", "seed"):
         whole(name, 0)
@@ -89,7 +89,7 @@ def check_options(options: dict[str, Any]) -> None:
         need(every in words or count, name, f"{', '.join(words)}, or a number of {unit}")
     need(not options["tensorboard"] or options["run_dir"] is not None, "tensorboard", "off without a run_dir")
     check_storage(options["storage"], options["history_dir"])
-    need(options["mode"] == "full" or options["batch_size"] <= options["parts"], "batch_size", "at most parts")
+    need(options["mode"] == "full" or options["batch_size"] <= options["num_parts"], "batch_size", "at most num_parts")
     _check_mode(options)
     check_device(options["device"])
 

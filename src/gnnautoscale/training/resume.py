@@ -29,7 +29,7 @@ from gnnautoscale.training.checkpoint import (
 )
 from gnnautoscale.training.journal import epoch_record
 from gnnautoscale.training.optimizer import LearningRate
-from gnnautoscale.training.strategies import OnSubgraphs, WithHistories
+from gnnautoscale.training.strategies import HistoryStrategy, SubgraphStrategy
 
 # Options that say how fast or how long to train, not what is trained: they may change when a run goes on.
 FREE = {
@@ -47,7 +47,7 @@ class Run:
         model: The model.
         optimizer: Updates its weights.
         rate: Moves the learning rate on.
-        way: How it is trained.
+        strategy: How it is trained.
         result: What it gave so far.
         device: Where it computes.
         best_weights: The weights of the best epoch so far.
@@ -57,7 +57,7 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     rate: LearningRate
-    way: WithHistories | OnSubgraphs
+    strategy: HistoryStrategy | SubgraphStrategy
     result: FitResult
     device: torch.device
     best_weights: dict[str, Tensor] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Run:
         """Write a checkpoint; returns its file."""
         if not all(bool(torch.isfinite(weight).all()) for weight in self.model.parameters()):
             raise FloatingPointError("the weights are not finite any more")
-        self.result.steps = self.way.steps
+        self.result.steps = self.strategy.steps
         gave = asdict(self.result)
         nested = {
             "options": gave.pop("options"),
@@ -78,7 +78,7 @@ class Run:
             "optimizer": self.optimizer.state_dict(),
             "rate": self.rate.state_dict(),
             "random": random_states(self.device),
-            "way": self.way.state_dict(),
+            "strategy": self.strategy.state_dict(),
         }
         state, tensors = split_tensors("run", nested)
         return save_checkpoint(folder, self.batches, state, tensors)
@@ -99,7 +99,7 @@ class Run:
             if isinstance(rate, Tensor):  # captured steps read it where it is
                 group["lr"] = rate.copy_(group["lr"])
         self.rate.load_state_dict(state["rate"])
-        self.way.load_state_dict(state["way"], self.device)
+        self.strategy.load_state_dict(state["strategy"], self.device)
         set_random_states(state["random"], self.device)
 
 
@@ -137,11 +137,11 @@ def check_fresh(folder: Path) -> None:
 
 def labels_of(checkpoint: Checkpoint, num_nodes: int) -> Tensor:
     """The part of each node in the run that a checkpoint is of, ``[num_nodes]``."""
-    if "way" not in checkpoint.state:
+    if "strategy" not in checkpoint.state:
         raise InputError(
             "a run resumes from a checkpoint of a run", got=str(checkpoint.path), fix="Choose another one."
         )
-    labels: Tensor = join_tensors(checkpoint.state["way"]["labels"], checkpoint.tensors)
+    labels: Tensor = join_tensors(checkpoint.state["strategy"]["labels"], checkpoint.tensors)
     if labels.size(0) != num_nodes:
         raise _other_run(checkpoint, f"graph: it had {labels.size(0)} nodes and has {num_nodes}", _SAME_DATA)
     return labels
@@ -157,7 +157,7 @@ def check_same_run(checkpoint: Checkpoint, options: dict[str, Any], key: str, mo
         model: The model to train.
     """
     state = join_tensors(checkpoint.state, checkpoint.tensors)
-    if state["way"]["graph"] != key:
+    if state["strategy"]["graph"] != key:
         raise _other_run(checkpoint, "graph: its edges, features, labels or masks differ", _SAME_DATA)
     free = FREE - {"epochs"} if options["schedule"] == "cosine" else FREE  # which ends with the last epoch
     for name, value in state["options"].items():

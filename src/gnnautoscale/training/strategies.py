@@ -29,7 +29,7 @@ from gnnautoscale.training.steps import Precision, Steps
 from gnnautoscale.transfer import times_for
 
 
-class WithHistories:
+class HistoryStrategy:
     """An autoscaled model on batches with their halo: GAS, and as special cases full batch and naive histories.
 
     Args:
@@ -82,7 +82,7 @@ class WithHistories:
     def make_room_to_evaluate(self) -> None:
         """Count the second set of histories that exact evaluation in batches takes, when their place is chosen."""
         if len(self._exact_loaders["train"]) > 1:
-            attached(self._model).memory.sets = 2
+            attached(self._model).memory.reserve_second_set()
 
     @property
     def steps(self) -> int:
@@ -123,7 +123,7 @@ class WithHistories:
             self.between = False
 
         self.between = False
-        batches = islice(self._loader.ready(), None if most is None else most - self.done)
+        batches = islice(self._loader.ready_batches(), None if most is None else most - self.done)
         loss = self._engine.epoch(batches, after_step=after_step, then=self._loader.first_of_next_epoch)
         self.done, self.between = 0, True
         return loss
@@ -133,7 +133,7 @@ class WithHistories:
         memory = attached(self._model).memory
         memory.settle()
         if self._engine.on_gpu:
-            torch.cuda.synchronize()  # the host itself reads rows that the GPU has written
+            torch.cuda.synchronize(self._engine.device)  # the host itself reads rows that the GPU has written
         return {
             "graph": self._key,
             "labels": self._loader.labels,
@@ -157,7 +157,7 @@ class WithHistories:
         memory.reopen(
             {slot: (kept["width"], getattr(torch, kept["dtype"])) for slot, kept in state["histories"].items()},
             device,
-            self._loader.row_order,
+            self._loader.part_order,
         )
         for slot, kept in state["histories"].items():
             memory.histories[slot].raw.copy_(kept["raw"])
@@ -168,7 +168,7 @@ class WithHistories:
             self.flow.refreshed()
         loader = self._exact_loaders["train"]
         if self.at_once and attached(self._model).memory.medium == "device":
-            self._engine.output(next(loader.ready()), refresh=True)
+            self._engine.output(next(loader.ready_batches()), refresh=True)
         else:
             refresh(self._model, loader)
 
@@ -180,7 +180,7 @@ class WithHistories:
             return out
         loader = self._exact_loaders[split]
         if self.at_once and loader.data is self._loader.data:
-            return self._engine.output(next(loader.ready())).cpu()
+            return self._engine.output(next(loader.ready_batches())).cpu()
         out = infer(self._model, loader, update_histories=False)
         return out
 
@@ -189,7 +189,7 @@ class WithHistories:
         detach(self._model)
 
 
-class OnSubgraphs:
+class SubgraphStrategy:
     """A plain model on plain subgraphs: Cluster-GCN and neighbour sampling.
 
     A batch without training nodes teaches nothing, so no step is made of it. Evaluation runs the model on a whole
@@ -325,7 +325,7 @@ def data_key(loader: HaloLoader, task: Task) -> str:
 
 def halo_loaders(
     dataset: Dataset,
-    parts: int,
+    num_parts: int,
     batch_size: int,
     partition: Partitioner,
     drawings: int | None,
@@ -345,8 +345,8 @@ def halo_loaders(
             given = labels if train else None
             made[id(graph)] = HaloLoader(
                 graph,
-                None if given is not None else parts if train else max(1, round(parts / batch_size * share)),
-                parts=partition if given is None else given,
+                None if given is not None else num_parts if train else max(1, round(num_parts / batch_size * share)),
+                partition=partition if given is None else given,
                 batch_size=batch_size if train else 1,
                 shuffle=train,
                 drawings=drawings if train else None,
@@ -362,7 +362,7 @@ def halo_loaders(
 def subgraph_loader(
     graph: Data,
     task: Task,
-    parts: int,
+    num_parts: int,
     batch_size: int,
     partition: Partitioner,
     fan_out: Sequence[int] | None,
@@ -377,8 +377,8 @@ def subgraph_loader(
     if fan_out is None:
         return ClusterLoader(
             graph,
-            parts,
-            parts=partition,
+            num_parts,
+            partition=partition,
             batch_size=batch_size,
             shuffle=True,
             seed=seed,
@@ -387,4 +387,4 @@ def subgraph_loader(
         )
     rows, _ = task.targets_of_graph(graph)
     nodes = torch.arange(graph.num_nodes) if rows is None else rows
-    return SampleLoader(graph, nodes, fan_out, -(-parts // batch_size), seed=seed, num_workers=num_workers)
+    return SampleLoader(graph, nodes, fan_out, -(-num_parts // batch_size), seed=seed, num_workers=num_workers)

@@ -49,7 +49,7 @@ class Candidate:
     """A way to train, and what is expected of it.
 
     Attributes:
-        parts: Number of parts; 1 is full batch.
+        num_parts: Number of parts; 1 is full batch.
         connectivity: Halo nodes per batch node, the mean over the parts.
         rows: Nodes and halo of the largest batch.
         storage: Where histories would be.
@@ -63,7 +63,7 @@ class Candidate:
         slower_than: A larger number of parts that needs no more memory and is faster, if there is one.
     """
 
-    parts: int
+    num_parts: int
     connectivity: float
     rows: int
     storage: Medium
@@ -127,7 +127,7 @@ def tune(
         >>> data = KarateClub()[0]
         >>> data.val_mask = data.test_mask = ~data.train_mask
         >>> advice = tune("gcn", data, model_options={"hidden": 8})
-        >>> [candidate.parts for candidate in advice.candidates]
+        >>> [candidate.num_parts for candidate in advice.candidates]
         [1, 2]
     """
     unknown = sorted(set(options) - set(PASSED))
@@ -177,7 +177,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
         The choice, or ``None`` if nothing fits.
     """
     fitting = (each for each in candidates if each.fits and each.slower_than is None)
-    return min(fitting, key=lambda each: each.parts, default=None)
+    return min(fitting, key=lambda each: each.num_parts, default=None)
 
 
 def consider(trials: Trials) -> list[Candidate]:
@@ -198,7 +198,7 @@ def consider(trials: Trials) -> list[Candidate]:
         expected = trials.expect(parts, place)
         candidates.append(
             Candidate(
-                parts=parts,
+                num_parts=parts,
                 connectivity=cut.connectivity,
                 rows=cut.rows,
                 storage=place.storage,
@@ -229,18 +229,18 @@ def _advise(trials: Trials) -> Advice:
         if chosen is None:
             raise _nothing_fits(trials)
         place = _place_of(chosen, trials)
-        if chosen.measured or not trials.attempt(chosen.parts, place):
+        if chosen.measured or not trials.attempt(chosen.num_parts, place):
             break
     why = _why_parts(chosen, candidates, trials)
-    if chosen.parts == 1:
+    if chosen.num_parts == 1:
         return Advice({"mode": "full"}, {"mode": why}, chosen, candidates, trials.budget)
-    options: dict[str, Any] = {"parts": chosen.parts}
-    reasons = {"parts": why}
+    options: dict[str, Any] = {"num_parts": chosen.num_parts}
+    reasons = {"num_parts": why}
     joined, why_joined = _join(chosen, place, trials)
     options |= joined
     reasons["batch_size"] = why_joined
-    if "parts" in joined:
-        reasons["parts"] = f"{JOINED} of them are as large as one of {chosen.parts} parts, {why}"
+    if "num_parts" in joined:
+        reasons["num_parts"] = f"{JOINED} of them are as large as one of {chosen.num_parts} parts, {why}"
     if "drawings" in joined:
         reasons["drawings"] = "batches that come back are captured as CUDA graphs"
     options["storage"], reasons["storage"] = place.storage, place.why
@@ -252,7 +252,7 @@ def _advise(trials: Trials) -> Advice:
     )
     for name, value in trials.batch_options(place).items():
         options[name] = value
-        reasons[name] = f"all batches together take {amount(trials.cuts[chosen.parts].kept)}, too much to keep them"
+        reasons[name] = f"all batches together take {amount(trials.cuts[chosen.num_parts].kept)}, too much to keep them"
     options["refresh_every"], reasons["refresh_every"] = _refresh(chosen, place, trials)
     return Advice(options, reasons, chosen, candidates, trials.budget)
 
@@ -276,14 +276,14 @@ def _nothing_fits(trials: Trials) -> InputError:
 
 def _why_parts(chosen: Candidate, candidates: Sequence[Candidate], trials: Trials) -> str:
     how = "measured" if chosen.measured else "estimated"
-    larger = [each for each in candidates if each.parts < chosen.parts]
+    larger = [each for each in candidates if each.num_parts < chosen.num_parts]
     what = "the fewest that fit" + " and are not slow" * any(each.fits for each in larger) + ": they take"
-    if chosen.parts == 1:
+    if chosen.num_parts == 1:
         what = "no history is needed, so that nothing is stale, and the whole graph at once takes"
     memory, needed = amount(chosen.memory), amount(with_margin(chosen.memory))
     reasons = [f"{what} {memory} ({how}), {needed} with a margin, and there are {amount(trials.budget)}"]
     for each in larger[-1:]:
-        name = "full batch" if each.parts == 1 else f"{each.parts} parts"
+        name = "full batch" if each.num_parts == 1 else f"{each.num_parts} parts"
         if not each.fits:
             known = "measured" if each.measured else "estimated"
             reasons.append(f"{name} would take {amount(each.memory)} ({known})")
@@ -297,10 +297,10 @@ def _why_parts(chosen: Candidate, candidates: Sequence[Candidate], trials: Trial
 
 def _join(chosen: Candidate, place: Place, trials: Trials) -> tuple[dict[str, Any], str]:
     """Whether batches of several small parts are better samples of the graph than larger parts are, and fit."""
-    parts = JOINED * chosen.parts
+    parts = JOINED * chosen.num_parts
     if parts > max(trials.cuts):
         return {"batch_size": 1}, f"{parts} parts, to join {JOINED} of them into a batch, would be too small"
-    single, joined = trials.cuts[chosen.parts], trials.joined(parts, JOINED)
+    single, joined = trials.cuts[chosen.num_parts], trials.joined(parts, JOINED)
     compared = (
         f"the targets of a part are off from the graph's by {single.skew:.2f} (total variation), those of {JOINED} out "
         f"of {parts} parts by {joined.skew:.2f}, with {joined.connectivity:.2f} halo nodes per node instead of "
@@ -308,9 +308,9 @@ def _join(chosen: Candidate, place: Place, trials: Trials) -> tuple[dict[str, An
     )
     if single.skew - joined.skew < SKEW:
         return {"batch_size": 1}, compared
-    options: dict[str, Any] = {"parts": parts, "batch_size": JOINED}
+    options: dict[str, Any] = {"num_parts": parts, "batch_size": JOINED}
     # All but what batches take grows with the rows of a batch.
-    before = trials.known_bytes(chosen.parts, place)
+    before = trials.known_bytes(chosen.num_parts, place)
     memory = before + int((chosen.memory - before) * max(joined.rows / single.rows, 1.0))
     if trials.on_gpu:
         options["drawings"] = DRAWINGS
@@ -329,8 +329,8 @@ def _refresh(chosen: Candidate, place: Place, trials: Trials) -> tuple[str, str]
         return "never", f"{at_risk}, less than {RISK:g}: staleness is no great risk"
     if not chosen.measured:
         return "never", f"{at_risk}, {RISK:g} or more, but the cost of a refresh could not be measured"
-    plain = trials.expect(chosen.parts, place)
-    fresh = trials.run(chosen.parts, place, refresh_every="epoch")
+    plain = trials.expect(chosen.num_parts, place)
+    fresh = trials.run(chosen.num_parts, place, refresh_every="epoch")
     before = chosen.epoch_seconds + plain.other_seconds
     cost = (fresh.other_seconds - plain.other_seconds) / before
     measured = (

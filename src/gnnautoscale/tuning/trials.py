@@ -126,7 +126,14 @@ class Trials:
     ) -> None:
         self._build, self._dataset, self._task, self._options = build, dataset, task, options
         self._graph, self._device = dataset.train, torch.device(options.get("device", "cpu"))
-        self._free = torch.cuda.mem_get_info(self._device)[0] if self.on_gpu else available_memory()
+        free = torch.cuda.mem_get_info(self._device)[0] if self.on_gpu else available_memory()
+        if free is None and memory is None:
+            raise InputError(
+                "tuning needs to know how much memory it may use",
+                got="a system that does not say how much is free",
+                fix="Pass memory.",
+            )
+        self._free: int = free or memory or 0
         #: Bytes to train in.
         self.budget = self._free if memory is None else memory
         #: What is known about each number of parts.
@@ -168,7 +175,7 @@ class Trials:
         piece = self._graph.subgraph(labels == labels.bincount().argmax())
         model = autoscale(self._model(), piece)
         model.train()
-        batch = next(iter(HaloLoader(piece, min(2, piece.num_nodes), parts="random"))).to(self._device)
+        batch = next(iter(HaloLoader(piece, min(2, piece.num_nodes), partition="random"))).to(self._device)
         with torch.no_grad():
             model(batch)
         own = {weight.data_ptr() for weight in model.parameters()}
@@ -257,7 +264,7 @@ class Trials:
         options |= {"mode": "full" if parts == 1 else "gas", "steps_per_epoch": batches}
         model = self._model()
         try:
-            result = fit(model, self._dataset, task=self._task, parts=parts, batch_size=batch_size, **options)
+            result = fit(model, self._dataset, task=self._task, num_parts=parts, batch_size=batch_size, **options)
         finally:
             if is_autoscaled(model):
                 detach(model)  # a folder of histories is free again

@@ -137,7 +137,9 @@ class Experiment:
 # differ in nothing else are one, or the mode does not take it.
 _IN_BATCHES = ("gas", "history", "cluster", "sage")
 _OF_MODES = {
-    **dict.fromkeys(("parts", "batch_size", "partition", "steps_per_epoch", "refresh_every", "storage"), _IN_BATCHES),
+    **dict.fromkeys(
+        ("num_parts", "batch_size", "partition", "steps_per_epoch", "refresh_every", "storage"), _IN_BATCHES
+    ),
     "drawings": ("gas", "history"),
     "fan_out": ("sage",),
 }

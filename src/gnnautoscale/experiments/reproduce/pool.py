@@ -108,7 +108,7 @@ def _length(run: Run) -> int:
     if run.work["kind"] != "train":
         return 0
     train, options = run.work["train"], run.work["options"]
-    steps = -(-train.get("parts", 1) // train.get("batch_size", 1))
+    steps = -(-train.get("num_parts", 1) // train.get("batch_size", 1))
     return int(train.get("epochs", 1) * options.get("layers", 1) * (2 + steps))
 
 

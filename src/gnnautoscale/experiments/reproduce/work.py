@@ -17,7 +17,7 @@ from gnnautoscale.graph import connectivity, partition
 from gnnautoscale.models import build_model
 from gnnautoscale.runs import jsonable
 from gnnautoscale.tasks import task_for
-from gnnautoscale.training import fit
+from gnnautoscale.training import describe_machine, fit
 
 Work = Mapping[str, Any]
 
@@ -37,9 +37,9 @@ def perform(work: Work, *, root: str, device: str, run_dir: Path | None = None) 
         The result as plain values.
 
     Example:
-        >>> work = {"kind": "connectivity", "cell": "cluster", "data": {"graphs": 3}, "parts": 1, "method": "metis"}
+        >>> work = {"kind": "connectivity", "cell": "cluster", "data": {"graphs": 3}, "num_parts": 1, "method": "metis"}
         >>> perform({**work, "seed": 0}, root="data", device="cpu")
-        {'connectivity': 0.0, 'parts': 1}
+        {'connectivity': 0.0, 'num_parts': 1}
     """
     do = partial(_train, run_dir=run_dir) if work["kind"] == "train" else _KINDS[work["kind"]]
     result: dict[str, Any] = jsonable(do(work, root, device))
@@ -75,8 +75,8 @@ def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str
 
 def _connectivity(work: Work, root: str, device: str) -> dict[str, Any]:
     graph = _dataset(work["cell"], root, 0, **work.get("data", {})).train
-    labels = partition(graph.edge_index, graph.num_nodes, work["parts"], method=work["method"], seed=work["seed"])
-    return {"connectivity": float(connectivity(graph.edge_index, labels).mean()), "parts": work["parts"]}
+    labels = partition(graph.edge_index, graph.num_nodes, work["num_parts"], method=work["method"], seed=work["seed"])
+    return {"connectivity": float(connectivity(graph.edge_index, labels).mean()), "num_parts": work["num_parts"]}
 
 
 def _neighbourhood(work: Work, root: str, device: str) -> dict[str, Any]:
@@ -87,10 +87,10 @@ def _neighbourhood(work: Work, root: str, device: str) -> dict[str, Any]:
 
 
 def _step(work: Work, root: str, device: str) -> dict[str, Any]:
-    setup = bench.Setup(**{field.name: work[field.name] for field in fields(bench.Setup)})
-    where, layers = torch.device(device), work["layers"]
-    row = bench.bench_step(setup, [work["ratio"]], where, layers=layers, epochs=work["epochs"])[0]
-    return {"row": row, "setup": {**vars(setup), "layers": layers}, "machine": bench.machine(where)}
+    graph = bench.BenchGraph(**{field.name: work[field.name] for field in fields(bench.BenchGraph)})
+    layers = work["layers"]
+    row = bench.bench_step(graph, work["ratio"], torch.device(device), layers=layers, epochs=work["epochs"])
+    return {"row": row, "setup": {**vars(graph), "layers": layers}, "machine": describe_machine(device)}
 
 
 @lru_cache(maxsize=4)  # runs come sorted by data set

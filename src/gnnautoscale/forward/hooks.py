@@ -1,0 +1,99 @@
+"""Lets the modules of a model report to the session that runs, and takes everything back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
+
+from gnnautoscale._util import map_tensors
+from gnnautoscale.errors import UnsupportedModelError
+from gnnautoscale.forward.edges import describe
+from gnnautoscale.forward.record import EDGE_METHODS
+from gnnautoscale.forward.session import Session
+from gnnautoscale.graph import BatchTensor
+
+
+class Hooks:
+    """Overrides methods of a model's modules, on the instances: layers, batch norms and the model's own forward.
+
+    Args:
+        model: The model.
+        forward: Called in place of the model's forward pass, with its arguments.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+        #: The pass that is running, if any.
+        self.session: Session | None = None
+        self._overridden: list[tuple[nn.Module, str, Any]] = []
+        for name, module in model.named_modules():
+            if isinstance(module, MessagePassing):
+                run = partial(self._layer, module, name or type(module).__name__, module.forward)
+                self.override(module, "forward", run)
+                self.override(module, "SUPPORTS_FUSED_EDGE_INDEX", True)
+                for method in EDGE_METHODS:
+                    self.override(module, method, partial(self._edges, method, getattr(module, method)))
+            elif isinstance(module, _BatchNorm):
+                self.override(module, "forward", partial(self._batch_norm, module, module.forward))
+        self._run_model = model.forward  # which may be a layer's, if the model is one
+        self.override(model, "forward", forward)
+
+    def override(self, module: nn.Module, name: str, value: Any) -> None:
+        """Put something before what a module or its class defines."""
+        self._overridden.append((module, name, module.__dict__.get(name)))
+        module.__dict__[name] = value
+
+    def remove(self) -> None:
+        """Remove everything that was attached; what was there before comes back into view."""
+        for module, name, before in reversed(self._overridden):
+            if before is None:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = before
+        self._overridden.clear()
+
+    def run(self, session: Session | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's own forward pass in a session; ``None`` goes on with the one that runs."""
+        if session is None:
+            return self._run_model(*args, **kwargs)
+        if session.plan.bare:
+            args, kwargs = map_tensors(_without_edges, (args, kwargs))
+        self.session = session
+        try:
+            return self._run_model(*args, **kwargs)
+        finally:
+            self.session = None
+
+    def _layer(self, layer: MessagePassing, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.session is None:
+            raise UnsupportedModelError(
+                f"{describe(name, layer)} of an autoscaled model runs in the model's forward pass",
+                got="a call outside it, by hand or by gradient checkpointing",
+                fix="Call the model as a whole, or detach it to use its layers by themselves. Histories make "
+                "checkpointing unnecessary.",
+            )
+        return self.session.layer(layer, name, run, args, kwargs)
+
+    def _edges(self, method: str, run: Callable[..., Any], edge_index: Tensor, size: Any = None, **values: Any) -> Any:
+        if self.session is None:
+            return run(edge_index, size=size, **values)
+        return getattr(self.session, method)(run, edge_index, size, values)
+
+    def _batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], *args: Tensor, **kwargs: Tensor) -> Tensor:
+        (x,) = (*args, *kwargs.values())
+        return run(x) if self.session is None else self.session.batch_norm(norm, run, x)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module reports to a session already."""
+    overrides = (module.__dict__.get(name) for name in ("forward", *EDGE_METHODS))
+    return any(isinstance(run, partial) and isinstance(getattr(run.func, "__self__", None), Hooks) for run in overrides)
+
+
+def _without_edges(value: Tensor) -> Tensor:
+    """An edge-level tensor of a batch as one without edges, which costs no time to look at."""
+    return value.emptied() if isinstance(value, BatchTensor) and value.is_own_edges else value
