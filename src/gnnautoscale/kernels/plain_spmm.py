@@ -1,6 +1,8 @@
 """Sums, maxima and minima over neighbours in plain torch; they define what the Triton kernels compute.
 
-All functions take edges in CSR form: row ``i`` has the edges ``ptr[i]`` to ``ptr[i + 1]``.
+All functions take edges in CSR form: row ``i`` has the edges from ``ptr[i]`` up to ``ptr[i + 1]``; ``ptr`` has shape
+``[num_rows + 1]``. ``col`` is the neighbour of each edge, a row of ``x``, and ``weight`` its factor, ``[num_edges]``
+each. ``x`` holds the neighbours' rows, ``[num_columns, width]``.
 """
 
 from __future__ import annotations
@@ -26,21 +28,12 @@ def sum_neighbours(
     num_rows: int | None = None,
     segments: RowSegments | None = None,
 ) -> Tensor:
-    """Sum the neighbours of each row.
+    """Sum the neighbours of each row, ``[num_rows, width]`` in the type of ``x``.
 
-    Args:
-        ptr: First edge of each row, ``[num_rows + 1]``.
-        col: The neighbour of each edge, a row of ``x``, ``[num_edges]``.
-        weight: The factor of each edge, ``[num_edges]``.
-        x: The neighbours' rows, ``[num_columns, width]``.
-        mean: Whether to divide each sum by its number of edges.
-        degrees: A ``ptr`` over the rows of ``x``, ``[num_columns + 1]``: divides each row by its number of edges before
-            summing. The gradient of ``mean`` needs this.
-        num_rows: Number of rows of the result. Rows beyond those of ``ptr`` are 0, and edges beyond them are ignored.
-        segments: The long rows of ``ptr``; it may list further ones. Only the Triton kernel uses it.
-
-    Returns:
-        ``[num_rows, width]`` in the type of ``x``.
+    ``mean`` divides each sum by its number of edges. Its gradient passes ``degrees``, a ``ptr`` over the rows of ``x``,
+    ``[num_columns + 1]``, to divide each of these by its number of edges before summing. With ``num_rows``, the result
+    has rows beyond those of ``ptr``, which are 0, and further edges are ignored. Only the Triton kernel uses
+    ``segments``, the long rows of ``ptr`` and perhaps further ones.
     """
     if num_rows is not None:
         end = int(ptr[-1])
@@ -68,18 +61,9 @@ def sum_neighbours(
 def extreme_neighbours(
     ptr: Tensor, col: Tensor, weight: Tensor | None, x: Tensor, *, largest: bool, count: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The largest or smallest value among the neighbours of each row; 0 without edges.
+    """The largest or else smallest value among the neighbours of each row, and how many edges reach it.
 
-    Args:
-        ptr: First edge of each row, ``[num_rows + 1]``.
-        col: The neighbour of each edge, a row of ``x``, ``[num_edges]``.
-        weight: The factor of each edge, ``[num_edges]``.
-        x: The neighbours' rows, ``[num_columns, width]``.
-        largest: Whether to take the largest value, else the smallest.
-        count: Whether to count the edges that reach this value.
-
-    Returns:
-        ``[num_rows, width]`` in the type of ``x``, and the counts, ``[num_rows, width]``, or ``None``.
+    Both have shape ``[num_rows, width]``; rows without edges are 0. Without ``count``, the second is ``None``.
     """
     messages = _messages(weight, x.index_select(0, col))
     row = _rows(ptr, col)

@@ -60,12 +60,7 @@ def gather_tables(
 ) -> None:
     """Read the same rows of several tables, like :func:`gather_rows` for each, but on a GPU in one launch.
 
-    Args:
-        sources: One or more tables of the same shape and type, each ``[num_rows, width]``.
-        index: The rows to read, ``[count]``.
-        outs: One result per table, each ``[count, width]``, of the same type.
-        skip: A value of 0 or more skips the row, ``[count]``, int32.
-        programs: Number of programs that share the work on a GPU; by default as few as keep up with a training step.
+    The tables have the same shape and type, and so have the results ``outs``, one per table.
 
     Example:
         >>> outs = [torch.zeros(1, 2), torch.zeros(1, 2)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -45,7 +45,6 @@ class Adjacency:
     col: Tensor
     weight: Tensor | None
     num_sources: int
-    _transposed: Transposed | None = field(default=None, repr=False)
 
     @classmethod
     def build(
@@ -91,12 +90,10 @@ class Adjacency:
                 segments are, no row is split.
             num_sources: Number of source rows.
         """
-        transposed = None
-        if "ptr_t" in tensors:
-            transposed = (tensors["ptr_t"], tensors["col_t"], tensors.get("weight_t"))
-        adjacency = cls(tensors["ptr"], tensors["col"], tensors.get("weight"), num_sources, transposed)
+        adjacency = cls(tensors["ptr"], tensors["col"], tensors.get("weight"), num_sources)
         adjacency.segments = RowSegments.of(tensors)
-        if transposed is not None:
+        if "ptr_t" in tensors:
+            adjacency.transposed = (tensors["ptr_t"], tensors["col_t"], tensors.get("weight_t"))
             adjacency.segments_t = RowSegments.of(tensors, "_t")
         return adjacency
 
@@ -107,19 +104,14 @@ class Adjacency:
             >>> loop = Adjacency.build(torch.tensor([0]), torch.tensor([0]), 1, 1)
             >>> sorted(loop.tensors())
             ['col', 'col_t', 'ptr', 'ptr_t']
-            >>> Adjacency.of(loop.tensors(), num_sources=1).col_t
+            >>> Adjacency.of(loop.tensors(), num_sources=1).col
             tensor([0], dtype=torch.int32)
         """
-        tensors = {
-            "ptr": self.ptr,
-            "col": self.col,
-            "weight": self.weight,
-            "ptr_t": self.ptr_t,
-            "col_t": self.col_t,
-            "weight_t": self.weight_t,
-        }
-        found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        for suffix, segments in (("", self.segments), ("_t", self.segments_t)):
+        found: dict[str, Tensor] = {}
+        directions = (("", (self.ptr, self.col, self.weight), self.segments), ("_t", self.transposed, self.segments_t))
+        for suffix, edges, segments in directions:
+            named = zip(("ptr", "col", "weight"), edges, strict=True)
+            found |= {name + suffix: tensor for name, tensor in named if tensor is not None}
             found |= {} if segments is None else segments.named(suffix)
         return found
 
@@ -133,35 +125,18 @@ class Adjacency:
         """Number of edges."""
         return self.col.numel()
 
-    @property
-    def transposed(self) -> Transposed:
-        """The same edges grouped by source: ``ptr_t``, ``col_t``, ``weight_t``; built on first use."""
-        if self._transposed is None:
-            self._transposed = self._transpose()
-        return self._transposed
-
+    @cached_property
     @torch.inference_mode(False)  # kept for training too
-    def _transpose(self) -> Transposed:
+    def transposed(self) -> Transposed:
+        """The same edges grouped by source.
+
+        First edge of each source, ``[num_sources + 1]``; target of each edge and its weight, ``[num_edges]`` each.
+        """
         by_source = self.col.argsort(stable=True)
         target: Tensor = torch._convert_indices_from_csr_to_coo(self.ptr, self.col, out_int32=True)[0]
         ptr: Tensor = torch._convert_indices_from_coo_to_csr(self.col[by_source], self.num_sources, out_int32=True)
         weight = None if self.weight is None else self.weight[by_source]
         return ptr, target[by_source], weight
-
-    @property
-    def ptr_t(self) -> Tensor:
-        """First edge of each source, ``[num_sources + 1]``, int32."""
-        return self.transposed[0]
-
-    @property
-    def col_t(self) -> Tensor:
-        """Target of each edge, grouped by source, ``[num_edges]``, int32."""
-        return self.transposed[1]
-
-    @property
-    def weight_t(self) -> Tensor | None:
-        """Weight of each edge, grouped by source, ``[num_edges]``."""
-        return self.transposed[2]
 
     @cached_property
     def segments(self) -> RowSegments | None:
@@ -171,7 +146,7 @@ class Adjacency:
     @cached_property
     def segments_t(self) -> RowSegments | None:
         """The segments of sources with very many edges; ``None`` if there are none."""
-        return split_long_rows(self.ptr_t, self.num_edges)
+        return split_long_rows(self.transposed[0], self.num_edges)
 
 
 def spmm(adjacency: Adjacency, x: Tensor, reduce: str = "sum", *, grad_rows: int | None = None) -> Tensor:

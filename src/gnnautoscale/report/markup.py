@@ -63,7 +63,7 @@ def _cell(text: str) -> str:
 
 
 def facts_table(names: Sequence[str], runs: Sequence[tuple[str, Sequence[str]]], *, caption: str) -> str:
-    """A table of facts about runs, each given as its name and its facts: a column per run, or a row if there are many."""
+    """A table of facts about runs, given as pairs (name, facts): a column per run, or a row if there are many."""
     if len(runs) <= 3:
         rows = [[name, *(values[index] for _, values in runs)] for index, name in enumerate(names)]
         return table(["", *(run for run, _ in runs)], rows, caption=caption)

@@ -22,9 +22,9 @@ def finite(value: Any) -> float | None:
 
 
 def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
-    """About ``count`` round numbers between two numbers, spaced by 1, 2 or 5 times a power of ten, or ``whole`` numbers.
+    """About ``count`` round numbers from ``low`` to ``high``, spaced by 1, 2 or 5 times a power of ten.
 
-    If ``high`` is not above ``low``, the only tick is ``low``.
+    With ``whole``, they are whole numbers. If ``high`` is not above ``low``, the only tick is ``low``.
 
     Example:
         >>> ticks(0, 10), ticks(1, 3, whole=True), ticks(0.62, 0.87, 3)

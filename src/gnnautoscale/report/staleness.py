@@ -31,10 +31,10 @@ def staleness_section(runs: Sequence[ReportedRun]) -> Section | None:
     found = _layer_figures(by_epoch, "Staleness", "staleness, relative")
     found += _layer_figures(_by_age(runs), "Staleness by age", "staleness", x_title="age in steps")
     how = (
-        "Staleness is the distance between a row of a history and what a batch would compute for it now, for rows that "
-        "batches pull; relative means divided by the norm of the exact rows. It depends on how fast the weights change. "
-        "If it is high or grows with depth, and learning curves suffer: clip gradients, lower the learning rate, or "
-        "refresh. By age: the mean over rows written that many steps ago, at the last measurement."
+        "Staleness is the distance between a row of a history and what a batch would compute for it now, over the rows "
+        "that batches pull; relative means divided by the norm of the exact rows. It depends on how fast the weights "
+        "change. If it is high or grows with depth, and learning curves suffer: clip gradients, lower the learning "
+        "rate, or refresh. By age: the mean over rows written that many steps ago, at the last measurement."
     )
     return plot_section("staleness", "Staleness of histories", how, found, _left_out(by_epoch))
 
@@ -68,8 +68,8 @@ def error_section(runs: Sequence[ReportedRun]) -> Section | None:
         return None
     how = (
         "The error is the distance between what a batch computes and the exact embedding, here for the worst node. "
-        "Theorem 1 bounds it by the measured staleness and the model's Lipschitz constants, so no solid line lies above "
-        "the dashed line of its colour; the gap between them shows how cautious the bound is."
+        "Theorem 1 bounds it by the measured staleness and the model's Lipschitz constants, so no solid line lies "
+        "above the dashed line of its colour; the gap between them shows how cautious the bound is."
     )
     body = [paragraph(how), figures(found)]
     if exact:
@@ -86,13 +86,17 @@ def gradient_section(runs: Sequence[ReportedRun]) -> Section | None:
         ("cosine", "Cosine with the exact gradient", "cosine"),
         ("relative_error", "Relative error of the gradient", "error"),
     ):
-        found += curves(runs, title, lambda run, name=name: run.curve((name,), run.record.gradients), y_title)
+
+        def curve(run: ReportedRun, name: str = name) -> list[Point]:
+            return run.curve((name,), run.record.gradients)
+
+        found += curves(runs, title, curve, y_title)
     rows = _last_layers(runs, "gradients", ("cosine", "relative_error"))
     last = table(["weights", "run", "cosine", "relative error"], rows, caption="Gradients at the last measurement")
     how = (
         "The gradient over all batches, with the histories as they are, compared with that of full batch and the same "
-        "weights. Cosine 1 and error 0 mean that they are equal. No gradient flows through histories, so they may differ "
-        "even if the histories are fresh."
+        "weights. Cosine 1 and error 0 mean that they are equal. No gradient flows through histories, so they may "
+        "differ even if the histories are fresh."
     )
     return plot_section("gradients", "Gradients", how, found, folded("Weight by weight", last) if rows else "")
 

@@ -60,9 +60,9 @@ def comparison_section(runs: Sequence[ReportedRun]) -> Section | None:
     known = [at for at in range(len(names)) if at < len(changed) or any(its[at] != "-" for _, its in columns)]
     columns = [(name, [its[at] for at in known]) for name, its in columns]
     how = (
-        f"Settings that differ, and their results, relative to {first.tag}: scores as differences in percentage points, "
-        "times and memory as ratios. Runs also differ by chance: compare several seeds before you trust a small "
-        "difference."
+        f"Settings that differ, and their results, relative to {first.tag}: scores as differences in percentage "
+        "points, times and memory as ratios. Runs also differ by chance: compare several seeds before you trust a "
+        "small difference."
     )
     body = [paragraph(how)]
     groups = _groups(runs)

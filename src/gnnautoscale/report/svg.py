@@ -1,7 +1,7 @@
 """Plots as SVG text: lines, stacked bars, histograms and heat maps.
 
-Colours are classes (``c0`` to ``c7`` for series, ``h1`` to ``h6`` for heat), which the style sheet defines for light and
-dark mode. Plots are 400 units wide; a phone shows them at about nine tenths of that. All text is escaped here.
+Colours are classes (``c0`` to ``c7`` for series, ``h1`` to ``h6`` for heat), which the style sheet defines for light
+and dark mode. Plots are 400 units wide; a phone shows them at about nine tenths of that. All text is escaped here.
 """
 
 from __future__ import annotations

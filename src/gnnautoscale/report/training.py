@@ -104,9 +104,9 @@ def time_section(runs: Sequence[ReportedRun]) -> Section | None:
         found.append(figure("Where the time of a step goes", plot, data=data, keys=keys))
     found += curves(runs, "Time of an epoch", _settled_seconds, "seconds", floor=_from_zero)
     how = (
-        "Means over all epochs but the first, which also prepares batches. Pulls that run ahead of a step and pushes that "
-        "run behind it take no time of their own: the plot shows how long training had to wait. A large share of the "
-        "loader or of pulls means that computing is not the bottleneck. With full batch, a step is a whole epoch."
+        "Means over all epochs but the first, which also prepares batches. Pulls ahead of a step and pushes behind it "
+        "take no time of their own: the plot shows how long training had to wait. A large share of the loader or of "
+        "pulls means that computing is not the bottleneck. With full batch, a step is a whole epoch."
     )
     return plot_section("time", "Time", how, found)
 
@@ -131,21 +131,14 @@ def step_times(run: ReportedRun) -> dict[str, float]:
 
 def transfer_section(runs: Sequence[ReportedRun]) -> Section | None:
     """Bytes pulled and pushed, and the age of pulled rows."""
-    found = _byte_curves(runs, "Pulled per epoch", "pulled_bytes") + _byte_curves(
-        runs, "Pushed per epoch", "pushed_bytes"
-    )
-    found += curves(
-        runs,
-        "Rows written before",
-        lambda run: [(x, 100 * y) for x, y in run.curve(("hit_ratio",))],
-        "% of pulled rows",
-    )
+    found = _byte_curves(runs, "Bytes pulled", "pulled_bytes") + _byte_curves(runs, "Bytes pushed", "pushed_bytes")
+    found += curves(runs, "Rows written before", _hit_percentage, "% of pulled rows")
     for name, title in (("mean", "Mean age of pulled rows"), ("max", "Largest age of pulled rows")):
         found += curves(runs, title, partial(ReportedRun.curve, path=("age", name)), "steps", floor=_from_zero)
     how = (
-        "A step pulls the halo's rows from histories, and pushes the batch's rows to them. Rows that were never written "
-        "are zero: after the first epoch, all pulled rows should have been written. The age of a row is the number of "
-        "steps since it was written. The more batches an epoch has, the older and less exact the rows become."
+        "A step pulls the halo's rows from histories, and pushes the batch's rows to them. Rows that were never "
+        "written are zero: after the first epoch, all pulled rows should have been written. The age of a row is the "
+        "number of steps since it was written. The more batches an epoch has, the older and less exact rows become."
     )
     return plot_section("transfers", "Pulls and pushes", how, found)
 
@@ -163,8 +156,8 @@ def memory_section(runs: Sequence[ReportedRun]) -> Section | None:
             found.append(figure(title, plot, data=data))
     found += _byte_curves(runs, "Memory by epoch", "memory")
     how = (
-        "The peak of training, on the device that computes. It includes histories on that device, but not those in host "
-        "memory beside a GPU or on disk."
+        "The peak of training, on the device that computes. It includes histories on that device, but not those in "
+        "host memory beside a GPU or on disk."
     )
     return plot_section("memory", "Memory", how, found)
 
@@ -249,6 +242,10 @@ def _settled_seconds(run: ReportedRun) -> list[Point]:
     """The time of each epoch but the first, unless that is the only one."""
     points = run.curve(("seconds",))
     return points[1:] or points
+
+
+def _hit_percentage(run: ReportedRun) -> list[Point]:
+    return [(x, 100 * y) for x, y in run.curve(("hit_ratio",))]
 
 
 def _from_zero(_: list[float]) -> float:

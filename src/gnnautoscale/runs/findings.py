@@ -204,7 +204,7 @@ def _tiny_batches(record: RunRecord) -> Finding | None:
         "tiny batches",
         f"An epoch has {steps} steps of {size:.0f} nodes, and a step takes {1000 * seconds:.1f} ms.",
         "Launching the kernels takes about that long, so the device is mostly idle.",
-        f"Train on larger batches: --batch-size {2 * together}, or fewer parts: --num-parts {parts.get('count', 2) // 2}.",
+        f"Use larger batches (--batch-size {2 * together}) or fewer parts (--num-parts {parts.get('count', 2) // 2}).",
         TINY_BATCH_NODES / max(size, 1.0),
     )
 
