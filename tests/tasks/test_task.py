@@ -50,7 +50,7 @@ def regressor() -> GCN:
 
 
 @pytest.mark.parametrize(
-    "options", [{"parts": 4, "batch_size": 2}, {"mode": "cluster", "parts": 4}, {"mode": "sage", "fan_out": [4, 4]}]
+    "options", [{"num_parts": 4, "batch_size": 2}, {"mode": "cluster", "num_parts": 4}, {"mode": "sage", "fan_out": [4, 4]}]
 )
 def test_a_regression_is_trained_and_scored(options: dict[str, Any]) -> None:
     data, model = heights(), regressor()
@@ -75,7 +75,7 @@ def test_first_loss_by_hand() -> None:
 
 
 def test_a_run_folder_and_its_gradients(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"parts": 4, "epochs": 2, "run_dir": str(tmp_path / "run"), "diagnose": ["gradients"]}
+    options: dict[str, Any] = {"num_parts": 4, "epochs": 2, "run_dir": str(tmp_path / "run"), "diagnose": ["gradients"]}
     gas.fit(regressor(), heights(), task=Regression(), **options)
     record = read_run(tmp_path / "run")
     assert record.run["data"].keys() == {"name", "nodes", "edges", "features"}
@@ -84,7 +84,7 @@ def test_a_run_folder_and_its_gradients(tmp_path: Path) -> None:
 
 def test_checkpoints_know_the_targets(tmp_path: Path) -> None:
     data, model, resumed = heights(), regressor(), regressor()
-    options: dict[str, Any] = {"task": Regression(), "parts": 4, "batch_size": 2}
+    options: dict[str, Any] = {"task": Regression(), "num_parts": 4, "batch_size": 2}
     gas.fit(regressor(), data, epochs=2, checkpoint_dir=str(tmp_path), **options)
     gas.fit(resumed, data, epochs=4, resume=str(tmp_path), **options)
     gas.fit(model, data, epochs=4, **options)

@@ -65,8 +65,8 @@ ONCE_EACH = {"aminmax": 1, "numpy": 1}
 @pytest.mark.parametrize("options", [{}, {"evaluate_parts": 2}], ids=["plain", "other parts to evaluate"])
 def test_features_are_read_once_to_check_and_once_to_hash(options: dict[str, Any]) -> None:
     data = community_graph()
-    assert reads_before_training(data, data.x, parts=4, **options) == ONCE_EACH
-    assert reads_before_training(data, data.x, parts=4, **options) == {}  # known by now
+    assert reads_before_training(data, data.x, num_parts=4, **options) == ONCE_EACH
+    assert reads_before_training(data, data.x, num_parts=4, **options) == {}  # known by now
 
 
 def test_mapped_features_are_read_no_more_often(tmp_path: Path) -> None:
@@ -75,5 +75,5 @@ def test_mapped_features_are_read_no_more_often(tmp_path: Path) -> None:
     np.savez(tmp_path / "graph.npz", edge_index=data.edge_index, y=data.y)
     with Reads(data.x) as reads:
         dataset = from_file(tmp_path / "graph.npz", features_file=tmp_path / "x.npy", undirected=True)
-    reads.found.update(reads_before_training(dataset, data.x, parts=4, keep_batches=False))
+    reads.found.update(reads_before_training(dataset, data.x, num_parts=4, keep_batches=False))
     assert reads.found == ONCE_EACH

@@ -66,7 +66,7 @@ class Graph:
         edge_index = data.edge_index
         if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.size(0) != 2:
             raise InputError(
-                "the graph needs data.edge_index of shape [2, num_edges]",
+                "edge_index must be a tensor of shape [2, num_edges]",
                 got="no edge_index" if edge_index is None else _describe(edge_index),
                 fix="Store sources and targets as two rows; torch_geometric.utils.to_edge_index converts a matrix.",
             )
