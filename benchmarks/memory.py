@@ -1,7 +1,7 @@
-"""Peak GPU memory of ways to train a GCN on a graph of ogbn-products' size, and the edges they use (paper's Table 3).
+"""Peak GPU memory of training a GCN on a graph the size of ogbn-products, and the share of edges used (Table 3).
 
-Run with ``PYTHONPATH=src python benchmarks/memory.py results.json [--tiny]``. With ``--tiny`` everything is of toy size
-and also runs without a GPU, where no memory is reported. All methods aggregate with the same fused kernel.
+Run with ``PYTHONPATH=src python benchmarks/memory.py results.json [--tiny]``. ``--tiny`` is toy size and also runs
+without a GPU, but then reports no memory. All methods aggregate with the same fused kernel.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torch_geometric.nn import GCN
 
 from gnnautoscale.attach.autoscaler import attached, autoscale
 from gnnautoscale.experiments.bench import PRODUCTS, BenchGraph, Numbers, free_memory, make_loader, time_epochs
-from gnnautoscale.forward.record import Event, Recorder
+from gnnautoscale.forward.record import EdgeRecord, Recorder
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.kernels import Adjacency, spmm
 from gnnautoscale.training import describe_machine
@@ -43,12 +43,12 @@ TINY_PIECE = BenchGraph(800, 160, 5, degree=39, halo_degree=6, features=100, cla
 
 @dataclass(eq=False)
 class Batch:
-    """What a training step reads.
+    """The input of a training step.
 
     Attributes:
         x: Features, ``[num_nodes, features]``.
         adjacency: Edges between these nodes, with self-loops and symmetric normalization.
-        y: Labels of the first nodes, which the loss is over.
+        y: Labels of the first nodes; the loss is over these.
     """
 
     x: Tensor
@@ -56,7 +56,7 @@ class Batch:
     y: Tensor
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on another device, with what gradients need."""
+        """Move it to a device, with the transposed edges."""
         tensors = {name: tensor.to(device) for name, tensor in self.adjacency.tensors().items()}
         return Batch(self.x.to(device), Adjacency.of(tensors, self.adjacency.num_sources), self.y.to(device))
 
@@ -80,11 +80,11 @@ class PlainGCN(nn.Module):
 
 
 class OneRecord(Recorder):
-    """Records the first layer for all: those of a GCN weigh the same edges alike, and doing it takes seconds."""
+    """Records the first layer only, which takes seconds; all layers of a GCN have the same edge weights."""
 
-    known: list[Event] | None = None
+    known: list[EdgeRecord] | None = None
 
-    def record(self, *args: Any, **kwargs: Any) -> list[Event]:
+    def record(self, *args: Any, **kwargs: Any) -> list[EdgeRecord]:
         """See :meth:`Recorder.record`."""
         if self.known is None:
             self.known = super().record(*args, **kwargs)
@@ -92,11 +92,11 @@ class OneRecord(Recorder):
 
 
 class Results:
-    """Prints and writes every number as soon as it is known.
+    """Prints and writes every number at once.
 
     Args:
         path: The JSON file.
-        device: What is measured on.
+        device: The compute device.
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
@@ -112,7 +112,7 @@ class Results:
         self.content |= {"rows": self.rows, "growth_percent": {}}
 
     def say(self, text: str) -> None:
-        """Print a line with the time since the start, and write what is known."""
+        """Print a line with the time since the start, and write the numbers so far."""
         seconds = time.perf_counter() - self._start
         self.content["seconds"] = round(seconds, 1)
         self._path.write_text(json.dumps(self.content, indent=1) + "\n")
@@ -121,15 +121,15 @@ class Results:
     def measure(
         self, method: str, layers: int, nodes: int, share: float, work: Callable[[], Numbers], **more: Any
     ) -> None:
-        """Take the memory of some work; if it fails, note why, for the other numbers to be taken all the same.
+        """Measure the memory of some work; if it fails, note why and carry on.
 
         Args:
-            method: What is measured.
+            method: Name of the method.
             layers: Number of layers.
             nodes: Nodes of the graph.
-            share: Share of the edges into the nodes it computes that it uses.
+            share: Share of the edges into its nodes that the method uses.
             work: Returns ``"peak_memory"`` and ``"reserved_memory"`` in bytes.
-            more: Further facts about the row.
+            more: Further numbers.
         """
         free_memory(self._device)
         cuda = self._device.type == "cuda"
@@ -147,12 +147,12 @@ class Results:
         self.say(", ".join(filter(None, [line, details, row.get("how")])))
 
     def peak(self, method: str, layers: int, nodes: int) -> int | None:
-        """The peak memory that was measured, if it was."""
+        """The measured peak memory, if any."""
         found = self.row(method, layers, nodes)
         return None if found is None else found.get("peak_memory")
 
     def row(self, method: str, layers: int, nodes: int) -> Numbers | None:
-        """All that is known about a measurement."""
+        """A measurement, if there is one."""
         key = {"method": method, "layers": layers, "nodes": nodes}
         return next((row for row in self.rows if key.items() <= row.items()), None)
 
@@ -172,7 +172,7 @@ def normalized(target: Tensor, source: Tensor, num_nodes: int) -> Adjacency:
     """
     nodes = torch.arange(num_nodes, device=target.device)
     degree = torch.bincount(target, minlength=num_nodes) + 1
-    # A node's loop comes after its other edges: these move on by one for each node before theirs.
+    # A self-loop comes after the node's other edges, which shift by one for each node before it.
     loops = degree.cumsum(0) - 1
     sources = torch.empty(target.numel() + num_nodes, dtype=torch.long, device=target.device)
     sources[loops] = nodes
@@ -185,7 +185,7 @@ def normalized(target: Tensor, source: Tensor, num_nodes: int) -> Adjacency:
 
 
 def edges_into(ptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """For every edge into some nodes, grouped by them: the position of its target in ``nodes``, and its own position.
+    """The edges into some nodes, grouped by node: position of the target in ``nodes``, and position of the edge.
 
     Args:
         ptr: First edge of each node of the graph, ``[num_nodes + 1]``.
@@ -199,21 +199,21 @@ def edges_into(ptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(ptr: Tensor, nodes: Tensor, fan_out: int) -> tuple[Tensor, Tensor]:
-    """Some of the edges into each node, all if it has no more than ``fan_out``, else as many without replacement.
+    """Draw at most ``fan_out`` edges into each node, without replacement.
 
-    All edges into the nodes are put into a random order and the first ones of each node taken: exact, and one sort.
+    It shuffles all edges into the nodes with one sort and takes the first ones of each node.
 
     Args:
         ptr: First edge of each node of the graph, ``[num_nodes + 1]``.
         nodes: Node indices, ``[num_targets]``.
-        fan_out: The most edges of a node.
+        fan_out: The most edges per node.
 
     Returns:
         As :func:`edges_into`.
     """
     target, edge = edges_into(ptr, nodes)
     count = ptr[nodes + 1] - ptr[nodes]
-    # Below 1 by enough that no sum is rounded up to the next target.
+    # Far enough below 1 that no sum rounds up to the next target.
     key = torch.rand(target.shape, dtype=torch.float64, device=ptr.device).mul_(0.999).add_(target)
     order = key.argsort()
     del key
@@ -223,17 +223,17 @@ def draw(ptr: Tensor, nodes: Tensor, fan_out: int) -> tuple[Tensor, Tensor]:
 
 
 def sample(ptr: Tensor, source: Tensor, seeds: Tensor, fan_out: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Neighbours of nodes, their neighbours, and so on; each node's are drawn when it is first met, as PyG does.
+    """Sample neighbours hop by hop; like PyG, draw those of a node when it first appears.
 
     Args:
         ptr: First edge of each node of the graph, ``[num_nodes + 1]``.
         source: Source of each edge, grouped by target, ``[num_edges]``.
         seeds: Distinct nodes, ``[num_seeds]``.
-        fan_out: The most edges of a node, for each hop.
+        fan_out: The most edges per node, for each hop.
 
     Returns:
-        The nodes, seeds first; for each edge target and source as positions among them, by ascending target; and how
-        many of the nodes, the first ones, had neighbours drawn.
+        The nodes, seeds first; target and source of each edge as positions among them, by ascending target; and the
+        number of nodes, counted from the first, whose neighbours were drawn.
     """
     place = torch.full((ptr.numel() - 1,), -1, dtype=torch.long, device=ptr.device)
     place[seeds] = torch.arange(seeds.numel(), device=ptr.device)
@@ -252,7 +252,7 @@ def sample(ptr: Tensor, source: Tensor, seeds: Tensor, fan_out: Sequence[int]) -
 
 
 def train(batch: Batch, layers: int, classes: int, device: torch.device) -> Numbers:
-    """Train on a batch for some steps, with nothing else on the GPU.
+    """Train on a batch for a few steps, with nothing else on the GPU.
 
     Args:
         batch: On any device.
@@ -284,7 +284,7 @@ def train(batch: Batch, layers: int, classes: int, device: torch.device) -> Numb
 
 
 def measure_gas(results: Results, graph: BenchGraph, loader: HaloLoader, device: torch.device) -> None:
-    """Measure training with histories and batches in host memory, for all depths."""
+    """Measure training with histories and batches in host memory, at all depths."""
     recorder = OneRecord(loader.graph)
 
     def work(layers: int) -> Numbers:
@@ -293,20 +293,20 @@ def measure_gas(results: Results, graph: BenchGraph, loader: HaloLoader, device:
         attached(model).memory.recorder = recorder
         return time_epochs(model, loader, placement="host", epochs=1)
 
-    # The first training in a process leaves memory of PyTorch's own behind, which later ones would be charged with.
+    # Warm-up: the first training in a process leaves some memory of PyTorch's own behind.
     work(DEPTHS[0])
     for layers in DEPTHS:
         results.measure("GAS", layers, graph.nodes, 1.0, partial(work, layers), batches=graph.batches)
 
 
 def measure_others(results: Results, graph: BenchGraph, loader: HaloLoader, device: torch.device) -> None:
-    """Measure training without histories: on all nodes, on sampled neighbourhoods, and on one part."""
+    """Measure training without histories: on all nodes, on sampled neighbours, and on one part."""
     data, host = loader.data, torch.device("cpu")
     nodes = graph.nodes
     ptr = loader.graph.incoming._ptr.to(device)
     source = loader.graph.edge_index[0].to(device)[loader.graph.incoming._order.to(device)]
 
-    # Everything is cut first, and kept in host memory, so that only what a method needs is on the GPU later.
+    # Build all batches first, in host memory, so that the GPU later holds only what a method needs.
     part = (loader.labels == 0).nonzero().squeeze(1).to(device)
     target, edge = edges_into(ptr, part)
     place = torch.full((nodes,), -1, dtype=torch.long, device=device)
@@ -354,7 +354,7 @@ def measure_others(results: Results, graph: BenchGraph, loader: HaloLoader, devi
 
 
 def table(results: Results, small: BenchGraph, large: BenchGraph) -> str:
-    """The results as a Markdown table: memory in GB and share of data used, and how GAS's memory grows."""
+    """The results in Markdown: memory in GB, share of edges used, and growth of GAS's memory."""
     lines = ["| | " + " | ".join(f"{layers} layers" for layers in DEPTHS) + " |", "|---" * (len(DEPTHS) + 1) + "|"]
     for method in METHODS:
         cells = []
@@ -371,14 +371,14 @@ def table(results: Results, small: BenchGraph, large: BenchGraph) -> str:
 
 
 def main() -> None:
-    """Measures everything on two graphs and prints a table."""
+    """Measure everything on two graphs and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path, help="the JSON file to write")
     parser.add_argument("--tiny", action="store_true", help="toy size")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not arguments.tiny:
-        sys.exit("There is no GPU here: only --tiny runs without one.")
+        sys.exit("Only --tiny runs without a GPU.")
     small, large = (TINY_PIECE, TINY) if arguments.tiny else (TENTH, PRODUCTS)
     torch.manual_seed(0)
     results = Results(arguments.results, device)
@@ -400,7 +400,7 @@ def main() -> None:
     results.say("done")
     print(table(results, small, large))
     if any("error" in row for row in results.rows):
-        sys.exit("Some numbers could not be taken.")
+        sys.exit("Some measurements failed.")
 
 
 if __name__ == "__main__":

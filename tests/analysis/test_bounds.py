@@ -15,8 +15,8 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm  # type: ignore[import-unt
 import gnnautoscale as gas
 from conftest import CHANNELS, history_rows, odd_graph, spread_norms, undirected_graph, whole
 from gnnautoscale.analysis.bounds import (
-    Layer,
     LayerBounds,
+    LayerConstants,
     MessageEdges,
     compare_bounds,
     error_by_sweep,
@@ -58,11 +58,11 @@ class KnownConv(pyg.MessagePassing):  # type: ignore[misc]
         out: Tensor = self.after(gathered + x if self.own else gathered).relu()
         return out
 
-    def constants(self) -> Layer:
+    def constants(self) -> LayerConstants:
         width = self.before.out_features
         aggregation: Any = self.aggr
         k1, k2 = lipschitz_constant(self.before), lipschitz_constant(self.after)
-        return Layer(k1, k2, aggregation, own=float(self.own), width=width)
+        return LayerConstants(k1, k2, aggregation, own=float(self.own), width=width)
 
 
 class Chain(nn.Module):
@@ -108,36 +108,36 @@ def test_closed_form_of_the_recursion() -> None:
     expected = sum(
         stale * k1 * k2 * degree * (k2 * (1 + k1 * degree)) ** (3 - place) for place, stale in enumerate(staleness)
     )
-    found = theorem1([Layer(k1, k2)] * 5, [degree] * 5, staleness=staleness)
+    found = theorem1([LayerConstants(k1, k2)] * 5, [degree] * 5, staleness=staleness)
     assert found[0] == 0.0
     assert found[-1] == pytest.approx(expected)
 
 
 def test_printed_sum_is_the_recursion_without_own_rows() -> None:
     staleness = [0.2, 0.5, 0.1]
-    found = theorem1([Layer(0.7, 1.3, own=0.0)] * 4, [3.0] * 4, staleness=staleness)
+    found = theorem1([LayerConstants(0.7, 1.3, own=0.0)] * 4, [3.0] * 4, staleness=staleness)
     assert found[-1] == pytest.approx(printed_sum(0.7, 1.3, 3.0, staleness=staleness))
 
 
 def test_factors_of_weighted_edges() -> None:
     edges = MessageEdges(torch.tensor([[0, 1, 2], [3, 3, 0]]), 4, torch.tensor([3.0, -4.0, 0.5]))
-    assert edges.factor(Layer(1.0, 1.0, "sum")).tolist() == [0.5, 0.0, 0.0, 7.0]
-    assert edges.factor(Layer(1.0, 1.0, "mean")).tolist() == [0.5, 0.0, 0.0, 3.5]
-    assert edges.factor(Layer(1.0, 1.0, "max")).tolist() == [0.5, 0.0, 0.0, 5.0]
-    assert edges.factor(Layer(1.0, 1.0, "max", width=1)).tolist() == [0.5, 0.0, 0.0, 4.0]
+    assert edges.factor(LayerConstants(1.0, 1.0, "sum")).tolist() == [0.5, 0.0, 0.0, 7.0]
+    assert edges.factor(LayerConstants(1.0, 1.0, "mean")).tolist() == [0.5, 0.0, 0.0, 3.5]
+    assert edges.factor(LayerConstants(1.0, 1.0, "max")).tolist() == [0.5, 0.0, 0.0, 5.0]
+    assert edges.factor(LayerConstants(1.0, 1.0, "max", width=1)).tolist() == [0.5, 0.0, 0.0, 4.0]
 
 
 def test_bad_constants_are_refused() -> None:
     with pytest.raises(InputError, match="finite"):
-        Layer(-1.0, 1.0)
+        LayerConstants(-1.0, 1.0)
     with pytest.raises(InputError, match="finite"):
-        Layer(1.0, math.nan)
+        LayerConstants(1.0, math.nan)
     with pytest.raises(InputError, match="'sum'"):
-        Layer(1.0, 1.0, "median")  # type: ignore[arg-type]
+        LayerConstants(1.0, 1.0, "median")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="staleness for 2"):
-        theorem1([Layer(1.0, 1.0)] * 3, [1.0] * 3, staleness=[1.0])
+        theorem1([LayerConstants(1.0, 1.0)] * 3, [1.0] * 3, staleness=[1.0])
     with pytest.raises(InputError, match="staleness for 4"):
-        theorem1_by_node([Layer(1.0, 1.0)] * 3, MessageEdges(torch.zeros(2, 0).long(), 2), [torch.ones(2)] * 3)
+        theorem1_by_node([LayerConstants(1.0, 1.0)] * 3, MessageEdges(torch.zeros(2, 0).long(), 2), [torch.ones(2)] * 3)
 
 
 # The bounds hold #####################################################################################################
@@ -179,7 +179,7 @@ def test_bounds_of_gcn(seed: int) -> None:
     edges = MessageEdges(*_gcn_edges(data))
     gas.refresh(model, loader)
     disturb_weights(model, 0.3)
-    layers = [Layer(lipschitz_constant(conv.lin), 1.0, own=0.0) for conv in model.convs]
+    layers = [LayerConstants(lipschitz_constant(conv.lin), 1.0, own=0.0) for conv in model.convs]
     found = compare_bounds(model, loader, layers, edges)
     assert_bounded(found)
     assert float(found[-1].measured.closeness.max()) > 0.01
@@ -206,7 +206,7 @@ def test_equality_and_what_the_printed_sum_lacks() -> None:
     loader = gas.HaloLoader(data, partition=torch.arange(4))
     # Exact rows are 4 and 16. Batches compute 16 + 3 * 0.5 from the first history, to which the second adds 0.25.
     overwrite(model, loader, {"layers.0": torch.full((4, 1), 4.5), "layers.1": torch.full((4, 1), 17.75)})
-    layers, edges = [Layer(1.0, 1.0)] * 3, MessageEdges(data.edge_index, 4)
+    layers, edges = [LayerConstants(1.0, 1.0)] * 3, MessageEdges(data.edge_index, 4)
     found = compare_bounds(model, loader, layers, edges)
     assert [layer.measured.staleness.tolist() for layer in found] == [[0.5] * 4, [0.25] * 4, [0.0] * 4]
     for layer, error in zip(found, [0.0, 1.5, 1.5 + 3 * 1.75], strict=True):
@@ -229,7 +229,7 @@ def test_printed_sum_has_the_wrong_degree() -> None:
     rows["layers.0"][2:] += 1.0
     rows["layers.1"][1] += 4.0
     overwrite(model, loader, rows)
-    found = compare_bounds(model, loader, [Layer(1.0, 1.0, own=0.0)] * 3, MessageEdges(data.edge_index, 6))
+    found = compare_bounds(model, loader, [LayerConstants(1.0, 1.0, own=0.0)] * 3, MessageEdges(data.edge_index, 6))
     assert [float(layer.measured.staleness.max()) for layer in found] == [1.0, 0.0, 0.0]
     assert float(found[-1].measured.closeness[0]) == float(found[-1].by_node[0]) == 4.0
     assert printed_sum(1.0, 1.0, degree=1.0, staleness=[1.0, 0.0]) == 1.0
@@ -243,12 +243,12 @@ def test_max_of_rows_is_not_nonexpansive() -> None:
     loader = gas.HaloLoader(data, partition=torch.arange(3))
     overwrite(model, loader, {"layers.0": torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])})
     (_, found) = compare_bounds(
-        model, loader, [Layer(1.0, 1.0, "max", own=0.0, width=2)] * 2, MessageEdges(data.edge_index, 3)
+        model, loader, [LayerConstants(1.0, 1.0, "max", own=0.0, width=2)] * 2, MessageEdges(data.edge_index, 3)
     )
     error = float(found.measured.closeness[0])
     assert error == pytest.approx(math.sqrt(2.0))
     assert float(found.lemma[0]) == found.theorem == float(found.by_node[0]) == error
-    as_printed = lemma1(Layer(1.0, 1.0), 1.0, closeness=0.0, staleness=1.0)
+    as_printed = lemma1(LayerConstants(1.0, 1.0), 1.0, closeness=0.0, staleness=1.0)
     assert error > as_printed
 
 
@@ -360,10 +360,10 @@ def test_models_that_the_bounds_are_not_about_are_refused() -> None:
     loader, edges = gas.HaloLoader(data, 5, partition="random"), MessageEdges(data.edge_index, 40)
     model = gas.autoscale(build_model("gin", data, 4, hidden=6, layers=3, residual=True).double(), data)
     with pytest.raises(InputError, match="residuals"):
-        compare_bounds(model, loader, [Layer(1.0, 1.0)] * 3, edges)
+        compare_bounds(model, loader, [LayerConstants(1.0, 1.0)] * 3, edges)
     model = gas.autoscale(pyg.GCN(C, 6, num_layers=3).double(), data)
     with pytest.raises(InputError, match="2 layers"):
-        compare_bounds(model, loader, [Layer(1.0, 1.0)] * 2, edges)
+        compare_bounds(model, loader, [LayerConstants(1.0, 1.0)] * 2, edges)
     with pytest.raises(InputError, match="autoscaled"):
         measure(pyg.GCN(C, 6, num_layers=3), loader)
 

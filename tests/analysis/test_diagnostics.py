@@ -160,7 +160,7 @@ def test_the_bound_of_two_layers_by_hand(graph: Data) -> None:
     model = GCN(CHANNELS, 4, hidden=8, layers=2, dropout=0.0)
     loader = trained(model, graph)
     stale = measure(model, loader)[0].staleness
-    (event,) = attached(model).memory.events["convs.1"]
+    (event,) = attached(model).memory.records["convs.1"]
     source, target = event.edges.edge_index
     batch_of = loader.labels // loader.batch_size
     crossing = batch_of[source] != batch_of[target]

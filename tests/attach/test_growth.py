@@ -231,7 +231,7 @@ def test_edges_that_the_model_derives(change: str) -> None:
     grown = some_growth(data) if change == "nodes" else data.clone()
     grown.edge_weight[5] *= 3.0
     loader = gas.grow(model, loader, grown)
-    assert not attached(model).memory.events
+    assert not attached(model).memory.records
     check_exact(model, plain, loader)
 
 

@@ -16,7 +16,7 @@ import gnnautoscale as gas
 from conftest import Stack, history_rows
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.inference import plan_of
-from gnnautoscale.forward.edges import Frame
+from gnnautoscale.forward.edges import ActiveLayer
 from gnnautoscale.forward.exchange import (
     ExchangePolicy,
     HistoryStore,
@@ -174,9 +174,9 @@ class Notes(Observer):
         self.calls.append(call)
         return run()
 
-    def edges_used(self, session: Session, frame: Frame, edge_index: Tensor, values: dict[str, Any]) -> None:
+    def edges_used(self, session: Session, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any]) -> None:
         if not session.repeating:
-            self.edges.append((frame.name, frame.num_events))
+            self.edges.append((active.name, active.num_edge_calls))
 
     def layer_ran(self, run: LayerRun) -> None:
         x, edge_index = run.args

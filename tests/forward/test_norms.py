@@ -14,7 +14,12 @@ from torch_geometric.utils import scatter  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from conftest import CHANNELS, assert_same, undirected_graph, whole
-from gnnautoscale.forward.norms import by_constants, by_own_rows, takes_statistics, without_tracking
+from gnnautoscale.forward.norms import (
+    normalize_by_constants,
+    normalize_by_own_rows,
+    normalize_untracked,
+    uses_own_statistics,
+)
 from gnnautoscale.models import GIN
 
 C = CHANNELS
@@ -40,9 +45,9 @@ def scaled_by(rows: Tensor, x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
 
 def test_who_takes_statistics() -> None:
     norm = nn.BatchNorm1d(3)
-    assert takes_statistics(norm)
-    assert not takes_statistics(norm.eval())
-    assert takes_statistics(nn.BatchNorm1d(3, track_running_stats=False).eval())
+    assert uses_own_statistics(norm)
+    assert not uses_own_statistics(norm.eval())
+    assert uses_own_statistics(nn.BatchNorm1d(3, track_running_stats=False).eval())
 
 
 @pytest.mark.parametrize("batch_size", [2, 5, 7])
@@ -50,19 +55,19 @@ def test_all_rows_are_normalized_by_the_first_ones(batch_size: int) -> None:
     norm, x = bare_norm(), torch.randn(7, C)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
-    assert_same(by_own_rows(norm, norm, x, batch_size), scaled_by(x[:batch_size], x, norm))
+    assert_same(normalize_by_own_rows(norm, norm, x, batch_size), scaled_by(x[:batch_size], x, norm))
 
 
 def test_statistics_over_further_dimensions() -> None:
     norm, x = nn.BatchNorm1d(2), torch.randn(6, 2, 3)
     own = x[:4].transpose(1, 2).reshape(-1, 2)
     expected = (x - own.mean(0)[:, None]) / (own.var(0, correction=0) + norm.eps).sqrt()[:, None]
-    assert_same(by_own_rows(norm, norm, x, 4), expected)
+    assert_same(normalize_by_own_rows(norm, norm, x, 4), expected)
 
 
 def test_averages_stay_as_they_are_without_tracking() -> None:
     norm, x = nn.BatchNorm1d(C, momentum=1.0), torch.randn(6, C)
-    assert_same(without_tracking(norm, x), scaled_by(x, x, norm))
+    assert_same(normalize_untracked(norm, x), scaled_by(x, x, norm))
     assert norm.running_mean is not None
     assert not norm.running_mean.any()
 
@@ -70,8 +75,8 @@ def test_averages_stay_as_they_are_without_tracking() -> None:
 def test_constants_treat_each_row_by_itself() -> None:
     norm, x = bare_norm(), torch.randn(6, C)
     nn.init.normal_(norm.weight)
-    assert_same(by_constants(norm, x), x / (1 + norm.eps) ** 0.5 * norm.weight)
-    assert_same(by_constants(norm, x)[2:4], by_constants(norm, x[2:4]))
+    assert_same(normalize_by_constants(norm, x), x / (1 + norm.eps) ** 0.5 * norm.weight)
+    assert_same(normalize_by_constants(norm, x)[2:4], normalize_by_constants(norm, x[2:4]))
 
 
 # Models without running averages #####################################################################################

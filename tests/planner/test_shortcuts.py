@@ -54,8 +54,8 @@ def switch_off(model: nn.Module) -> None:
     plan = plan_of(model)
     for call in plan.calls.values():
         call.shortcuts = frozenset()
-        call.inward.clear()
-    plan.short_tail = plan.bare = False
+        call.constant_halo.clear()
+    plan.short_tail = plan.ignores_edges = False
 
 
 def parts(data: Data, num_parts: int = 4) -> gas.HaloLoader:
@@ -126,8 +126,8 @@ def check_same(
     model = prepared(make, data, loader, **options)
     state = copy.deepcopy(model.state_dict())
     plan = plan_of(model)
-    calls = {name: replace(call, inward=set(call.inward)) for name, call in plan.calls.items()}
-    found = Plan(calls=calls, short_tail=plan.short_tail, bare=plan.bare)
+    calls = {name: replace(call, constant_halo=set(call.constant_halo)) for name, call in plan.calls.items()}
+    found = Plan(calls=calls, short_tail=plan.short_tail, ignores_edges=plan.ignores_edges)
     quick = observed(model, loader, run)
     reset(model, state)
     switch_off(model)
@@ -234,7 +234,7 @@ def test_shortcuts_change_nothing(name: str, make_data: Callable[..., Data]) -> 
         assert expected is None or call.shortcuts == expected
     if expected:
         assert plan.short_tail
-        assert plan.bare
+        assert plan.ignores_edges
 
 
 @pytest.mark.parametrize("name", ["GCN", "SAGE max", "GIN", "Graph mean weighted", "APPNP", "GINE"])
@@ -246,7 +246,7 @@ def test_inference_is_exact_with_shortcuts(name: str) -> None:
     gas.autoscale(model, data)
     loader = parts(data, 5)
     assert_same(gas.infer(model, loader), expected, 1e-10)
-    assert plan_of(model).bare
+    assert plan_of(model).ignores_edges
     assert any(call.shortcuts for call in plan_of(model).calls.values())
     for nodes in ([3], [32], [7, 1, 30, 7, 28]):
         assert_same(gas.predict(model, loader, torch.tensor(nodes)), expected[nodes], 1e-10)
@@ -378,8 +378,8 @@ def test_halo_gradients_are_left_out_only_where_no_weight_needs_them(
     middle: Callable[[], nn.Module], inward: bool, make_data: Callable[..., Data]
 ) -> None:
     plan = check_same(lambda: Between(middle()), make_data(dtype=torch.float64), tolerance=1e-10)
-    assert plan.calls["first"].inward == {0}
-    assert plan.calls["second"].inward == ({0} if inward else set())
+    assert plan.calls["first"].constant_halo == {0}
+    assert plan.calls["second"].constant_halo == ({0} if inward else set())
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
@@ -407,7 +407,9 @@ class Embedded(nn.Module):
 def test_learned_embeddings_of_the_halo_get_their_gradient(at_input: bool) -> None:
     data = undirected_graph(dtype=torch.float64)
     plan = check_same(lambda: Embedded(at_input), data, tolerance=1e-10)
-    assert (plan.calls["first"].inward, plan.calls["second"].inward) == ((set(), {0}) if at_input else ({0}, set()))
+    assert (plan.calls["first"].constant_halo, plan.calls["second"].constant_halo) == (
+        (set(), {0}) if at_input else ({0}, set())
+    )
     model = prepared(lambda: Embedded(at_input), data, loader := parts(data))
     batch = next(iter(loader))
     model(batch).square().sum().backward()
@@ -621,9 +623,12 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[Plan], bool]]] = {
     "cat": (lambda: pyg.GIN(C, C, 3, 4, jk="cat", norm="batch_norm"), lambda plan: not plan.short_tail),
     "max": (lambda: pyg.GraphSAGE(C, C, 3, 4, jk="max"), lambda plan: not plan.short_tail),
     "lstm": (lambda: pyg.GCN(C, C, 3, 4, jk="lstm"), lambda plan: not plan.short_tail),
-    "last": (lambda: pyg.GIN(C, C, 3, 4, jk="last", norm="batch_norm"), lambda plan: plan.short_tail and plan.bare),
-    "degrees": (Degrees, lambda plan: not plan.bare),
-    "doubled weights": (Doubled, lambda plan: not plan.bare),
+    "last": (
+        lambda: pyg.GIN(C, C, 3, 4, jk="last", norm="batch_norm"),
+        lambda plan: plan.short_tail and plan.ignores_edges,
+    ),
+    "degrees": (Degrees, lambda plan: not plan.ignores_edges),
+    "doubled weights": (Doubled, lambda plan: not plan.ignores_edges),
     "shared GIN": (lambda: Shared(lambda: pyg.GINConv(mlp())), lambda plan: plan.calls["layer#3"].shortcuts == ALL),
     "shared GCN": (lambda: Shared(lambda: pyg.GCNConv(C, C)), lambda plan: plan.short_tail),
     "mixing unfused": (lambda: Stack([Mixing(), Mixing()]), lambda plan: not plan.calls["layers.0"].shortcuts),
@@ -646,8 +651,8 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[Plan], bool]]] = {
     ),
     "parallel": (Parallel, lambda plan: plan.short_tail),
     "mixed": (Mixed, lambda plan: plan.calls["sage"].shortcuts == ALL),
-    "tuple": (lambda: Several("tuple"), lambda plan: plan.bare),
-    "dict": (lambda: Several("dict"), lambda plan: plan.bare),
+    "tuple": (lambda: Several("tuple"), lambda plan: plan.ignores_edges),
+    "dict": (lambda: Several("dict"), lambda plan: plan.ignores_edges),
 }
 
 
@@ -705,7 +710,7 @@ class Asserting(nn.Module):
 
 def test_models_may_refuse_bare_edges_by_an_assertion() -> None:
     plan = check_same(Asserting, undirected_graph(dtype=torch.float64), tolerance=1e-10)
-    assert not plan.bare
+    assert not plan.ignores_edges
 
 
 class OnlyWhileTraining(nn.Module):
@@ -1075,7 +1080,7 @@ def test_deep_copies_keep_their_shortcuts() -> None:
     model = prepared(lambda: stack("GIN"), data, loader := parts(data)).eval()
     copied = copy.deepcopy(model)
     switch_off(model)
-    assert plan_of(copied).bare
+    assert plan_of(copied).ignores_edges
     for batch in loader:
         assert_same(copied(batch), model(batch), 1e-10)
 
@@ -1110,5 +1115,5 @@ def test_models_of_the_paper_take_shortcuts(name: str, shortcuts: set[str], batc
     model(next(iter(gas.HaloLoader(data, num_parts=3))))
     plan = attached(model).plan
     assert plan is not None
-    assert plan.bare
+    assert plan.ignores_edges
     assert {frozenset(call.shortcuts) for call in plan.calls.values()} == {frozenset(shortcuts)}

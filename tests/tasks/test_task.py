@@ -50,7 +50,8 @@ def regressor() -> GCN:
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_parts": 4, "batch_size": 2}, {"mode": "cluster", "num_parts": 4}, {"mode": "sage", "fan_out": [4, 4]}]
+    "options",
+    [{"num_parts": 4, "batch_size": 2}, {"mode": "cluster", "num_parts": 4}, {"mode": "sage", "fan_out": [4, 4]}],
 )
 def test_a_regression_is_trained_and_scored(options: dict[str, Any]) -> None:
     data, model = heights(), regressor()
@@ -95,8 +96,15 @@ def test_checkpoints_know_the_targets(tmp_path: Path) -> None:
 
 
 def test_a_named_model_gets_the_outputs_of_the_task() -> None:
-    advice = tune("gcn", heights(), task=Regression(), model_options={"hidden": 4})
-    assert advice.options == {"mode": "full"}
+    widths: set[int] = set()
+
+    class Watched(Regression):
+        def loss(self, out: Any, targets: Tensor) -> Tensor:
+            widths.add(out.size(1))
+            return super().loss(out, targets)
+
+    tune("gcn", heights(), task=Watched(), model_options={"hidden": 4})
+    assert widths == {1}
 
 
 def test_without_a_task_the_data_must_fit_one() -> None:

@@ -14,7 +14,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 import gnnautoscale as gas
 from conftest import CHANNELS, assert_same, odd_graph, undirected_graph
 from gnnautoscale.attach.autoscaler import attached
-from gnnautoscale.forward.record import Slice
+from gnnautoscale.forward.record import BatchEdges
 from gnnautoscale.tasks import NodeClassification
 from gnnautoscale.training.feed import Feed, _Package, plain_item
 from gnnautoscale.transfer import BatchRows
@@ -155,7 +155,7 @@ def test_on_a_cpu_batches_are_passed_through() -> None:
 
 def test_a_slice_without_edges_says_so() -> None:
     with pytest.raises(RuntimeError, match="in one go"):
-        _ = Slice(None, {}).edges
+        _ = BatchEdges(None, {}).edges
 
 
 def test_attributes_a_model_looks_at() -> None:

@@ -1,9 +1,9 @@
 r"""The paper's bounds on the error of histories, evaluated with measured quantities.
 
-For a node and a layer, :math:`h` is the exact embedding, :math:`\tilde{h}` what a batch computes, and :math:`\bar{h}`
-the row in the history. Lemma 1 bounds the error of a layer by closeness :math:`\delta = \| \tilde{h} - h \|` and
+For a node and a layer, :math:`h` is the exact embedding, :math:`\tilde{h}` that of a batch, and :math:`\bar{h}` the row
+in the history. Lemma 1 bounds the error of a layer by the closeness :math:`\delta = \| \tilde{h} - h \|` and the
 staleness :math:`\epsilon = \| \bar{h} - \tilde{h} \|` of the layer below it, Theorem 1 the error of all layers by
-staleness alone. All norms are Euclidean. ``docs/theory.md`` says what had to be corrected, and what does not hold.
+staleness alone. All norms are Euclidean. ``docs/theory.md`` lists corrections to the paper.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnautoscale._util import tensors_in
-from gnnautoscale.attach import CallModel, attached, call_with_batch, outputs, plan_of
+from gnnautoscale.attach import CallModel, attached, call_with_batch, plan_of, run_batches
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import (
     ExchangePolicy,
@@ -27,31 +27,31 @@ from gnnautoscale.forward import (
     Session,
     StoreExchange,
     SweepExchange,
+    as_matrix,
     evaluating,
-    flat,
 )
 from gnnautoscale.graph import BatchInfo, HaloLoader
 from gnnautoscale.history import History, codec_for
 
 Number = TypeVar("Number", float, Tensor)
-# Rows of a history that are read at once, since a GPU may not have room for all.
-_PIECE = 1 << 16
+# How many rows of a history to read at once, because a GPU may not have room for all.
+_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
-class Layer:
-    r"""What the bounds need to know about a layer :math:`h_v = U(h_v, \bigoplus_w c_{w,v} M(h_w))`.
+class LayerConstants:
+    r"""Constants of a layer :math:`h_v = U(h_v, \bigoplus_w c_{w,v} M(h_w))`.
 
-    What the model does with rows between two layers, such as an activation, belongs to ``message`` and ``own`` of the
-    layer that follows; what it does after the last one belongs to that one's ``update``.
+    Modules between two layers, such as an activation, count towards ``message`` and ``own`` of the layer after them,
+    and modules after the last layer towards its ``update``.
 
     Attributes:
         message: The Lipschitz constant :math:`k_1` of :math:`M`.
         update: A constant :math:`k_2` with :math:`\| U(a, b) - U(a', b') \| \leq k_2 (\| a - a' \| + \| b - b' \|)`,
             such as the Lipschitz constant of :math:`U` on both arguments side by side.
         aggregation: "sum", "mean" or "max".
-        own: A factor to :math:`\| a - a' \|`. The paper has 1; 0 if the node's own row comes in by a self-loop.
-        width: The width of messages, which limits what "max" can do.
+        own: A factor to :math:`\| a - a' \|`: 1 in the paper; 0 if the node's own row comes by a self-loop.
+        width: The width of messages, for a tighter bound with "max".
     """
 
     message: float
@@ -63,20 +63,20 @@ class Layer:
     def __post_init__(self) -> None:
         finite = all(0.0 <= number < math.inf for number in (self.message, self.update, self.own))
         if not finite or self.aggregation not in ("sum", "mean", "max") or (self.width is not None and self.width < 1):
-            rule = "a layer has finite constants that are not negative, and aggregates by 'sum', 'mean' or 'max'"
-            raise InputError(rule, got=repr(self), fix="See lipschitz_constant and jacobian_norm.")
+            rule = "a layer's constants must be finite and not negative, its aggregation 'sum', 'mean' or 'max'"
+            raise InputError(rule, got=repr(self), fix="Compute them with lipschitz_constant or jacobian_norm.")
 
 
 @dataclass(frozen=True)
 class MessageEdges:
-    """Sources and targets of messages, ``[2, num_edges]``, and what messages are multiplied by, ``[num_edges]``."""
+    """Sources and targets of messages, ``[2, num_edges]``, and the weights of these, ``[num_edges]``."""
 
     edge_index: Tensor
     num_nodes: int
     weight: Tensor | None = None
 
-    def aggregate(self, layer: Layer, error: Tensor) -> Tensor:
-        r"""Bound errors of aggregated messages, ``[num_nodes]``, by those of all messages, ``[num_edges]``.
+    def aggregate(self, layer: LayerConstants, error: Tensor) -> Tensor:
+        r"""Bound the errors of aggregated messages, ``[num_nodes]``, by those of messages, ``[num_edges]``.
 
         :math:`\sum_w r_w` for sum, :math:`\frac{1}{|N(v)|} \sum_w r_w` for mean, and for max the smaller of
         :math:`\sqrt{\sum_w r_w^2}` and :math:`\sqrt{D} \max_w r_w` with messages of width :math:`D`.
@@ -90,38 +90,38 @@ class MessageEdges:
         count = torch.bincount(target, minlength=self.num_nodes).clamp(1) if layer.aggregation == "mean" else 1
         return zeros.index_add(0, target, error) / count
 
-    def factor(self, layer: Layer) -> Tensor:
+    def factor(self, layer: LayerConstants) -> Tensor:
         r"""The Lipschitz constant of the aggregation at each node, ``[num_nodes]``: Lemma 1's :math:`|N(v)|`.
 
-        Without weights :math:`|N(v)|` for sum and 1 for mean, as in the paper. For max the paper has 1, which does not
-        hold: each value may come from another neighbour, so it is :math:`\sqrt{\min(|N(v)|, D)}`.
+        Without weights :math:`|N(v)|` for sum and 1 for mean, as in the paper. For max the paper's 1 does not hold,
+        because each value may come from another neighbour; it is :math:`\sqrt{\min(|N(v)|, D)}`.
 
         Example:
             >>> star = MessageEdges(torch.tensor([[1, 2, 3, 4], [0, 0, 0, 0]]), num_nodes=5)
-            >>> [float(star.factor(Layer(1.0, 1.0, aggregation))[0]) for aggregation in ("sum", "mean", "max")]
+            >>> [float(star.factor(LayerConstants(1.0, 1.0, aggregation))[0]) for aggregation in ("sum", "mean", "max")]
             [4.0, 1.0, 2.0]
         """
         return self.aggregate(layer, torch.ones(self.edge_index.size(1)))
 
 
-def lemma1(layer: Layer, factor: Number, *, closeness: Number, staleness: Number) -> Number:
+def lemma1(layer: LayerConstants, factor: Number, *, closeness: Number, staleness: Number) -> Number:
     r"""Lemma 1: :math:`\| \tilde{h}_v - h_v \| \leq \delta k_2 + (\delta + \epsilon) k_1 k_2 |N(v)|`.
 
     Args:
         layer: The constants.
-        factor: In place of :math:`|N(v)|` a value of :meth:`MessageEdges.factor`, or all.
-        closeness: :math:`\delta`: the most by which inputs are off that a batch computes.
-        staleness: :math:`\epsilon`: the most by which histories differ from these.
+        factor: Replaces :math:`|N(v)|`: one value of :meth:`MessageEdges.factor`, or all.
+        closeness: :math:`\delta`, the largest error of a batch's inputs.
+        staleness: :math:`\epsilon`, the largest distance of histories from these inputs.
 
     Example:
-        >>> lemma1(Layer(message=2.0, update=3.0), 4.0, closeness=0.5, staleness=1.0)
+        >>> lemma1(LayerConstants(message=2.0, update=3.0), 4.0, closeness=0.5, staleness=1.0)
         37.5
     """
     return closeness * layer.own * layer.update + (closeness + staleness) * layer.message * layer.update * factor
 
 
-def theorem1(layers: Sequence[Layer], factors: Sequence[float], *, staleness: Sequence[float]) -> list[float]:
-    r"""Theorem 1: bounds on the errors of all layers, of which the first is exact, by staleness alone.
+def theorem1(layers: Sequence[LayerConstants], factors: Sequence[float], *, staleness: Sequence[float]) -> list[float]:
+    r"""Theorem 1: bounds on the errors of all layers by staleness alone; the first layer is exact.
 
     The recursion of the paper's proof: :math:`\delta^{(1)} = 0`, then Lemma 1. With the same constants everywhere
 
@@ -130,11 +130,11 @@ def theorem1(layers: Sequence[Layer], factors: Sequence[float], *, staleness: Se
 
     Args:
         layers: The constants of each layer.
-        factors: In place of :math:`|N(v)|`, for each layer, the largest value of :meth:`MessageEdges.factor`.
+        factors: Replace :math:`|N(v)|`: for each layer the largest value of :meth:`MessageEdges.factor`.
         staleness: :math:`\epsilon^{(\ell)}` for each layer but the last.
 
     Example:
-        >>> theorem1([Layer(1.0, 1.0)] * 3, [2.0] * 3, staleness=[1.0, 1.0])
+        >>> theorem1([LayerConstants(1.0, 1.0)] * 3, [2.0] * 3, staleness=[1.0, 1.0])
         [0.0, 2.0, 8.0]
     """
     _check_counts(len(layers), factors=len(factors), staleness=len(staleness) + 1)
@@ -145,7 +145,7 @@ def theorem1(layers: Sequence[Layer], factors: Sequence[float], *, staleness: Se
 
 
 def theorem1_by_node(
-    layers: Sequence[Layer], edges: MessageEdges, staleness: Sequence[Tensor], crossing: Tensor | None = None
+    layers: Sequence[LayerConstants], edges: MessageEdges, staleness: Sequence[Tensor], crossing: Tensor | None = None
 ) -> list[Tensor]:
     r"""Theorem 1 for each node, from its own neighbours; never above :func:`theorem1`.
 
@@ -155,7 +155,7 @@ def theorem1_by_node(
     Args:
         layers: The constants of each layer.
         edges: The edges.
-        staleness: For each layer but the last that of every node, ``[num_nodes]``.
+        staleness: For each layer but the last the staleness of every node, ``[num_nodes]``.
         crossing: Whether each edge leads into another batch, ``[num_edges]``; by default all do.
     """
     _check_counts(len(layers), staleness=len(staleness) + 1)
@@ -170,14 +170,14 @@ def theorem1_by_node(
 
 @dataclass(frozen=True)
 class LayerErrors:
-    r"""Errors of a layer, for every node, ``[num_nodes]``.
+    r"""Errors of a layer at every node, each ``[num_nodes]``.
 
     Attributes:
-        name: The layer's slot, or "output" for the last, which has no history.
+        name: The layer's slot, or "output" for the last layer, which has no history.
         closeness: :math:`\| \tilde{h}_v - h_v \|`, the paper's :math:`\delta`.
         staleness: :math:`\| \bar{h}_v - \tilde{h}_v \|`, the paper's :math:`\epsilon`.
         history: :math:`\| \bar{h}_v - h_v \|`, at most the sum of these.
-        norm: :math:`\| h_v \|`, to compare them with.
+        norm: :math:`\| h_v \|`, for relative errors.
     """
 
     name: str
@@ -189,7 +189,7 @@ class LayerErrors:
 
 @dataclass(frozen=True)
 class LayerBounds:
-    """Bounds on a layer's closeness: by Lemma 1, ``[num_nodes]``, and by Theorem 1, for all and ``[num_nodes]``."""
+    """Bounds on a layer's closeness: Lemma 1, ``[num_nodes]``, Theorem 1, and that by node, ``[num_nodes]``."""
 
     measured: LayerErrors
     lemma: Tensor
@@ -199,14 +199,14 @@ class LayerBounds:
 
 @torch.no_grad()
 def measure(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with_batch) -> list[LayerErrors]:
-    """Measure the errors of all layers that have a history, and of the output, with histories as they are now.
+    """Measure the current errors of the output and of all layers with a history.
 
-    Every batch is computed as if it came next: from the same histories, which are only read, in evaluation mode.
+    Every batch is computed in evaluation mode as if it came next, from the same histories, which are only read.
 
     Args:
-        model: An autoscaled model; rows of its histories that were never written are zero.
-        loader: Cuts the training graph into batches.
-        call: How to call the model with a batch, if ``model(batch)`` is not right.
+        model: An autoscaled model; history rows that were never written count as zero.
+        loader: Makes the batches of the training graph.
+        call: Calls the model with a batch, if ``model(batch)`` does not fit.
 
     Example:
         >>> import gnnautoscale as gas
@@ -219,7 +219,7 @@ def measure(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with
     """
     kept, computed = _histories(model, loader), dict[str, Tensor]()
     with evaluating(model):
-        output = _outputs(model, loader, call, _StepRows.exchange(kept, computed))
+        output = _outputs(model, loader, call, _steps(kept, computed))
         exact = _exact(model, loader, call)
     kept["output"] = computed["output"] = output
     rows = [(name, now, kept.get(name, torch.zeros(())), exact[name]) for name, now in computed.items()]
@@ -230,25 +230,25 @@ def measure(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with
 def compare_bounds(
     model: nn.Module,
     loader: HaloLoader,
-    layers: Sequence[Layer],
+    layers: Sequence[LayerConstants],
     edges: MessageEdges,
     *,
     call: CallModel = call_with_batch,
 ) -> list[LayerBounds]:
-    """Evaluate the bounds beside the errors they are about, layer by layer.
+    """Measure errors and evaluate their bounds, layer by layer.
 
     Args:
-        model: An autoscaled model in which every layer reads the layer before it and no other.
-        loader: Cuts the training graph into batches.
+        model: An autoscaled model in which every layer reads only the layer before it.
+        loader: Makes the batches of the training graph.
         layers: The constants of each layer.
-        edges: The edges that messages pass, with those that layers add.
-        call: How to call the model with a batch, if ``model(batch)`` is not right.
+        edges: The edges of messages, with those that layers add.
+        call: Calls the model with a batch, if ``model(batch)`` does not fit.
     """
     errors = measure(model, loader, call=call)
     needs = [(slot, needed) for slot, needed in cast(Plan, attached(model).plan).needs.items() if slot != Plan.OUTPUT]
     if any(needed != {before} for (before, _), (_, needed) in pairwise(needs)):
-        rule, fix = "the paper's bounds need layers that each read the layer before", "Use measure for any model."
-        raise InputError(rule, got="a layer that reads others, as with residuals", fix=fix)
+        rule, fix = "the paper's bounds need layers that read only the layer before", "Use measure, for any model."
+        raise InputError(rule, got="a layer that reads others, such as a residual", fix=fix)
     batch_of = (loader.labels // loader.batch_size)[edges.edge_index]
     factors, stale = [edges.factor(layer) for layer in layers], [layer.staleness for layer in errors[:-1]]
     theorem = theorem1(layers, [float(at.max()) for at in factors], staleness=[float(rows.max()) for rows in stale])
@@ -266,15 +266,15 @@ def error_by_sweep(
 ) -> list[float]:
     r"""The largest error of the outputs in each of several passes over all batches, with fixed weights.
 
-    Batches push and pull as in training, in evaluation mode, on a copy of the histories as they are. In the first pass
-    the first layer is exact, in each further one the next: from pass :math:`L` on all outputs of :math:`L` layers are,
-    and the histories already after pass :math:`L - 1`. In few bits, the error of rounding remains.
+    Batches push and pull as in training, in evaluation mode, on a copy of the histories. The first pass makes the first
+    layer exact, each further pass the next: :math:`L` layers have exact histories after pass :math:`L - 1` and exact
+    outputs from pass :math:`L` on. With low-precision histories the rounding error remains.
 
     Args:
         model: An autoscaled model.
-        loader: Cuts the training graph into batches.
-        sweeps: How many passes to make.
-        call: How to call the model with a batch, if ``model(batch)`` is not right.
+        loader: Makes the batches of the training graph.
+        sweeps: Number of passes.
+        call: Calls the model with a batch, if ``model(batch)`` does not fit.
 
     Example:
         >>> import gnnautoscale as gas
@@ -286,77 +286,62 @@ def error_by_sweep(
         [False, False, True, True]
     """
     if isinstance(sweeps, bool) or not isinstance(sweeps, int) or sweeps < 1:
-        raise InputError("sweeps must be at least 1", got=repr(sweeps), fix="As many as the model has layers suffice.")
+        raise InputError("sweeps must be at least 1", got=repr(sweeps), fix="Use the number of layers.")
     rows = _histories(model, loader)
     with evaluating(model):
         exact = _exact(model, loader, call)["output"]
-        found = [_outputs(model, loader, call, _StepRows.exchange(rows, rows)) for _ in range(sweeps)]
+        found = [_outputs(model, loader, call, _steps(rows, rows)) for _ in range(sweeps)]
     return [float(_distance(output, exact).max()) for output in found]
 
 
-class _StepRows(RowStore):
-    """Rows in place of histories, ``[num_nodes, width]`` in full precision; read in the precision of histories."""
+class _Rows(RowStore):
+    """Rows in place of histories, ``[num_nodes, width]`` in full precision; read ``rounded`` as histories would be."""
 
-    def __init__(self, read: dict[str, Tensor], written: dict[str, Tensor]) -> None:
-        self._read, self._written = read, written
-
-    @staticmethod
-    def exchange(read: dict[str, Tensor], written: dict[str, Tensor]) -> ExchangePolicy:
-        """Steps that read and write these rows."""
-        return StoreExchange(_StepRows(read, written), push_all=True)
+    def __init__(self, read: dict[str, Tensor], written: dict[str, Tensor], *, rounded: bool) -> None:
+        self._read, self._written, self._rounded = read, written, rounded
 
     def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
-        """See :meth:`RowStore.read`."""
         nodes = session.info.n_id[which]
         if slot not in self._read:
             return like.new_zeros((nodes.numel(), *like.shape[1:]))
         rows = self._read[slot][nodes].to(like)
-        codec = codec_for(session.memory.dtype or like.dtype, rows.size(1))
-        return codec.decode(codec.encode(rows), like.dtype).view(-1, *like.shape[1:])
+        if self._rounded:
+            codec = codec_for(session.memory.dtype or like.dtype, rows.size(1))
+            rows = codec.decode(codec.encode(rows), like.dtype)
+        return rows.view(-1, *like.shape[1:])
 
     def write(self, session: Session, slot: str, rows: Tensor) -> None:
-        """See :meth:`RowStore.write`."""
         _put(self._written, slot, session.info, rows)
 
 
-class _ExactRows(RowStore):
-    """Rows of an exact evaluation, apart from histories and in full precision."""
-
-    def __init__(self, rows: dict[str, Tensor]) -> None:
-        self._rows = rows
-
-    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
-        """See :meth:`RowStore.read`."""
-        return self._rows[slot][session.info.n_id[which]].to(like).view(-1, *like.shape[1:])
-
-    def write(self, session: Session, slot: str, rows: Tensor) -> None:
-        """See :meth:`RowStore.write`."""
-        _put(self._rows, slot, session.info, rows)
+def _steps(read: dict[str, Tensor], written: dict[str, Tensor]) -> ExchangePolicy:
+    return StoreExchange(_Rows(read, written, rounded=True), push_all=True)
 
 
 def _exact(model: nn.Module, loader: HaloLoader, call: CallModel) -> dict[str, Tensor]:
-    """The exact rows of every slot, and of the output, computed batch by batch."""
+    """The exact rows of every slot and of the output."""
     exact: dict[str, Tensor] = {}
+    store = _Rows(exact, exact, rounded=False)
     for level in plan_of(model, loader, call).levels:
-        _outputs(model, loader, call, SweepExchange(level, _ExactRows(exact)))
-    exact["output"] = _outputs(model, loader, call, SweepExchange(None, _ExactRows(exact)))
+        _outputs(model, loader, call, SweepExchange(level, store))
+    exact["output"] = _outputs(model, loader, call, SweepExchange(None, store))
     return exact
 
 
 def _outputs(model: nn.Module, loader: HaloLoader, call: CallModel, exchange: ExchangePolicy) -> Tensor:
-    """Run the model on all batches; returns its outputs side by side, ``[num_nodes, width]``, if it gets that far."""
+    """Run the model on all batches; returns its outputs, ``[num_nodes, width]``, or nothing if passes end early."""
     found: dict[str, Tensor] = {}
-    for info, out in outputs(model, loader, call, attached(model).running(exchange)):
+    for info, out in run_batches(model, loader, call, attached(model).running(exchange)):
         if out is not None:
-            _put(found, "output", info, torch.cat([flat(value).double() for value in tensors_in(out)], dim=1))
+            _put(found, "output", info, torch.cat([as_matrix(value).double() for value in tensors_in(out)], dim=1))
     return found.get("output", torch.empty(0))
 
 
 def _histories(model: nn.Module, loader: HaloLoader) -> dict[str, Tensor]:
-    """The rows of all histories in the order of the nodes."""
+    """The rows of all histories, in the order of nodes."""
     memory = attached(model).memory_of(loader.graph)
     memory.settle()
-    pieces = torch.split(memory.row_order(next(loader.in_order()).edge_index.info).row_of, _PIECE)
+    pieces = torch.split(memory.row_order(next(loader.in_order()).edge_index.info).row_of, _CHUNK)
 
     def all_rows(history: History) -> Tensor:
         dtype = torch.double if history.dtype == torch.double else torch.float
@@ -367,7 +352,7 @@ def _histories(model: nn.Module, loader: HaloLoader) -> dict[str, Tensor]:
 
 
 def _put(kept: dict[str, Tensor], slot: str, info: BatchInfo, rows: Tensor) -> None:
-    rows = flat(rows).cpu()
+    rows = as_matrix(rows).cpu()
     if slot not in kept:
         kept[slot] = torch.zeros(info.graph.num_nodes, rows.size(1), dtype=rows.dtype)
     kept[slot][info.nodes] = rows.to(kept[slot])
@@ -379,5 +364,5 @@ def _distance(rows: Tensor, others: Tensor) -> Tensor:
 
 def _check_counts(num_layers: int, **counts: int) -> None:
     if wrong := [f"{name} for {count}" for name, count in counts.items() if count != num_layers]:
-        rule = f"{num_layers} layers have as many factors, and a history between each two"
+        rule = f"{num_layers} layers have {num_layers} factors, and one staleness less"
         raise InputError(rule, got=", ".join(wrong), fix="Pass one for each message-passing layer.")

@@ -1,7 +1,7 @@
-"""How far histories, and gradients through them, are from exact ones, and how much layers amplify such errors.
+"""Measures the errors of histories and gradients, and how much layers amplify them.
 
-Everything here looks at a model as it is and changes nothing: neither weights, gradients and histories nor the random
-state. ``docs/diagnostics.md`` says how to read the numbers.
+Nothing here changes the model: neither weights, gradients and histories nor the random state. ``docs/diagnostics.md``
+explains the numbers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch_geometric.nn import GCNConv, GINConv, MessagePassing, SAGEConv  # typ
 from torch_geometric.nn.models.basic_gnn import BasicGNN  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in, undisturbed
-from gnnautoscale.analysis.bounds import Layer, LayerErrors, MessageEdges, measure, theorem1_by_node
+from gnnautoscale.analysis.bounds import LayerConstants, LayerErrors, MessageEdges, measure, theorem1_by_node
 from gnnautoscale.analysis.lipschitz import jacobian_norm, lipschitz_constant
-from gnnautoscale.attach import CallModel, attached, call_with_batch, device_of, near
+from gnnautoscale.attach import CallModel, attached, call_with_batch, device_of, to_model_device
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import HistoryStore, LayerRun, Observer, Plan, StoreExchange, evaluating
@@ -35,9 +35,9 @@ from gnnautoscale.tasks import Task, task_for
 Diagnostic = Literal["staleness", "gradients", "lipschitz"]
 DIAGNOSTICS: tuple[Diagnostic, ...] = get_args(Diagnostic)
 
-# The most groups that rows are put into by their age.
+# The most groups of ages.
 _MOST_AGES = 64
-# The most iterations to find a Jacobian's norm in, and the most rows of a layer's own network to look at.
+# The most iterations for a Jacobian's norm, and the most rows of a layer's own network to examine.
 _ITERATIONS = 50
 _MOST_ROWS = 2048
 
@@ -51,25 +51,24 @@ def diagnose(
     task: Task | None = None,
     call: CallModel = call_with_batch,
 ) -> dict[str, dict[str, Any]]:
-    r"""Measure what histories do to a model, with its weights and histories as they are now.
+    r"""Measure the errors of a model with its current weights and histories.
 
     Every batch is computed as if it came next, in evaluation mode. ``"staleness"`` compares the rows of histories and
-    of batches with exact ones, layer by layer, and with the bound of Theorem 1 where a model's constants are known.
-    ``"gradients"`` compares the gradient of the mean loss over all targets, added up over batches, with that of
-    the whole graph at once. ``"lipschitz"`` looks for the largest factor by which each layer can make a small change of
-    its inputs larger, on the whole graph at once, with the constants of its messages and its update where they can be
-    told apart.
+    of batches with exact ones, layer by layer, and with the bound of Theorem 1 if the model's constants are known.
+    ``"gradients"`` compares the gradient of the mean loss over all targets, summed over batches, with that of the
+    whole graph. ``"lipschitz"`` finds the largest factor by which each layer amplifies a small change of its
+    inputs on the whole graph, and the constants of its messages and its update if these are known.
 
     Args:
         model: An autoscaled model.
-        loader: Cuts the training graph into batches.
-        what: What to measure.
-        ages: How many steps ago each node's rows were written, ``[num_nodes]``, -1 for never, if that is known.
-        task: Says what ``"gradients"`` are of; by default node classification, which needs ``y`` and ``train_mask``.
-        call: How to call the model with a batch, if ``model(batch)`` is not right.
+        loader: Makes the batches of the training graph.
+        what: The diagnostics to run.
+        ages: Number of steps since each node's rows were written, ``[num_nodes]``, -1 for never; optional.
+        task: Gives the loss for ``"gradients"``; by default node classification, which needs ``y`` and ``train_mask``.
+        call: Calls the model with a batch, if ``model(batch)`` does not fit.
 
     Returns:
-        For each thing measured what a run's folder holds about it.
+        The results of each diagnostic, as run folders store them.
 
     Example:
         >>> import gnnautoscale as gas
@@ -101,10 +100,10 @@ def diagnose(
 
 
 def check_diagnostics(what: Sequence[str]) -> None:
-    """Refuse what cannot be measured."""
+    """Refuse unknown diagnostics."""
     if isinstance(what, str) or not set(what) <= set(DIAGNOSTICS):
         raise InputError(
-            f"diagnose must be some of {', '.join(DIAGNOSTICS)}", got=repr(what), fix="Name them in a list."
+            f"diagnose must be a list of {', '.join(DIAGNOSTICS)}", got=repr(what), fix="Name them in a list."
         )
 
 
@@ -140,7 +139,7 @@ def _summary(error: Tensor, norm: Tensor) -> dict[str, float]:
 
 
 def _by_age(ages: Tensor, staleness: Tensor) -> list[dict[str, Any]]:
-    """Rows by their age, in at most so many groups of neighbouring ages."""
+    """Mean staleness of rows by age, in at most ``_MOST_AGES`` groups."""
     width = 1 + int(ages.max() - ages.min()) // _MOST_AGES
     _, group, rows = torch.unique((ages - ages.min()) // width, return_inverse=True, return_counts=True)
     zeros = torch.zeros(rows.numel(), dtype=torch.double)
@@ -155,35 +154,32 @@ def _by_age(ages: Tensor, staleness: Tensor) -> list[dict[str, Any]]:
 
 
 def _bounds(model: nn.Module, loader: HaloLoader, errors: Sequence[LayerErrors]) -> list[float | None]:
-    """The largest error that Theorem 1 allows at each layer; ``None`` where it does not apply or constants are unknown.
+    """Theorem 1's bound on the largest error of each layer; ``None`` if it does not apply or constants are unknown.
 
-    It is about layers that each read the one before and pass messages along the same edges.
+    It applies to layers that read only the layer before and all use the same edges.
     """
     scaler, plan = attached(model), cast(Plan, attached(model).plan)
     slots = [slot for slot in plan.needs if slot != Plan.OUTPUT]
     plain = all(plan.needs[slot] == {before} for before, slot in pairwise([*slots, Plan.OUTPUT]))
     layers = _constants(model) if plain and not plan.inner and not plan.explicit else None
-    events = [event for slot in slots for event in scaler.memory.events.get(slot, [])]
-    same = len(events) == len(slots) and len(set(events)) == 1 and events[0].edges.target_row == 1
+    records = [record for slot in slots for record in scaler.memory.records.get(slot, [])]
+    same = len(records) == len(slots) and len(set(records)) == 1 and records[0].edges.target_row == 1
     if layers is None or not same or len(layers) != len(errors):
         return [None] * len(errors)
-    edges = MessageEdges(events[0].edges.edge_index, loader.graph.num_nodes, events[0].constants.get("edge_weight"))
+    edges = MessageEdges(records[0].edges.edge_index, loader.graph.num_nodes, records[0].constants.get("edge_weight"))
     batch_of = (loader.labels // loader.batch_size)[edges.edge_index]
     stale = [layer.staleness for layer in errors[:-1]]
     by_node = theorem1_by_node(layers, edges, stale, batch_of[0] != batch_of[1])
     return [float(bound.max()) for bound in by_node]
 
 
-def _constants(model: nn.Module) -> list[Layer] | None:
-    """The constants of all layers of a model whose forward pass is known, in evaluation mode.
-
-    What comes between two layers belongs to the one that follows, what comes after the last one to that one.
-    """
+def _constants(model: nn.Module) -> list[LayerConstants] | None:
+    """The constants of a model's layers in evaluation mode; ``None`` if its forward pass or a layer is unknown."""
     convs: list[nn.Module] = list(getattr(model, "convs", []))
     try:
         after = _between(model, len(convs))
         layers = [layer_constants(conv) for conv in convs]
-    except InputError:  # a module whose constant is not known
+    except InputError:  # a module with unknown constant
         return None
     if after is None or not layers:
         return None
@@ -197,10 +193,10 @@ def _constants(model: nn.Module) -> list[Layer] | None:
 
 
 def _between(model: nn.Module, num_layers: int) -> list[float] | None:
-    """The constant of what follows each layer; ``None`` for models whose forward pass is not known."""
+    """The constant of the modules after each layer; ``None`` if the model's forward pass is unknown."""
     if isinstance(model, Stack):
         known = type(model).forward is Stack.forward and type(model).call_layer is Stack.call_layer
-        after = [lipschitz_constant(norm) for norm in model.norms]  # ReLU and dropout change nothing
+        after = [lipschitz_constant(norm) for norm in model.norms]  # ReLU and dropout have constant 1
         after += [1.0] * (num_layers - len(after))
         after[-1] *= 1.0 if model.last is None else lipschitz_constant(model.last)
         return after if known else None
@@ -211,20 +207,20 @@ def _between(model: nn.Module, num_layers: int) -> list[float] | None:
     return None
 
 
-def layer_constants(layer: Any) -> Layer | None:
-    """The constants of some of PyG's layers by themselves, in evaluation mode; ``None`` for all others.
+def layer_constants(layer: Any) -> LayerConstants | None:
+    """The constants of a PyG layer in evaluation mode; ``None`` if unknown.
 
     Example:
-        >>> layer_constants(GCNConv(4, 2)).own  # its own row comes in by a self-loop
+        >>> layer_constants(GCNConv(4, 2)).own  # the node's own row comes by a self-loop
         0.0
     """
     if type(layer) is GCNConv:
-        return Layer(1.0, lipschitz_constant(layer.lin), own=0.0)
+        return LayerConstants(1.0, lipschitz_constant(layer.lin), own=0.0)
     if type(layer) is GINConv:
-        return Layer(1.0, lipschitz_constant(layer.nn), own=abs(1.0 + layer.eps.item()))
+        return LayerConstants(1.0, lipschitz_constant(layer.nn), own=abs(1.0 + layer.eps.item()))
     if type(layer) is SAGEConv and layer.aggr == "mean" and not (layer.project or layer.normalize):
         both = [layer.lin_l, layer.lin_r] if layer.root_weight else [layer.lin_l]
-        return Layer(1.0, max(map(lipschitz_constant, both)), "mean", own=float(layer.root_weight))
+        return LayerConstants(1.0, max(map(lipschitz_constant, both)), "mean", own=float(layer.root_weight))
     return None
 
 
@@ -234,20 +230,20 @@ def layer_constants(layer: Any) -> Layer | None:
 def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, task: Task | None) -> dict[str, Any]:
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if not weights:
-        raise InputError("gradients need weights", got="a model without any to train", fix="Leave gradients out.")
+        raise InputError("'gradients' needs weights", got="a model without any to train", fix="Leave gradients out.")
     learned = task_for(Dataset.of(loader.data)) if task is None else task
     learned.check(loader.data, ["train"])
     count = learned.targets_of_graph(loader.data)[1].size(0)
     device = device_of(model)
 
-    def added_up(batches: Iterator[Data]) -> list[Tensor]:
+    def summed(batches: Iterator[Data]) -> list[Tensor]:
         total = [torch.zeros_like(weight, dtype=torch.double) for weight in weights.values()]
         for batch in batches:
             rows, targets = learned.targets(batch)
             if not targets.size(0):
                 continue
             with attached(model).running(StoreExchange(HistoryStore(writes=False))):
-                out = call(model, near(batch, model))
+                out = call(model, to_model_device(batch, model))
             out = out if rows is None else out[rows.to(device)]
             loss = targets.size(0) / count * learned.loss(out, targets.to(device))
             pieces = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
@@ -256,7 +252,7 @@ def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, task: T
         return total
 
     with torch.enable_grad():
-        ours, exact = added_up(loader.in_order()), added_up(iter([_whole(loader)]))
+        ours, exact = summed(loader.in_order()), summed(iter([_whole(loader)]))
     pairs = [(name, a.flatten(), b.flatten()) for name, a, b in zip(weights, ours, exact, strict=True)]
     return {
         **_compared(torch.cat([a for _, a, _ in pairs]), torch.cat([b for _, _, b in pairs])),
@@ -281,12 +277,12 @@ def _lipschitz(model: nn.Module, loader: HaloLoader, *, call: CallModel) -> dict
     observer = _Jacobians()
     exchange = StoreExchange(HistoryStore(writes=False))
     with attached(model).running(exchange, observers=[observer], input_gradients=True):
-        call(model, near(_whole(loader), model))
+        call(model, to_model_device(_whole(loader), model))
     return {"layers": observer.found}
 
 
 class _Jacobians(Observer):
-    """Looks at each layer around the inputs it gets, in a pass over the whole graph."""
+    """Measures each layer's Jacobian in a pass over the whole graph."""
 
     repeats = True
 
@@ -294,8 +290,7 @@ class _Jacobians(Observer):
         self.found: list[dict[str, Any]] = []
 
     def layer_ran(self, run: LayerRun) -> None:
-        """Measure a layer."""
-        if run.nested:  # a piece of another layer
+        if run.nested:  # part of another layer
             return
         rows = [x for x in tensors_in((run.args, run.kwargs)) if x.is_floating_point() and x.dim() > 1]
         x = next((x for x in rows if x.size(0) == run.info.num_rows), None)
@@ -306,7 +301,7 @@ class _Jacobians(Observer):
             args, kwargs = map_tensors(lambda value: other if value is x else value, (run.args, run.kwargs))
             return run.again(*args, **kwargs)
 
-        # All rows as one, since the layer mixes them.
+        # All rows as one, because the layer mixes them.
         whole = _norm(lambda row: again(row.view(x.shape)).reshape(1, -1), x.reshape(1, -1))
         message, update = self._apart(run.layer, again, x)
         self.found.append({"layer": run.call, "whole": whole, "message": message, "update": update})
@@ -314,7 +309,7 @@ class _Jacobians(Observer):
     def _apart(
         self, layer: MessagePassing, run: Callable[[Tensor], Any], x: Tensor
     ) -> tuple[float | None, float | None]:
-        """The constants of messages and update, where they are known."""
+        """The constants of messages and update, if known."""
         if type(layer) is GINConv:
             seen: list[Tensor] = []
             with layer.nn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
@@ -325,7 +320,7 @@ class _Jacobians(Observer):
 
 
 def _norm(function: Callable[[Tensor], Any], x: Tensor) -> float | None:
-    """The largest norm of a Jacobian over some rows; ``None`` where PyTorch cannot differentiate twice."""
+    """The largest norm of the Jacobians at some rows; ``None`` if PyTorch cannot differentiate twice."""
     try:
         return float(jacobian_norm(function, x, iterations=_ITERATIONS).max())
     except (RuntimeError, AttributeError, InputError):
@@ -342,7 +337,7 @@ def _whole(loader: HaloLoader) -> Data:
 
 @contextmanager
 def _nothing_changed(model: nn.Module) -> Iterator[None]:
-    """Afterwards random states, and what is known about layers in training, are as they were before."""
+    """Restore random states, and what the plan knows about layers in training."""
     device, scaler = device_of(model), attached(model)
     on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     draws = {name: call.draws for name, call in scaler.calls.items()}
@@ -352,6 +347,6 @@ def _nothing_changed(model: nn.Module) -> Iterator[None]:
     finally:
         for name, call in scaler.calls.items():
             call.draws = draws.get(name)
-        # Captured steps share the GPU's random state, so it is touched only if it has to be.
+        # Captured steps share the GPU's random state, so it is restored only if it has changed.
         if on_gpu is not None and not torch.equal(on_gpu, torch.cuda.get_rng_state(device)):
             torch.cuda.set_rng_state(on_gpu, device)

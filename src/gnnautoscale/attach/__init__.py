@@ -1,11 +1,18 @@
-"""What users call on their own models.
+"""Histories for a user's own model.
 
-Attach and detach histories, the paper's base class, exact inference, prediction, refresh, growing graphs, and the local
-Lipschitz penalty. It knows nothing about training loops.
+Attach and detach them, infer, predict and refresh, follow a growing graph; the paper's base class and its local
+Lipschitz penalty. This package knows nothing about training loops.
 """
 
 from gnnautoscale.attach.autoscaler import Autoscaler, attached, autoscale, detach, is_autoscaled
-from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, near, outputs, unpack_batch
+from gnnautoscale.attach.calling import (
+    CallModel,
+    call_with_batch,
+    device_of,
+    run_batches,
+    to_model_device,
+    unpack_batch,
+)
 from gnnautoscale.attach.growth import grow
 from gnnautoscale.attach.inference import infer, infer_from_histories, plan_of, predict, refresh
 from gnnautoscale.attach.regularize import LocalLipschitz
@@ -25,10 +32,10 @@ __all__ = [
     "infer",
     "infer_from_histories",
     "is_autoscaled",
-    "near",
-    "outputs",
     "plan_of",
     "predict",
     "refresh",
+    "run_batches",
+    "to_model_device",
     "unpack_batch",
 ]

@@ -1,4 +1,4 @@
-"""How a model is called with a batch: its arguments, its device, and one batch after another in a policy."""
+"""Calls a model with batches: finds its arguments and device, and runs one batch after another."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ def device_of(model: nn.Module) -> torch.device:
     return next((weight.device for weight in model.parameters()), torch.device("cpu"))
 
 
-def near(batch: Data, model: nn.Module) -> Data:
-    """The batch on the model's device."""
+def to_model_device(batch: Data, model: nn.Module) -> Data:
+    """Move a batch to the model's device, if the model has weights."""
     device = next((weight.device for weight in model.parameters()), None)
     return batch if device is None else batch.to(str(device))
 
 
-def outputs(
+def run_batches(
     model: nn.Module, loader: HaloLoader, call: CallModel, running: AbstractContextManager[None]
 ) -> Iterator[tuple[BatchInfo, Any]]:
-    """Run a model on every batch of a sweep.
+    """Run a model on every batch, in order.
 
     Args:
         model: An autoscaled model.
-        loader: Cuts the graph into batches.
+        loader: Makes the batches.
         call: Calls the model with a batch.
-        running: The policy to run it in, see :meth:`Autoscaler.running`.
+        running: The context to run it in, from :meth:`Autoscaler.running`.
 
     Yields:
-        Each batch, and the model's output for it; ``None`` if the policy ended the pass early.
+        Each batch and the model's output, or ``None`` if the policy ended the pass early.
     """
     with running:
         for batch in loader.in_order():
-            yield batch.edge_index.info, run_pass(partial(call, model, near(batch, model)))
+            yield batch.edge_index.info, run_pass(partial(call, model, to_model_device(batch, model)))
 
 
 def find_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchInfo:
-    """The batch that a model is called with."""
+    """The batch among a call's arguments."""
     found = [
         value.info
         for value in tensors_in((args, kwargs))
@@ -70,9 +70,9 @@ def find_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchInfo:
     ]
     if not found:
         raise InputError(
-            "an autoscaled model is called with a batch of a HaloLoader",
+            "an autoscaled model must be called with a batch of a HaloLoader",
             got="arguments without a batch's edge_index",
-            fix="Pass batch.edge_index as it is (moving it to a device is fine); for all nodes of a graph use "
+            fix="Pass batch.edge_index unchanged (moving it to a device is fine); for all nodes of a graph use "
             "gas.infer(model, loader), or gas.detach(model) first.",
         )
     if any(info is not found[0] for info in found):
@@ -92,7 +92,7 @@ def needs_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 def unpack_batch(
     signature: inspect.Signature, model: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Turn ``model(batch)`` into the arguments that the model's forward names, unless it wants the batch itself."""
+    """Turn ``model(batch)`` into the arguments of the model's forward, unless that takes the batch itself."""
     if len(args) != 1 or not isinstance(args[0], Data):
         return args, kwargs
     batch = args[0]
@@ -109,9 +109,9 @@ def unpack_batch(
         return args, kwargs
     if missing:
         raise InputError(
-            f"model(batch) passes each argument of {model}.forward that the batch has by its name",
+            f"for model(batch), the batch must have an attribute for each required argument of {model}.forward",
             got=f"a batch without {', '.join(missing)}",
-            fix="Call the model with its arguments, e.g. model(batch.x, batch.edge_index).",
+            fix="Pass the arguments one by one, e.g. model(batch.x, batch.edge_index).",
         )
     rows = {batch.num_nodes, batch.edge_index.size(1)}
     chosen = {

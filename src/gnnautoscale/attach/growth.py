@@ -1,4 +1,4 @@
-"""Lets a trained model follow a graph that grows: new nodes and edges, and histories only where these matter."""
+"""Lets a model follow a growing graph, and recomputes only the history rows that the growth affects."""
 
 from __future__ import annotations
 
@@ -13,54 +13,51 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach.autoscaler import attached
-from gnnautoscale.attach.calling import CallModel, call_with_batch, near
+from gnnautoscale.attach.calling import CallModel, call_with_batch, to_model_device
 from gnnautoscale.attach.inference import weights_checksum
 from gnnautoscale.attach.scalable import ScalableGNN
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import (
-    Event,
-    Frame,
+    ActiveLayer,
+    EdgeRecord,
     GraphMemory,
     LayerCall,
     Observer,
     RowStore,
     Session,
     SweepExchange,
+    as_matrix,
     evaluating,
-    flat,
     run_pass,
 )
 from gnnautoscale.graph import Graph, HaloLoader
 
-# How much larger than the mean a part may become by taking in new nodes.
+# A part takes new nodes until it is this much larger than the mean.
 _MOST_ABOVE_MEAN = 1.25
-
-# How many rows are compared at once.
+# How many rows to compare at once.
 _MOST_COMPARED = 1 << 20
 
 
 @torch.no_grad()
 def grow(model: nn.Module, loader: HaloLoader, data: Data, *, call: CallModel = call_with_batch) -> HaloLoader:
-    """Let an autoscaled model go on with a graph that has got new nodes and edges, or new features.
+    """Move an autoscaled model to a graph with new nodes, new edges or new features.
 
-    New nodes join the part that most of their neighbours are in, round by round through other new nodes. No part takes
-    more of them once it is a quarter larger than the mean; nodes that find no part like this fill up the smallest ones.
+    New nodes join the part of most of their neighbours; new nodes that know only new nodes follow these. A part a
+    quarter larger than the mean takes no more nodes. Nodes that find no part this way fill up the smallest ones.
 
-    Histories get rows for the new nodes. Level by level, those rows are recomputed that the change can reach, with the
-    model's current weights, in evaluation mode: rows of new nodes and of those with other features, rows of nodes whose
-    edges or recorded edge weights are others than before, and rows that are computed from such rows. All other rows
-    keep their values, bit for bit. So histories that were exact, as :func:`refresh` leaves them, are exact afterwards,
-    and those of training are as stale as before. Batches of the old graph are no longer taken.
-
-    Old and new histories are both there until this is done; if it fails, the model is as it was.
+    Histories get rows for the new nodes. Level by level, the rows that the change reaches are recomputed with the
+    current weights, in evaluation mode: those of new nodes, of nodes with new features, of nodes whose edges or
+    recorded edge weights differ, and all rows computed from such rows. Other rows stay the same, bit for bit. So exact
+    histories, as :func:`refresh` leaves them, stay exact, and those of training stay as stale as they were. From then
+    on the model takes batches of the new graph only. If something fails, the model stays as it was.
 
     Args:
         model: An autoscaled model.
-        loader: A loader of the graph that the model has histories of.
-        data: The grown graph. It begins with the old nodes in their order and has all old edges, in any order (sums of
-            edge weights are rounded the same, and so count as unchanged, in the old order only). Features and edge
-            weights may have changed, in tensors of their own: the old ones are compared with them.
-        call: How to call the model with a batch, if ``model(batch)`` is not right.
+        loader: A loader of the model's training graph.
+        data: The grown graph: the old nodes first and in their order, and all old edges in any order (in another
+            order, sums of edge weights may be rounded differently and count as changed). Features and edge weights may
+            differ, but must be new tensors, because the old ones are compared with them.
+        call: Calls the model with a batch, if ``model(batch)`` does not fit.
 
     Returns:
         A loader of the grown graph, with the settings of the old one.
@@ -97,12 +94,12 @@ def grow(model: nn.Module, loader: HaloLoader, data: Data, *, call: CallModel = 
 
 
 def grown_parts(labels: Tensor, edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Give every new node a part; see :func:`grow` for the rule.
+    """Assign every new node to a part, by the rule of :func:`grow`.
 
     Args:
         labels: The part of each old node, ``[num_old_nodes]``.
-        edge_index: All edges of the grown graph, ``[2, num_edges]``; their direction does not matter.
-        num_nodes: Number of nodes of the grown graph, the old ones first.
+        edge_index: All edges of the grown graph in either direction, ``[2, num_edges]``.
+        num_nodes: Number of nodes of the grown graph, old ones first.
 
     Returns:
         The part of each node, ``[num_nodes]``.
@@ -126,11 +123,11 @@ def grown_parts(labels: Tensor, edge_index: Tensor, num_nodes: int) -> Tensor:
         wishes, count = torch.unique(node[known] * num_parts + part[known], return_counts=True)
         if not wishes.numel():
             break
-        # The part with the most neighbours of each node, and of equals the first one.
+        # For each node the part with most of its neighbours, the first of equals.
         order = count.argsort(descending=True, stable=True)
         order = order[(wishes[order] // num_parts).argsort(stable=True)]
         order = order[_rank(wishes[order] // num_parts) == 0]
-        # Into each part those with the most neighbours there, as many as there is room for.
+        # Into each part the nodes with most neighbours there, as many as fit.
         order = order[count[order].argsort(descending=True, stable=True)]
         order = order[(wishes[order] % num_parts).argsort(stable=True)]
         wish = wishes[order]
@@ -142,15 +139,15 @@ def grown_parts(labels: Tensor, edge_index: Tensor, num_nodes: int) -> Tensor:
 
 
 def _rank(values: Tensor) -> Tensor:
-    """For each of some sorted values, how many equal ones are before it."""
+    """For each of some sorted values the number of equal ones before it."""
     return torch.arange(values.numel()) - torch.searchsorted(values, values)
 
 
 def _smallest_first(sizes: Tensor, count: int) -> Tensor:
-    """The parts that a number of nodes go to so that the smallest become larger until all are equal."""
+    """The parts of ``count`` nodes that fill up the smallest parts first."""
     order = sizes.argsort(stable=True)
     ascending = sizes[order]
-    # How many nodes it takes to make all smaller parts as large as each one.
+    # For each part the number of nodes that raises all smaller ones to its size.
     needed = ascending * torch.arange(sizes.numel()) - (ascending.cumsum(0) - ascending)
     filled = int((needed <= count).sum())
     level, rest = divmod(count + int(ascending[:filled].sum()), filled)
@@ -159,46 +156,35 @@ def _smallest_first(sizes: Tensor, count: int) -> Tensor:
     return order[:filled].repeat_interleave(added)
 
 
-# What has changed ####################################################################################################
+# Changes #############################################################################################################
 
 
 class EdgeList(NamedTuple):
-    """EdgeList with their values.
-
-    Attributes:
-        source: Where each edge comes from, ``[num_edges]``.
-        target: Where it points to, ``[num_edges]``.
-        values: Edge-level values by name, each ``[num_edges, ...]``.
-    """
+    """Sources and targets of edges, each ``[num_edges]``, and edge-level values by name, each ``[num_edges, ...]``."""
 
     source: Tensor
     target: Tensor
     values: dict[str, Tensor]
 
     @staticmethod
-    def of(event: Event) -> EdgeList:
-        """The edges of a record, in the direction of its messages."""
-        row = event.edges.target_row
-        return EdgeList(event.edges.edge_index[1 - row], event.edges.edge_index[row], event.constants)
+    def of(record: EdgeRecord) -> EdgeList:
+        """The edges of a record, in the direction of messages."""
+        row = record.edges.target_row
+        return EdgeList(record.edges.edge_index[1 - row], record.edges.edge_index[row], record.constants)
 
     @staticmethod
     def of_graph(graph: Graph, *, reverse: bool = False) -> EdgeList:
-        """A graph's own edges, or these the other way round."""
+        """A graph's own edges, or their reverse."""
         source, target = graph.edge_index.flip(0) if reverse else graph.edge_index
         return EdgeList(source, target, graph.edge_attributes)
 
 
 def pair_edges(old: EdgeList, new: EdgeList, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pair edges between the same nodes, of several the first with the first.
-
-    Args:
-        old: EdgeList of the old graph.
-        new: EdgeList of the new graph.
-        num_nodes: Number of nodes of the new graph.
+    """Pair the edges of the old and the new graph; parallel edges in their order.
 
     Returns:
-        Positions of the common edges in the old and in the new graph, each ``[num_common]``, and the positions of the
-        other edges of the old graph and of the new one.
+        Positions of the common edges in the old and in the new graph, each ``[num_common]``, and positions of the other
+        edges of the old and of the new graph.
 
     Example:
         >>> old = EdgeList(torch.tensor([0, 1]), torch.tensor([1, 2]), {})
@@ -216,7 +202,7 @@ def pair_edges(old: EdgeList, new: EdgeList, num_nodes: int) -> tuple[Tensor, Te
 
 
 def _changed_targets(old: EdgeList | None, new: EdgeList, num_nodes: int) -> Tensor:
-    """The nodes that other edges point to than before, or edges with other values; all if nothing is known."""
+    """The nodes with different incoming edges or edge values; all nodes if these cannot be compared."""
     if old is None or old.values.keys() != new.values.keys():
         return torch.arange(num_nodes)
     before, after, gone, added = pair_edges(old, new, num_nodes)
@@ -227,7 +213,7 @@ def _changed_targets(old: EdgeList | None, new: EdgeList, num_nodes: int) -> Ten
 
 
 def _changed_nodes(old: Graph, new: Graph, data: Data) -> Tensor:
-    """The nodes that are new or have other features, as a mask."""
+    """Mask of the nodes that are new or have different features, ``[num_nodes]``."""
     changed = torch.ones(new.num_nodes, dtype=torch.bool)
     changed[: old.num_nodes] = False
     for name, value in old.features.items():
@@ -237,82 +223,70 @@ def _changed_nodes(old: Graph, new: Graph, data: Data) -> Tensor:
 
 
 def _differ(before: Tensor, after: Tensor) -> Tensor:
-    """Which rows are not the same."""
+    """Mask of the rows that differ, ``[num_rows]``."""
     after = after.to(before.device)
     if before.dtype == after.dtype and torch.equal(before, after):
         return torch.zeros(before.size(0), dtype=torch.bool)
     pieces = zip(torch.split(before, _MOST_COMPARED), torch.split(after, _MOST_COMPARED), strict=True)
-    return torch.cat([flat(one != other).any(1).cpu() for one, other in pieces])
+    return torch.cat([as_matrix(one != other).any(1).cpu() for one, other in pieces])
 
 
 def _by_node(data: Data, name: str, value: Tensor) -> Tensor:
-    """An attribute with its nodes, or edges, in the first dimension."""
+    """An attribute with its nodes or edges in the first dimension."""
     return value.movedim(data.__cat_dim__(name, value), 0)
 
 
-# What that reaches ###################################################################################################
+# Affected rows #######################################################################################################
 
 
-class Use(NamedTuple):
-    """A call of ``propagate`` or ``edge_updater`` in a level.
-
-    Attributes:
-        name: The layer call that made it.
-        position: Its place among those of that layer call.
-        call: What is known about the layer call.
-        event: What was recorded for it, or ``None`` for edges that the model derived itself.
-    """
+class EdgeUse(NamedTuple):
+    """An edge call: the name of its layer call, its position there, the plan's entry, and its record if any."""
 
     name: str
     position: int
     call: LayerCall
-    event: Event | None
+    record: EdgeRecord | None
 
 
-class _Nothing(RowStore):
-    """Rows of zeros: a level is run only to see what it does."""
-
+class _ZeroRows(RowStore):
     def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
-        """Nothing is read."""
         return like.new_zeros((session.info.n_id[which].numel(), *like.shape[1:]))
 
 
 class _EdgeUses(Observer):
-    """Notes which edges are used."""
+    """Lists the edge calls of a pass."""
 
     def __init__(self) -> None:
-        self.uses: list[Use] = []
+        self.uses: list[EdgeUse] = []
 
-    def edges_used(self, session: Session, frame: Frame, edge_index: Tensor, values: dict[str, Any]) -> None:
-        """Note a call of ``propagate`` or ``edge_updater``."""
-        self.uses.append(Use(frame.name, frame.num_events, frame.call, frame.event))
+    def edges_used(self, session: Session, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any]) -> None:
+        self.uses.append(EdgeUse(active.name, active.num_edge_calls, active.call, active.record))
 
 
 class Change:
-    """What is different in a grown graph, and how far that reaches.
+    """The nodes that the change to a grown graph reaches, level by level.
 
     Args:
-        before: What was known about the old graph.
+        before: Memory of the old graph.
         old: The old graph.
         loader: A loader of the new graph.
-        bare: Whether the model never looks at edges itself.
+        ignores_edges: Whether only the model's layers use edges.
     """
 
-    def __init__(self, before: GraphMemory, old: Graph, loader: HaloLoader, *, bare: bool) -> None:
-        self._before, self._old, self._new, self._bare = before, old, loader.graph, bare
-        # Edges that a model derives itself may lead both ways only where the halo does.
-        self._both_ways = {False, loader.bidirectional or loader.graph.is_symmetric}
+    def __init__(self, before: GraphMemory, old: Graph, loader: HaloLoader, *, ignores_edges: bool) -> None:
+        self._before, self._old, self._new, self._ignores_edges = before, old, loader.graph, ignores_edges
+        # Edges that a model derives itself are reversed ones only if the halo is bidirectional.
+        self._directions = {False, loader.bidirectional or loader.graph.is_symmetric}
         self._affected = _changed_nodes(old, loader.graph, loader.data)
-        # Layers that do the same with edges share what was recorded.
-        self._changed: dict[Any, Tensor] = {}
+        self._changed: dict[Any, Tensor] = {}  # shared by layers with the same records
 
-    def next_level(self, uses: list[Use]) -> Tensor:
-        """The nodes whose rows in the next level must be recomputed, from what that level does with edges."""
+    def next_level(self, uses: list[EdgeUse]) -> Tensor:
+        """The nodes whose rows in the next level must be recomputed, given that level's edge calls."""
         used: dict[Any, tuple[EdgeList | None, EdgeList]] = {}
         for use in uses:
-            if use.event is not None:
-                old = next(iter(self._before.events.get(use.name, [])[use.position :]), None)
-                used[old, use.event] = None if old is None else EdgeList.of(old), EdgeList.of(use.event)
+            if use.record is not None:
+                old = next(iter(self._before.records.get(use.name, [])[use.position :]), None)
+                used[old, use.record] = None if old is None else EdgeList.of(old), EdgeList.of(use.record)
         for reverse in self._own_directions(uses):
             used[reverse] = EdgeList.of_graph(self._old, reverse=reverse), EdgeList.of_graph(self._new, reverse=reverse)
         reached = self._affected.clone()
@@ -324,85 +298,86 @@ class Change:
         self._affected = reached
         return reached.nonzero().squeeze(1)
 
-    def _own_directions(self, uses: Iterable[Use]) -> set[bool]:
-        """Which ways the graph's edges are used besides what was recorded: as they are, reversed, or both."""
-        directions: set[bool] = set()
+    def _own_directions(self, uses: Iterable[EdgeUse]) -> set[bool]:
+        """Whether the graph's own edges are used too, forward (``False``) or reversed (``True``)."""
+        directions: set[bool] = set() if self._ignores_edges else set(self._directions)
         for use in uses:
-            if use.event is None:
-                directions |= self._both_ways
-            elif "edge" in use.call.kinds or any(name in self._new.edge_attributes for name in use.call.own):
-                names = [name for name in use.call.own if name is not None and name.endswith("edge_index")]
-                directions |= {(name != "edge_index") != (use.event.edges.target_row == 0) for name in names}
-        return directions if self._bare else directions | self._both_ways
+            attributes = use.call.attributes
+            if use.record is None:
+                directions |= self._directions
+            elif "edge" in use.call.kinds or any(name in self._new.edge_attributes for name in attributes):
+                names = [name for name in attributes if name is not None and name.endswith("edge_index")]
+                directions |= {(name != "edge_index") != (use.record.edges.target_row == 0) for name in names}
+        return directions
 
 
 def _bring_up_to_date(
     model: nn.Module, before: GraphMemory, loader: HaloLoader, grown: HaloLoader, batch: Data, call: CallModel
 ) -> None:
-    """Recompute the rows that the change reaches, level by level; a small batch shows what levels do with edges."""
+    """Recompute the rows that the change reaches, level by level; ``batch`` is a small one to find edge calls with."""
     scaler = attached(model)
     memory = scaler.memory
     if not memory.histories:
         return
-    _uses(model, None, batch, call)  # which makes a plan if there is none
+    _uses(model, None, batch, call)  # makes a plan if there is none
     plan = scaler.plan
     if plan is None or plan.live - memory.histories.keys():
         return
     checksum = weights_checksum(model)
-    change = Change(before, loader.graph, grown, bare=plan.bare)
+    change = Change(before, loader.graph, grown, ignores_edges=plan.ignores_edges)
     levels = [(level, change.next_level(_uses(model, level, batch, call))) for level in plan.levels]
     size = math.ceil(loader.graph.num_nodes * loader.batch_size / loader.num_parts)
     for level, nodes in levels:
         nodes = nodes[grown.labels[nodes].argsort(stable=True)]
         with scaler.running(SweepExchange(level)):
             for some in torch.tensor_split(nodes, math.ceil(nodes.numel() / size)) if nodes.numel() else ():
-                run_pass(partial(call, model, near(grown.batch_for(some), model)))
+                run_pass(partial(call, model, to_model_device(grown.batch_for(some), model)))
     if before.is_written_by(checksum):
         memory.mark_written_by(checksum)
 
 
-def _uses(model: nn.Module, level: frozenset[str] | None, batch: Data, call: CallModel) -> list[Use]:
-    """What a level does with edges."""
+def _uses(model: nn.Module, level: frozenset[str] | None, batch: Data, call: CallModel) -> list[EdgeUse]:
+    """The edge calls of a level."""
     observer = _EdgeUses()
-    with attached(model).running(SweepExchange(level, _Nothing()), observers=[observer]):
+    with attached(model).running(SweepExchange(level, _ZeroRows()), observers=[observer]):
         run_pass(partial(call, model, batch))
     return observer.uses
 
 
 def _small_batch(loader: HaloLoader, model: nn.Module) -> Data:
-    """The batch of a node with few neighbours."""
+    """The batch of one node with few neighbours."""
     degree = torch.bincount(loader.graph.edge_index[1], minlength=loader.graph.num_nodes)
     node = degree.masked_fill(degree == 0, loader.graph.edge_index.size(1)).argmin()
-    return near(loader.batch_for(node.unsqueeze(0)), model)
+    return to_model_device(loader.batch_for(node.unsqueeze(0)), model)
 
 
 # Checks ##############################################################################################################
 
 
 def _check_old(graph: Graph, key: str | None) -> None:
-    """Refuse a graph whose tensors were written into: what has changed could not be told."""
+    """Refuse a graph whose tensors were overwritten, because changes could not be found."""
     now = copy.copy(graph)
-    vars(now).pop("key", None)  # so that it is computed anew
+    vars(now).pop("key", None)  # computed anew
     if now.key != key:
         raise InputError(
-            "the old graph's tensors must be as they were, so that it can be seen what has changed",
-            got="tensors that were written into since the loader was made",
-            fix="Give the grown graph tensors of its own, e.g. x = data.x.clone().",
+            "the old graph's tensors must be unchanged, because the new ones are compared with them",
+            got="tensors that were overwritten after the loader was made",
+            fix="Give the grown graph its own tensors, e.g. x = data.x.clone().",
         )
 
 
 def _check_grown(old: Graph, data: Data) -> Graph:
-    """Refuse a graph that is not an old one with something added."""
+    """Refuse a graph that lacks something of the old one."""
     if not isinstance(data, Data):
         raise InputError(
-            "the grown graph is one torch_geometric.data.Data", got=type(data).__name__, fix="Pass the whole graph."
+            "the grown graph must be a torch_geometric.data.Data", got=type(data).__name__, fix="Pass the whole graph."
         )
     new = Graph(data)
     if new.num_nodes < old.num_nodes:
         raise InputError(
             f"the grown graph must begin with the {old.num_nodes} old nodes, in their order",
             got=f"{new.num_nodes} nodes",
-            fix="Autoscale the model again if nodes were removed.",
+            fix="If nodes were removed, autoscale the model again.",
         )
     for level, before, after in (
         ("node", old.features, new.features),
@@ -418,17 +393,17 @@ def _check_grown(old: Graph, data: Data) -> Graph:
             expected, got = _by_node(data, name, value), _by_node(data, name, after[name])
             if expected.dtype != got.dtype or expected.shape[1:] != got.shape[1:]:
                 raise InputError(
-                    f"{name} must have rows of shape {tuple(expected.shape[1:])} and {expected.dtype} as before",
-                    got=f"rows of shape {tuple(got.shape[1:])} and {got.dtype}",
-                    fix="The model's weights belong to features of this kind; train another model for others.",
+                    f"{name} must still have rows of shape {tuple(expected.shape[1:])} and type {expected.dtype}",
+                    got=f"rows of shape {tuple(got.shape[1:])} and type {got.dtype}",
+                    fix="Convert the features; other ones need another model.",
                 )
     _, _, gone, _ = pair_edges(EdgeList.of_graph(old), EdgeList.of_graph(new), new.num_nodes)
     if gone.numel():
         source, target = old.edge_index[:, gone[0]].tolist()
         raise InputError(
             "the grown graph must have all edges of the old one",
-            got=f"{gone.numel()} edges that are missing, one of them from {source} to {target}",
-            fix="Autoscale the model again if edges were removed.",
+            got=f"{gone.numel()} missing edges, one of them from {source} to {target}",
+            fix="If edges were removed, autoscale the model again.",
         )
     return new
 

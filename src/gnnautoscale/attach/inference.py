@@ -1,4 +1,4 @@
-"""Exact inference over a whole graph, and predictions in constant time from histories."""
+"""Exact inference over a whole graph, and fast predictions from histories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gnnautoscale._util import map_tensors, tensors_in
 from gnnautoscale.attach.autoscaler import attached
-from gnnautoscale.attach.calling import CallModel, call_with_batch, near, outputs
+from gnnautoscale.attach.calling import CallModel, call_with_batch, run_batches, to_model_device
 from gnnautoscale.errors import InputError, StaleHistoryWarning
 from gnnautoscale.forward import (
     ExchangePolicy,
@@ -34,16 +34,15 @@ def infer(
 ) -> Any:
     """Run a model on all nodes of a graph, exactly, one batch at a time.
 
-    Histories are recomputed layer by layer: each sweep over the batches computes one layer for every node from
-    the layer before it, so that nothing is stale and no layer is computed twice. Device memory is bounded by one
-    batch and the histories.
+    Each sweep over the batches computes one layer for all nodes from the layer before it, so nothing is stale and no
+    layer runs twice. Device memory holds one batch and the histories.
 
     Args:
         model: An autoscaled model; it runs in evaluation mode.
-        loader: Cuts the graph into batches. It may be another graph than the one the model is trained on.
-        call: How to call the model with a batch, if ``model(batch)`` is not right.
-        update_histories: Whether the histories of the training graph are refreshed on the way. If not, a second
-            set of histories is used and dropped, so that training goes on as if nothing had happened.
+        loader: Makes the batches, of the training graph or of another one.
+        call: Calls the model with a batch, if ``model(batch)`` does not fit.
+        update_histories: Whether to refresh the histories of the training graph on the way. If not, a temporary
+            second set is used, and training continues as if nothing had happened.
 
     Returns:
         The model's output in host memory, one row per node in the order of the data, ``[num_nodes, ...]``.
@@ -67,15 +66,15 @@ def infer(
 
 @torch.no_grad()
 def infer_from_histories(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with_batch) -> Any:
-    """Run a model's last layer on all nodes of the training graph, over its histories as they are.
+    """Run a model's last layer on all nodes of the training graph, with its current histories.
 
     Args:
         model: An autoscaled model; it runs in evaluation mode.
-        loader: Cuts the training graph into batches.
-        call: How to call the model with a batch, if ``model(batch)`` is not right.
+        loader: Makes the batches of the training graph.
+        call: Calls the model with a batch, if ``model(batch)`` does not fit.
 
     Returns:
-        The model's output in host memory, ``[num_nodes, ...]``; as stale as the histories are.
+        The model's output in host memory, ``[num_nodes, ...]``, as stale as the histories.
     """
     with evaluating(model):
         plan_of(model, loader, call)
@@ -89,8 +88,8 @@ def refresh(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with
 
     Args:
         model: An autoscaled model.
-        loader: Cuts the training graph into batches.
-        call: How to call the model with a batch, if ``model(batch)`` is not right.
+        loader: Makes the batches of the training graph.
+        call: Calls the model with a batch, if ``model(batch)`` does not fit.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -110,17 +109,17 @@ def refresh(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with
 
 @torch.no_grad()
 def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallModel = call_with_batch) -> Any:
-    """Run a model for some nodes only, from the histories: no layer but the last is computed.
+    """Run a model's last layer for some nodes, from the histories.
 
-    What is read and computed depends on the nodes and their neighbours, neither on the depth of the model nor on
-    the size of the graph. The result is exact right after :func:`infer` or :func:`refresh`; if the weights have
-    changed since the histories were written, a :class:`StaleHistoryWarning` says so.
+    The cost depends on the number of nodes and neighbours, not on the depth of the model or the size of the graph. The
+    result is exact right after :func:`infer` or :func:`refresh`; if the weights have changed since, a
+    :class:`StaleHistoryWarning` says so.
 
     Args:
         model: An autoscaled model; it runs in evaluation mode.
         loader: A loader of the training graph.
         nodes: Node indices, ``[count]``.
-        call: How to call the model with a batch, if ``model(batch)`` is not right.
+        call: Calls the model with a batch, if ``model(batch)`` does not fit.
 
     Returns:
         The model's output for these nodes, on the model's device, ``[count, ...]``.
@@ -140,19 +139,19 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
     nodes = check_nodes(nodes, loader.graph.num_nodes)
     memory = scaler.memory_of(loader.graph)
     distinct, position = torch.unique(nodes, return_inverse=True)
-    batch = near(loader.batch_for(distinct), model)
+    batch = to_model_device(loader.batch_for(distinct), model)
     with evaluating(model):
         plan = plan_of(model, loader, call)
         if plan.live - memory.histories.keys():
             raise InputError(
-                "predict reads histories, so they must have been written",
+                "predict needs histories with rows",
                 got="empty histories",
                 fix="Train the model, or call gas.refresh(model, loader) first.",
             )
         if plan.live and not memory.is_written_by(weights_checksum(model)):
             warnings.warn(
-                "The histories were not all written by the model's current weights, so these predictions are "
-                "approximate. Call gas.refresh(model, loader) for exact ones.",
+                "Some histories were written with older weights, so these predictions are approximate. Call "
+                "gas.refresh(model, loader) for exact ones.",
                 StaleHistoryWarning,
                 stacklevel=3,
             )
@@ -166,22 +165,22 @@ def weights_checksum(model: nn.Module) -> list[float]:
     sums = []
     for tensor in (*model.parameters(), *model.buffers()):
         values = tensor.detach().flatten().double()
-        # Weighted by position, so that an exchange of values does not go unnoticed.
+        # Weighted by position, to notice swapped values.
         sums.append(values.dot(torch.linspace(1.0, 2.0, values.numel(), dtype=torch.double, device=values.device)))
     return torch.stack(sums).tolist() if sums else []
 
 
 def plan_of(model: nn.Module, loader: HaloLoader, call: CallModel = call_with_batch) -> Plan:
-    """The plan of an autoscaled model, made on a batch if there is none yet."""
+    """The plan of an autoscaled model, made with the first batch if there is none yet."""
     scaler = attached(model)
     if scaler.plan is None:
         with scaler.running(PlanOnly()):
-            run_pass(partial(call, model, near(next(loader.in_order()), model)))
+            run_pass(partial(call, model, to_model_device(next(loader.in_order()), model)))
     return cast(Plan, scaler.plan)
 
 
 def _whole(model: nn.Module, memory: GraphMemory, loader: HaloLoader, call: CallModel, *, push: bool) -> Any:
-    """The model's output for a graph that is one batch, and all histories on the way if these are to be pushed."""
+    """Run a graph that is a single batch; returns the output, and fills all histories if ``push``."""
     out = _collect(model, loader, call, StepExchange(push_all=push))
     if push:
         memory.mark_written_by(weights_checksum(model))
@@ -189,18 +188,18 @@ def _whole(model: nn.Module, memory: GraphMemory, loader: HaloLoader, call: Call
 
 
 def _sweep(model: nn.Module, memory: GraphMemory, loader: HaloLoader, call: CallModel) -> None:
-    """Bring all histories up to date, level by level."""
+    """Recompute all histories, level by level."""
     for level in plan_of(model, loader, call).levels:
-        for _ in outputs(model, loader, call, attached(model).running(SweepExchange(level))):
+        for _ in run_batches(model, loader, call, attached(model).running(SweepExchange(level))):
             pass
     memory.mark_written_by(weights_checksum(model))
 
 
 def _collect(model: nn.Module, loader: HaloLoader, call: CallModel, exchange: ExchangePolicy) -> Any:
-    """The model's output for every batch, put together in the order of the data."""
+    """The model's output for all nodes, in the order of the data."""
     rooms: list[Tensor] = []
     result: Any = None
-    for info, out in outputs(model, loader, call, attached(model).running(exchange)):
+    for info, out in run_batches(model, loader, call, attached(model).running(exchange)):
         if not rooms:
             result = map_tensors(partial(_room_for_all, rooms, loader.graph.num_nodes), out)
         for room, rows in zip(rooms, tensors_in(out), strict=True):

@@ -1,4 +1,4 @@
-"""Local Lipschitz regularization: layers that hardly change under small changes tolerate stale histories."""
+"""Local Lipschitz regularization: layers that react little to small changes tolerate stale histories."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class LocalLipschitz(Observer):
         \mathcal{L}_{\textrm{reg}} = \sum_{\ell} \frac{1}{|\mathcal{B}|} \sum_{v \in \mathcal{B}}
         \| f^{(\ell)}(\tilde{h}_v^{(\ell - 1)}) - f^{(\ell)}(\tilde{h}_v^{(\ell - 1)} + \epsilon) \|
 
-    with :math:`\epsilon` drawn uniformly from the ball of the given radius, for each node by itself. While the
-    context is open, each layer of the model is run a second time on such inputs, with the same dropout.
+    with :math:`\epsilon` drawn uniformly from a ball of the given radius, for each node separately. In this context
+    each layer runs a second time on such inputs, with the same dropout.
 
     Args:
         model: An autoscaled model.
@@ -45,9 +45,7 @@ class LocalLipschitz(Observer):
 
     def __init__(self, model: nn.Module, radius: float) -> None:
         if not radius > 0.0:
-            raise InputError(
-                "radius must be positive", got=f"{radius}", fix="A tenth of typical feature values is usual."
-            )
+            raise InputError("radius must be positive", got=f"{radius}", fix="Try a tenth of typical feature values.")
         self._scaler = attached(model)
         self.radius = radius
         self._terms: list[Tensor] = []
@@ -64,18 +62,18 @@ class LocalLipschitz(Observer):
         self._open.close()
 
     def value(self) -> Tensor:
-        """The penalty of the forward pass made in the context, a scalar to add to the loss."""
+        """The penalty of the forward pass in this context, a scalar to add to the loss."""
         if not self._terms:
             raise InputError(
-                "the penalty belongs to a forward pass",
+                "the penalty needs a forward pass",
                 got="none",
-                fix="Call the model inside of `with gas.LocalLipschitz(model, radius) as penalty:`.",
+                fix="Call the model inside `with gas.LocalLipschitz(model, radius) as penalty:`.",
             )
         total: Tensor = torch.stack(self._terms).sum()
         return total
 
     def layer_ran(self, run: LayerRun) -> None:
-        """Run a layer again on disturbed inputs and keep how much its output changes."""
+        """Repeat a layer on disturbed inputs and keep the mean change of its output."""
 
         def disturb(value: Tensor) -> Tensor:
             if not value.is_floating_point() or value.dim() < 2 or value.size(0) != run.info.num_rows:
@@ -88,7 +86,7 @@ class LocalLipschitz(Observer):
 
 
 def ball(like: Tensor, radius: float) -> Tensor:
-    """Rows drawn uniformly from a ball around zero, in the shape of the given rows, ``[num_rows, ...]``."""
+    """Rows drawn uniformly from a ball around zero, shaped like the given ones, ``[num_rows, ...]``."""
     flat = torch.randn_like(like).flatten(1)
     length = radius * torch.rand(flat.size(0), 1, device=flat.device, dtype=flat.dtype).pow(1.0 / flat.size(1))
     rows: Tensor = flat * (length / torch.linalg.vector_norm(flat, dim=1, keepdim=True))

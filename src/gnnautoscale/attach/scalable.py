@@ -1,4 +1,4 @@
-"""The paper's interface: a base class whose subclasses push and pull by themselves."""
+"""The paper's interface: a base class whose subclasses push and pull themselves."""
 
 from __future__ import annotations
 
@@ -17,19 +17,14 @@ from gnnautoscale.history import Storage
 
 @dataclass(frozen=True)
 class HistorySlot:
-    """Names one of a model's histories in :meth:`ScalableGNN.push_and_pull`.
-
-    Attributes:
-        name: The history's name.
-        width: The width of its rows.
-    """
+    """Name and row width of a history, for :meth:`ScalableGNN.push_and_pull`."""
 
     name: str
     width: int
 
 
 class _AttachOnceBuilt(type):
-    """Attaches a model after its last constructor has run, when all its layers are there."""
+    """Attaches histories once all constructors have run and all layers exist."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         model = super().__call__(*args, **kwargs)
@@ -39,18 +34,18 @@ class _AttachOnceBuilt(type):
 
 
 class ScalableGNN(nn.Module, metaclass=_AttachOnceBuilt):
-    r"""A model that says itself where its histories are.
+    r"""A model that places its histories itself.
 
-    Subclasses build their layers and call :meth:`push_and_pull` between them, as in the paper's Listing 2. They are
-    called with batches of a :class:`HaloLoader`: ``model(batch.x, batch.edge_index, batch.n_id)``.
+    Subclasses build their layers and call :meth:`push_and_pull` between them, as in the paper's Listing 2. Call them
+    with batches of a :class:`HaloLoader`: ``model(batch.x, batch.edge_index, batch.n_id)``.
 
     Args:
-        num_nodes: Number of nodes of the graph to train on.
+        num_nodes: Number of nodes of the training graph.
         hidden_channels: Width of the histories.
-        num_layers: Number of layers; there is one history less.
-        storage: Where histories live: ``"device"`` or ``"host"`` memory, on ``"disk"``, or ``"auto"``.
-        dtype: The type histories are kept in; by default that of the embeddings.
-        history_dir: The folder for histories on disk.
+        num_layers: Number of layers, one more than histories.
+        storage: See :func:`autoscale`.
+        dtype: See :func:`autoscale`.
+        history_dir: See :func:`autoscale`.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -88,7 +83,7 @@ class ScalableGNN(nn.Module, metaclass=_AttachOnceBuilt):
         self.histories = [HistorySlot(f"histories.{i}", hidden_channels) for i in range(num_layers - 1)]
 
     def push_and_pull(self, history: HistorySlot, x: Tensor, n_id: Tensor) -> Tensor:
-        """Write the batch's rows to a history and return them with the halo's rows read from it.
+        """Push the batch's rows to a history and pull the halo's rows from it.
 
         Args:
             history: One of ``self.histories``.
@@ -96,7 +91,7 @@ class ScalableGNN(nn.Module, metaclass=_AttachOnceBuilt):
             n_id: The batch's ``n_id``, ``[num_rows]``.
 
         Returns:
-            Embeddings of batch and halo, ``[num_rows, hidden_channels]``. The halo's rows are constants.
+            Embeddings of batch and halo, ``[num_rows, hidden_channels]``; the halo's are constants to autograd.
         """
         session = attached(self).session if is_autoscaled(self) else None
         if session is None:  # detached: the whole graph at once
@@ -106,7 +101,7 @@ class ScalableGNN(nn.Module, metaclass=_AttachOnceBuilt):
                 f"this history takes rows of width {history.width}, one for each of the batch's "
                 f"{session.info.num_rows} nodes in n_id",
                 got=f"rows of shape {tuple(x.shape)} and n_id of shape {tuple(n_id.shape)}",
-                fix="Pass batch.n_id, and hidden_channels as wide as the layers between the first and the last.",
+                fix="Pass batch.n_id, and set hidden_channels to the width of the inner layers.",
             )
         rows: Tensor = session.slot(history.name, lambda: x)
         return rows

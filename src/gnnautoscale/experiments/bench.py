@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.benchmark import Timer
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCN, GIN  # type: ignore[import-untyped]
 
@@ -269,13 +268,7 @@ def bench_storage(
 ) -> list[Numbers]:
     """Time a GIN's training step for every storage and precision of histories.
 
-    Args:
-        graph: The graph.
-        ratio: Halo nodes per batch node.
-        device: The compute device.
-        folder: Where histories on disk go.
-        layers: Number of layers.
-        epochs: Number of timed epochs for each row.
+    Histories on disk go to ``folder``; the other arguments are those of :func:`bench_step`.
 
     Returns:
         For each of ``MEDIA``: ``"milliseconds"`` of a step; ``"to host"``, their ratio to host memory in float32;
@@ -376,6 +369,8 @@ def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_00
     """
     if device.type != "cuda":
         raise InputError("this benchmark needs a GPU", got=repr(str(device)), fix="Run it on a machine with one.")
+    from torch.utils.benchmark import Timer  # here, because importing it takes a third of a second
+
     found: list[Numbers] = []
     index = torch.randperm(nodes, device=device)[:rows]
     for dtype in (torch.float32, torch.bfloat16):
@@ -397,17 +392,10 @@ def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_00
 def bench_epoch(
     graph: BenchGraph, ratio: float, device: torch.device, *, layers: int = 3, width: int = 256
 ) -> list[Numbers]:
-    """Time an epoch of a GCN with batches on the device and in host memory.
-
-    Args:
-        graph: The graph; its batches cover all nodes.
-        ratio: Halo nodes per batch node.
-        device: The compute device.
-        layers: Number of layers.
-        width: Width of hidden layers.
+    """Time an epoch of a GCN, ``width`` wide, on a graph whose batches cover all nodes.
 
     Returns:
-        The numbers of :func:`time_epochs` for each place of ``"batches"``.
+        The numbers of :func:`time_epochs` with ``"batches"`` on the device and in host memory.
     """
     loader = make_loader(graph, ratio)
     model = GCN(graph.features, width, num_layers=layers, out_channels=graph.classes).to(device)

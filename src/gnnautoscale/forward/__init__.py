@@ -1,10 +1,10 @@
 """One forward pass over one batch.
 
-The record of what layers do with edges, the plan that says where histories are, the session that follows the plan, and
-the policies that decide what happens at a slot. It knows nothing about training.
+Records of the edges that layers use, the plan with the model's slots, the session that follows it, and the policies
+that exchange rows at slots. This package knows nothing about training.
 """
 
-from gnnautoscale.forward.edges import EdgeSource, Frame, describe, own_attribute
+from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, describe, own_attribute
 from gnnautoscale.forward.exchange import (
     ExchangePolicy,
     HistoryStore,
@@ -12,25 +12,26 @@ from gnnautoscale.forward.exchange import (
     RowStore,
     StepExchange,
     StoreExchange,
-    flat,
+    as_matrix,
     run_pass,
 )
 from gnnautoscale.forward.hooks import Hooks, has_hooks
 from gnnautoscale.forward.memory import GraphMemory
-from gnnautoscale.forward.norms import by_constants, takes_statistics
+from gnnautoscale.forward.norms import normalize_by_constants, uses_own_statistics
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
-from gnnautoscale.forward.record import ArgumentKind, Event, Slice
+from gnnautoscale.forward.record import ArgumentKind, BatchEdges, EdgeRecord
 from gnnautoscale.forward.session import Session, evaluating
 from gnnautoscale.forward.sweep import SweepExchange
 
 __all__ = [
     "SHORTCUTS",
+    "ActiveLayer",
     "ArgumentKind",
+    "BatchEdges",
+    "EdgeRecord",
     "EdgeSource",
-    "Event",
     "ExchangePolicy",
-    "Frame",
     "GraphMemory",
     "HistoryStore",
     "Hooks",
@@ -42,16 +43,15 @@ __all__ = [
     "RowStore",
     "Session",
     "Shortcut",
-    "Slice",
     "StepExchange",
     "StoreExchange",
     "SweepExchange",
-    "by_constants",
+    "as_matrix",
     "describe",
     "evaluating",
-    "flat",
     "has_hooks",
+    "normalize_by_constants",
     "own_attribute",
     "run_pass",
-    "takes_statistics",
+    "uses_own_statistics",
 ]

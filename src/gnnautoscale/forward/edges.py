@@ -14,59 +14,49 @@ from gnnautoscale._util import tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import LayerCall, Plan
-from gnnautoscale.forward.record import Event, Slice, align, keep_edges
+from gnnautoscale.forward.record import BatchEdges, EdgeRecord, align, keep_edges
 from gnnautoscale.graph import BatchInfo, BatchTensor, EdgesByTarget
 
 
 @dataclass
-class Frame:
-    """A layer call in progress."""
+class ActiveLayer:
+    """A layer call in progress, and how many edge calls and propagations it has made so far."""
 
     name: str
     layer: MessagePassing
-    events: list[Event] | None
+    records: list[EdgeRecord] | None
     call: LayerCall
-    num_events: int = 0
+    num_edge_calls: int = 0
     num_propagations: int = 0
-    # Edges that a layer derived itself, and those of them that dropout keeps.
+    # Edges that the layer derived itself, and the positions of those that edge dropout keeps.
     dropped: tuple[Tensor, Tensor] | None = None
 
     @property
-    def event(self) -> Event | None:
-        """What was recorded for the next ``propagate`` or ``edge_updater``, if anything was."""
-        return next(iter((self.events or [])[self.num_events :]), None)
+    def record(self) -> EdgeRecord | None:
+        """The record of the next edge call, if it has one."""
+        return next(iter((self.records or [])[self.num_edge_calls :]), None)
 
 
 class EdgeSource(ABC):
     """Gives layers their edges."""
 
     @abstractmethod
-    def known_call(self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        """What is known about a call of a layer."""
-
-    def events(
-        self, call: str, layer: MessagePassing, known: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Event] | None:
-        """What the layer hands over on the whole graph; ``None`` if it runs on edges as they are."""
-        return None
+    def start(
+        self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[LayerCall, list[EdgeRecord] | None]:
+        """The plan's entry for a layer call and the records of its edge calls; ``None`` if it uses its own edges."""
 
     @abstractmethod
     def replace(
-        self, frame: Frame, edge_index: Tensor, values: dict[str, Any], *, propagates: bool
+        self, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any], *, propagates: bool
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The edges and values to run ``propagate``, or ``edge_updater``, on."""
+        """The edges and values to run an edge call on."""
 
 
 class RecordedEdges(EdgeSource):
-    """Replaces what a layer computed about edges inside the batch by what it computed on the whole graph.
+    """Replaces the edges and edge-level values that a layer computes in a batch by recorded ones.
 
-    Args:
-        info: The batch.
-        plan: How the model is run.
-        memory: Records of the batch's graph.
-        device: The compute device.
-        dropout: Share of the edges that is left out at random.
-        input_gradients: Whether gradients of the model's inputs are wanted.
+    For its arguments see :class:`Session`.
     """
 
     def __init__(
@@ -81,111 +71,108 @@ class RecordedEdges(EdgeSource):
     ) -> None:
         self._info, self._plan, self._memory, self._device = info, plan, memory, device
         self._dropout, self._input_gradients = dropout, input_gradients
-        self._slices: dict[Event, Slice] = {}
+        self._edges: dict[EdgeRecord, BatchEdges] = {}
         self._kept: dict[EdgesByTarget, Tensor] = {}
 
-    def known_call(self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        """See :meth:`EdgeSource.known_call`; refuses a call that differs from the planned one."""
-        known = self._plan.calls.get(call)
-        if known is not None and known.own == [own_attribute(self._info, x) for x in tensors_in((args, kwargs))]:
-            return known
-        raise UnsupportedModelError(
-            f"{describe(call, layer)} must be called in the same way every time, with the batch's own edges",
-            got="other arguments than in the first forward pass, or edges or edge attributes changed since",
-            fix="To drop edges at random, use autoscale(..., edge_dropout=p) instead of changing edge_index; do not "
-            "write into batches.",
-        )
-
-    def events(
-        self, call: str, layer: MessagePassing, known: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Event] | None:
-        """See :meth:`EdgeSource.events`; recorded on the first call."""
-        own_edges = any(attribute is not None and attribute.endswith("edge_index") for attribute in known.own)
-        if not own_edges or not known.edge_names:
-            return None
-        return self._memory.record(self._info.graph, call, layer, known, args, kwargs)
+    def start(
+        self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[LayerCall, list[EdgeRecord] | None]:
+        """See :meth:`EdgeSource.start`; refuses a call that differs from the plan."""
+        planned = self._plan.calls.get(call)
+        attributes = [own_attribute(self._info, value) for value in tensors_in((args, kwargs))]
+        if planned is None or planned.attributes != attributes:
+            raise UnsupportedModelError(
+                f"{describe(call, layer)} must be called the same way every time, with the batch's own edges",
+                got="arguments that differ from the first forward pass, or edges or edge attributes that were modified",
+                fix="To drop edges at random, use autoscale(..., edge_dropout=p) instead of changing edge_index; do "
+                "not write into batches.",
+            )
+        own_edges = any(name is not None and name.endswith("edge_index") for name in attributes)
+        if not own_edges or not planned.edge_names:
+            return planned, None
+        return planned, self._memory.record(self._info.graph, call, layer, planned, args, kwargs)
 
     def replace(
-        self, frame: Frame, edge_index: Tensor, values: dict[str, Any], *, propagates: bool
+        self, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any], *, propagates: bool
     ) -> tuple[Tensor, dict[str, Any]]:
         """See :meth:`EdgeSource.replace`."""
-        position = frame.num_events
-        frame.num_events += 1
-        if frame.events is None:
-            return self._drop_derived(frame, position, edge_index, values)
-        if position >= len(frame.events):
+        position = active.num_edge_calls
+        active.num_edge_calls += 1
+        if active.records is None:
+            return self._drop_derived(active, position, edge_index, values)
+        if position >= len(active.records):
             raise UnsupportedModelError(
-                f"{describe(frame.name, frame.layer)} must propagate as often in every call",
+                f"{describe(active.name, active.layer)} must propagate equally often in every call",
                 got="more propagations than in the first forward pass",
                 fix="Make the number of propagations independent of the data.",
             )
-        event = frame.events[position]
-        part = self._slice(event, frame)
-        if part.kept is None and frame.call.fuses(position, event.constants) and _can_fuse(frame.layer):
-            return self._fused(frame, position, event, part, values)
+        record = active.records[position]
+        batch_edges = self._batch_edges(record, active)
+        if batch_edges.kept is None and active.call.fuses(position, record.constants) and _can_fuse(active.layer):
+            return self._fused(active, position, record, batch_edges, values)
         replaced = dict(values)
-        for name in frame.call.edge_names[position]:
+        for name in active.call.edge_names[position]:
             value = values.get(name)
-            if name in part.constants:
-                constant = part.constants[name]
+            if name in batch_edges.constants:
+                constant = batch_edges.constants[name]
                 replaced[name] = constant.to(value.dtype) if isinstance(value, Tensor) else constant
-            elif isinstance(value, Tensor) and not frame.call.has_edge_updater:
-                replaced[name] = value[self._alignment(event, frame, edge_index, part)]
-        return part.edges, replaced
+            elif isinstance(value, Tensor) and not active.call.has_edge_updater:
+                replaced[name] = value[self._alignment(record, active, edge_index, batch_edges)]
+        return batch_edges.edges, replaced
 
     def _fused(
-        self, frame: Frame, position: int, event: Event, part: Slice, values: dict[str, Any]
+        self, active: ActiveLayer, position: int, record: EdgeRecord, batch_edges: BatchEdges, values: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The edges in the form that a layer aggregates over in one go, and their weight."""
-        weight = frame.call.weight(position)
-        adjacency = part.adjacency(weight, event.edges.target_row, self._info)
+        """Edges and their weight in the form that layers aggregate over without a row per edge."""
+        weight = active.call.weight(position)
+        adjacency = batch_edges.adjacency(weight, record.edges.target_row, self._info)
         if weight is not None:
             values = {**values, weight: adjacency.weight}
-        # Where the halo's rows depend on no weight, their gradient would go nowhere.
-        inward = position in frame.call.inward and not self._input_gradients
-        grad_rows = self._info.batch_size if inward else None
-        return part.fuse(adjacency, widened="short" not in frame.call.shortcuts, grad_rows=grad_rows), values
+        # Halo rows that depend on no weight need no gradient.
+        constant_halo = position in active.call.constant_halo and not self._input_gradients
+        grad_rows = self._info.batch_size if constant_halo else None
+        return batch_edges.fuse(adjacency, widened="short" not in active.call.shortcuts, grad_rows=grad_rows), values
 
-    def _slice(self, event: Event, frame: Frame) -> Slice:
-        if event not in self._slices:
-            part = self._info.placed(event)
-            if part is None:
-                part = event.slice_for(self._info, describe(frame.name, frame.layer))
-                # On the CPU as it is, so that what is computed from it is kept with it.
-                part = part if self._device.type == "cpu" else part.to(self._device)
+    def _batch_edges(self, record: EdgeRecord, active: ActiveLayer) -> BatchEdges:
+        if record not in self._edges:
+            batch_edges = self._info.placed(record)
+            if batch_edges is None:
+                batch_edges = record.for_batch(self._info, describe(active.name, active.layer))
+                # A CPU keeps the same object, and with it the adjacencies computed from it.
+                batch_edges = batch_edges if self._device.type == "cpu" else batch_edges.to(self._device)
             if self._dropout:
-                if event.edges not in self._kept:
-                    self._kept[event.edges] = keep_edges(part.edges, self._dropout)
-                part = part.take(self._kept[event.edges])
-            self._slices[event] = part
-        return self._slices[event]
+                if record.edges not in self._kept:
+                    self._kept[record.edges] = keep_edges(batch_edges.edges, self._dropout)
+                batch_edges = batch_edges.take(self._kept[record.edges])
+            self._edges[record] = batch_edges
+        return self._edges[record]
 
     def _drop_derived(
-        self, frame: Frame, position: int, edge_index: Tensor, values: dict[str, Any]
+        self, active: ActiveLayer, position: int, edge_index: Tensor, values: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Drop edges that the model derived from the batch's; once per layer, for all that it does with them."""
+        """Drop some edges that the model derived from the batch's; the same ones in all edge calls of a layer."""
         if not self._dropout:
             return edge_index, values
-        if frame.dropped is None or frame.dropped[0] is not edge_index:
-            frame.dropped = edge_index, keep_edges(edge_index, self._dropout)
-        kept = frame.dropped[1]
-        # What edge_updater returned has lost the dropped edges already.
+        if active.dropped is None or active.dropped[0] is not edge_index:
+            active.dropped = edge_index, keep_edges(edge_index, self._dropout)
+        kept = active.dropped[1]
+        # Values from edge_updater lack the dropped edges already.
         reduced = {
             name: values[name][kept]
-            for name in frame.call.edge_names[position]
+            for name in active.call.edge_names[position]
             if isinstance(values[name], Tensor) and values[name].size(0) == edge_index.size(1)
         }
         return edge_index[:, kept], {**values, **reduced}
 
-    def _alignment(self, event: Event, frame: Frame, local: Tensor, part: Slice) -> Tensor:
-        name = describe(frame.name, frame.layer)
-        wanted = event.slice_for(self._info, name).edges.to(self._device)
-        position = align(local, wanted, event.edges.target_row, self._info.batch_size, name)
-        return position if part.kept is None else position[part.kept]
+    def _alignment(self, record: EdgeRecord, active: ActiveLayer, local: Tensor, batch_edges: BatchEdges) -> Tensor:
+        name = describe(active.name, active.layer)
+        wanted = record.for_batch(self._info, name).edges.to(self._device)
+        position = align(local, wanted, record.edges.target_row, self._info.batch_size, name)
+        return position if batch_edges.kept is None else position[batch_edges.kept]
 
 
 def own_attribute(info: BatchInfo, value: Tensor) -> str | None:
-    """Which attribute of the batch a tensor is; ``None`` if it is another tensor, was changed or is to be trained."""
+    """The name of the batch's attribute that a tensor is; ``None`` if it is none, was modified or needs a gradient."""
     if not isinstance(value, BatchTensor):
         return None
     if value.info is not info:
@@ -198,12 +185,12 @@ def own_attribute(info: BatchInfo, value: Tensor) -> str | None:
 
 
 def describe(call: str, layer: nn.Module) -> str:
-    """A layer call as messages name it."""
+    """A layer call's name in messages."""
     return f"{type(layer).__name__} ('{call}')"
 
 
 def _can_fuse(layer: MessagePassing) -> bool:
-    """Whether a layer has what it needs to fuse, and no hook wants to see its messages."""
+    """Whether a layer fuses, and no hook waits for its messages."""
     hooks = (
         layer._message_forward_pre_hooks,
         layer._message_forward_hooks,

@@ -1,8 +1,7 @@
 """What happens at a slot: the policies that a session follows, and the rows they read and write.
 
 At a slot the batch's rows leave the model and the halo's rows enter it. A policy decides where they go and come from.
-Training steps move rows through a transfer; everything else reads and writes a store of rows: histories as they are,
-exact rows, or nothing at all.
+Training steps move rows through a transfer; other passes read and write a :class:`RowStore`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class ExchangePolicy(ABC):
 
     @abstractmethod
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
-        """Called in place of what a slot computes.
+        """Called in place of the computation of a slot.
 
         Args:
             session: The pass.
@@ -35,7 +34,7 @@ class ExchangePolicy(ABC):
             compute: Computes its rows, ``[num_rows, ...]`` or for the batch alone ``[batch_size, ...]``.
 
         Returns:
-            The rows that the model goes on with.
+            The rows that the model continues with.
         """
 
     def end(self, session: Session) -> None:
@@ -44,7 +43,7 @@ class ExchangePolicy(ABC):
 
 
 class StepExchange(ExchangePolicy):
-    """A training step: the batch's rows are pushed to histories, the halo's are pulled and constant to autograd.
+    """A training step: pushes the batch's rows to histories and pulls the halo's, which are constants to autograd.
 
     Args:
         push_all: Push even rows that no other batch can pull.
@@ -55,16 +54,16 @@ class StepExchange(ExchangePolicy):
         self._push_all, self._begins = push_all, begins
 
     def begin(self, session: Session) -> None:
-        """Start to move the rows that the step needs."""
+        """Start moving the rows that the step needs."""
         if self._begins:
             transfer = session.memory.transfer(session.device)
             session.memory.begin(session.info, transfer)
             transfer.look_ahead()
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
-        """Push the batch's rows and return them with the halo's behind them."""
+        """Push the batch's rows and return them, followed by the halo's."""
         out = compute()
-        if not is_exchanged(session, slot, push_all=self._push_all):
+        if not _is_exchanged(session, slot, push_all=self._push_all):
             return session.widened(out)
         session.check_rows(slot, out)
         rows, memory = session.own(out), session.memory
@@ -72,11 +71,11 @@ class StepExchange(ExchangePolicy):
         if push:
             memory.mark_changed()
         history = memory.history(slot, rows)
-        full = memory.transfer(session.device).exchange(slot, history, flat(rows), push=push)
+        full = memory.transfer(session.device).exchange(slot, history, as_matrix(rows), push=push)
         return full if out.dim() == 2 else full.view(-1, *out.shape[1:])
 
     def end(self, session: Session) -> None:
-        """Let the pushed rows leave."""
+        """Send the pushed rows off."""
         transfer = session.memory.transfer(session.device)
         transfer.end()
         if self._begins:
@@ -84,29 +83,29 @@ class StepExchange(ExchangePolicy):
 
 
 class RowStore(ABC):
-    """Rows of all nodes at every slot, wherever they are."""
+    """Rows of all nodes at every slot."""
 
     @abstractmethod
     def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
-        """Some rows of a batch.
+        """Read rows of a batch.
 
         Args:
             session: The pass over the batch.
             slot: The slot's name.
-            which: Which rows of batch and halo.
-            like: Rows of the shape, type and device that are wanted, ``[any, ...]``.
+            which: Positions among the rows of batch and halo.
+            like: Has the shape, type and device of the rows to return, ``[any, ...]``.
         """
 
     def write(self, session: Session, slot: str, rows: Tensor) -> None:
-        """Keep the batch's rows, ``[batch_size, ...]``; by default they are not kept."""
+        """Write the batch's rows, ``[batch_size, ...]``; ignores them by default."""
         return
 
 
 class HistoryStore(RowStore):
-    """The histories themselves, read and written at once and in order.
+    """The histories, accessed directly instead of through a transfer.
 
     Args:
-        writes: Whether rows are written.
+        writes: Whether to write rows; if not, :meth:`write` does nothing.
     """
 
     def __init__(self, *, writes: bool = True) -> None:
@@ -127,11 +126,11 @@ class HistoryStore(RowStore):
         memory, rows = session.memory, rows.detach()
         memory.mark_changed()
         place = memory.rows_of(session.info)
-        memory.history(slot, rows).push(flat(rows), place.index[: place.batch_size], place.runs)
+        memory.history(slot, rows).push(as_matrix(rows), place.index[: place.batch_size], place.runs)
 
 
 class StoreExchange(ExchangePolicy):
-    """A step that reads the halo's rows from a store, and writes the batch's to it.
+    """A step that reads the halo's rows from a store and writes the batch's rows to it.
 
     Args:
         store: The rows.
@@ -142,13 +141,13 @@ class StoreExchange(ExchangePolicy):
         self._store, self._push_all = store, push_all
 
     def begin(self, session: Session) -> None:
-        """Wait for training steps whose rows are still on their way."""
+        """Wait for the pushes of earlier training steps."""
         session.memory.settle()
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
-        """Write the batch's rows and return them with the halo's behind them."""
+        """Write the batch's rows and return them, followed by the halo's."""
         out = compute()
-        if not is_exchanged(session, slot, push_all=self._push_all):
+        if not _is_exchanged(session, slot, push_all=self._push_all):
             return session.widened(out)
         session.check_rows(slot, out)
         rows = session.own(out)
@@ -159,11 +158,11 @@ class StoreExchange(ExchangePolicy):
 
 
 class EndOfPass(BaseException):
-    """Ends a forward pass early, once a policy has what it wanted."""
+    """Ends a forward pass early, once its policy is done."""
 
 
 class PlanOnly(ExchangePolicy):
-    """Ends a pass before it begins: all that is wanted is the plan, which a model's first call makes."""
+    """Ends a pass before the model runs; by then its plan has been made."""
 
     def begin(self, session: Session) -> None:
         """End the pass."""
@@ -182,12 +181,12 @@ def run_pass(run: Callable[[], Any]) -> Any:
         return None
 
 
-def is_exchanged(session: Session, slot: str, *, push_all: bool) -> bool:
-    """Whether another slot reads a slot's rows, and another batch may pull them (or all are to be pushed)."""
+def as_matrix(rows: Tensor) -> Tensor:
+    """Rows of any shape as a matrix, ``[num_rows, width]``."""
+    return rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
+
+
+def _is_exchanged(session: Session, slot: str, *, push_all: bool) -> bool:
+    """Whether a slot has a history that other batches read, or that ``push_all`` asks to fill."""
     alone = session.info.batch_size == session.memory.num_nodes and not push_all
     return slot in session.plan.live and not alone
-
-
-def flat(rows: Tensor) -> Tensor:
-    """Rows of any shape as rows of a matrix."""
-    return rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Hands PyG's layers edges that they aggregate over in one go, instead of a row for every edge."""
+"""Edges that PyG's layers aggregate over in one kernel, without a row per edge."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gnnautoscale.kernels import Adjacency, spmm
 
 
 class FusedEdges(EdgeIndex):  # type: ignore[misc]
-    """Looks to PyG like edges sorted by target; a layer that can fuse its messages multiplies with it.
+    """An adjacency that PyG takes for edges sorted by target; layers that fuse their messages multiply with it.
 
-    There are no edges to see in it: whatever a layer does besides multiplying fails rather than costs time.
+    It holds no edges, so anything but multiplication fails instead of being slow.
     """
 
     adjacency: Adjacency
@@ -28,8 +28,8 @@ class FusedEdges(EdgeIndex):  # type: ignore[misc]
 
         Args:
             adjacency: The edges.
-            widened: Whether there are as many targets as sources; those that the adjacency lacks get rows of zeros.
-            grad_rows: The first so many sources need a gradient; ``None`` for all.
+            widened: Whether to return as many rows as there are sources; rows beyond the targets are zero.
+            grad_rows: How many sources, counted from the first, need a gradient; ``None`` for all.
         """
         none = torch.empty(2, 0, dtype=torch.long, device=adjacency.ptr.device)
         num_targets = adjacency.num_sources if widened else adjacency.num_targets
@@ -47,9 +47,9 @@ class FusedEdges(EdgeIndex):  # type: ignore[misc]
     ) -> Tensor:
         """Aggregate the rows of ``other``, ``[num_sources, width]``, into ``[num_targets, width]``."""
         if not isinstance(other, Tensor) or other.dim() != 2 or other_value is not None:
-            raise RuntimeError("these edges multiply with a matrix only")
+            raise RuntimeError("fused edges multiply with a matrix only")
         if input_value is not None and input_value is not self.adjacency.weight:
-            raise RuntimeError("these edges have weights of their own")
+            raise RuntimeError("fused edges have their own weights")
         out = spmm(self.adjacency, other, "sum" if reduce == "add" else reduce, grad_rows=self.grad_rows)
         missing = self.num_targets - out.size(0)
         return F.pad(out, (0, 0, 0, missing)) if missing else out

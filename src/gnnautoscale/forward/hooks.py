@@ -1,4 +1,4 @@
-"""Lets the modules of a model report to the session that runs, and takes everything back."""
+"""Connects the modules of a model to the session that runs, and disconnects them again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gnnautoscale.graph import BatchTensor
 
 
 class Hooks:
-    """Overrides methods of a model's modules, on the instances: layers, batch norms and the model's own forward.
+    """Overrides methods on instances: of message-passing layers, of batch norms, and the model's forward pass.
 
     Args:
         model: The model.
@@ -27,7 +27,7 @@ class Hooks:
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
-        #: The pass that is running, if any.
+        #: The running pass, if any.
         self.session: Session | None = None
         self._overridden: list[tuple[nn.Module, str, Any]] = []
         for name, module in model.named_modules():
@@ -39,16 +39,16 @@ class Hooks:
                     self.override(module, method, partial(self._edges, method, getattr(module, method)))
             elif isinstance(module, _BatchNorm):
                 self.override(module, "forward", partial(self._batch_norm, module, module.forward))
-        self._run_model = model.forward  # which may be a layer's, if the model is one
+        self._run_model = model.forward  # overridden above if the model is a single layer
         self.override(model, "forward", forward)
 
     def override(self, module: nn.Module, name: str, value: Any) -> None:
-        """Put something before what a module or its class defines."""
+        """Set an attribute of a module until :meth:`remove`."""
         self._overridden.append((module, name, module.__dict__.get(name)))
         module.__dict__[name] = value
 
     def remove(self) -> None:
-        """Remove everything that was attached; what was there before comes back into view."""
+        """Undo all overrides."""
         for module, name, before in reversed(self._overridden):
             if before is None:
                 del module.__dict__[name]
@@ -57,10 +57,10 @@ class Hooks:
         self._overridden.clear()
 
     def run(self, session: Session | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward pass in a session; ``None`` goes on with the one that runs."""
+        """Run the model's own forward pass in a session; ``None`` stays in the running one."""
         if session is None:
             return self._run_model(*args, **kwargs)
-        if session.plan.bare:
+        if session.plan.ignores_edges:
             args, kwargs = map_tensors(_without_edges, (args, kwargs))
         self.session = session
         try:
@@ -73,8 +73,8 @@ class Hooks:
             raise UnsupportedModelError(
                 f"{describe(name, layer)} of an autoscaled model runs in the model's forward pass",
                 got="a call outside it, by hand or by gradient checkpointing",
-                fix="Call the model as a whole, or detach it to use its layers by themselves. Histories make "
-                "checkpointing unnecessary.",
+                fix="Call the whole model, or detach it to use its layers by themselves. Histories make checkpointing "
+                "unnecessary.",
             )
         return self.session.layer(layer, name, run, args, kwargs)
 
@@ -89,11 +89,11 @@ class Hooks:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module reports to a session already."""
+    """Whether hooks are attached to a module."""
     overrides = (module.__dict__.get(name) for name in ("forward", *EDGE_METHODS))
     return any(isinstance(run, partial) and isinstance(getattr(run.func, "__self__", None), Hooks) for run in overrides)
 
 
 def _without_edges(value: Tensor) -> Tensor:
-    """An edge-level tensor of a batch as one without edges, which costs no time to look at."""
+    """Empty a batch's edge-level tensor, which saves layers the time to process it."""
     return value.emptied() if isinstance(value, BatchTensor) and value.is_own_edges else value

@@ -13,7 +13,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward.plan import LayerCall, Plan
-from gnnautoscale.forward.record import Event, Recorder
+from gnnautoscale.forward.record import EdgeRecord, Recorder
 from gnnautoscale.graph import BatchInfo, Graph, PartOrder
 from gnnautoscale.history import Folder, History, Medium, Storage, check_storage, choose_medium, codec_for, open_history
 from gnnautoscale.transfer import BatchRows, Transfer, open_transfer
@@ -62,7 +62,7 @@ class GraphMemory:
         self.why = "this was asked for"
         self.histories: dict[str, History] = {}
         self.recorder = Recorder(graph) if graph is not None else None
-        self.events: dict[str, list[Event]] = {}
+        self.records: dict[str, list[EdgeRecord]] = {}
         self._overlap = overlap
         self._sets = 1
         self._prepared = False
@@ -168,7 +168,7 @@ class GraphMemory:
         known: LayerCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> list[Event]:
+    ) -> list[EdgeRecord]:
         """What a layer call hands over on the whole graph; recorded when it is asked for the first time.
 
         Args:
@@ -179,12 +179,12 @@ class GraphMemory:
             args: Its positional arguments in a batch.
             kwargs: Its keyword arguments in a batch.
         """
-        if call not in self.events:
+        if call not in self.records:
             if self.recorder is None:
                 self.recorder = Recorder(graph)
             name = f"{type(layer).__name__} ('{call}')"
-            self.events[call] = self.recorder.record(layer, name, args, kwargs, known.kinds, len(known.edge_names))
-        return self.events[call]
+            self.records[call] = self.recorder.record(layer, name, args, kwargs, known.kinds, len(known.edge_names))
+        return self.records[call]
 
     def history(self, slot: str, rows: Tensor) -> History:
         """The slot's history, created on first use for rows like these, which are on the compute device."""
@@ -225,7 +225,7 @@ class GraphMemory:
         """A memory of the same graph with histories of its own; what is known about edges is shared."""
         # No steps to overlap with.
         memory = GraphMemory(None, self.num_nodes, self.medium or self.storage, self.dtype, self.folder, overlap=False)
-        memory.recorder, memory.events = self.recorder, self.events
+        memory.recorder, memory.records = self.recorder, self.records
         return memory
 
     def grown(self, info: BatchInfo, device: torch.device) -> GraphMemory:

@@ -1,4 +1,4 @@
-"""Observers look at a forward pass without taking part in it."""
+"""Observers watch a forward pass without changing it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale.forward.edges import Frame
+from gnnautoscale.forward.edges import ActiveLayer
 from gnnautoscale.graph import BatchInfo
 
 if TYPE_CHECKING:
@@ -18,22 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """A layer that has just run, and a way to run it again.
-
-    Attributes:
-        call: The name of the call.
-        layer: The layer.
-        out: What it returned.
-        again: Runs it on other arguments, with the same dropout; nothing is pushed or averaged.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        info: The batch.
-        nested: Whether another layer called it.
-    """
+    """A finished layer call: its name, output and arguments; ``nested`` if another layer made it."""
 
     call: str
     layer: MessagePassing
     out: Any
+    #: Runs the layer on other arguments, with the same dropout; pushes nothing and updates no running averages.
     again: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -42,17 +32,17 @@ class LayerRun:
 
 
 class Observer:
-    """Looks at layers and their edges; every method does nothing unless it is overridden."""
+    """Watches layers and their edges; every method does nothing unless overridden."""
 
-    #: Whether :meth:`layer_ran` is called, which needs layers that can be run again.
+    #: Whether to call :meth:`layer_ran`, which requires repeatable layers.
     repeats = False
 
     def around_layer(self, session: Session, call: str, layer: MessagePassing, run: Callable[[], Any]) -> Any:
-        """Called in place of a layer; must return what ``run`` returns."""
+        """Called in place of a layer; must return the result of ``run``."""
         return run()
 
     def layer_ran(self, run: LayerRun) -> None:
         """Called after a layer has run, if :attr:`repeats`."""
 
-    def edges_used(self, session: Session, frame: Frame, edge_index: Tensor, values: dict[str, Any]) -> None:
-        """Called before each ``propagate`` or ``edge_updater`` with what the layer computed itself."""
+    def edges_used(self, session: Session, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any]) -> None:
+        """Called before each edge call, with the edges and values that the layer computed itself."""

@@ -1,7 +1,7 @@
-"""Where a model has its histories, and what is remembered about a graph.
+"""The plan: how a model's layers are called, and where it has histories.
 
-A *slot* is a place in the model that has a history: the output of a layer, or of each propagation inside a layer
-that propagates several times.
+A *slot* is a place in the model that has a history: the output of a layer, or of each propagation in a layer that
+propagates several times. An *edge call* is a layer's call of its ``propagate`` or ``edge_updater``.
 """
 
 from __future__ import annotations
@@ -15,71 +15,71 @@ from torch import Tensor, nn
 
 from gnnautoscale.forward.record import ArgumentKind
 
-# Ways to do less work in a layer, from the most daring to the plainest:
-# "pair":  it is called with (all rows, the batch's rows), PyG's convention for messages between two sets of nodes,
-#          so that what follows its aggregation is computed for the batch only;
-# "short": it aggregates into the batch's rows only;
-# "fused": it aggregates in one go, without a row for every edge.
+# Savings of work in a layer, the most daring first:
+# "pair":  call it with (all rows, the batch's rows), PyG's convention for messages between two sets of nodes, which
+#          restricts everything after the aggregation to the batch's rows;
+# "short": aggregate into the batch's rows only;
+# "fused": aggregate in one kernel, without a row per edge.
 Shortcut = Literal["pair", "short", "fused"]
 SHORTCUTS: tuple[Shortcut, ...] = get_args(Shortcut)
 
 
 @dataclass
 class LayerCall:
-    """What is known about one call of a layer in the model's forward pass.
+    """One call of a layer in the model's forward pass.
 
     Attributes:
-        kinds: What each tensor among the arguments is, in order.
-        own: Which attribute of the batch each of these tensors is, or ``None``.
-        edge_names: For each call of ``propagate`` or ``edge_updater``, the arguments that have one row per edge.
-        num_propagations: How many of these calls are ``propagate``.
-        possible_shortcuts: The shortcuts that could apply, before they are tried.
-        shortcuts: What may be left out without changing the batch's rows; see :data:`Shortcut`.
-        inward: The events, by position, whose rows depend on no weight since the slots they come from.
-        nested: Whether the layer holds other message-passing layers.
-        draws: Whether the layer draws random numbers in training; ``None`` as long as nobody looked.
+        kinds: The kind of each tensor among the arguments, in order.
+        attributes: The name of the batch's attribute that each of these tensors is, or ``None``.
+        edge_names: For each edge call, the arguments with one row per edge.
+        num_propagations: How many edge calls are ``propagate``.
+        possible_shortcuts: The shortcuts worth trying.
+        shortcuts: The shortcuts in use; they leave the batch's rows unchanged.
+        constant_halo: Positions of edge calls whose input rows depend on no weight, apart from those behind slots.
+        nested: Whether the layer contains other message-passing layers.
+        draws: Whether the layer draws random numbers in training; ``None`` if unknown.
     """
 
     kinds: list[ArgumentKind]
-    own: list[str | None]
+    attributes: list[str | None]
     edge_names: list[frozenset[str]] = field(default_factory=list)
     num_propagations: int = 0
     possible_shortcuts: frozenset[Shortcut] = frozenset()
     shortcuts: frozenset[Shortcut] = frozenset()
-    inward: set[int] = field(default_factory=set)
+    constant_halo: set[int] = field(default_factory=set)
     nested: bool = False
     draws: bool | None = None
 
     @property
     def has_edge_updater(self) -> bool:
-        """Whether the layer computes edge-level values through ``edge_updater``."""
+        """Whether the layer computes edge-level values in ``edge_updater``."""
         return len(self.edge_names) > self.num_propagations
 
     def fuses(self, position: int, constants: Mapping[str, Tensor]) -> bool:
-        """Whether a propagation aggregates in one go: all it needs besides rows is recorded, as one weight at most."""
+        """Whether an edge call aggregates in one kernel: it needs rows and at most one recorded weight per edge."""
         names = self.edge_names[position]
         recorded = all(name in constants and constants[name].dim() == 1 for name in names)
         return "fused" in self.shortcuts and len(names) <= 1 and recorded
 
     def weight(self, position: int) -> str | None:
-        """The argument that weighs the edges of a fused propagation."""
+        """The argument with the edge weights of a fused edge call."""
         return next(iter(self.edge_names[position]), None)
 
 
 @dataclass
 class Plan:
-    """How a model is run with histories; found out once, by ``gnnautoscale.planner.planning``.
+    """How to run a model with histories; made once by ``gnnautoscale.planner``.
 
     Attributes:
-        calls: The model's layer calls in the order they are made.
-        inner: The calls that need a history at each of their propagations instead of at their output.
-        explicit: Whether the model names its own slots, as the paper's interface does.
+        calls: The model's layer calls, in order.
+        inner: The calls with a history at each of their propagations instead of at their output.
+        explicit: Whether the model names its own slots, as in the paper's interface.
         needs: For each slot, and for ``OUTPUT``, the slots whose rows it is computed from.
-        rows: For each slot a tensor of no rows that has the shape and type of its rows.
-        skip_empty: Whether rows that nothing needs may be left out when histories are swept.
+        rows: For each slot an empty tensor with the shape and type of its rows, ``[0, ...]``.
+        skip_empty: Whether sweeps may pass on no rows at all where nothing needs them.
         node_norms: The batch norms that see one row per node.
-        short_tail: Whether what follows the last layer runs on the batch's rows only.
-        bare: Whether the model never looks at edges itself, so that only what was recorded is needed.
+        short_tail: Whether the model runs on the batch's rows only after its last layer.
+        ignores_edges: Whether only layers use the edges, so that recorded ones suffice.
     """
 
     calls: dict[str, LayerCall] = field(default_factory=dict)
@@ -90,21 +90,20 @@ class Plan:
     skip_empty: bool = False
     node_norms: set[nn.Module] = field(default_factory=set)
     short_tail: bool = False
-    bare: bool = False
+    ignores_edges: bool = False
 
     OUTPUT = "the model's output"
 
     @cached_property
     def live(self) -> frozenset[str]:
         """The slots that another slot is computed from; only these have a history."""
-        # A layer whose output is a slot reads only what other slots need. Where the model names its own slots, layers
-        # after the last one read histories too.
+        # Layers after the last slot read histories only in models that name their own slots.
         readers = (slot for slot in self.needs if slot != self.OUTPUT or self.explicit)
         return frozenset().union(*(self.needs[slot] for slot in readers))
 
     @cached_property
     def levels(self) -> list[frozenset[str]]:
-        """The live slots, grouped so that each group is computed from the groups before it."""
+        """The live slots in groups, each computed from the groups before it."""
         depth: dict[str, int] = {}
         for slot, needed in self.needs.items():
             depth[slot] = max((depth[other] + 1 for other in needed), default=0)

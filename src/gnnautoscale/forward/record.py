@@ -1,8 +1,8 @@
-"""What a layer hands to ``propagate`` on the whole graph, recorded once, and a batch's slice of it.
+"""The edges and edge-level values of a layer on the whole graph, recorded once, and cut to batches.
 
-Inside a batch the halo's degrees are wrong, so whatever a layer derives from the edges (self-loops, normalized
-weights) may be wrong too. A copy of the layer without weights or features is therefore run once over the whole
-graph's edges; in a batch, what the layer computed is replaced by the batch's slice of that record.
+In a batch the halo's degrees are wrong, so whatever a layer derives from the edges (self-loops, normalized weights)
+may be wrong too. Therefore a copy of the layer, without weights or features, runs once over the whole graph's edges;
+in a batch, its record replaces the layer's own result.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from gnnautoscale.forward.fused import FusedEdges
 from gnnautoscale.graph import BatchInfo, BatchTensor, EdgesByTarget, Graph
 from gnnautoscale.kernels import Adjacency
 
-# The methods of a layer that take edges; instances of them are overridden on an attached layer.
+# The methods of a layer that take edges; hooks override them on the instance.
 EDGE_METHODS = ("propagate", "edge_updater")
 
 ArgumentKind = Literal["own", "node", "edge", "other"]
 
 
 @dataclass(eq=False)
-class Slice:
-    """A batch's part of a record.
+class BatchEdges:
+    """A record, cut to the edges into a batch.
 
     Attributes:
-        edge_index: Edges between rows of the batch, ``[2, num_edges]``, grouped by target; ``None`` once only fused
+        edge_index: Edges between rows of the batch, ``[2, num_edges]``, grouped by target; ``None`` if only fused
             edges are needed.
         constants: Edge-level values by argument name, each ``[num_edges, ...]``.
-        adjacencies: The same edges for layers that aggregate in one go, by the name of the constant that weighs them.
-        fused: These as PyG's layers take them, by how they are to be used; kept because they take time to make.
-        kept: Which edges of the full slice these are, or ``None`` for all of them.
+        adjacencies: The same edges for layers that fuse, by the name of the constant that holds their weights.
+        fused: Cache of :meth:`fuse`.
+        kept: Positions of these edges before edge dropout; ``None`` without.
     """
 
     edge_index: Tensor | None
@@ -47,26 +47,26 @@ class Slice:
     fused: dict[Any, FusedEdges] = field(default_factory=dict)
     kept: Tensor | None = None
 
-    def to(self, device: torch.device) -> Slice:
-        """The same on another device."""
+    def to(self, device: torch.device) -> BatchEdges:
+        """Copy to another device."""
         constants = {name: value.to(device) for name, value in self.constants.items()}
-        return Slice(None if self.edge_index is None else self.edge_index.to(device), constants, kept=self.kept)
+        return BatchEdges(None if self.edge_index is None else self.edge_index.to(device), constants, kept=self.kept)
 
-    def take(self, kept: Tensor) -> Slice:
-        """Some of the edges."""
+    def take(self, kept: Tensor) -> BatchEdges:
+        """Keep some of the edges."""
         constants = {name: value[kept] for name, value in self.constants.items()}
-        return Slice(self.edges[:, kept], constants, kept=kept)
+        return BatchEdges(self.edges[:, kept], constants, kept=kept)
 
     @property
     def edges(self) -> Tensor:
-        """The edges themselves."""
+        """``edge_index``, if it is there."""
         if self.edge_index is None:
-            raise RuntimeError("this slice was prepared for layers that aggregate in one go")
+            raise RuntimeError("these edges were prepared for layers that fuse only")
         return self.edge_index
 
     @torch.inference_mode(False)  # kept for training too
     def adjacency(self, weight: str | None, target_row: int, info: BatchInfo) -> Adjacency:
-        """The edges for layers that aggregate in one go, weighed by one of the constants or not at all."""
+        """The edges for layers that fuse, weighted by one of the constants or unweighted."""
         if weight not in self.adjacencies:
             self.adjacencies[weight] = Adjacency.build(
                 self.edges[target_row],
@@ -78,7 +78,7 @@ class Slice:
         return self.adjacencies[weight]
 
     def fuse(self, adjacency: Adjacency, *, widened: bool, grad_rows: int | None) -> FusedEdges:
-        """One of the adjacencies as a layer takes it; see :meth:`FusedEdges.of`."""
+        """Wrap one of the adjacencies for a layer; see :meth:`FusedEdges.of`."""
         key = id(adjacency), widened, grad_rows
         if key not in self.fused:
             self.fused[key] = FusedEdges.of(adjacency, widened=widened, grad_rows=grad_rows)
@@ -86,11 +86,11 @@ class Slice:
 
 
 @dataclass(eq=False)
-class Event:
-    """One call of ``propagate`` or ``edge_updater`` on the whole graph.
+class EdgeRecord:
+    """The arguments of one ``propagate`` or ``edge_updater`` call on the whole graph.
 
     Attributes:
-        edges: The edges the layer handed over.
+        edges: The edges.
         constants: The edge-level arguments that depend on edges alone, each ``[num_edges, ...]``.
     """
 
@@ -98,32 +98,32 @@ class Event:
     constants: dict[str, Tensor]
 
     @torch.inference_mode(False)  # kept for training too
-    def slice_for(self, info: BatchInfo, layer: str) -> Slice:
-        """The edges that point into a batch, with their constants; in host memory, of which there is plenty."""
+    def for_batch(self, info: BatchInfo, layer: str) -> BatchEdges:
+        """The edges into a batch with their constants, in host memory."""
         return info.derive(self, lambda: self._cut(info, layer))
 
-    def _cut(self, info: BatchInfo, layer: str) -> Slice:
+    def _cut(self, info: BatchInfo, layer: str) -> BatchEdges:
         target, source, edge = self.edges.into(info.nodes)
         local = info.graph.locate(info.n_id, source)
         if local.numel() and int(local.min()) < 0:
             raise UnsupportedModelError(
-                f"{layer} passes messages along edges whose source must be in the batch's halo",
-                got="a halo of nodes with edges into the batch only, on a graph that is not symmetric",
+                f"{layer} reverses edges, so the halo must contain neighbours in both directions",
+                got="a graph that is not symmetric, and a halo of nodes with edges into the batch only",
                 fix="Build the loader with HaloLoader(..., bidirectional=True).",
             )
         ends = [local, target] if self.edges.target_row == 1 else [target, local]
         constants = {name: value[edge] for name, value in self.constants.items()}
-        return Slice(torch.stack(ends), constants)
+        return BatchEdges(torch.stack(ends), constants)
 
 
 def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:
-    """Draw which edges stay when a share of them is dropped; self-loops always do."""
+    """Draw the positions of the edges to keep when a share of them is dropped; self-loops always stay."""
     loop = edge_index[0] == edge_index[1]
     return (loop | (torch.rand(loop.shape, device=loop.device) >= dropout)).nonzero().squeeze(1)
 
 
 class Recorder:
-    """Records layers over one graph; layers that hand over the same edges share them.
+    """Records layers over one graph; equal records are shared.
 
     Args:
         graph: The whole graph.
@@ -131,7 +131,7 @@ class Recorder:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._events: list[Event] = []
+        self._records: list[EdgeRecord] = []
 
     @torch.inference_mode(False)  # kept for training too
     def record(
@@ -141,33 +141,33 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         kinds: list[ArgumentKind],
-        num_events: int,
-    ) -> list[Event]:
-        """Run a copy of the layer over the whole graph's edges and keep what it hands over.
+        num_edge_calls: int,
+    ) -> list[EdgeRecord]:
+        """Run a copy of the layer over the whole graph's edges and record its edge calls.
 
         Args:
-            layer: The layer; it is not run itself.
-            name: How to call the layer in messages.
+            layer: The layer; only its copy runs.
+            name: The layer's name in messages.
             args: Positional arguments of the layer's call in a batch.
             kwargs: Keyword arguments of that call.
-            kinds: For every tensor among the arguments, in order, what it is.
-            num_events: How many times the layer calls ``propagate`` and ``edge_updater``.
+            kinds: The kind of each tensor among the arguments, in order.
+            num_edge_calls: How often the layer calls ``propagate`` and ``edge_updater``.
         """
         failures = []
-        # Edge features that a layer multiplies with weights cannot be mixed with the weightless copy: they are
-        # then left out, and the layer computes with the batch's own.
+        # The weightless copy cannot multiply edge features with weights. Such features are left out of the record;
+        # the layer then uses the batch's own.
         for edge_features in (True, False):
             whole = self._whole_graph_arguments(args, kwargs, kinds, edge_features)
             try:
-                caught = _run_without_weights(layer, whole[0], whole[1], num_events)
+                caught = _run_without_weights(layer, whole[0], whole[1], num_edge_calls)
             except RuntimeError as error:
                 failures.append(error)
                 continue
-            return [self._event(layer, edge_index, constants) for edge_index, constants in caught]
+            return [self._shared(layer, edge_index, constants) for edge_index, constants in caught]
         raise UnsupportedModelError(
-            f"{name} must compute what it hands to propagate from its edges alone",
-            got=f"the error '{failures[-1]}' when it was run without features",
-            fix="Replace the layer, or move what it does before propagate into message().",
+            f"{name} must compute the edges and edge weights of propagate from its edges alone",
+            got=f"the error '{failures[-1]}' in a run without features",
+            fix="Replace the layer, or move the computation before propagate into message().",
         ) from failures[-1]
 
     def _whole_graph_arguments(
@@ -195,32 +195,28 @@ class Recorder:
 
         return map_tensors(convert, (args, kwargs))
 
-    def _event(self, layer: MessagePassing, edge_index: Tensor, constants: dict[str, Tensor]) -> Event:
+    def _shared(self, layer: MessagePassing, edge_index: Tensor, constants: dict[str, Tensor]) -> EdgeRecord:
         row = 1 if layer.flow == "source_to_target" else 0
-        for event in self._events:
-            if (
-                event.edges.target_row == row
-                and _same(event.edges.edge_index, edge_index)
-                and event.constants.keys() == constants.keys()
-                and all(_same(event.constants[name], constants[name]) for name in constants)
+        edges = self.graph.incoming if row == 1 and edge_index is self.graph.edge_index else None
+        for record in self._records:
+            if record.edges.target_row != row or not _same(record.edges.edge_index, edge_index):
+                continue
+            edges = record.edges
+            if record.constants.keys() == constants.keys() and all(
+                _same(record.constants[name], constants[name]) for name in constants
             ):
-                return event
-        shared = next(
-            (e.edges for e in self._events if e.edges.target_row == row and _same(e.edges.edge_index, edge_index)), None
-        )
-        if shared is None and row == 1 and edge_index is self.graph.edge_index:
-            shared = self.graph.incoming
-        event = Event(shared or EdgesByTarget(edge_index, self.graph.num_nodes, row), constants)
-        self._events.append(event)
-        return event
+                return record
+        record = EdgeRecord(edges or EdgesByTarget(edge_index, self.graph.num_nodes, row), constants)
+        self._records.append(record)
+        return record
 
 
 class _Recorded(BaseException):
-    """Stops a layer once all its calls are recorded."""
+    """Stops a layer after its last edge call."""
 
 
 def _run_without_weights(
-    layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any], num_events: int
+    layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any], num_edge_calls: int
 ) -> list[tuple[Tensor, dict[str, Tensor]]]:
     copied = weightless_copy(layer)
     caught: list[tuple[Tensor, dict[str, Tensor]]] = []
@@ -236,9 +232,9 @@ def _run_without_weights(
                 and value.size(0) == edge_index.size(1)
             }
             caught.append((edge_index, constants))
-            if len(caught) == num_events:
+            if len(caught) == num_edge_calls:
                 raise _Recorded
-            # On with shapes alone, to the layer's next call.
+            # Shapes suffice to reach the next edge call.
             return method(edge_index.to("meta"), size=size, **map_tensors(lambda value: value.to("meta"), values))
 
         return run
@@ -253,7 +249,7 @@ def _run_without_weights(
             copied(*args, **kwargs)
     except _Recorded:
         return caught
-    raise RuntimeError(f"it made {len(caught)} calls of propagate instead of {num_events}")
+    raise RuntimeError(f"it called propagate {len(caught)} times instead of {num_edge_calls}")
 
 
 def _on_meta(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -271,7 +267,7 @@ def weightless_copy(layer: MessagePassing) -> MessagePassing:
         memo[id(tensor)] = tensor.detach().to("meta")
     overrides = ("forward", *EDGE_METHODS, "_autoscaler")
     for module in layer.modules():
-        # What a layer remembers of its last call cannot be copied while it is part of a computation.
+        # Tensors that a layer keeps from its last call cannot be copied while autograd tracks them.
         memo.update({id(value): value.detach() for value in vars(module).values() if isinstance(value, Tensor)})
         for name in overrides:
             if name in module.__dict__:
@@ -285,25 +281,25 @@ def weightless_copy(layer: MessagePassing) -> MessagePassing:
 
 
 def align(local: Tensor, wanted: Tensor, target_row: int, batch_size: int, layer: str) -> Tensor:
-    """Find the recorded edges among those a layer computed inside a batch.
+    """Find the recorded edges among those a layer computed in a batch.
 
     Args:
         local: The layer's own edges, ``[2, num_local_edges]``.
-        wanted: The batch's slice of the record, ``[2, num_edges]``.
-        target_row: Which row holds the nodes that aggregate.
+        wanted: The recorded edges of the batch, ``[2, num_edges]``.
+        target_row: The row of edges that holds the targets.
         batch_size: Number of the batch's own nodes.
-        layer: How to call the layer in messages.
+        layer: The layer's name in messages.
 
     Returns:
-        For each wanted edge its position in ``local``, ``[num_edges]``.
+        The position in ``local`` of each wanted edge, ``[num_edges]``.
     """
     inside = (local[target_row] < batch_size).nonzero().squeeze(1)
     position = inside[local[target_row, inside].argsort(stable=True)]
     if not _same(local[:, position], wanted):
         raise UnsupportedModelError(
-            f"{layer} weighs edges with values that need a gradient, so it must see the same edges in a batch as in "
-            "the whole graph",
-            got="other edges",
+            f"{layer} weights edges with values that need a gradient, so it must derive the same edges in a batch as "
+            "in the whole graph",
+            got="different edges",
             fix="Compute such values in message() or edge_update(), or pass constant edge weights.",
         )
     return position

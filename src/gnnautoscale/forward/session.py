@@ -1,7 +1,7 @@
 """One forward pass over one batch, from the model's first layer to its output.
 
-The modules of an attached model report to a session. Which edges a layer runs on is up to its :class:`EdgeSource`, what
-happens at a slot to its :class:`ExchangePolicy`; observers only look. The session keeps track of where the pass is.
+The modules of an attached model call a session. Its :class:`EdgeSource` gives layers their edges, its
+:class:`ExchangePolicy` decides what happens at a slot, observers only watch; the session keeps track of the pass.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale._util import RandomState, map_tensors, tensors_in
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import norms
-from gnnautoscale.forward.edges import EdgeSource, Frame, RecordedEdges
+from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, RecordedEdges
 from gnnautoscale.forward.exchange import ExchangePolicy
 from gnnautoscale.forward.memory import GraphMemory, check_finite
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.graph import BatchInfo, BatchTensor
 
-#: Normalizes rows in place of a batch norm: given the session, the norm, its forward pass and the rows.
+#: Called in place of a batch norm with the session, the norm, its forward pass and the rows.
 Normalize = Callable[["Session", _BatchNorm, Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
@@ -36,16 +36,15 @@ class Session:
 
     Args:
         info: The batch.
-        plan: How the model is run.
+        plan: The model's plan.
         memory: Histories and records of the batch's graph.
         device: The compute device.
         exchange: What happens at a slot.
-        edges: Gives layers their edges; by default those of the record.
-        normalize: What batch norms do; by default they take the statistics of the batch's own rows.
-        observers: Look at layers and their edges.
-        edge_dropout: Share of the edges that is left out at random.
-        input_gradients: Whether gradients of the model's inputs are wanted.
-        begins: Whether the session begins and completes the step itself; if not, its caller does.
+        edges: Gives layers their edges; by default the recorded ones.
+        normalize: Replaces batch norms; by default these use the statistics of the batch's own rows.
+        observers: Watch layers and their edges.
+        edge_dropout: Share of edges to drop at random.
+        input_gradients: Whether the model's inputs need gradients.
     """
 
     def __init__(
@@ -70,13 +69,13 @@ class Session:
         )
         self._observers = observers
         self._repeaters = [observer for observer in observers if observer.repeats]
-        self._frames: list[Frame] = []
+        self._active: list[ActiveLayer] = []
         self._counts: Counter[str] = Counter()
         self._inside_propagate = 0
-        #: Whether a layer is being run again for an observer.
+        #: Whether a layer is being repeated for an observer.
         self.repeating = False
 
-    # What the attached model calls ###################################################################################
+    # Called by the attached model ####################################################################################
 
     def begin(self) -> None:
         """Start the pass."""
@@ -86,7 +85,7 @@ class Session:
     def layer(
         self, layer: MessagePassing, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a message-passing layer; its output is a slot unless its propagations are."""
+        """Run a message-passing layer; its output is a slot unless its propagations are slots."""
         call = self._name_call(name)
         work = partial(self._run_layer, call, layer, run, args, kwargs)
         for observer in self._observers:
@@ -96,33 +95,32 @@ class Session:
     def _run_layer(
         self, call: str, layer: MessagePassing, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        known = self._edges.known_call(call, layer, args, kwargs)
-        events = self._edges.events(call, layer, known, args, kwargs)
-        if not known.nested:
+        planned, records = self._edges.start(call, layer, args, kwargs)
+        if not planned.nested:
             args, kwargs = map_tensors(_plain, (args, kwargs))
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            self._frames.append(Frame(call, layer, events, known))
-            if "pair" in known.shortcuts:
-                args, kwargs = self._paired(known, args, kwargs)
+            self._active.append(ActiveLayer(call, layer, records, planned))
+            if "pair" in planned.shortcuts:
+                args, kwargs = self._paired(planned, args, kwargs)
             try:
                 out = run(*args, **kwargs)
             finally:
-                self._frames.pop()
-            # A layer that ran on unfused edges may have computed the halo's rows too.
-            return map_tensors(self._shortened, out) if "short" in known.shortcuts else out
+                self._active.pop()
+            # On unfused edges a layer may have computed the halo's rows too.
+            return map_tensors(self._shortened, out) if "short" in planned.shortcuts else out
 
         def compute_and_repeat() -> Any:
             if not self._repeaters:
                 return compute(*args, **kwargs)
-            # A captured step cannot go back to an earlier random state; most layers need not.
-            state = RandomState(self.device) if known.draws is not False else None
+            # A captured step cannot restore a random state, so it is saved only for layers that may draw numbers.
+            state = RandomState(self.device) if planned.draws is not False else None
             again = partial(self._repeat, state, self._counts.copy(), compute)
             out = compute(*args, **kwargs)
-            if known.draws is None and state is not None:
-                known.draws = state.has_moved
+            if planned.draws is None and state is not None:
+                planned.draws = state.has_moved
             for observer in self._repeaters:
-                observer.layer_ran(LayerRun(call, layer, out, again, args, kwargs, self.info, bool(self._frames)))
+                observer.layer_ran(LayerRun(call, layer, out, again, args, kwargs, self.info, bool(self._active)))
             return out
 
         if self.plan.explicit or call in self.plan.inner:
@@ -130,11 +128,11 @@ class Session:
         return self.slot(call, compute_and_repeat)
 
     def propagate(self, run: Callable[..., Any], edge_index: Tensor, size: Any, values: dict[str, Any]) -> Any:
-        """Run a layer's ``propagate`` on the edges it is to use."""
-        frame = self._frames[-1]
-        edge_index, values = self._replaced(frame, edge_index, values, propagates=True)
-        slot = f"{frame.name}/{frame.num_propagations}"
-        frame.num_propagations += 1
+        """Run a layer's ``propagate`` on the right edges."""
+        active = self._active[-1]
+        edge_index, values = self._replaced(active, edge_index, values, propagates=True)
+        slot = f"{active.name}/{active.num_propagations}"
+        active.num_propagations += 1
 
         def compute() -> Any:
             self._inside_propagate += 1
@@ -143,14 +141,14 @@ class Session:
             finally:
                 self._inside_propagate -= 1
 
-        if frame.name not in self.plan.inner:
+        if active.name not in self.plan.inner:
             return compute()
-        node_dim = frame.layer.node_dim
+        node_dim = active.layer.node_dim
         return self.slot(slot, lambda: compute().movedim(node_dim, 0)).movedim(0, node_dim)
 
     def edge_updater(self, run: Callable[..., Any], edge_index: Tensor, size: Any, values: dict[str, Any]) -> Any:
-        """Run a layer's ``edge_updater`` on the edges it is to use."""
-        edge_index, values = self._replaced(self._frames[-1], edge_index, values, propagates=False)
+        """Run a layer's ``edge_updater`` on the right edges."""
+        edge_index, values = self._replaced(self._active[-1], edge_index, values, propagates=False)
         return run(edge_index, size=size, **values)
 
     def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -158,11 +156,11 @@ class Session:
         return self._normalize(self, norm, run, x)
 
     def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
-        """Let the policy decide about a slot's rows."""
+        """Exchange a slot's rows as the policy decides."""
         return self._exchange.at_slot(self, slot, compute)
 
     def finish(self, out: Any) -> Any:
-        """End the pass; returns the model's output for the batch's rows, since the halo's are meaningless."""
+        """End the pass and return the output rows of the batch; those of the halo are meaningless."""
         self._exchange.end(self)
 
         def cut(value: Tensor) -> Tensor:
@@ -183,12 +181,12 @@ class Session:
             )
         return map_tensors(cut, out)
 
-    # What policies and observers ask #################################################################################
+    # Used by policies and observers ##################################################################################
 
     @property
-    def frame(self) -> Frame | None:
+    def active_layer(self) -> ActiveLayer | None:
         """The layer call in progress, if any."""
-        return self._frames[-1] if self._frames else None
+        return self._active[-1] if self._active else None
 
     @property
     def is_aggregating(self) -> bool:
@@ -196,11 +194,11 @@ class Session:
         return self._inside_propagate > 0
 
     def own(self, rows: Tensor) -> Tensor:
-        """The batch's rows; as they are if there are no others, since a slice costs its gradient a copy."""
+        """The batch's rows; not sliced if there are no others, because a slice's gradient costs a copy."""
         return rows if rows.size(0) == self.info.batch_size else rows[: self.info.batch_size]
 
     def widened(self, out: Any) -> Any:
-        """Add rows for the halo, of zeros, to rows computed for the batch alone, where what follows needs them."""
+        """Append zero rows for the halo to rows computed for the batch alone, unless the plan needs none."""
         if self.plan.short_tail or not self.info.num_halo:
             return out
 
@@ -212,7 +210,7 @@ class Session:
         return map_tensors(widen, out)
 
     def check_rows(self, slot: str, out: Any) -> None:
-        """Refuse what cannot be kept in a history."""
+        """Refuse an output that a history cannot hold."""
         right = isinstance(out, Tensor) and out.is_floating_point() and out.dim() > 0
         if not right or out.size(0) not in (self.info.num_rows, self.info.batch_size):
             got = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
@@ -226,35 +224,35 @@ class Session:
 
     def by_own_statistics(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Normalize all rows by the statistics of the batch's own rows."""
-        if not norms.takes_statistics(norm):
+        if not norms.uses_own_statistics(norm):
             return run(x)
         if not norm.training and self.info.batch_size < self.memory.num_nodes:
             norms.warn_of_batch_statistics()
         if self.repeating:
-            run = partial(norms.without_tracking, norm)
+            run = partial(norms.normalize_untracked, norm)
         if self.is_aggregating or norm not in self.plan.node_norms or x.size(0) != self.info.num_rows:
             return run(x)
-        return norms.by_own_rows(norm, run, x, self.info.batch_size)
+        return norms.normalize_by_own_rows(norm, run, x, self.info.batch_size)
 
-    # Inside ##########################################################################################################
+    # Private #########################################################################################################
 
     def _name_call(self, name: str) -> str:
-        # Counted inside the calling layer, so that skipping a layer does not rename what follows it.
-        prefix = f"{self._frames[-1].name}>{name}" if self._frames else name
+        # Counted per calling layer, so that skipping a layer does not rename later calls.
+        prefix = f"{self._active[-1].name}>{name}" if self._active else name
         self._counts[prefix] += 1
         return prefix if self._counts[prefix] == 1 else f"{prefix}#{self._counts[prefix]}"
 
     def _replaced(
-        self, frame: Frame, edge_index: Tensor, values: dict[str, Any], *, propagates: bool
+        self, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any], *, propagates: bool
     ) -> tuple[Tensor, dict[str, Any]]:
         for observer in self._observers:
-            observer.edges_used(self, frame, edge_index, values)
-        return self._edges.replace(frame, edge_index, values, propagates=propagates)
+            observer.edges_used(self, active, edge_index, values)
+        return self._edges.replace(active, edge_index, values, propagates=propagates)
 
     def _repeat(
         self, state: RandomState | None, counts: Counter[str], run: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a layer once more, with the same dropout and names as before; nothing is pushed or averaged."""
+        """Repeat a layer with the same dropout and call names, without pushes or updates of running averages."""
         counts_after, self._counts = self._counts, counts.copy()
         self.repeating = True
         try:
@@ -265,10 +263,10 @@ class Session:
             self._counts = counts_after
 
     def _paired(
-        self, known: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, planned: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass the node-level rows as (all rows, the batch's rows)."""
-        rows = next(x for x, kind in zip(tensors_in((args, kwargs)), known.kinds, strict=True) if kind == "node")
+        """Replace the node-level rows by the pair (all rows, the batch's rows)."""
+        rows = next(x for x, kind in zip(tensors_in((args, kwargs)), planned.kinds, strict=True) if kind == "node")
 
         def pair(value: Any) -> Any:
             return (value, self.own(value)) if value is rows else value
@@ -281,7 +279,7 @@ class Session:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and each of its modules back into the mode it had."""
+    """Put a model into evaluation mode; afterwards each module is back in its own mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

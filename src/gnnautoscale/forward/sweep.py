@@ -1,4 +1,4 @@
-"""Evaluates a model over all batches level by level, each from rows that hold the levels below."""
+"""Evaluates a model over all batches, one level of slots at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gnnautoscale.forward.session import Session
 
 
 class SweepExchange(ExchangePolicy):
-    """Computes one level of slots, or the output; the levels below it are read, and those above it left out.
+    """Computes one level of slots, or the output: reads the levels below it and skips those above it.
 
     Args:
         level: The slots to compute and write; ``None`` computes the model's output.
@@ -27,7 +27,7 @@ class SweepExchange(ExchangePolicy):
         self._needed: frozenset[str] = frozenset()
 
     def begin(self, session: Session) -> None:
-        """Read and write in order, after all training steps."""
+        """Wait for training steps, and sort the slots into read, computed and skipped ones."""
         session.memory.settle()
         plan, level = session.plan, self._level
         self._missing = set(level or ())
@@ -37,7 +37,7 @@ class SweepExchange(ExchangePolicy):
         self._done = frozenset().union(*plan.levels[:depth])
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
-        """Read the rows of slots below the level, compute and write those of the level, leave out the rest."""
+        """Read, compute and write, or skip a slot."""
         if slot in self._done and slot in self._needed:
             return self._store.read(session, slot, slice(None), _zeros(session, slot, 0))
         later = self._level is not None and slot in session.plan.needs and slot not in self._level

@@ -1,7 +1,7 @@
-"""Finds out how a model must be run with histories.
+"""Finds out how to run a model with histories.
 
-A model is tried on a small graph, as a whole and in batches, and the two must agree. The result is a plan; what
-it is used for is not known here.
+It tries the model on a small graph, as a whole and in batches, which must agree. The result is a plan; this package
+knows nothing about training.
 """
 
 from gnnautoscale.planner.planning import make_plan

@@ -1,14 +1,14 @@
-"""Finds out how a model must be run with histories, and proves on a trial graph that this gives the right rows.
+"""Makes a model's plan, and checks it on a trial graph.
 
-The model is run on a small graph twice: as a whole, and in batches whose histories hold the exact rows. Every
-layer, norm and output must then agree. So no table of layer types is needed: a layer that looks beyond its
-neighbours is seen to deviate and gets a history at each of its propagations; if that does not help, or if
-something outside of the layers mixes nodes, the model is refused and the culprit is named.
+The model runs on a small graph twice: as a whole, and in batches whose histories hold the exact rows. Every layer,
+norm and output must then agree, so no table of layer types is needed. A layer that deviates, because it looks beyond
+its neighbours, gets a history at each of its propagations. If that does not help, or if something outside the layers
+mixes nodes, the model is refused and the message names the culprit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import BoundArguments
@@ -25,12 +25,20 @@ from gnnautoscale._util import tensors_in, undisturbed
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import SHORTCUTS, Hooks, Plan, evaluating, run_pass
 from gnnautoscale.graph import BatchInfo, BatchTensor
-from gnnautoscale.planner.rehearsal import DeviationError, LayerError, Observation, Rehearsal, Truth
+from gnnautoscale.planner.rehearsal import (
+    DeviationError,
+    LayerError,
+    Observation,
+    Reference,
+    Rehearsal,
+    tolerance,
+    watching,
+)
 from gnnautoscale.planner.trial_graph import TrialGraph
 
 
 def make_plan(model: nn.Module, hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, explicit: bool) -> Plan:
-    """Find out how a model must be run, and check that its batches agree with the whole graph.
+    """Make a model's plan, and check that batches agree with the whole graph.
 
     Args:
         model: The attached model.
@@ -40,7 +48,7 @@ def make_plan(model: nn.Module, hooks: Hooks, info: BatchInfo, arguments: BoundA
         explicit: Whether the model names its own slots.
 
     Raises:
-        UnsupportedModelError: If no placement of histories makes the model right; the message names the layer.
+        UnsupportedModelError: If no placement of histories makes the model exact; the message names the layer.
     """
     device = next((value.device for value in model.parameters()), info.n_id.device)
     with evaluating(model), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
@@ -49,9 +57,9 @@ def make_plan(model: nn.Module, hooks: Hooks, info: BatchInfo, arguments: BoundA
             trial = TrialGraph(info, arguments, device)
         rehearsals = _Rehearsals(model, hooks, trial, explicit)
         if any(is_lazy(parameter) for parameter in model.parameters()):
-            # Weights that are drawn now must come from the user's own random state.
+            # Lazy weights are drawn now, from the user's own random state.
             rehearsals.observe(set())
-        with undisturbed(device), _stirred(model):
+        with undisturbed(device), _perturbed(model):
             return rehearsals.plan()
 
 
@@ -60,111 +68,112 @@ class _Rehearsals:
 
     def __init__(self, model: nn.Module, hooks: Hooks, trial: TrialGraph, explicit: bool) -> None:
         self.model, self.hooks, self.trial, self.explicit = model, hooks, trial, explicit
-        # The attributes of batches that the model looks at outside of its layers.
-        self._looks: list[str] = []
+        # The batch attributes that the model uses outside its layers.
+        self._used_attributes: list[str] = []
+        self._other_modules = _other_modules(model)
 
     def plan(self) -> Plan:
-        """Try histories at the layers' outputs, and at inner propagations where these deviate."""
+        """Try histories at the outputs of layers, and at the propagations of layers that deviate."""
         inner: set[str] = set()
         everything_needed = False
         while True:
-            plan, truth = self.observe(inner, everything_needed=everything_needed)
-            deviation = self._rehearse(plan, truth) or self._sweep(plan, truth)
+            plan, reference = self.observe(inner, everything_needed=everything_needed)
+            deviation = self._rehearse(plan, reference) or self._sweep(plan, reference)
             if deviation is None:
                 break
             call = plan.calls.get(deviation.name)
             if call is not None and call.num_propagations > 1 and deviation.name not in inner:
                 inner = inner | {deviation.name}
             elif not everything_needed:
-                # Autograd may not have seen what a slot is computed from, for example under no_grad.
+                # Autograd may have missed what a slot is computed from, for example under no_grad.
                 everything_needed = True
             else:
                 raise deviation.error()
         with evaluating(self.model):
-            self._check_training_mode(plan, truth)
-        self._take_shortcuts(plan, truth)
+            self._check_training_mode(plan, reference)
+        self._take_shortcuts(plan, reference)
         return plan
 
-    def _take_shortcuts(self, plan: Plan, truth: Truth) -> None:
-        """Leave out whatever work turns out to matter neither for the batch's rows nor for gradients."""
+    def _take_shortcuts(self, plan: Plan, reference: Reference) -> None:
+        """Take all shortcuts that change neither the batch's rows nor gradients."""
         try:
-            plain = self._train(plan, truth)
+            plain = self._train(plan, reference)
         except Exception:
-            plain = None  # it may be used for evaluation all the same; training it will say what is wrong
+            plain = None  # The model may still be evaluated; training it will raise this error.
         for call in plan.calls.values():
             call.shortcuts = call.possible_shortcuts
         plan.short_tail = True
-        plan.bare = all(attribute == "n_id" for attribute in self._looks)
+        plan.ignores_edges = all(attribute == "n_id" for attribute in self._used_attributes)
         while True:
             culprit, only_gradients = None, False
             try:
-                deviation = self._rehearse(plan, truth) or self._sweep(plan, truth)
-                if deviation is None and (plain is None or _alike(self._train(plan, truth), plain)):
+                deviation = self._rehearse(plan, reference) or self._sweep(plan, reference)
+                if deviation is None and (plain is None or _alike(self._train(plan, reference), plain)):
                     return
                 culprit, only_gradients = (None, True) if deviation is None else (deviation.name, False)
             except LayerError as error:
                 culprit = error.call
             except Exception:  # noqa: S110
-                pass  # somewhere between the layers; what works without shortcuts may fail in any way with them
+                pass  # Something between the layers; shortcuts may make it fail in any way.
             blamed = plan.calls.get(culprit or "")
             if blamed is not None and blamed.shortcuts:
                 blamed.shortcuts -= {next(name for name in SHORTCUTS if name in blamed.shortcuts)}
-            elif only_gradients and any(call.inward for call in plan.calls.values()):
+            elif only_gradients and any(call.constant_halo for call in plan.calls.values()):
                 for call in plan.calls.values():
-                    call.inward.clear()
+                    call.constant_halo.clear()
             elif plan.short_tail:
                 plan.short_tail = False
-            elif plan.bare:
-                plan.bare = False
+            elif plan.ignores_edges:
+                plan.ignores_edges = False
             elif any(call.shortcuts for call in plan.calls.values()):
                 for call in plan.calls.values():
                     call.shortcuts = frozenset()
             else:
-                return  # the model is not the same from run to run, so that nothing can be compared
+                return  # The model differs from run to run, so nothing can be compared.
 
-    def _train(self, plan: Plan, truth: Truth) -> list[Tensor | None]:
+    def _train(self, plan: Plan, reference: Reference) -> list[Tensor | None]:
         """Outputs and gradients of training steps on the trial graph, with exact histories and without dropout."""
         weights = [weight for weight in self.model.parameters() if weight.is_floating_point()]
         found: list[Tensor | None] = []
         with _training(self.model), _NoDropout(), torch.enable_grad():
             for batch in self.trial.parts:
                 torch.manual_seed(0)
-                session = Rehearsal(self.trial, batch, plan, truth, checking=False).step()
+                session = Rehearsal(self.trial, batch, plan, reference, checking=False).step()
                 arguments = self.trial.arguments(batch)
-                with BatchTensor.watched(self._looks):
+                with BatchTensor.watched(self._used_attributes):
                     out = self.hooks.run(session, *arguments)
                 out = session.finish(out)
                 values = [value for value in tensors_in(out) if value.is_floating_point()]
                 found += [value.detach() for value in values]
-                # Weighted, so that no row and no column is like another.
-                loss = sum(((value * _pattern(value)).sum() for value in values), torch.zeros(()))
+                # Every entry has its own factor, so that no two of them can be mixed up.
+                loss = sum(((value * _factors(value)).sum() for value in values), torch.zeros(()))
                 if loss.requires_grad:
                     found += _gradients(loss, weights)
         return found
 
-    def observe(self, inner: set[str], *, everything_needed: bool = False) -> tuple[Plan, Truth]:
-        """Run the whole trial graph; note how every layer is called and what each slot is computed from."""
+    def observe(self, inner: set[str], *, everything_needed: bool = False) -> tuple[Plan, Reference]:
+        """Run the whole trial graph, and note how layers are called and what each slot is computed from."""
         plan = Plan(inner=inner, explicit=self.explicit)
         batch = next(iter(self.trial.whole))
         seen = Observation(self.trial, batch, plan)
         arguments = self.trial.arguments(batch)
-        noting = _watching(self.model, seen.note), BatchTensor.watched(self._looks)
-        with torch.enable_grad(), _all_trainable(self.model), noting[0], noting[1]:
+        watched = watching(self._other_modules, seen.note), BatchTensor.watched(self._used_attributes)
+        with torch.enable_grad(), _all_trainable(self.model), watched[0], watched[1]:
             out = self.hooks.run(seen.session, *arguments)
         plan.needs[Plan.OUTPUT] = seen.sources(out)
         seen.note(Plan.OUTPUT, None, out)
         if everything_needed:
             slots = list(plan.needs)
             plan.needs = {slot: frozenset(slots[:number]) for number, slot in enumerate(slots)}
-        return plan, seen.truth
+        return plan, seen.reference
 
-    def _rehearse(self, plan: Plan, truth: Truth) -> DeviationError | None:
+    def _rehearse(self, plan: Plan, reference: Reference) -> DeviationError | None:
         """Run the trial graph in batches with exact histories; returns the first deviation."""
         try:
             for batch in self.trial.parts:
-                rehearsal = Rehearsal(self.trial, batch, plan, truth)
+                rehearsal = Rehearsal(self.trial, batch, plan, reference)
                 session = rehearsal.step()
-                with torch.no_grad(), _watching(self.model, rehearsal.check_numbered):
+                with torch.no_grad(), watching(self._other_modules, rehearsal.check_numbered):
                     out = self.hooks.run(session, *self.trial.arguments(batch))
                 rehearsal.check(Plan.OUTPUT, None, out)
                 session.finish(out)
@@ -172,39 +181,39 @@ class _Rehearsals:
             return deviation
         return None
 
-    def _check_training_mode(self, plan: Plan, truth: Truth) -> None:
-        """Refuse layers that change recorded values at random while they train: the record would undo that."""
+    def _check_training_mode(self, plan: Plan, reference: Reference) -> None:
+        """Refuse layers that change recorded values at random in training: the record would undo that."""
         batch = next(iter(self.trial.parts))
         seen = []
         for training in (False, True):
-            # The layers alone: norms inside of them must not take statistics from the trial graph.
+            # Only the layers themselves: their norms must not update running averages.
             for module in self.model.modules():
                 if isinstance(module, MessagePassing):
                     module.training = training
-            # Not checked: dropout inside layers may change their output.
-            rehearsal = Rehearsal(self.trial, batch, plan, truth, checking=False)
+            # Not checked, because dropout in layers may change their output.
+            rehearsal = Rehearsal(self.trial, batch, plan, reference, checking=False)
             with torch.no_grad():
                 self.hooks.run(rehearsal.step(), *self.trial.arguments(batch))
             seen.append(rehearsal.local_edges)
         evaluated, trained = seen
         for number, (name, after) in enumerate(trained):
-            before = evaluated[number][1] if number < len(evaluated) else None
-            if len(evaluated) != len(trained) or before is None or not _equal(before, after):
+            before = evaluated[number][1] if len(evaluated) == len(trained) else None
+            if before is None or before.shape != after.shape or not torch.equal(before, after):
                 raise UnsupportedModelError(
-                    f"{name} must hand the same edges and edge weights to propagate in training as in evaluation",
-                    got="some that it changes at random while it trains",
+                    f"{name} must pass the same edges and edge weights to propagate in training as in evaluation",
+                    got="edges or edge weights that it changes at random in training",
                     fix="Set the layer's own dropout to 0 and use autoscale(..., edge_dropout=p).",
                 )
 
-    def _sweep(self, plan: Plan, truth: Truth) -> DeviationError | None:
-        """Compute each level from the levels below, without the rows that nothing needs if the model runs so."""
+    def _sweep(self, plan: Plan, reference: Reference) -> DeviationError | None:
+        """Compute each level from the levels below; first try to skip the rows that nothing needs."""
         deviation: DeviationError | None = None
         for skip_empty in (True, False):
             plan.skip_empty = skip_empty
             try:
                 for batch in self.trial.parts:
                     for level in (*plan.levels, None):
-                        rehearsal = Rehearsal(self.trial, batch, plan, truth)
+                        rehearsal = Rehearsal(self.trial, batch, plan, reference)
                         session = rehearsal.sweep(level)
                         session.begin()
                         with torch.no_grad():
@@ -220,47 +229,23 @@ class _Rehearsals:
         return deviation
 
 
-def _equal(before: Tensor, after: Tensor) -> bool:
-    return before.shape == after.shape and torch.equal(before, after)
-
-
-@contextmanager
-def _watching(model: nn.Module, note: Callable[[str, nn.Module, Any], None]) -> Iterator[None]:
-    """Call ``note`` with the output of every module that neither is, nor is in, nor holds a message-passing layer."""
-    layers = [name for name, module in model.named_modules() if isinstance(module, MessagePassing)]
-    handles = []
-    for name, module in model.named_modules():
-        related = any(
-            name == layer or not layer or not name or name.startswith(f"{layer}.") or layer.startswith(f"{name}.")
-            for layer in layers
-        )
-        if not related:
-            handles.append(
-                # The blank keeps these names apart from those of layer calls.
-                module.register_forward_hook(lambda module, _, out, name=name: note(f"{name} ", module, out))
-            )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _other_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that neither are, nor belong to, nor contain a message-passing layer."""
+    modules = {f".{name}." if name else ".": module for name, module in model.named_modules()}
+    layers = [path for path, module in modules.items() if isinstance(module, MessagePassing)]
+    return {
+        f"{path[1:-1]} ": module  # The blank keeps these names apart from those of layer calls.
+        for path, module in modules.items()
+        if not any(path.startswith(layer) or layer.startswith(path) for layer in layers)
+    }
 
 
 class _NoDropout(TorchFunctionMode):
     """Switches dropout off, so that runs on different numbers of rows can be compared."""
 
     _DROPOUTS = frozenset(
-        {
-            F.dropout,
-            F.dropout1d,
-            F.dropout2d,
-            F.dropout3d,
-            F.alpha_dropout,
-            F.feature_alpha_dropout,
-            torch.dropout,
-            torch.alpha_dropout,
-            torch.feature_dropout,
-        }
+        {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+        | {torch.dropout, torch.alpha_dropout, torch.feature_dropout}
     )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -272,7 +257,7 @@ class _NoDropout(TorchFunctionMode):
 
 @contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """Put a model into training mode with all weights trainable; afterwards nothing of that is left."""
+    """Put a model into training mode with all weights trainable; afterwards it is as before."""
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     attributes = {module: dict(vars(module)) for module in model.modules()}
     with evaluating(model), _all_trainable(model):
@@ -290,7 +275,7 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _all_trainable(model: nn.Module) -> Iterator[None]:
-    """Let gradients flow to frozen weights too, since they may be trained later."""
+    """Let gradients flow to frozen weights too, because they may be trained later."""
     frozen = [weight for weight in model.parameters() if weight.is_floating_point() and not weight.requires_grad]
     for weight in frozen:
         weight.requires_grad_(True)
@@ -301,50 +286,9 @@ def _all_trainable(model: nn.Module) -> Iterator[None]:
             weight.requires_grad_(False)
 
 
-def _gradients(loss: Tensor, weights: list[nn.Parameter]) -> list[Tensor | None]:
-    """What a backward pass gives the weights; the gradients they have now stay as they are."""
-    kept = [weight.grad for weight in weights]
-    for weight in weights:
-        weight.grad = None
-    try:
-        loss.backward()  # type: ignore[no-untyped-call]
-        return [weight.grad for weight in weights]
-    finally:
-        for weight, grad in zip(weights, kept, strict=True):
-            weight.grad = grad
-
-
-def _pattern(value: Tensor) -> Tensor:
-    return torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device).view_as(value)
-
-
-def _alike(got: list[Tensor | None], wanted: list[Tensor | None]) -> bool:
-    """Whether two lists of tensors hold the same values up to rounding."""
-    if len(got) != len(wanted):
-        return False
-    largest = max((_size(value) for value in wanted), default=0.0)
-    for one, other in zip(got, wanted, strict=True):
-        # A gradient that does not exist is as good as one of zeros.
-        if one is None or other is None:
-            one = torch.zeros_like(other) if one is None and other is not None else one
-            other = torch.zeros_like(one) if other is None and one is not None else other
-        if one is None or other is None:
-            continue
-        tolerance = 1e-3 if one.dtype in (torch.float32, torch.float64) else 5e-2
-        # A gradient that cancels out, such as that of a bias before a norm, is nothing but rounding of larger ones.
-        bound = tolerance * (_size(other) + 0.1 * largest) + 1e-9
-        if one.shape != other.shape or not torch.allclose(one, other, rtol=0.0, atol=bound, equal_nan=True):
-            return False
-    return True
-
-
-def _size(value: Tensor | None) -> float:
-    return float(value.nan_to_num().abs().amax()) if value is not None and value.numel() else 0.0
-
-
 @contextmanager
-def _stirred(model: nn.Module) -> Iterator[None]:
-    """Give weights that are all the same, such as gates that start at zero, values that let nothing hide."""
+def _perturbed(model: nn.Module) -> Iterator[None]:
+    """Perturb weights whose entries are all equal, such as gates that start at zero and would hide a deviation."""
     originals = {
         weight: weight.data
         for weight in model.parameters()
@@ -357,3 +301,43 @@ def _stirred(model: nn.Module) -> Iterator[None]:
     finally:
         for weight, value in originals.items():
             weight.data = value
+
+
+def _gradients(loss: Tensor, weights: list[nn.Parameter]) -> list[Tensor | None]:
+    """The gradients of some weights; their ``grad`` stays as it is."""
+    # Not torch.autograd.grad, which reentrant checkpointing does not support.
+    kept = [weight.grad for weight in weights]
+    for weight in weights:
+        weight.grad = None
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [weight.grad for weight in weights]
+    finally:
+        for weight, grad in zip(weights, kept, strict=True):
+            weight.grad = grad
+
+
+def _factors(value: Tensor) -> Tensor:
+    return torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device).view_as(value)
+
+
+def _alike(got: list[Tensor | None], wanted: list[Tensor | None]) -> bool:
+    """Whether two lists of tensors are equal up to rounding; a missing gradient counts as zeros."""
+    if len(got) != len(wanted):
+        return False
+    largest = max((_size(value) for value in wanted), default=0.0)
+    for one, other in zip(got, wanted, strict=True):
+        like = other if one is None else one
+        if like is None:
+            continue
+        one = torch.zeros_like(like) if one is None else one
+        other = torch.zeros_like(like) if other is None else other
+        # A gradient that cancels out, such as that of a bias before a norm, is only the rounding of larger ones.
+        bound = tolerance(one.dtype) * (_size(other) + 0.1 * largest) + 1e-9
+        if one.shape != other.shape or not torch.allclose(one, other, rtol=0.0, atol=bound, equal_nan=True):
+            return False
+    return True
+
+
+def _size(value: Tensor | None) -> float:
+    return float(value.nan_to_num().abs().amax()) if value is not None and value.numel() else 0.0

@@ -1,4 +1,4 @@
-"""The trial graph that models are tried on, and a model's arguments recast for it."""
+"""The small graph that models are tried on, and a model's arguments for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale.forward import ArgumentKind, GraphMemory
 from gnnautoscale.graph import BatchInfo, BatchTensor, HaloLoader
 
-# A ring with chords and one self-loop. Halo nodes have neighbours beyond the halo, so that their degrees inside a
-# batch are wrong; no count of edges equals a count of nodes.
+# A ring with chords and one self-loop. Halo nodes have neighbours beyond the halo, so their degrees in a batch are
+# wrong; no number of edges equals a number of nodes.
 NUM_NODES = 13
 _PAIRS = [(i, (i + 1) % NUM_NODES) for i in range(NUM_NODES)]
 _PAIRS += [(0, 5), (1, 7), (2, 9), (11, 3), (8, 4), (12, 6), (0, 10)]
@@ -32,9 +32,9 @@ class TrialGraph:
 
     def __init__(self, info: BatchInfo, arguments: BoundArguments, device: torch.device) -> None:
         self.info, self.call, self.device = info, arguments, device
-        # As symmetric as the real graph, since a model may rely on that.
+        # Symmetric if the real graph is, because a model may rely on that.
         pairs = [*_PAIRS, *((b, a) for a, b in _PAIRS)] if info.graph.is_symmetric else _PAIRS
-        # Sorted by target, which some aggregations ask for.
+        # Sorted by target, as some aggregations require.
         edge_index = torch.tensor(sorted([*pairs, (2, 2)], key=lambda pair: pair[1])).t().contiguous()
         data = Data(edge_index=edge_index, num_nodes=NUM_NODES)
         for name, value in info.graph.edge_attributes.items():
@@ -47,7 +47,7 @@ class TrialGraph:
                 elif not isinstance(leaf, BatchTensor):
                     self._add(data, f"{parameter} {len(self._names)}", leaf)
         self.whole = HaloLoader(data, partition=torch.zeros(NUM_NODES, dtype=torch.long))
-        # Both ways, since the real loader's halo may be; if it is not although a layer needs it, that layer says so.
+        # Bidirectional, because the real loader may be; if a layer needs that and it is not, the layer says so later.
         self.parts = HaloLoader(data, partition=torch.tensor(_PARTS), bidirectional=True)
         self.memory = GraphMemory(self.parts.graph, NUM_NODES, "device", None)
 
@@ -59,7 +59,7 @@ class TrialGraph:
                 data[name] = value
 
     def _add(self, data: Data, name: str, value: Tensor) -> bool:
-        """Put rows like the given ones into the trial graph, if they belong to nodes or edges."""
+        """Add rows like the given ones to the trial graph, if they belong to nodes or edges."""
         kind = kind_of(value, self.info.num_rows, self.info.e_id.numel(), name)
         if kind == "other":
             return False
@@ -70,7 +70,7 @@ class TrialGraph:
 
     def arguments(self, batch: Data) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments, taken from a batch of the trial graph."""
-        # A copy, since the model may write into its inputs.
+        # A copy, because the model may write into its inputs.
         batch = batch.clone().to(str(self.device))
 
         def recast(value: Any) -> Any:
@@ -96,10 +96,10 @@ class TrialGraph:
 
 
 def kind_of(value: Tensor, num_nodes: int, num_edges: int, name: str = "") -> ArgumentKind:
-    """What a tensor's rows belong to: nodes, edges or something else."""
+    """Whether a tensor's rows belong to nodes, to edges or to neither."""
     if value.dim() == 0 or value.size(0) not in (num_nodes, num_edges):
         return "other"
-    # In a graph with as many edges as nodes only the name can tell.
+    # With as many edges as nodes, only the name can tell.
     return "node" if value.size(0) == num_nodes and not (num_nodes == num_edges and "edge" in name) else "edge"
 
 
@@ -114,10 +114,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _sample(value: Tensor, num_rows: int, *, edge_level: bool) -> Tensor:
-    """Rows like the given ones: random where they are real numbers, drawn from them where they are anything else."""
+    """Rows like the given ones: random if they are floating-point numbers, otherwise taken from them."""
     shape = (num_rows, *value.shape[1:])
     if value.is_floating_point():
-        # Edge weights are positive, since layers take roots of their sums.
+        # Positive edge weights, because layers take roots of their sums.
         rows = torch.rand(shape) + 0.5 if edge_level else torch.randn(shape)
         return rows.to(value.device, value.dtype)
     if not value.size(0):

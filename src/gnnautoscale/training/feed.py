@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import attached
-from gnnautoscale.forward import Event, Slice
+from gnnautoscale.forward import BatchEdges, EdgeRecord
 from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, tagged_copies
 from gnnautoscale.kernels import Adjacency
 from gnnautoscale.tasks import Task
@@ -151,7 +151,7 @@ class Feed:
         """
         batches = iter(batches)
         # On a GPU the first is not packed: what the model does with edges is known only once it has run.
-        unpacked = None if self.device.type != "cuda" else int(not self._scaler.memory.events)
+        unpacked = None if self.device.type != "cuda" else int(not self._scaler.memory.records)
         yield from (plain_item(batch, self.task, self.device) for batch in tagged_copies(islice(batches, unpacked)))
         following = self._next(batches)
         while following is not None:
@@ -243,11 +243,11 @@ class Feed:
         for name in self._scaler.attributes(batch):
             value = batch[name]
             if isinstance(value, BatchTensor):
-                value = value.emptied().plain if self._scaler.is_bare and value.is_own_edges else value.plain
+                value = value.emptied().plain if self._scaler.ignores_edges and value.is_own_edges else value.plain
             if isinstance(value, Tensor) and name != "n_id":
                 tensors["batch", name] = value
         for event, (weights, plain) in self._events.items():
-            part = event.slice_for(info, "a layer").to(self.device)
+            part = event.for_batch(info, "a layer").to(self.device)
             if plain:
                 tensors[event, "edge_index"] = part.edges
                 tensors.update({(event, "constant", name): value for name, value in part.constants.items()})
@@ -274,14 +274,14 @@ class Feed:
             for weight in weights:
                 tensors = {name[3]: value for name, value in views.items() if name[:3] == (event, "fused", weight)}
                 adjacencies[weight] = Adjacency.of(tensors, info.num_rows)
-            info.place(event, Slice(edge_index, constants, adjacencies))
+            info.place(event, BatchEdges(edge_index, constants, adjacencies))
         return Item(batch, views.get("rows"), views["targets"], self.version)
 
     @property
-    def _events(self) -> dict[Event, tuple[frozenset[str | None], bool]]:
+    def _events(self) -> dict[EdgeRecord, tuple[frozenset[str | None], bool]]:
         """For each event the weights that layers fuse it with, and whether some layer needs its plain edges."""
-        found: dict[Event, tuple[frozenset[str | None], bool]] = {}
-        for name, events in self._scaler.memory.events.items():
+        found: dict[EdgeRecord, tuple[frozenset[str | None], bool]] = {}
+        for name, events in self._scaler.memory.records.items():
             call = self._scaler.calls[name]
             for position, event in enumerate(events):
                 weights, plain = found.get(event, (frozenset[str | None](), False))
