@@ -171,7 +171,8 @@ def check_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
     """Refuse anything but a tensor of node indices, ``[count]``; returns it in host memory."""
     if not isinstance(nodes, Tensor) or nodes.dtype != torch.long or nodes.dim() != 1:
         got = f"{nodes.dtype} {tuple(nodes.shape)}" if isinstance(nodes, Tensor) else type(nodes).__name__
-        raise InputError("nodes must be a one-dimensional tensor of int64", got=got, fix="Use nodes.long().")
+        rule = "nodes must be a tensor of node indices, int64 and one-dimensional"
+        raise InputError(rule, got=got, fix="Use nodes.long().")
     _check_range("nodes", nodes, num_nodes, fix="Check the node numbering.")
     return nodes.cpu()
 
