@@ -110,7 +110,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "before": Before,
     "between": lambda: Between(bare_norm()),
     "PyG's": lambda: Between(pyg.BatchNorm(C, track_running_stats=False)),
-    "inside of layers": lambda: GIN(C, 3, hidden=8, layers=3, track_running_stats=False),
+    "in layers": lambda: GIN(C, 3, hidden=8, layers=3, track_running_stats=False),
 }
 
 
@@ -150,12 +150,12 @@ def test_evaluation_in_batches_says_what_it_depends_on(name: str) -> None:
     data = graph()
     model, loader = gas.autoscale(MODELS[name](), data), gas.HaloLoader(data, 4, partition="random")
     gas.refresh(model, gas.HaloLoader(data, 1))
-    said = "statistics of each batch, so outputs depend on how the graph is cut"
+    said = "statistics of each batch, so outputs depend on the partition"
     with pytest.warns(UserWarning, match=said):
         gas.predict(model, loader, torch.arange(5))
     with pytest.warns(UserWarning, match=said):
         gas.infer(model, loader)
-    if name == "inside of layers":
+    if name == "in layers":
         with pytest.warns(UserWarning, match=said):
             gas.refresh(model, loader)
     else:
@@ -169,7 +169,7 @@ def test_histories_become_exact_but_for_the_statistics() -> None:
     model = gas.autoscale(Before(), data).eval()
     loader = gas.HaloLoader(data, partition=torch.arange(32) // 8)
     exact = gas.infer(model, gas.HaloLoader(data, 1))
-    with pytest.warns(UserWarning, match="how the graph is cut"):
+    with pytest.warns(UserWarning, match="depend on the partition"):
         assert_same(gas.infer(model, loader), exact)
 
 

@@ -103,7 +103,7 @@ def check_diagnostics(what: Sequence[str]) -> None:
     """Refuse unknown diagnostics."""
     if isinstance(what, str) or not set(what) <= set(DIAGNOSTICS):
         raise InputError(
-            f"diagnose must be a list of {', '.join(DIAGNOSTICS)}", got=repr(what), fix="Name them in a list."
+            f"diagnose must be some of {', '.join(DIAGNOSTICS)}", got=repr(what), fix="Name them in a list."
         )
 
 

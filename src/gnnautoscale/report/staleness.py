@@ -82,21 +82,8 @@ def error_section(runs: Sequence[ReportedRun]) -> Section | None:
 
 def gradient_section(runs: Sequence[ReportedRun]) -> Section | None:
     """Distance of gradients from those of full batch."""
-<<<<<<< HEAD
-    found = []
-    for name, title, y_title in (
-        ("cosine", "Cosine with the exact gradient", "cosine"),
-        ("relative_error", "Relative error of the gradient", "error"),
-    ):
-
-        def curve(run: ReportedRun, name: str = name) -> list[Point]:
-            return run.curve((name,), run.record.gradients)
-
-        found += curves(runs, title, curve, y_title)
-=======
     found = curves(runs, "Cosine with the exact gradient", partial(_gradient, name="cosine"), "cosine")
     found += curves(runs, "Relative error of the gradient", partial(_gradient, name="relative_error"), "error")
->>>>>>> report
     rows = _last_layers(runs, "gradients", ("cosine", "relative_error"))
     last = table(["weights", "run", "cosine", "relative error"], rows, caption="Gradients at the last measurement")
     how = (
