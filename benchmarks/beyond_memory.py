@@ -1,9 +1,9 @@
-"""Training with histories that are larger than the memory the process is allowed.
+"""Train with histories larger than the process's memory limit.
 
 Run with ``PYTHONPATH=src python benchmarks/beyond_memory.py FOLDER [results.json] [--tiny]``. It trains the same model
-on the same generated graph in three processes: with histories in host memory and all the memory there is; with
-histories in host memory and a limit below their size (``ulimit -d``), which must fail; and with histories on disk under
-that limit, which must finish. The limit is on the process's own memory: what the system keeps of files does not count.
+on the same generated graph in three processes: with histories in host memory and no limit; with histories in host
+memory and a limit below their size (``ulimit -d``), which must fail; and with histories on disk under that limit, which
+must finish. The limit covers the process's own memory, not the system's file cache.
 """
 
 import argparse
@@ -20,7 +20,7 @@ TINY = {"nodes": 20_000, "width": 64, "layers": 3, "parts": 10, "epochs": 2, "li
 
 
 def train(storage: str, folder: str | None, cache: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """Train in this process; what it took."""
+    """Train in this process; returns losses, times and memory."""
     import torch
 
     import gnnautoscale as gas
@@ -47,7 +47,7 @@ def train(storage: str, folder: str | None, cache: str, sizes: dict[str, int]) -
     return {
         "history_bytes": result.history_bytes,
         "loss": [epoch.loss for epoch in result.epochs],
-        # The first epoch makes the files and cuts the batches.
+        # The first epoch creates the files and the batches.
         "step": sum(epoch.seconds for epoch in result.epochs[1:]) / (sizes["parts"] * (sizes["epochs"] - 1)),
         "seconds": time.perf_counter() - start,
         "most_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -55,7 +55,7 @@ def train(storage: str, folder: str | None, cache: str, sizes: dict[str, int]) -
 
 
 def in_a_process(storage: str, folder: Path, sizes: dict[str, int], limit: int | None) -> dict[str, Any]:
-    """Train in a process of its own, under a limit."""
+    """Train in a separate process under a limit."""
 
     def obey() -> None:
         if limit is not None:

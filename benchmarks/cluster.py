@@ -1,8 +1,8 @@
-"""Tells apart what costs GAS accuracy on CLUSTER: stale histories, or gradients that stop at the border of a batch.
+"""What costs GAS accuracy on CLUSTER: stale histories, or gradients that stop at the batch's border.
 
-The paper's 4-layer GIN is trained on batches of whole graphs, which have no halo; on METIS parts, as many as there are
-graphs or twice as many; and on random parts. Then again on all parts with all histories recomputed before every step,
-so that nothing is stale and only gradients are cut off.
+The paper's 4-layer GIN trains on batches of whole graphs, which have no halo; on one or two METIS parts per graph; and
+on random parts. Then it trains on these parts with all histories recomputed before every step, so that nothing is
+stale and only gradients are cut off.
 
     python benchmarks/cluster.py --graphs 500
 """
@@ -25,7 +25,7 @@ WAYS = ("whole graphs", *(f"{parts}{stale}" for parts in PARTS for stale in ("",
 
 
 def train(data: gas.Dataset, way: str, args: argparse.Namespace) -> dict[str, float]:
-    """Train in one way; gives loss and accuracy on the training nodes and the accuracy on test nodes, all exact."""
+    """Train in one way; returns the exact training loss, training accuracy and test accuracy."""
     graph = data.train
     torch.manual_seed(args.seed)
     model = GIN(data.num_features, data.num_classes, hidden=args.width, layers=4, track_running_stats=args.averages)
@@ -64,14 +64,14 @@ def train(data: gas.Dataset, way: str, args: argparse.Namespace) -> dict[str, fl
 
 
 def main() -> None:
-    """Print a line of JSON for each way to train."""
+    """Print a line of JSON for each way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", type=int, default=500)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--lr", type=float, default=0.001)
     parser.add_argument("--epochs", type=int, default=60)
-    parser.add_argument("--batches", type=int, default=20, help="batches of an epoch")
-    parser.add_argument("--averages", action="store_true", help="let batch norm keep running averages for evaluation")
+    parser.add_argument("--batches", type=int, default=20, help="batches per epoch")
+    parser.add_argument("--averages", action="store_true", help="keep running averages of batch norm for evaluation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache-dir")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)

@@ -1,4 +1,4 @@
-"""Times the kernels on a GPU: rows over the bus against plain copies, and SpMM against what torch has.
+"""Time the kernels on a GPU: rows over the bus against plain copies, and SpMM against PyTorch.
 
 Run with ``PYTHONPATH=src python benchmarks/kernels.py [results.json]`` on a machine with a GPU.
 """
@@ -33,7 +33,7 @@ def median_ms(call: Callable[[], object]) -> float:
     times = []
     for _ in range(REPEATS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(SLEEP)  # all of the call is in the queue when it starts: the time of its launches is hidden
+        torch.cuda._sleep(SLEEP)  # hides launch times: the whole call is queued before it starts
         start.record()
         call()
         end.record()
@@ -43,19 +43,19 @@ def median_ms(call: Callable[[], object]) -> float:
 
 
 class Table:
-    """Prints rows as they come and keeps them."""
+    """Prints each measurement and keeps it."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, object]] = []
 
     def add(self, name: str, ms: float, **more: float) -> None:
-        """One measurement, with other numbers that follow from it."""
+        """Add a measurement, with numbers derived from it."""
         self.rows.append({"name": name, "ms": ms, **more})
         print(f"{name:<64}{ms:9.3f} ms" + "".join(f"   {value:7.2f} {key}" for key, value in more.items()), flush=True)
 
 
 def bus(table: Table) -> None:
-    """Rows out of and into pinned host memory."""
+    """Measure gathers from and scatters to pinned host memory."""
     host = torch.ones(64 * 2**20, pin_memory=True)  # 256 MB
     device = torch.empty_like(host, device="cuda")
     gigabytes = host.nbytes / 1e9
@@ -102,17 +102,17 @@ def bus(table: Table) -> None:
 
 
 def batch(shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
-    """Random edges into the nodes of a batch, sorted by target: targets and sources."""
+    """Targets and sources of random edges into the nodes of a batch, sorted by target."""
     nodes, halo, inside, outside = shape
     target = torch.cat([torch.randint(nodes, (inside,)), torch.randint(nodes, (outside,))])
-    each = torch.arange(outside) * halo // outside  # every halo node has as many edges
+    each = torch.arange(outside) * halo // outside  # every halo node has equally many edges
     source = torch.cat([torch.randint(nodes, (inside,)), nodes + each])
     target, order = target.sort(stable=True)
     return target.cuda(), source[order].cuda()
 
 
 def products(table: Table) -> None:
-    """Forward and backward of the SpMM, and of the same with torch."""
+    """Measure forward and backward of SpMM, and of PyTorch's equivalents."""
     for title, shape in SHAPES.items():
         nodes, sources = shape[0], shape[0] + shape[1]
         target, source = batch(shape)
@@ -155,7 +155,7 @@ def products(table: Table) -> None:
 
 
 def main() -> None:
-    """Prints a table and writes it to the path given on the command line."""
+    """Print a table, and write it to the path on the command line."""
     torch.manual_seed(0)
     warnings.filterwarnings("ignore", "Sparse ")
     table = Table()

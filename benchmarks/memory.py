@@ -1,11 +1,10 @@
-"""Peak GPU memory of ways to train a GCN on a graph of ogbn-products' size, and the edges they use (paper's Table 3).
+"""Peak GPU memory of training a GCN on a graph the size of ogbn-products, and the share of edges used (Table 3).
 
-Run with ``PYTHONPATH=src python benchmarks/memory.py results.json [--tiny]``. With ``--tiny`` everything is of toy size
-and also runs without a GPU, where no memory is reported. All methods aggregate with the same fused kernel.
+Run with ``PYTHONPATH=src python benchmarks/memory.py results.json [--tiny]``. ``--tiny`` is toy size and also runs
+without a GPU, but then reports no memory. All methods aggregate with the same fused kernel.
 """
 
 import argparse
-import gc
 import json
 import sys
 import time
@@ -23,10 +22,11 @@ from torch import Tensor, nn
 from torch_geometric.nn import GCN
 
 from gnnautoscale.attach.autoscaler import attached, autoscale
-from gnnautoscale.experiments.bench import PRODUCTS, Row, Setup, machine, make_loader, time_epochs
+from gnnautoscale.experiments.bench import PRODUCTS, BenchGraph, Numbers, free_memory, make_loader, time_epochs
 from gnnautoscale.forward.record import EdgeRecord, Recorder
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.kernels import Adjacency, spmm
+from gnnautoscale.training import describe_machine
 
 WIDTH = 256
 DEPTHS = (2, 3, 4)
@@ -36,19 +36,19 @@ STEPS = 2
 METHODS = ("GAS", "full batch", "neighbour sampling", "Cluster-GCN")
 
 #: A tenth of the nodes in batches of the same size.
-TENTH = Setup(240_000, 16_000, 15, degree=39, halo_degree=6, features=100, classes=47)
-TINY = Setup(2_400, 160, 15, degree=39, halo_degree=6, features=100, classes=47)
-TINY_PIECE = Setup(800, 160, 5, degree=39, halo_degree=6, features=100, classes=47)
+TENTH = BenchGraph(240_000, 16_000, 15, degree=39, halo_degree=6, features=100, classes=47)
+TINY = BenchGraph(2_400, 160, 15, degree=39, halo_degree=6, features=100, classes=47)
+TINY_PIECE = BenchGraph(800, 160, 5, degree=39, halo_degree=6, features=100, classes=47)
 
 
 @dataclass(eq=False)
 class Batch:
-    """What a training step reads.
+    """The input of a training step.
 
     Attributes:
         x: Features, ``[num_nodes, features]``.
         adjacency: Edges between these nodes, with self-loops and symmetric normalization.
-        y: Labels of the first nodes, which the loss is over.
+        y: Labels of the first nodes; the loss is over these.
     """
 
     x: Tensor
@@ -56,7 +56,7 @@ class Batch:
     y: Tensor
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on another device, with what gradients need."""
+        """Move it to a device, with the transposed edges."""
         tensors = {name: tensor.to(device) for name, tensor in self.adjacency.tensors().items()}
         return Batch(self.x.to(device), Adjacency.of(tensors, self.adjacency.num_sources), self.y.to(device))
 
@@ -80,7 +80,7 @@ class PlainGCN(nn.Module):
 
 
 class OneRecord(Recorder):
-    """Records the first layer for all: those of a GCN weigh the same edges alike, and doing it takes seconds."""
+    """Records the first layer only, which takes seconds; all layers of a GCN have the same edge weights."""
 
     known: list[EdgeRecord] | None = None
 
@@ -92,40 +92,48 @@ class OneRecord(Recorder):
 
 
 class Results:
-    """Prints and writes every number as soon as it is known.
+    """Prints and writes every number at once.
 
     Args:
         path: The JSON file.
-        device: What is measured on.
+        device: The compute device.
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self._path, self._device, self._start = path, device, time.perf_counter()
-        self.rows: list[Row] = []
-        self.content: Row = {"machine": machine(device), "width": WIDTH, "ratio": RATIO, "fan_out": FAN_OUT}
+        self.rows: list[Numbers] = []
+        self.content: Numbers = {
+            "machine": describe_machine(str(device)),
+            "torch": torch.__version__,
+            "width": WIDTH,
+            "ratio": RATIO,
+            "fan_out": FAN_OUT,
+        }
         self.content |= {"rows": self.rows, "growth_percent": {}}
 
     def say(self, text: str) -> None:
-        """Print a line with the time since the start, and write what is known."""
+        """Print a line with the time since the start, and write the numbers so far."""
         seconds = time.perf_counter() - self._start
         self.content["seconds"] = round(seconds, 1)
         self._path.write_text(json.dumps(self.content, indent=1) + "\n")
         print(f"{seconds:6.1f} s  {text}", flush=True)
 
-    def measure(self, method: str, layers: int, nodes: int, share: float, work: Callable[[], Row], **more: Any) -> None:
-        """Take the memory of some work; if it fails, note why, for the other numbers to be taken all the same.
+    def measure(
+        self, method: str, layers: int, nodes: int, share: float, work: Callable[[], Numbers], **more: Any
+    ) -> None:
+        """Measure the memory of some work; if it fails, note why and carry on.
 
         Args:
-            method: What is measured.
+            method: Name of the method.
             layers: Number of layers.
             nodes: Nodes of the graph.
-            share: Share of the edges into the nodes it computes that it uses.
+            share: Share of the edges into its nodes that the method uses.
             work: Returns ``"peak_memory"`` and ``"reserved_memory"`` in bytes.
-            more: Further facts about the row.
+            more: Further numbers.
         """
-        release(self._device)
+        free_memory(self._device)
         cuda = self._device.type == "cuda"
-        row: Row = {"method": method, "layers": layers, "nodes": nodes, "share": share, **more}
+        row: Numbers = {"method": method, "layers": layers, "nodes": nodes, "share": share, **more}
         row["held_before"] = torch.cuda.memory_allocated() if cuda else None
         try:
             row |= work()
@@ -139,12 +147,12 @@ class Results:
         self.say(", ".join(filter(None, [line, details, row.get("how")])))
 
     def peak(self, method: str, layers: int, nodes: int) -> int | None:
-        """The peak memory that was measured, if it was."""
+        """The measured peak memory, if any."""
         found = self.row(method, layers, nodes)
         return None if found is None else found.get("peak_memory")
 
-    def row(self, method: str, layers: int, nodes: int) -> Row | None:
-        """All that is known about a measurement."""
+    def row(self, method: str, layers: int, nodes: int) -> Numbers | None:
+        """A measurement, if there is one."""
         key = {"method": method, "layers": layers, "nodes": nodes}
         return next((row for row in self.rows if key.items() <= row.items()), None)
 
@@ -152,18 +160,6 @@ class Results:
 def gigabytes(num_bytes: int | None) -> str:
     """Bytes in units of 10^9, or a dash."""
     return "-" if num_bytes is None else f"{num_bytes / 1e9:.3f}"
-
-
-def release(device: torch.device) -> None:
-    """Free what nothing refers to any more, and cuBLAS's workspaces, of which every stream that was used has one."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        # Private, but what PyTorch itself calls around CUDA graphs; they would add up from number to number.
-        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear is not None:
-            clear()
-        torch.cuda.empty_cache()
 
 
 def normalized(target: Tensor, source: Tensor, num_nodes: int) -> Adjacency:
@@ -176,7 +172,7 @@ def normalized(target: Tensor, source: Tensor, num_nodes: int) -> Adjacency:
     """
     nodes = torch.arange(num_nodes, device=target.device)
     degree = torch.bincount(target, minlength=num_nodes) + 1
-    # A node's loop comes after its other edges: these move on by one for each node before theirs.
+    # A self-loop comes after the node's other edges, which shift by one for each node before it.
     loops = degree.cumsum(0) - 1
     sources = torch.empty(target.numel() + num_nodes, dtype=torch.long, device=target.device)
     sources[loops] = nodes
@@ -189,7 +185,7 @@ def normalized(target: Tensor, source: Tensor, num_nodes: int) -> Adjacency:
 
 
 def edges_into(ptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """For every edge into some nodes, grouped by them: the position of its target in ``nodes``, and its own position.
+    """The edges into some nodes, grouped by node: position of the target in ``nodes``, and position of the edge.
 
     Args:
         ptr: First edge of each node of the graph, ``[num_nodes + 1]``.
@@ -203,21 +199,21 @@ def edges_into(ptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(ptr: Tensor, nodes: Tensor, fan_out: int) -> tuple[Tensor, Tensor]:
-    """Some of the edges into each node, all if it has no more than ``fan_out``, else as many without replacement.
+    """Draw at most ``fan_out`` edges into each node, without replacement.
 
-    All edges into the nodes are put into a random order and the first ones of each node taken: exact, and one sort.
+    It shuffles all edges into the nodes with one sort and takes the first ones of each node.
 
     Args:
         ptr: First edge of each node of the graph, ``[num_nodes + 1]``.
         nodes: Node indices, ``[num_targets]``.
-        fan_out: The most edges of a node.
+        fan_out: The most edges per node.
 
     Returns:
         As :func:`edges_into`.
     """
     target, edge = edges_into(ptr, nodes)
     count = ptr[nodes + 1] - ptr[nodes]
-    # Below 1 by enough that no sum is rounded up to the next target.
+    # Far enough below 1 that no sum rounds up to the next target.
     key = torch.rand(target.shape, dtype=torch.float64, device=ptr.device).mul_(0.999).add_(target)
     order = key.argsort()
     del key
@@ -227,17 +223,17 @@ def draw(ptr: Tensor, nodes: Tensor, fan_out: int) -> tuple[Tensor, Tensor]:
 
 
 def sample(ptr: Tensor, source: Tensor, seeds: Tensor, fan_out: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Neighbours of nodes, their neighbours, and so on; each node's are drawn when it is first met, as PyG does.
+    """Sample neighbours hop by hop; like PyG, draw those of a node when it first appears.
 
     Args:
         ptr: First edge of each node of the graph, ``[num_nodes + 1]``.
         source: Source of each edge, grouped by target, ``[num_edges]``.
         seeds: Distinct nodes, ``[num_seeds]``.
-        fan_out: The most edges of a node, for each hop.
+        fan_out: The most edges per node, for each hop.
 
     Returns:
-        The nodes, seeds first; for each edge target and source as positions among them, by ascending target; and how
-        many of the nodes, the first ones, had neighbours drawn.
+        The nodes, seeds first; target and source of each edge as positions among them, by ascending target; and the
+        number of nodes, counted from the first, whose neighbours were drawn.
     """
     place = torch.full((ptr.numel() - 1,), -1, dtype=torch.long, device=ptr.device)
     place[seeds] = torch.arange(seeds.numel(), device=ptr.device)
@@ -255,8 +251,8 @@ def sample(ptr: Tensor, source: Tensor, seeds: Tensor, fan_out: Sequence[int]) -
     return torch.cat(found), torch.cat(targets), torch.cat(sources), expanded
 
 
-def train(batch: Batch, layers: int, classes: int, device: torch.device) -> Row:
-    """Train on a batch for some steps, with nothing else on the GPU.
+def train(batch: Batch, layers: int, classes: int, device: torch.device) -> Numbers:
+    """Train on a batch for a few steps, with nothing else on the GPU.
 
     Args:
         batch: On any device.
@@ -271,7 +267,7 @@ def train(batch: Batch, layers: int, classes: int, device: torch.device) -> Row:
     batch = batch.to(device)
     model = PlainGCN([batch.x.size(1), *[WIDTH] * (layers - 1), classes]).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
-    release(device)
+    free_memory(device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(STEPS):
@@ -287,30 +283,30 @@ def train(batch: Batch, layers: int, classes: int, device: torch.device) -> Row:
     }
 
 
-def measure_gas(results: Results, setup: Setup, loader: HaloLoader, device: torch.device) -> None:
-    """Measure training with histories and batches in host memory, for all depths."""
+def measure_gas(results: Results, graph: BenchGraph, loader: HaloLoader, device: torch.device) -> None:
+    """Measure training with histories and batches in host memory, at all depths."""
     recorder = OneRecord(loader.graph)
 
-    def work(layers: int) -> Row:
-        model = GCN(setup.features, WIDTH, num_layers=layers, out_channels=setup.classes).to(device)
+    def work(layers: int) -> Numbers:
+        model = GCN(graph.features, WIDTH, num_layers=layers, out_channels=graph.classes).to(device)
         autoscale(model, loader.graph.num_nodes, storage="host")
         attached(model).memory.recorder = recorder
         return time_epochs(model, loader, placement="host", epochs=1)
 
-    # The first training in a process leaves memory of PyTorch's own behind, which later ones would be charged with.
+    # Warm-up: the first training in a process leaves some memory of PyTorch's own behind.
     work(DEPTHS[0])
     for layers in DEPTHS:
-        results.measure("GAS", layers, setup.nodes, 1.0, partial(work, layers), batches=setup.batches)
+        results.measure("GAS", layers, graph.nodes, 1.0, partial(work, layers), batches=graph.batches)
 
 
-def measure_others(results: Results, setup: Setup, loader: HaloLoader, device: torch.device) -> None:
-    """Measure training without histories: on all nodes, on sampled neighbourhoods, and on one part."""
+def measure_others(results: Results, graph: BenchGraph, loader: HaloLoader, device: torch.device) -> None:
+    """Measure training without histories: on all nodes, on sampled neighbours, and on one part."""
     data, host = loader.data, torch.device("cpu")
-    nodes = setup.nodes
+    nodes = graph.nodes
     ptr = loader.graph.incoming._ptr.to(device)
     source = loader.graph.edge_index[0].to(device)[loader.graph.incoming._order.to(device)]
 
-    # Everything is cut first, and kept in host memory, so that only what a method needs is on the GPU later.
+    # Build all batches first, in host memory, so that the GPU later holds only what a method needs.
     part = (loader.labels == 0).nonzero().squeeze(1).to(device)
     target, edge = edges_into(ptr, part)
     place = torch.full((nodes,), -1, dtype=torch.long, device=device)
@@ -323,9 +319,9 @@ def measure_others(results: Results, setup: Setup, loader: HaloLoader, device: t
     del target, edge, place, local, inside, adjacency
     results.say("part cut")
 
-    sampled: dict[int, tuple[Batch, float, Row]] = {}
+    sampled: dict[int, tuple[Batch, float, Numbers]] = {}
     degree = ptr.diff()
-    seeds = torch.randperm(nodes, device=device)[: setup.batch_nodes]
+    seeds = torch.randperm(nodes, device=device)[: graph.batch_nodes]
     for layers in DEPTHS:
         found, target, local, expanded = sample(ptr, source, seeds, FAN_OUT[:layers])
         known, used = int(degree[found[:expanded]].sum()), target.numel()
@@ -347,18 +343,18 @@ def measure_others(results: Results, setup: Setup, loader: HaloLoader, device: t
     full = Batch(data.x.to(device), whole, data.y.to(device))
     results.say("whole graph normalized")
     for layers in DEPTHS:
-        results.measure("full batch", layers, nodes, 1.0, partial(train, full, layers, setup.classes, device))
+        results.measure("full batch", layers, nodes, 1.0, partial(train, full, layers, graph.classes, device))
     del whole, full
     for layers, (batch, share, facts) in sampled.items():
-        work = partial(train, batch, layers, setup.classes, device)
+        work = partial(train, batch, layers, graph.classes, device)
         results.measure("neighbour sampling", layers, nodes, share, work, **facts)
     for layers in DEPTHS:
-        work = partial(train, cluster, layers, setup.classes, device)
+        work = partial(train, cluster, layers, graph.classes, device)
         results.measure("Cluster-GCN", layers, nodes, part_share, work)
 
 
-def table(results: Results, small: Setup, large: Setup) -> str:
-    """The results as a Markdown table: memory in GB and share of data used, and how GAS's memory grows."""
+def table(results: Results, small: BenchGraph, large: BenchGraph) -> str:
+    """The results in Markdown: memory in GB, share of edges used, and growth of GAS's memory."""
     lines = ["| | " + " | ".join(f"{layers} layers" for layers in DEPTHS) + " |", "|---" * (len(DEPTHS) + 1) + "|"]
     for method in METHODS:
         cells = []
@@ -375,18 +371,18 @@ def table(results: Results, small: Setup, large: Setup) -> str:
 
 
 def main() -> None:
-    """Measures everything on two graphs and prints a table."""
+    """Measure everything on two graphs and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path, help="the JSON file to write")
     parser.add_argument("--tiny", action="store_true", help="toy size")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not arguments.tiny:
-        sys.exit("There is no GPU here: only --tiny runs without one.")
+        sys.exit("Only --tiny runs without a GPU.")
     small, large = (TINY_PIECE, TINY) if arguments.tiny else (TENTH, PRODUCTS)
     torch.manual_seed(0)
     results = Results(arguments.results, device)
-    results.content["setups"] = [asdict(small), asdict(large)]
+    results.content["graphs"] = [asdict(small), asdict(large)]
 
     loader = make_loader(small, RATIO)
     results.say(f"graph of {small.nodes:,} nodes and {loader.graph.edge_index.size(1):,} edges")
@@ -397,14 +393,14 @@ def main() -> None:
     measure_gas(results, large, loader, device)
 
     for layers in DEPTHS:
-        before, after = (results.peak("GAS", layers, setup.nodes) for setup in (small, large))
+        before, after = (results.peak("GAS", layers, graph.nodes) for graph in (small, large))
         if before and after:
             growth = results.content["growth_percent"][layers] = 100.0 * (after / before - 1.0)
             results.say(f"GAS, {layers} layers: {growth:+.2f} % from {small.nodes:,} to {large.nodes:,} nodes")
     results.say("done")
     print(table(results, small, large))
     if any("error" in row for row in results.rows):
-        sys.exit("Some numbers could not be taken.")
+        sys.exit("Some measurements failed.")
 
 
 if __name__ == "__main__":

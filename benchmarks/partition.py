@@ -1,4 +1,4 @@
-"""Times ``partition`` against the bare METIS call on prepared arrays, on a graph with communities.
+"""Time ``partition`` against a bare METIS call on prepared arrays, on a graph with communities.
 
 Run with ``python benchmarks/partition.py [num_nodes] [num_edges]``; the number of edges counts both directions.
 """
@@ -20,7 +20,7 @@ INSIDE = 0.8  # share of edges that stay in their community
 
 
 def community_graph(num_nodes: int, num_edges: int) -> Tensor:
-    """Returns a symmetric graph, sorted and without duplicates, whose node numbers say nothing about communities."""
+    """Return a symmetric graph, sorted and without duplicates; node numbers are independent of communities."""
     generator = torch.Generator().manual_seed(0)
     source = torch.randint(num_nodes, (num_edges // 2,), generator=generator)
     anywhere = torch.randint(num_nodes, source.shape, generator=generator)
@@ -34,14 +34,14 @@ def community_graph(num_nodes: int, num_edges: int) -> Tensor:
 
 
 def timed(call: Callable[[], Tensor]) -> tuple[float, Tensor]:
-    """Returns the time of a call in seconds, and its result."""
+    """Return the seconds of a call, and its result."""
     start = time.perf_counter()
     result = call()
     return time.perf_counter() - start, result
 
 
 def main(num_nodes: int = 500_000, num_edges: int = 10_000_000) -> None:
-    """Prints the bare time, and for several forms of the same graph our time and the ratio."""
+    """Print METIS's own time, and for several forms of the same graph our time and the ratio."""
     edges = community_graph(num_nodes, num_edges)
     print(f"{num_nodes:,} nodes, {edges.size(1):,} directed edges, {NUM_PARTS} parts")
 
@@ -65,7 +65,7 @@ def main(num_nodes: int = 500_000, num_edges: int = 10_000_000) -> None:
         "equal weights": lambda: partition(shuffled, num_nodes, NUM_PARTS, edge_weight=equal),
         "weighted": lambda: partition(shuffled, num_nodes, NUM_PARTS, edge_weight=weight),
     }
-    # Rounds over all calls, so that a slow spell of the machine hits each of them.
+    # In rounds, so that a slow spell of the machine affects all calls alike.
     rounds = [{name: timed(call) for name, call in calls.items()} for _ in range(3)]
     best = {name: min(times[name][0] for times in rounds) for name in calls}
     bare = rounds[0]["bare METIS"][1]

@@ -1,7 +1,7 @@
-"""What histories lose in each precision: of a row, of a model's output, and of the accuracy that training reaches.
+"""What lower precision of histories costs: errors of rows and of a model's output, and accuracy after training.
 
-Run with ``python benchmarks/precision.py results.json --root data``; it takes half an hour on one core. Data sets are
-looked for below the root and downloaded if they are not there. With ``--tiny`` few epochs are trained, for a try.
+Run with ``python benchmarks/precision.py results.json --root data``; it takes half an hour on one core. Missing data
+sets are downloaded to the root. ``--tiny`` trains for a few epochs only.
 """
 
 import argparse
@@ -22,10 +22,11 @@ from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.inference import infer_from_histories
 from gnnautoscale.data import datasets
 from gnnautoscale.data.datasets import Dataset
-from gnnautoscale.experiments.reproduce import config, describe_machine
+from gnnautoscale.experiments.reproduce import config
 from gnnautoscale.experiments.reproduce.store import versions
 from gnnautoscale.history import codec_for
 from gnnautoscale.models import build_model
+from gnnautoscale.training import describe_machine
 from gnnautoscale.training.loop import FitResult, fit
 
 PRECISIONS = {
@@ -36,15 +37,15 @@ PRECISIONS = {
     "float8": torch.float8_e4m3fn,
 }
 NUM_ROWS = 20_000
-# What is trained: a cell of the paper's Table 1, options that differ, and the number of seeds.
+# A cell of the paper's Table 1, changed model and training options, and the number of seeds.
 TRAINED: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
     "GCN, Cora": ("gcn.cora", {}, {}, 10),
     "GCN, CiteSeer": ("gcn.citeseer", {}, {}, 5),
     "GCN, PubMed": ("gcn.pubmed", {}, {}, 3),
-    # In 40 parts rather than 2, so that halos are larger.
+    # 40 parts instead of 2 give larger halos.
     "GCNII, 16 layers, Cora": ("gcnii.cora", {"layers": 16}, {"epochs": 300, "num_parts": 40, "batch_size": 20}, 3),
 }
-# Whose rows and outputs are looked at, with seed 0.
+# Whose rows and outputs are measured, with seed 0.
 EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "GCN, 2 layers, Cora": ("gcn.cora", {}),
     "GCNII, 64 layers, Cora": ("gcnii.cora", {"mode": "full", "epochs": 150}),
@@ -53,7 +54,7 @@ Row = dict[str, Any]
 
 
 class DropFeatures:
-    """A model's dropout, drawn for features that are not zero: the same on average, and faster where few are not.
+    """A model's dropout that draws only for non-zero features: equal in distribution, and faster for sparse features.
 
     Args:
         model: One of the paper's models.
@@ -61,11 +62,11 @@ class DropFeatures:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # With the features themselves, so that no others come to lie where they are.
+        # Holds the features too, so that no other tensor takes their address.
         self._known: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Drop values; those that are computed, and not given, in the plain way."""
+        """Drop values; computed inputs get plain dropout."""
         rate = self._model.dropout
         if not self._model.training or x.requires_grad or not x.is_contiguous() or x.is_cuda:
             return F.dropout(x, rate, self._model.training)
@@ -79,13 +80,13 @@ class DropFeatures:
 
 
 class Bench:
-    """Measures, and writes every number as soon as it is known.
+    """Measures, and writes every number at once.
 
     Args:
         path: The JSON file.
         root: Where data sets are.
         device: Where to compute.
-        tiny: Whether to take few rows, epochs and seeds.
+        tiny: Whether to use few epochs and one seed.
     """
 
     def __init__(self, path: Path, root: str, device: str, *, tiny: bool) -> None:
@@ -100,7 +101,7 @@ class Bench:
         self._content |= {"rows": self.rows, "outputs": self.outputs, "accuracy": self.accuracy}
 
     def say(self, text: str) -> None:
-        """Print a line with the time since the start, and write what is known."""
+        """Print a line with the time since the start, and write the numbers so far."""
         seconds = time.perf_counter() - self._start
         self._path.write_text(json.dumps({**self._content, "seconds": round(seconds)}, indent=1) + "\n")
         print(f"{seconds:7.1f} s  {text}", flush=True)
@@ -112,17 +113,17 @@ class Bench:
         return self._loaded[name]
 
     def train(self, cell: str, seed: int, history_dtype: str, model: Row, options: Row) -> tuple[nn.Module, FitResult]:
-        """Train a cell of Table 1 with histories that are never refreshed.
+        """Train a cell of Table 1 without refreshing histories.
 
         Args:
             cell: The cell.
-            seed: Of weights, parts and batches.
-            history_dtype: What histories are kept in.
-            model: Options of the model that differ.
-            options: Options of training that differ.
+            seed: Determines weights, parts and batches.
+            history_dtype: Precision of histories.
+            model: Changed model options.
+            options: Changed training options.
 
         Returns:
-            The trained model, detached, and what :func:`fit` found.
+            The trained model, detached, and the result of :func:`fit`.
         """
         name, dataset = cell.split(".")
         found, data = self._table1.cells[cell], self.dataset(dataset)
@@ -137,7 +138,7 @@ class Bench:
         return detach(built), result
 
     def measure_rows(self, title: str, rows: Tensor) -> None:
-        """How far rows are from what comes back of them, relative to their norms."""
+        """Measure the error of rows after encoding and decoding, relative to their norms."""
         for name, dtype in PRECISIONS.items():
             codec = codec_for(dtype, rows.size(1))
             raw = codec.encode(rows)
@@ -148,14 +149,14 @@ class Bench:
         self.say(f"rows: {title}")
 
     def measure_output(self, title: str, model: nn.Module, data: Dataset) -> None:
-        """How far the output from histories is from that of the whole graph, and how many classes change."""
+        """Measure the error of the output from histories, and how many predicted classes change."""
         model.eval()
         with torch.no_grad():
             expected = model(data.train.x.to(self._device), data.train.edge_index.to(self._device)).cpu()
         in_parts, at_once = HaloLoader(data.train, 8), HaloLoader(data.train, 1)
         for name, dtype in PRECISIONS.items():
             row: Row = {"model": title, "precision": name}
-            # At once, only what is kept is rounded; in parts, each layer is computed from rounded rows.
+            # With one part only the stored rows are rounded; with several, each layer is computed from rounded rows.
             for how, loader in (("once", at_once), ("every_layer", in_parts)):
                 autoscale(model, data.train, dtype=dtype)
                 refresh(model, loader)
@@ -167,7 +168,7 @@ class Bench:
             self.say(f"output of {title}: {name}")
 
     def hidden_rows(self, model: nn.Module, data: Dataset) -> Tensor:
-        """The rows of all histories of a model, one behind the other."""
+        """The rows of all histories of a model, concatenated."""
         autoscale(model, data.train)
         refresh(model, HaloLoader(data.train, 1))
         cpu, nodes = torch.device("cpu"), torch.arange(data.train.num_nodes)
@@ -177,7 +178,7 @@ class Bench:
         return rows
 
     def measure_accuracy(self, title: str) -> None:
-        """Test accuracy at the best validation accuracy, with the same seeds in each precision."""
+        """Measure test accuracy at the best validation accuracy, with the same seeds in each precision."""
         cell, model, options, seeds = TRAINED[title]
         seeds = 1 if self._tiny else seeds
         found: dict[str, list[FitResult]] = {name: [] for name in PRECISIONS}
@@ -195,7 +196,7 @@ class Bench:
         self.say(title)
 
     def run(self) -> None:
-        """Everything, the quick things first."""
+        """Run all measurements, quick ones first."""
         generator = torch.Generator().manual_seed(0)
         for width in (64, 256):
             self.measure_rows(f"Gaussian, {width} wide", torch.randn(NUM_ROWS, width, generator=generator))
@@ -210,7 +211,7 @@ class Bench:
             self.measure_accuracy(title)
 
     def tables(self) -> str:
-        """What was measured, in Markdown."""
+        """The measurements in Markdown."""
         parts = [
             _table(
                 ["rows", "", *PRECISIONS],
@@ -242,12 +243,12 @@ class Bench:
 
 
 def _accuracy(rows: list[Row]) -> list[list[str]]:
-    """Two lines of a table: the scores, and how far they are from float32's with the same seeds."""
+    """Two lines of a table: the scores, and their differences from float32 with the same seeds."""
     scores = [f"{row['test_mean']:.2f} ± {row['test_std']:.2f}" for row in rows]
-    # The difference of two runs scatters less than a run, and its mean still less.
+    # Differences scatter less than scores; this is the standard error of their mean.
     count = len(rows[0]["seeds"])
     apart = [f"{row['apart_mean']:+.2f} ± {row['apart_std'] / count**0.5:.2f}" for row in rows[1:]]
-    return [[rows[0]["cell"], str(count), *scores], ["less that of float32", "", "", *apart]]
+    return [[rows[0]["cell"], str(count), *scores], ["difference from float32", "", "", *apart]]
 
 
 def _table(head: list[str], lines: list[list[str]]) -> str:
@@ -269,7 +270,7 @@ def _spread(name: str, values: Sequence[float]) -> Row:
 
 
 def main() -> None:
-    """Measures, writes and prints."""
+    """Measure, write and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="the JSON file to write")
     parser.add_argument("--root", default="data", help="where data sets are")

@@ -1,10 +1,9 @@
-"""Tells apart what costs GAS accuracy on WordNet where everything is trained for long.
+"""What costs GAS accuracy on WordNet in long training.
 
-Models and settings are those of `gas reproduce wordnet`, with as many epochs as asked for. GAS is trained in more ways:
-with more drawings of its batches; with all histories recomputed before every step, so that nothing is stale and only
-gradients stop at the border of a batch; and with a loss on the same batches, or on random ones, whose gradients go
-through the whole graph. Batches may be larger too: one of all 200 parts is full batch. Time per step means something
-where a run has the machine to itself.
+Models and settings are those of `gas reproduce wordnet`. GAS also trains with more drawings of batches; with all
+histories recomputed before every step, so that nothing is stale and only gradients stop at the batch's border; and on
+the loss of the same or of random batches with gradients through the whole graph. A batch of all 200 parts is full
+batch. Times per step are meaningful only if a run has the machine to itself.
 
     python benchmarks/wordnet.py --models gcn gcnii --ways full --epochs 4000 --device cuda
     python benchmarks/wordnet.py --models gcn gcnii --ways gas "gas, nothing stale" --epochs 400 --device cuda
@@ -40,7 +39,7 @@ SPLITS = ("train", "val", "test")
 
 
 def train_through_all(model: torch.nn.Module, data: Data, options: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Train on the loss of GAS's batches with gradients that do not stop anywhere; gives the best epoch's scores."""
+    """Train on the loss of GAS's batches with gradients through the whole graph; returns the best epoch's scores."""
     loader = gas.HaloLoader(
         data,
         options["num_parts"],
@@ -51,7 +50,7 @@ def train_through_all(model: torch.nn.Module, data: Data, options: dict[str, Any
         seed=seed,
         cache_dir=options["cache_dir"],
     )
-    # PyG's layers do less work on a CPU with this than with an edge_index.
+    # On a CPU, PyG's layers are faster with this than with an edge_index.
     adjacency = to_torch_csr_tensor(data.edge_index.flip(0), size=(data.num_nodes, data.num_nodes))
     data, adjacency = data.to(options["device"]), adjacency.to(options["device"])
     model.to(options["device"])
@@ -78,7 +77,7 @@ def train_through_all(model: torch.nn.Module, data: Data, options: dict[str, Any
 
 
 def train(dataset: Dataset, work: Mapping[str, Any], way: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train in one way; gives the scores of the best epoch, and what a step took."""
+    """Train in one way; returns the best epoch's scores and the time of a step."""
     options = {
         **work["train"],
         **CHANGES.get(way, {}),
@@ -101,7 +100,7 @@ def train(dataset: Dataset, work: Mapping[str, Any], way: str, args: argparse.Na
 
 
 def main() -> None:
-    """Print a line of JSON for each model and way to train it."""
+    """Print a line of JSON for each model and way."""
     works = {(run.cell.split(".")[0], run.variant): run.work for run in load("wordnet").runs(seeds=1)}
     models, variants = (list(dict.fromkeys(names)) for names in zip(*works, strict=True))
     ways = [*variants, *CHANGES]
@@ -109,7 +108,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=models, default=models)
     parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--batch-size", type=int, help="parts in a batch, other than the configuration's")
+    parser.add_argument("--batch-size", type=int, help="parts per batch, instead of the configuration's")
     parser.add_argument("--max-features", type=int, help="fewer than the configuration's, for a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--root", default="data", help="where data sets are kept")

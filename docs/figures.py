@@ -1,6 +1,6 @@
-"""Draws the site's figures from what the library computes: `python docs/figures.py` writes docs/figures/*.svg.
+"""Draws the site's figures, from the library's own results: `python docs/figures.py` writes docs/figures/*.svg.
 
-Each figure is drawn twice on a transparent ground, for the site's light and its dark colours.
+Each figure is drawn twice on a transparent background, in the site's light and dark colours.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch_geometric.nn import GCN  # type: ignore[import-untyped]
 import gnnautoscale as gas
 from gnnautoscale.analysis.bounds import error_by_sweep
 from gnnautoscale.data.generate import communities
-from gnnautoscale.graph.partitioning import connectivity, partition
+from gnnautoscale.graph import connectivity, partition
 
 FOLDER = Path(__file__).parent / "figures"
 
 
 @dataclass(frozen=True)
 class Colours:
-    """What to draw with."""
+    """The colours of a theme."""
 
     ink: str
     faint: str
@@ -84,15 +84,15 @@ def sweep_errors(most_layers: int = 5, sweeps: int = 6) -> dict[int, list[float]
 
 
 def halo_sizes(counts: Iterable[int] = (2, 4, 8, 16, 32, 64, 128, 256)) -> dict[str, list[tuple[int, float]]]:
-    """Halo nodes per batch node for growing numbers of parts, by the way of cutting."""
+    """Halo nodes per batch node for growing numbers of parts, by partition."""
     edge_index = communities(4000, degree=10, num_features=1, num_classes=4).edge_index
-    ways: dict[str, Literal["metis", "random"]] = {"METIS": "metis", "random": "random"}
+    methods: dict[str, Literal["metis", "random"]] = {"METIS": "metis", "random": "random"}
     return {
         name: [
-            (count, float(connectivity(edge_index, partition(edge_index, 4000, count, method=how)).mean()))
+            (count, float(connectivity(edge_index, partition(edge_index, 4000, count, method=method)).mean()))
             for count in counts
         ]
-        for name, how in ways.items()
+        for name, method in methods.items()
     }
 
 
@@ -100,7 +100,7 @@ def halo_sizes(counts: Iterable[int] = (2, 4, 8, 16, 32, 64, 128, 256)) -> dict[
 
 
 def lines(place: npt.NDArray[np.float32], edges: Tensor) -> npt.NDArray[np.float32]:
-    """All edges as one broken line, [2, 3 E]: a drawing of one path is small."""
+    """All edges as one broken line, [2, 3 E], which makes a small file."""
     ends = place[edges.t().numpy()]
     gaps = np.full_like(ends[:, :1], np.nan)
     return np.concatenate([ends, gaps], axis=1).reshape(-1, 2).T
@@ -132,24 +132,44 @@ def draw_parts(colours: Colours) -> Figure:
     return figure
 
 
+class Board:
+    """A wide drawing of boxes and arrows, 100 units wide.
+
+    Args:
+        colours: What to draw with.
+        height: Height of the figure in inches.
+        top: Height of the drawing in units.
+    """
+
+    def __init__(self, colours: Colours, *, height: float, top: float) -> None:
+        self._ink = colours.ink
+        self.figure, self.axes = plt.subplots(figsize=(8.6, height), layout="constrained")
+        self.axes.set_axis_off()
+        self.axes.set_xlim(0, 100)
+        self.axes.set_ylim(0, top)
+
+    def box(
+        self, x: float, y: float, width: float, height: float, text: str, colour: str, *, size: float = 9.5
+    ) -> None:
+        """A box with words in it."""
+        shape = FancyBboxPatch((x, y), width, height, "round,pad=0.3,rounding_size=1", fc="none", ec=colour, lw=1.6)
+        self.axes.add_patch(shape)
+        middle = x + width / 2, y + height / 2
+        self.axes.text(*middle, text, ha="center", va="center", color=self._ink, fontsize=size)
+
+    def arrow(self, start: tuple[float, float], end: tuple[float, float], colour: str, *, thin: bool = False) -> None:
+        """An arrow from one point to another."""
+        style: dict[str, Any] = {"mutation_scale": 9, "lw": 1.1} if thin else {"mutation_scale": 13, "lw": 1.8}
+        self.axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", color=colour, **style))
+
+
 def draw_flow(colours: Colours) -> Figure:
-    """What a batch of the first figure pushes and pulls on its way through three layers."""
+    """What the batch of the first figure pushes and pulls in three layers."""
     data, _ = plane_graph()
     batch = list(gas.HaloLoader(data, num_parts=8, batch_size=2))[1]
     own, halo = batch.batch_size, batch.num_nodes - batch.batch_size
-    figure, axes = plt.subplots(figsize=(8.6, 3.5), layout="constrained")
-    axes.set_axis_off()
-    axes.set_xlim(0, 100)
-    axes.set_ylim(0, 41)
-
-    def box(x: float, y: float, width: float, height: float, text: str, colour: str) -> None:
-        shape = FancyBboxPatch((x, y), width, height, "round,pad=0.3,rounding_size=1", fc="none", ec=colour, lw=1.6)
-        axes.add_patch(shape)
-        axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=colours.ink, fontsize=9.5)
-
-    def arrow(start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
-        axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=13, lw=1.8, color=colour))
-
+    board = Board(colours, height=3.5, top=41)
+    box, arrow, axes = board.box, board.arrow, board.axes
     box(0.5, 28, 13, 9, f"features of\n{own} + {halo} nodes", colours.ink)
     for layer in (1, 2, 3):
         x = -10 + 31 * layer
@@ -166,11 +186,79 @@ def draw_flow(colours: Colours) -> Figure:
         axes.text(x + 19.5, 17, f"pull {halo} rows", ha="right", va="center", color=colours.halo, fontsize=9.5)
     words = f"outputs of the\nbatch's {own} nodes"
     axes.text(88.5, 23.5, words, ha="center", va="center", color=colours.ink, fontsize=9.5)
-    return figure
+    return board.figure
+
+
+def draw_walk(colours: Colours) -> Figure:
+    """One `gas train` call on its way through the packages, the lowest at the bottom."""
+    board = Board(colours, height=5.6, top=84)
+    lanes = ("cli", "training", "tasks", "attach", "forward", "transfer", "history", "graph")
+    level = {name: 10.0 * place + 2 for place, name in enumerate(reversed(lanes))}
+    for name in lanes:
+        y = level[name]
+        board.axes.plot([9, 100], [y - 1.8, y - 1.8], color=colours.faint, lw=0.6, zorder=0)
+        board.axes.text(0, y + 3.2, name, ha="left", va="center", color=colours.ink, fontsize=9.5, family="monospace")
+    for x, width, title in ((9.5, 23.5, "once"), (34.5, 45, "every step"), (81, 19, "every epoch")):
+        board.axes.text(x + width / 2, 83, title, ha="center", va="center", color=colours.ink, fontsize=10)
+        board.axes.plot([x + width + 0.6] * 2, [0, 81], color=colours.faint, lw=0.8, ls=(0, (4, 3)), zorder=0)
+    width = 10.6
+    calls = [  # where each call is, left to right, and its name; colours mark rows that are pushed and pulled
+        ("cli", 10, "train", colours.ink),
+        ("training", 13, "fit", colours.ink),
+        ("graph", 15, "HaloLoader", colours.ink),
+        ("attach", 21.5, "autoscale", colours.ink),
+        ("graph", 35, "batch,\nhalo", colours.ink),
+        ("training", 37, "Feed,\nSteps", colours.ink),
+        ("attach", 42.5, "model(batch)", colours.ink),
+        ("forward", 47.5, "Session", colours.ink),
+        ("forward", 61, "StepExchange", colours.ink),
+        ("transfer", 60, "exchange", colours.ink),
+        ("history", 54, "push", colours.batch),
+        ("history", 66.5, "pull", colours.halo),
+        ("tasks", 61, "loss", colours.ink),
+        ("training", 68, "backward,\noptimizer", colours.ink),
+        ("attach", 82, "infer", colours.ink),
+        ("forward", 86, "Sweep-\nExchange", colours.ink),
+        ("tasks", 88.5, "score", colours.ink),
+    ]
+    place = {}
+    for number, (lane, x, text, colour) in enumerate(calls, start=1):
+        board.box(x, level[lane], width, 6.2, text, colour, size=8.5)
+        corner = x + width, level[lane] + 6.9
+        board.axes.text(*corner, str(number), ha="right", va="bottom", color=colours.ink, fontsize=7.5)
+        place[number] = x, level[lane]
+
+    def joined(start: int, end: int, colour: str, begin: float = 0.5, stop: float = 0.5) -> None:
+        """An arrow between two boxes, from and to a share of their width."""
+        (x, y), (other_x, other_y) = place[start], place[end]
+        down = other_y < y
+        tail = (x + begin * width, y - 0.4 if down else y + 6.6)
+        head = (other_x + stop * width, other_y + 6.6 if down else other_y - 0.4)
+        board.arrow(tail, head, colour, thin=True)
+
+    for start, end, begin, stop in (
+        (1, 2, 0.5, 0.22),
+        (2, 3, 0.4, 0.21),
+        (2, 4, 0.7, 0.25),
+        (5, 6, 0.4, 0.21),
+        (6, 7, 0.5, 0.2),
+        (7, 8, 0.5, 0.2),
+        (9, 10, 0.5, 0.59),
+        (8, 13, 0.7, 0.15),
+        (13, 14, 0.6, 0.2),
+        (15, 16, 0.5, 0.2),
+        (16, 17, 0.72, 0.48),
+    ):
+        joined(start, end, colours.ink, begin, stop)
+    (x, y), (other_x, _) = place[8], place[9]
+    board.arrow((x + width + 0.4, y + 3.1), (other_x - 0.4, y + 3.1), colours.ink, thin=True)
+    joined(10, 11, colours.batch, 0.25, 0.6)
+    joined(12, 10, colours.halo, 0.4, 0.8)
+    return board.figure
 
 
 def draw_sweeps(colours: Colours) -> Figure:
-    """How errors vanish with fixed weights."""
+    """Errors that vanish with fixed weights."""
     figure, axes = plt.subplots(figsize=(6.4, 3.5), layout="constrained")
     floor = 1e-4  # where exact outputs are drawn
     for place, (layers, errors) in enumerate(sweep_errors().items()):
@@ -203,6 +291,7 @@ def draw_cuts(colours: Colours) -> Figure:
 FIGURES: dict[str, Callable[[Colours], Figure]] = {
     "parts": draw_parts,
     "flow": draw_flow,
+    "walk": draw_walk,
     "sweeps": draw_sweeps,
     "cuts": draw_cuts,
 }
@@ -216,7 +305,7 @@ def save_all(folder: Path) -> list[Path]:
             ("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), colours.ink
         )
         look |= {"axes.edgecolor": colours.faint, "axes.spines.top": False, "axes.spines.right": False}
-        # Words stay words, in the reader's own font; the same drawing gives the same file.
+        # Text stays text, in the reader's own font, and the same drawing gives the same file.
         look |= {"svg.fonttype": "none", "svg.hashsalt": "gas", "font.family": "sans-serif", "font.size": 11}
         with plt.rc_context(look):
             for name, draw in FIGURES.items():

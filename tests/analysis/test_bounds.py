@@ -82,7 +82,7 @@ def overwrite(model: nn.Module, loader: gas.HaloLoader, rows: dict[str, Tensor])
     """Put rows, in the order of the nodes, into histories."""
     gas.refresh(model, loader)
     for slot, history in attached(model).memory.histories.items():
-        history.push(rows[slot], loader.row_order.row_of)
+        history.push(rows[slot], loader.part_order.row_of)
 
 
 def disturb_weights(model: nn.Module, size: float) -> None:
@@ -306,12 +306,12 @@ def test_measuring_changes_nothing() -> None:
     loader = gas.HaloLoader(data, 5, partition="random", shuffle=True)
     for batch in loader:
         model(batch)
-    kept, state, memory = history_rows(model), loader.state_dict(), attached(model).memory.written_by
+    kept, state, memory = history_rows(model), loader.state_dict(), attached(model).memory._written_by
     random, weights = torch.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
     measure(model, loader)
     error_by_sweep(model, loader, 2)
     assert model.training
-    assert attached(model).memory.written_by == memory
+    assert attached(model).memory._written_by == memory
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.equal(loader.state_dict()["generator"], state["generator"])
     assert all(torch.equal(rows, kept[slot]) for slot, rows in history_rows(model).items())

@@ -23,6 +23,7 @@ from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.models import APPNP, GAT, GCN, GIN, GraphSAGE
+from gnnautoscale.tasks import NodeClassification
 
 ALL = diagnostics.DIAGNOSTICS
 
@@ -247,14 +248,15 @@ def test_gradients_of_one_batch_are_exact(graph: Data) -> None:
     assert found["cosine"] == pytest.approx(1.0)
 
 
-def test_an_objective_of_one_s_own(graph: Data) -> None:
+def test_a_task_of_one_s_own(graph: Data) -> None:
     model = gin()
     loader = trained(model, graph)
 
-    def only_first(out: Tensor, y: Tensor) -> Tensor:
-        return out[:, 0].mean()
+    class OnlyFirst(NodeClassification):
+        def loss(self, out: Tensor, targets: Tensor) -> Tensor:
+            return out[:, 0].mean()
 
-    found = diagnose(model, loader, ["gradients"], objective=only_first)["gradients"]
+    found = diagnose(model, loader, ["gradients"], task=OnlyFirst(4))["gradients"]
     other = diagnose(model, loader, ["gradients"])["gradients"]
     assert found["cosine"] != other["cosine"]
 
@@ -262,7 +264,7 @@ def test_an_objective_of_one_s_own(graph: Data) -> None:
 def test_gradients_need_labels(graph: Data) -> None:
     del graph.y
     model = gas.autoscale(gin(), graph)
-    with pytest.raises(InputError, match="data without y"):
+    with pytest.raises(InputError, match="y must be a dense tensor, but got none"):
         diagnose(model, HaloLoader(graph, num_parts=2), ["gradients"])
 
 
@@ -322,7 +324,7 @@ def state_of(model: nn.Module) -> list[Any]:
     modes = [module.training for module in model.modules()]
     calls = [(name, call.draws) for name, call in attached(model).calls.items()]
     memory = attached(model).memory
-    return [rng, weights, grads, modes, calls, history_rows(model), memory.written_by]
+    return [rng, weights, grads, modes, calls, history_rows(model), memory._written_by]
 
 
 def same(a: Any, b: Any) -> bool:

@@ -16,7 +16,8 @@ def test_constants_that_are_known() -> None:
     linear = nn.Linear(5, 3)
     norm = float(torch.linalg.svdvals(linear.weight.detach().double())[0])
     assert lipschitz_constant(linear) == pytest.approx(norm)
-    assert lipschitz_constant(pyg.Linear(5, 3)) > 0
+    of_pyg = pyg.Linear(5, 3)
+    assert lipschitz_constant(of_pyg) == pytest.approx(float(torch.linalg.svdvals(of_pyg.weight.detach().double())[0]))
     batch_norm = nn.BatchNorm1d(3).eval()
     spread_norms(batch_norm)
     variance = batch_norm.running_var
@@ -55,11 +56,6 @@ def test_power_iteration_agrees_with_jacobians(activation: nn.Module) -> None:
     found = jacobian_norm(mlp, x, iterations=2000)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12)
     assert all(weight.grad is None for weight in mlp.parameters())
-
-
-def test_jacobian_norms_stay_below_the_constant() -> None:
-    mlp = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 4))
-    assert float(jacobian_norm(mlp, torch.randn(50, 5)).max()) <= lipschitz_constant(mlp) * (1 + 1e-5)
 
 
 def test_jacobian_of_a_constant_is_zero() -> None:

@@ -810,7 +810,7 @@ def flags_of(command: str) -> dict[str, Any]:
 def test_every_option_of_fit_has_a_flag_and_the_other_way_round() -> None:
     flags = flags_of("train")
     parameters = inspect.signature(fit).parameters
-    options = {name for name, value in parameters.items() if value.kind is value.KEYWORD_ONLY} - {"callback"}
+    options = {name for name, value in parameters.items() if value.kind is value.KEYWORD_ONLY} - {"task", "callback"}
     training = {option.name for option in TRAIN if option.panel == "Training"} - {"runs"}
     assert training == options
     assert options <= flags.keys()
@@ -831,7 +831,7 @@ def test_flags_have_the_defaults_of_fit() -> None:
     assert {option.name: option.default for option in fit_options()} == {
         name: value.default
         for name, value in parameters.items()
-        if value.kind is value.KEYWORD_ONLY and name != "callback"
+        if value.kind is value.KEYWORD_ONLY and name not in ("task", "callback")
     }
 
 

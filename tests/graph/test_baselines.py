@@ -42,23 +42,23 @@ def all_same(first: Sequence[Data], second: Sequence[Data]) -> bool:
     return len(first) == len(second) and all(same(a, b) for a, b in zip(first, second, strict=True))
 
 
-def check_piece(piece: Data, data: Data) -> None:
+def check_subgraph(subgraph: Data, data: Data) -> None:
     """Rows and edges of a subgraph are those of the graph that it names; nothing is there twice."""
-    assert piece.n_id.unique().numel() == piece.n_id.numel() == piece.num_nodes
-    assert piece.e_id.unique().numel() == piece.e_id.numel() == piece.num_edges
-    assert type(piece.edge_index) is Tensor
+    assert subgraph.n_id.unique().numel() == subgraph.n_id.numel() == subgraph.num_nodes
+    assert subgraph.e_id.unique().numel() == subgraph.e_id.numel() == subgraph.num_edges
+    assert type(subgraph.edge_index) is Tensor
     for key in ("x", "y", "train_mask"):
-        assert torch.equal(piece[key], data[key][piece.n_id])
+        assert torch.equal(subgraph[key], data[key][subgraph.n_id])
     for key in ("edge_weight", "edge_attr", "edge_type"):
-        assert torch.equal(piece[key], data[key][piece.e_id])
-    assert torch.equal(piece.n_id[piece.edge_index], data.edge_index[:, piece.e_id])
+        assert torch.equal(subgraph[key], data[key][subgraph.e_id])
+    assert torch.equal(subgraph.n_id[subgraph.edge_index], data.edge_index[:, subgraph.e_id])
 
 
 # Joined parts ########################################################################################################
 
 
 def test_which_edges_remain_among_nodes() -> None:
-    found = Subgraphs(SMALL).among(torch.tensor([2, 0, 4]))
+    found = Subgraphs(SMALL).induced(torch.tensor([2, 0, 4]))
     assert found.n_id.tolist() == [2, 0, 4]
     assert found.batch_size == found.num_nodes == 3
     # 0 -> 2 and the loop at 2; the edges over 1 and 3 are gone.
@@ -69,8 +69,8 @@ def test_which_edges_remain_among_nodes() -> None:
 @each_graph
 def test_edges_among_nodes_are_all_edges_inside(name: str) -> None:
     data, nodes = GRAPHS[name], torch.randperm(GRAPHS[name].num_nodes, generator=generator())[:15]
-    found = Subgraphs(data).among(nodes)
-    check_piece(found, data)
+    found = Subgraphs(data).induced(nodes)
+    check_subgraph(found, data)
     assert torch.equal(found.n_id, nodes)
     inside = set(nodes.tolist())
     expected = [e for e, (source, target) in enumerate(pairs(data.edge_index)) if {source, target} <= inside]
@@ -78,7 +78,7 @@ def test_edges_among_nodes_are_all_edges_inside(name: str) -> None:
 
 
 def test_nodes_without_edges_make_a_subgraph() -> None:
-    found = Subgraphs(SMALL).among(torch.tensor([0, 4]))
+    found = Subgraphs(SMALL).induced(torch.tensor([0, 4]))
     assert found.edge_index.shape == (2, 0)
     assert found.num_nodes == 2
 
@@ -86,7 +86,7 @@ def test_nodes_without_edges_make_a_subgraph() -> None:
 def test_other_attributes_are_passed_on() -> None:
     data = undirected_graph()
     data.name = "some"
-    assert Subgraphs(data).among(torch.arange(3)).name == "some"
+    assert Subgraphs(data).induced(torch.arange(3)).name == "some"
     assert "n_id" not in data
 
 
@@ -103,7 +103,7 @@ def test_cluster_batches_have_the_edges_inside_their_parts_joined() -> None:
 
 
 @each_graph
-@pytest.mark.parametrize(("num_parts", "batch_size"), [(1, 1), (4, 1), (7, 2), (6, 6)])
+@pytest.mark.parametrize(("num_parts", "batch_size"), [(4, 1), (7, 2), (6, 6)])
 def test_cluster_batches_are_those_of_gas_without_the_halo(name: str, num_parts: int, batch_size: int) -> None:
     data = GRAPHS[name]
     options: dict[str, Any] = {"batch_size": batch_size, "shuffle": True, "seed": 3}
@@ -111,7 +111,7 @@ def test_cluster_batches_are_those_of_gas_without_the_halo(name: str, num_parts:
     assert len(cluster) == len(halo)
     for _ in range(3):
         for batch, with_halo in zip(cluster, halo, strict=True):
-            check_piece(batch, data)
+            check_subgraph(batch, data)
             assert torch.equal(batch.n_id, with_halo.n_id[: with_halo.batch_size].as_subclass(Tensor))
             assert batch.batch_size == batch.num_nodes == with_halo.batch_size
             inside = set(batch.n_id.tolist())
@@ -132,9 +132,8 @@ def test_cluster_batches_are_reproducible_and_leave_the_global_state_alone() -> 
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_workers_cut_the_same_batches(batch_size: int) -> None:
-    one, two = (ClusterLoader(undirected_graph(), 4, batch_size=batch_size, num_workers=n) for n in (0, 1))
+def test_workers_build_the_same_batches() -> None:
+    one, two = (ClusterLoader(undirected_graph(), 4, batch_size=2, num_workers=n) for n in (0, 1))
     assert all_same(list(one), list(two))
 
 
@@ -169,12 +168,13 @@ def test_batches_made_in_inference_can_be_trained_on() -> None:
 # Sampled neighbours ##################################################################################################
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 9])
-def test_members_are_drawn_from_each_group(count: int) -> None:
+def test_members_are_drawn_from_each_group() -> None:
     sizes = torch.tensor([0, 3, 1, 0, 5, 2])
     group = torch.arange(6).repeat_interleave(sizes)
-    drawn = draw_from_groups(group, count, generator())
-    assert torch.equal(torch.bincount(group[drawn], minlength=6), sizes.clamp(max=count))
+    for count in (1, 2, 3, 9):
+        drawn = draw_from_groups(group, count, generator())
+        assert torch.equal(torch.bincount(group[drawn], minlength=6), sizes.clamp(max=count))
+    assert draw_from_groups(group[:0], 3).shape == (0,)
 
 
 def test_all_members_are_equally_likely_and_pairs_too() -> None:
@@ -186,10 +186,6 @@ def test_all_members_are_equally_likely_and_pairs_too() -> None:
     both = (drawn[:, :, None] * drawn[:, None, :]).mean(0)
     apart = ~torch.eye(size, dtype=torch.bool)
     torch.testing.assert_close(both[apart], torch.full((20,), 0.1).double(), rtol=0, atol=0.01)
-
-
-def test_nothing_is_drawn_from_nothing() -> None:
-    assert draw_from_groups(torch.empty(0, dtype=torch.long), 3).shape == (0,)
 
 
 def hops_by_hand(data: Data, nodes: list[int], hops: int) -> tuple[list[int], list[int]]:
@@ -204,25 +200,25 @@ def hops_by_hand(data: Data, nodes: list[int], hops: int) -> tuple[list[int], li
 
 
 @each_graph
-@pytest.mark.parametrize("hops", [1, 2, 3, 9])
-@pytest.mark.parametrize("nodes", [[4], [30, 0, 17, 5], [32, 31]], ids=str)
-def test_all_neighbours_are_those_of_plain_python(name: str, hops: int, nodes: list[int]) -> None:
+@pytest.mark.parametrize("hops", [1, 2, 9])
+def test_all_neighbours_are_those_of_plain_python(name: str, hops: int) -> None:
     data = GRAPHS[name]
-    found = Subgraphs(data).around(torch.tensor(nodes), [-1] * hops)
-    check_piece(found, data)
-    assert found.n_id[: found.batch_size].tolist() == nodes
-    expected_nodes, expected_edges = hops_by_hand(data, nodes, hops)
-    assert sorted(found.n_id.tolist()) == expected_nodes
-    assert sorted(found.e_id.tolist()) == expected_edges
+    for nodes in ([4], [30, 0, 17, 5], [32, 31]):
+        found = Subgraphs(data).sample(torch.tensor(nodes), [-1] * hops)
+        check_subgraph(found, data)
+        assert found.n_id[: found.batch_size].tolist() == nodes
+        expected_nodes, expected_edges = hops_by_hand(data, nodes, hops)
+        assert sorted(found.n_id.tolist()) == expected_nodes
+        assert sorted(found.e_id.tolist()) == expected_edges
 
 
 @each_graph
-@pytest.mark.parametrize("fan_out", [[1], [3, 2], [2, -1], [-1, 1, 2], [1, 1, 1, 1]], ids=str)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("fan_out", [[3, 2], [2, -1], [-1, 1, 2]], ids=str)
+@pytest.mark.parametrize("seed", range(2))
 def test_fan_outs_are_respected(name: str, fan_out: list[int], seed: int) -> None:
     data, nodes = GRAPHS[name], torch.tensor([7, 1, 28])
-    found = Subgraphs(data).around(nodes, fan_out, generator(seed))
-    check_piece(found, data)  # so all edges are real ones, and none is there twice
+    found = Subgraphs(data).sample(nodes, fan_out, generator(seed))
+    check_subgraph(found, data)  # so all edges are real ones, and none is there twice
     assert torch.equal(found.n_id[:3], nodes)
     # Hop by hop: the nodes met so far, each with as many edges into it as it may have.
     degree = torch.bincount(data.edge_index[1], minlength=data.num_nodes)
@@ -241,25 +237,25 @@ def test_fan_outs_are_respected(name: str, fan_out: list[int], seed: int) -> Non
 @each_graph
 def test_a_large_fan_out_takes_all(name: str) -> None:
     subgraphs, nodes = Subgraphs(GRAPHS[name]), torch.tensor([3, 9])
-    assert same(subgraphs.around(nodes, [99, 99]), subgraphs.around(nodes, [-1, -1]))
+    assert same(subgraphs.sample(nodes, [99, 99]), subgraphs.sample(nodes, [-1, -1]))
 
 
 def test_the_first_fan_out_is_that_of_the_nodes_asked_for() -> None:
     # A tree: 0 has the children 1, 2, 3, each of which has three of its own.
     tree = torch.tensor([list(range(1, 13)), [0, 0, 0, *[1] * 3, *[2] * 3, *[3] * 3]])
-    found = Subgraphs(tree).around(torch.tensor([0]), [1, 3])
+    found = Subgraphs(tree).sample(torch.tensor([0]), [1, 3])
     assert found.num_nodes == 1 + 1 + 3
-    found = Subgraphs(tree).around(torch.tensor([0]), [3, 1])
+    found = Subgraphs(tree).sample(torch.tensor([0]), [3, 1])
     assert found.num_nodes == 1 + 3 + 3
 
 
 def test_samples_are_reproducible_whatever_the_global_state() -> None:
     subgraphs, nodes = Subgraphs(undirected_graph()), torch.arange(10)
-    first = subgraphs.around(nodes, [2, 2], generator(5))
+    first = subgraphs.sample(nodes, [2, 2], generator(5))
     before = torch.get_rng_state()
-    assert same(first, subgraphs.around(nodes, [2, 2], generator(5)))
+    assert same(first, subgraphs.sample(nodes, [2, 2], generator(5)))
     assert torch.equal(before, torch.get_rng_state())
-    assert not same(first, subgraphs.around(nodes, [2, 2], generator(6)))
+    assert not same(first, subgraphs.sample(nodes, [2, 2], generator(6)))
 
 
 def test_every_node_is_a_seed_once_an_epoch() -> None:
@@ -273,7 +269,7 @@ def test_every_node_is_a_seed_once_an_epoch() -> None:
         assert torch.equal(torch.cat(seeds).sort().values, nodes)
         assert {len(chunk) for chunk in seeds} <= {nodes.numel() // 4, nodes.numel() // 4 + 1}
         for batch in epoch:
-            check_piece(batch, data)
+            check_subgraph(batch, data)
     assert not all_same(*epochs)
 
 
@@ -313,7 +309,7 @@ def test_a_whole_neighbourhood_by_hand() -> None:
 def test_a_graph_may_be_given_in_three_ways(name: str) -> None:
     data, nodes = GRAPHS[name], torch.tensor([8, 2])
     found = whole_neighbourhood(data, nodes, 2)
-    check_piece(found, data)
+    check_subgraph(found, data)
     assert same(found, whole_neighbourhood(Subgraphs(data), nodes, 2))
     bare = whole_neighbourhood(data.edge_index, nodes, 2)
     assert torch.equal(bare.edge_index, found.edge_index)
@@ -333,9 +329,9 @@ def test_a_model_computes_the_same_on_a_whole_neighbourhood(name: str, model: An
 # Refusals ############################################################################################################
 
 
-@pytest.mark.parametrize("hops", [0, -1, 1.5, True, None])
-def test_hops_that_cannot_be_are_refused(hops: Any) -> None:
-    with pytest.raises(gas.InputError, match="hops must be an integer from 1"):
+@pytest.mark.parametrize("hops", [0, 1.5, True])
+def test_wrong_hops_are_refused(hops: Any) -> None:
+    with pytest.raises(gas.InputError, match="hops must be an integer of at least 1"):
         whole_neighbourhood(SMALL, torch.tensor([0]), hops)
 
 
@@ -349,36 +345,36 @@ def test_hops_that_cannot_be_are_refused(hops: Any) -> None:
         ([0], "int64"),
     ],
 )
-def test_nodes_that_are_not_there_are_refused(nodes: Any, message: str) -> None:
+def test_wrong_nodes_are_refused(nodes: Any, message: str) -> None:
     subgraphs = Subgraphs(SMALL)
     with pytest.raises(gas.InputError, match=message):
-        subgraphs.among(nodes)
+        subgraphs.induced(nodes)
     with pytest.raises(gas.InputError, match=message):
-        subgraphs.around(nodes, [2])
+        subgraphs.sample(nodes, [2])
     with pytest.raises(gas.InputError, match=message):
         SampleLoader(Data(edge_index=SMALL, num_nodes=5), nodes, [2], 1)
 
 
-@pytest.mark.parametrize("fan_out", [None, [], [0], [3, -2], [1.5], [True], "10", 10, ["3"]])
-def test_fan_outs_that_cannot_be_are_refused(fan_out: Any) -> None:
+@pytest.mark.parametrize("fan_out", [[], [0], [3, -2], [1.5], [True], "10", 10])
+def test_wrong_fan_outs_are_refused(fan_out: Any) -> None:
     with pytest.raises(gas.InputError, match="fan_out must be a list of integers"):
-        Subgraphs(SMALL).around(torch.tensor([0]), fan_out)
+        Subgraphs(SMALL).sample(torch.tensor([0]), fan_out)
 
 
 @pytest.mark.parametrize("graph", [HeteroData(), None, [0, 1]])
-def test_what_is_no_graph_is_refused(graph: Any) -> None:
-    with pytest.raises(gas.InputError, match=r"Data, or out of an edge_index"):
+def test_anything_but_a_graph_is_refused(graph: Any) -> None:
+    with pytest.raises(gas.InputError, match=r"Data, or an edge_index"):
         whole_neighbourhood(graph, torch.tensor([0]), 1)
 
 
 @pytest.mark.parametrize("edges", [torch.empty(2, 0, dtype=torch.long), torch.ones(3, 4).long(), torch.ones(2, 2)])
-def test_edges_that_cannot_be_are_refused(edges: Tensor) -> None:
+def test_wrong_edges_are_refused(edges: Tensor) -> None:
     with pytest.raises(gas.InputError, match=r"edge_index|at least one node"):
         Subgraphs(edges)
 
 
 @pytest.mark.parametrize("options", [{"num_batches": 0}, {"num_batches": 1.5}, {"num_batches": 1, "num_workers": -1}])
-def test_sample_loaders_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+def test_wrong_options_of_sample_loaders_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(gas.InputError, match="num_batches must be an integer"):
         SampleLoader(undirected_graph(), torch.arange(3), [1], **options)
 

@@ -1,4 +1,4 @@
-"""Where batches lie in histories, and tensors that know their batch."""
+"""Where batches lie in their graph, and tensors that know their batch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 import gnnautoscale as gas
 from conftest import CHANNELS, assert_same, history_rows, odd_graph, undirected_graph, whole
 from gnnautoscale.attach.autoscaler import attached
-from gnnautoscale.graph.batch import BatchInfo, BatchTensor, HistoryRows, RowOrder
+from gnnautoscale.forward import GraphMemory
+from gnnautoscale.graph.batch import BatchInfo, BatchTensor, PartOrder
 from gnnautoscale.graph.loader import ReadyBatch
+from gnnautoscale.transfer import BatchRows
 
 C = CHANNELS
 LABELS = torch.tensor([2, 0, 1, 0, 2, 1, 0, 2])
@@ -28,6 +30,11 @@ def info_of(batch: Data) -> BatchInfo:
     return info
 
 
+def rows_of(info: BatchInfo) -> BatchRows:
+    """Where a batch's rows lie in histories that its loader was the first to use."""
+    return GraphMemory(info.graph, info.graph.num_nodes, "device", None).rows_of(info)
+
+
 def eight_nodes() -> gas.HaloLoader:
     return gas.HaloLoader(undirected_graph(8, 6), partition=LABELS)
 
@@ -35,9 +42,10 @@ def eight_nodes() -> gas.HaloLoader:
 # Rows ################################################################################################################
 
 
-def check_rows(rows: HistoryRows, info: BatchInfo, order: RowOrder) -> None:
+def check_rows(rows: BatchRows, info: BatchInfo, order: PartOrder) -> None:
     """Runs name every own row once, in the order of the batch, and none of them could be joined with the next."""
     assert torch.equal(rows.index, order.row_of[info.n_id])
+    assert rows.batch_size == info.batch_size
     positions = [first + step for _, first, count in rows.runs for step in range(count)]
     places = [start + step for start, _, count in rows.runs for step in range(count)]
     assert positions == list(range(info.batch_size))
@@ -49,14 +57,14 @@ def check_rows(rows: HistoryRows, info: BatchInfo, order: RowOrder) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_order_holds_the_nodes_one_after_another(seed: int) -> None:
     nodes = torch.randperm(17, generator=torch.Generator().manual_seed(seed))
-    order = RowOrder.of(nodes)
+    order = PartOrder.of(nodes)
     assert torch.equal(order.row_of[nodes], torch.arange(17))
     assert torch.equal(order.row_of.sort().values, torch.arange(17))
 
 
 def test_a_part_is_one_run() -> None:
     batches = list(eight_nodes())
-    rows = [info.order.rows(info) for info in map(info_of, batches)]
+    rows = [rows_of(info) for info in map(info_of, batches)]
     assert [part.runs for part in rows] == [[(0, 0, 3)], [(3, 0, 2)], [(5, 0, 3)]]
 
 
@@ -69,7 +77,7 @@ def test_rows_of_batches_of_parts(batch_size: int, shuffle: bool, make_data: Any
         seen = []
         for batch in loader:
             info = info_of(batch)
-            rows = info.order.rows(info)
+            rows = rows_of(info)
             check_rows(rows, info, info.order)
             assert len(rows.runs) <= batch_size
             seen.append(rows.index[: info.batch_size])
@@ -78,14 +86,14 @@ def test_rows_of_batches_of_parts(batch_size: int, shuffle: bool, make_data: Any
 
 def test_neighbouring_parts_are_one_run() -> None:
     loader = gas.HaloLoader(undirected_graph(), 6, partition="random", batch_size=3)
-    assert [len(info.order.rows(info).runs) for info in map(info_of, loader)] == [1, 1]
+    assert [len(rows_of(info).runs) for info in map(info_of, loader)] == [1, 1]
 
 
 @pytest.mark.parametrize("nodes", [[], [3], [1, 3, 6], [6, 3, 1], [1, 3, 0], [7, 6, 5, 4, 3, 2, 1, 0], [0, 4, 7, 2]])
 def test_rows_around_nodes(nodes: list[int]) -> None:
     loader = eight_nodes()
     info = info_of(loader.batch_for(torch.tensor(nodes, dtype=torch.long)))
-    rows = info.order.rows(info)
+    rows = rows_of(info)
     check_rows(rows, info, info.order)
     expected = {(): [], (1, 3, 6): [(0, 0, 3)], (6, 3, 1): [(2, 0, 1), (1, 1, 1), (0, 2, 1)], (0, 4, 7, 2): None}
     if expected.get(tuple(nodes)) is not None:
@@ -95,24 +103,26 @@ def test_rows_around_nodes(nodes: list[int]) -> None:
 def test_rows_are_kept_for_each_order_and_forgotten_with_it() -> None:
     loader = eight_nodes()
     info = info_of(next(iter(loader)))
-    rows = info.order.rows(info)
-    assert info.order.rows(info) is rows
-    other = RowOrder.of(torch.arange(8).flip(0))
-    again = other.rows(info)
-    check_rows(again, info, other)
+    rows = rows_of(info)
+    assert rows_of(info) is rows
+    other = GraphMemory(info.graph, 8, "device", None)
+    order = PartOrder.of(torch.arange(8).flip(0))
+    other.reopen({}, torch.device("cpu"), order)
+    again = other.rows_of(info)
+    check_rows(again, info, order)
     assert again is not rows
-    assert info.order.rows(info) is rows
-    count = len(info.memo)
-    del other
+    assert rows_of(info) is rows
+    count = len(info._derived)
+    del other, order
     gc.collect()
-    assert len(info.memo) == count - 1
+    assert len(info._derived) == count - 1
 
 
 def test_rows_made_without_gradients_are_ordinary_tensors() -> None:
     loader = eight_nodes()
     with torch.inference_mode():
         info = info_of(next(iter(loader)))
-        rows = info.order.rows(info)
+        rows = rows_of(info)
     assert not rows.index.is_inference()
     assert rows.on(torch.device("cpu")) is rows.index
 
@@ -122,6 +132,46 @@ def test_loader_made_in_inference_mode() -> None:
         loader = eight_nodes()
         assert len(list(loader)) == 3
     assert len(list(loader)) == 3
+
+
+class Owner:
+    """Something that batches keep values for."""
+
+
+def test_what_is_derived_is_computed_once_and_dropped_with_its_owner() -> None:
+    info = info_of(next(iter(eight_nodes())))
+    owner, other = Owner(), Owner()
+    computed: list[int] = []
+
+    def compute() -> int:
+        computed.append(len(computed))
+        return computed[-1]
+
+    assert [info.derive(owner, compute), info.derive(owner, compute), info.derive(other, compute)] == [0, 0, 1]
+    info.forget(owner)
+    info.forget(owner)
+    assert [info.derive(owner, compute), info.derive(other, compute)] == [2, 1]
+    del owner
+    gc.collect()
+    assert list(info._derived.values()) == [1]
+
+
+def test_placed_pieces_are_forgotten_together() -> None:
+    info = info_of(next(iter(eight_nodes())))
+    info.place("a", 1)
+    info.place("b", 2)
+    assert (info.placed("a"), info.placed("b"), info.placed("c")) == (1, 2, None)
+    info.displace()
+    assert info.placed("a") is None
+
+
+def test_hints_come_back() -> None:
+    first, second, third = (info_of(batch) for batch in eight_nodes())
+    with first.followed_by(second):
+        with first.followed_by(third):
+            assert first.upcoming is third
+        assert first.upcoming is second
+    assert first.upcoming is None
 
 
 def test_parts_of_a_batch() -> None:

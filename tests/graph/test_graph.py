@@ -37,9 +37,8 @@ def test_no_nodes_and_no_edges() -> None:
         assert all(not part.numel() for part in EdgesByTarget(edges, 5).into(nodes))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_edges_into_nodes_are_all_there_once(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def test_edges_into_nodes_are_all_there_once() -> None:
+    generator = torch.Generator().manual_seed(0)
     edges = torch.randint(20, (2, 70), generator=generator)
     nodes = torch.randperm(20, generator=generator)[:9]
     target, source, edge = EdgesByTarget(edges, 20).into(nodes)
@@ -111,7 +110,7 @@ def filled(shape: tuple[int, ...], value: float, at: tuple[int, ...]) -> Tensor:
         (bad(x=filled((4, 2), float("inf"), (0, 1))), "x must be finite.*the first in row 0"),
         (bad(edge_weight=filled((2,), float("-inf"), (1,))), "edge_weight must be finite.*the first in row 1"),
         (bad(edge_attr=filled((2, 3), float("nan"), (1, 2))), "edge_attr must be finite"),
-        (bad(x=torch.ones(4, 2, requires_grad=True)), "x must be data, not something to train"),
+        (bad(x=torch.ones(4, 2, requires_grad=True)), "x must be data, not a parameter"),
         (bad(edge_weight=torch.ones(2, requires_grad=True)), "edge_weight must be data"),
     ],
 )
@@ -120,7 +119,7 @@ def test_bad_graphs_are_refused(data: Data, message: str) -> None:
         Graph(data)
 
 
-def test_what_may_be_odd_is_accepted() -> None:
+def test_unusual_graphs_are_accepted() -> None:
     graph = Graph(bad(x=torch.tensor([1, 2, 3, 4]), y=filled((4,), float("nan"), (1,)), edge_index=EDGES[:, :3]))
     assert graph.num_nodes == 4
     assert Graph(Data(edge_index=EDGES, num_nodes=7)).num_nodes == 7

@@ -131,6 +131,14 @@ def test_what_is_written_and_what_is_mapped_are_one(tmp_path: Path) -> None:
     assert content.view(8, 4)[:, 3].tolist() == expected
 
 
+def test_other_systems_than_linux_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    for make in (lambda: opened(tmp_path), lambda: Folder(tmp_path)):
+        with pytest.raises(InputError, match=r"histories on disk need Linux, but got darwin\. Use storage='device'"):
+            make()
+    assert list(tmp_path.iterdir()) == []
+
+
 # Announced reads #####################################################################################################
 
 

@@ -169,3 +169,14 @@ def test_models_keep_their_type_whatever_histories_use(medium: Medium, dtype: to
     assert [history.dtype for history in kept] == [dtype, dtype]
     coarse = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.int8: 5e-2, torch.float8_e4m3fn: 0.2}
     assert_same(out, expected, coarse.get(dtype, 1e-5))
+
+
+def test_the_host_waits_for_the_history_s_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory, **kwargs: zeros(*args, **kwargs))
+    history = open_history("host", 4, 3, torch.float32, device=torch.device("cuda", 1))
+    history.push(torch.ones(2, 3), torch.tensor([0, 2]))
+    assert torch.equal(pull(history, 2), torch.ones(1, 3))
+    assert waited == [torch.device("cuda", 1)] * 2

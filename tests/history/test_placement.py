@@ -1,8 +1,8 @@
-"""Which medium is chosen for how much memory, and how much there is."""
+"""Which medium is chosen for how much memory."""
 
 from __future__ import annotations
 
-import resource
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,28 +14,26 @@ import torch
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
-import gnnautoscale._util.memory as memory_module
 import gnnautoscale.history.placement as choice_module
 from conftest import CHANNELS, history_rows, undirected_graph
-from gnnautoscale._util.memory import available_memory
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError
 from gnnautoscale.history import choose_medium
 from gnnautoscale.history.device import DeviceHistory
 from gnnautoscale.history.disk import DiskHistory
 from gnnautoscale.models import GCN
-from gnnautoscale.transfer.direct import Direct
-from gnnautoscale.transfer.thread import Threaded
+from gnnautoscale.transfer.direct import DirectTransfer
+from gnnautoscale.transfer.thread import ThreadTransfer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GB = 10**9
 
 
 @pytest.fixture
-def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets how much memory host and GPU have free."""
 
-    def set_free(host: int, gpu: int = 0) -> None:
+    def set_free(host: int | None, gpu: int = 0) -> None:
         monkeypatch.setattr(choice_module, "available_memory", lambda: host)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gpu, 99 * GB))
 
@@ -65,7 +63,7 @@ def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     ],
 )  # fmt: skip
 def test_the_fastest_medium_with_room_is_chosen(
-    memory_of: Callable[[int, int], None],
+    memory_of: Callable[..., None],
     device: torch.device,
     host: int,
     gpu: int,
@@ -83,79 +81,17 @@ def test_the_fastest_medium_with_room_is_chosen(
         choose_medium(num_bytes, device, disk=False)
 
 
-# How much there is ###################################################################################################
+@pytest.mark.parametrize(("device", "medium", "reason"), [(CPU, "device", ""), (GPU, "host", ", more than half of .*")])
+def test_memory_is_chosen_where_the_system_does_not_say_how_much_is_free(
+    memory_of: Callable[..., None], device: torch.device, medium: str, reason: str
+) -> None:
+    memory_of(None, 8 * GB)
+    chosen, why = choose_medium(5 * GB, device, disk=True)
+    assert chosen == medium
+    assert re.fullmatch(rf"histories take 5 GB{reason}, and this system does not say how much host memory is free", why)
 
 
-@pytest.fixture
-def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in place of the system's, with nothing in it yet; the system itself has 100 GB free."""
-    monkeypatch.setattr(memory_module, "_meminfo", {"MemAvailable": 100 * GB}.__getitem__)
-    groups = tuple((tmp_path / group[0].relative_to("/"), *group[1:]) for group in memory_module._GROUPS)
-    monkeypatch.setattr(memory_module, "_GROUPS", groups)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return tmp_path
-
-
-def fill(folder: Path, **contents: Any) -> None:
-    folder.mkdir(parents=True)
-    for name, content in contents.items():
-        (folder / f"memory.{name}").write_text(f"{content}\n")
-
-
-def test_without_limits_it_is_what_the_system_says(system: Path) -> None:
-    assert available_memory() == 100 * GB
-
-
-@pytest.mark.parametrize(
-    ("limit", "used", "statistics", "expected"),
-    [
-        ("max", 5 * GB, "anon 1", 100 * GB),
-        (8 * GB, 5 * GB, "anon 1", 3 * GB),
-        # What is cached of files makes way.
-        (8 * GB, 5 * GB, f"anon 1\ninactive_file {2 * GB}\nactive_file {GB}", 5 * GB),
-        (8 * GB, 9 * GB, "anon 1", 0),
-        (8 * GB, 7 * GB, f"inactive_file {9 * GB}", 8 * GB),
-        (800 * GB, 5 * GB, "", 100 * GB),
-        ("odd", 5 * GB, "", 100 * GB),
-    ],
-)
-def test_limits_of_a_control_group_count(system: Path, limit: Any, used: int, statistics: str, expected: int) -> None:
-    fill(system / "sys/fs/cgroup", max=limit, current=used, stat=statistics)
-    assert available_memory() == expected
-
-
-def test_limits_of_an_older_control_group_count(system: Path) -> None:
-    statistics = f"cache 7\ninactive_file 5\ntotal_inactive_file {GB}"
-    fill(system / "sys/fs/cgroup/memory", limit_in_bytes=8 * GB, usage_in_bytes=6 * GB, stat=statistics)
-    assert available_memory() == 3 * GB
-
-
-def test_a_limit_without_statistics_counts(system: Path) -> None:
-    fill(system / "sys/fs/cgroup", max=8 * GB, current=2 * GB)
-    assert available_memory() == 6 * GB
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(9 * GB, 6 * GB), (2 * GB, 0), (1000 * GB, 100 * GB)])
-def test_limits_of_the_process_count(system: Path, monkeypatch: pytest.MonkeyPatch, limit: int, expected: int) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit) if kind == resource.RLIMIT_DATA else None)
-    monkeypatch.setattr(memory_module, "_status", {"VmData": 3 * GB}.__getitem__)
-    assert available_memory() == expected
-
-
-def test_the_smallest_limit_counts(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(system / "sys/fs/cgroup", max=8 * GB, current=2 * GB)
-    monkeypatch.setattr(memory_module, "_meminfo", {"MemAvailable": 4 * GB}.__getitem__)
-    assert available_memory() == 4 * GB
-
-
-def test_this_machine_has_memory() -> None:
-    assert 2**20 < available_memory() < 2**50
-    assert memory_module._status("VmData") > 2**20
-    with pytest.raises(RuntimeError, match="no Nonsense"):
-        memory_module._status("Nonsense")
-
-
-# What a model's histories end in #####################################################################################
+# Where a model's histories live #####################################################################################
 
 
 @pytest.mark.parametrize(
@@ -183,7 +119,7 @@ def test_where_histories_live_is_decided_with_the_first_batch(
         assert torch.equal(*(model(batch) for model in models))
     assert (memory.medium, memory.why) == (medium, why)
     assert [type(history) for history in memory.histories.values()] == [kind, kind]
-    assert type(memory.transfer(CPU)) is (Threaded if medium == "disk" else Direct)
+    assert type(memory.transfer(CPU)) is (ThreadTransfer if medium == "disk" else DirectTransfer)
     # It is decided once, and what is made of it lives there too.
     memory_of(10**6 - free)
     models[1](batch)

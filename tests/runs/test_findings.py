@@ -1,4 +1,4 @@
-"""What is said about a run: every finding just over its threshold, and nothing just below it."""
+"""Findings about a run: each just over its threshold, and none just below it."""
 
 from __future__ import annotations
 
@@ -51,9 +51,6 @@ def only(found: RunRecord) -> Finding:
 
 def test_nothing_stands_out() -> None:
     assert explain(record()) == []
-
-
-def test_what_is_missing_is_no_finding() -> None:
     assert explain(RunRecord(Path("a"), {}, result={})) == []
     assert explain(record(epochs=[], result={"seconds": {}, "scores": {}})) == []
 
@@ -80,7 +77,7 @@ def test_staleness_names_the_worst_layer_its_course_and_the_age() -> None:
     finding = only(record(staleness=measured, epochs=[epoch(1), epoch(2, age={"mean": 7.4, "max": 20})]))
     assert finding.name == "staleness"
     assert "'convs.0' are off by 0.12" in finding.sentence
-    assert "does not shrink much: at first it was 0.2" in finding.sentence
+    assert "It hardly shrinks: at first it was 0.2" in finding.sentence
     assert "7 steps old" in finding.sentence
     assert "--refresh-every epoch" in finding.change
     assert finding.times == pytest.approx(0.12 / module.STALENESS)
@@ -89,11 +86,11 @@ def test_staleness_names_the_worst_layer_its_course_and_the_age() -> None:
 def test_staleness_that_shrinks_and_with_refresh() -> None:
     measured = [{"layers": layers(0.5)}, {"layers": layers(0.2)}]
     finding = only(record(staleness=measured, options={"refresh_every": "epoch"}))
-    assert "It shrinks: at first it was 0.5" in finding.sentence
+    assert "It is shrinking: at first it was 0.5" in finding.sentence
     assert "steps old" not in finding.sentence
     assert "--refresh-every" not in finding.change
     assert "--num-parts" in finding.change
-    assert "measured once" in only(record(staleness=[{"layers": layers(0.2)}])).sentence
+    assert "measured only once" in only(record(staleness=[{"layers": layers(0.2)}])).sentence
 
 
 def test_staleness_at_the_threshold_and_without_histories() -> None:
@@ -129,9 +126,9 @@ def test_gradient_error() -> None:
 @pytest.mark.parametrize(
     ("options", "change"),
     [
-        ({"storage": "disk"}, "--storage auto). Or keep fewer bytes: --history-dtype bfloat16"),
+        ({"storage": "disk"}, "--storage auto). Or move fewer bytes: --history-dtype bfloat16"),
         ({"storage": "disk", "history_dtype": "int8"}, "--storage auto)."),
-        ({"storage": "host", "device": "cuda"}, "--storage device). Or keep fewer bytes"),
+        ({"storage": "host", "device": "cuda"}, "--storage device). Or move fewer bytes"),
         ({"storage": "device"}, "Cut into fewer parts"),
     ],
 )
@@ -142,9 +139,6 @@ def test_transfers(options: dict[str, Any], change: str) -> None:
     assert "30 % of training (25 and 5 %)" in finding.sentence
     assert change in finding.change
     assert finding.times == pytest.approx(0.3 / module.WAITING_SHARE)
-
-
-def test_transfers_at_the_threshold() -> None:
     assert explain(record(epochs=[epoch(1), epoch(2, time={"pull": 0.125, "push": 0.125})])) == []
 
 
@@ -223,7 +217,7 @@ def test_connectivity() -> None:
     assert explain(cut(module.CONNECTIVITY)) == []
 
 
-def test_connectivity_of_a_run_that_did_not_finish() -> None:
+def test_connectivity_of_an_unfinished_run() -> None:
     parts = {"count": 2, "batches": {"nodes": [10, 10], "halo": [30, 20]}}
     assert [finding.name for finding in explain(record(result=None, parts=parts))] == ["unfinished", "connectivity"]
 
@@ -260,7 +254,7 @@ def test_nothing_learned() -> None:
 
     finding = only(ended(24.0))
     assert finding.name == "nothing learned"
-    assert "is 24.0; guessing one of 5 classes gives 20.0" in finding.sentence
+    assert "The last training score is 24.0; guessing one of 5 classes gives 20.0" in finding.sentence
     assert finding.times == pytest.approx(2.0)
     assert only(ended(10.0)).times == pytest.approx(10.0)
     assert explain(ended(28.1)) == []
@@ -274,7 +268,7 @@ def test_early_best_epoch() -> None:
     finding = only(best(15))
     assert finding.name == "early best epoch"
     assert "15 of 100" in finding.sentence
-    assert "other 85 epochs" in finding.consequence
+    assert "remaining 85 epochs" in finding.consequence
     assert "--epochs 30" in finding.change
     assert finding.times == pytest.approx(2.0)
     assert only(best(30)).times == pytest.approx(1.0)
@@ -322,9 +316,6 @@ def test_command(tmp_path: Path) -> None:
     found = json.loads(CliRunner().invoke(cli.app, ["explain", str(tmp_path / "run"), "--json"]).stdout)
     assert [finding["name"] for finding in found["findings"]] == ["connectivity"]
     assert found["findings"][0]["times"] == 3.0
-
-
-def test_command_without_findings(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run", {"title": "a", "options": {}, "parts": None}) as folder:
+    with RunFolder.create(tmp_path / "quiet", {"title": "a", "options": {}, "parts": None}) as folder:
         folder.finish(QUIET)
-    assert CliRunner().invoke(cli.app, ["explain", str(tmp_path / "run")]).stdout == "Nothing stands out.\n"
+    assert CliRunner().invoke(cli.app, ["explain", str(tmp_path / "quiet")]).stdout == "Nothing stands out.\n"

@@ -1,4 +1,4 @@
-"""Schedules of steps that every way to move rows must get right."""
+"""Schedules of steps that every transfer must get right."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from conftest import undirected_graph
-from gnnautoscale.graph.loader import HaloLoader
+from gnnautoscale.graph import BatchInfo, HaloLoader
 from gnnautoscale.history import History, Runs
 from gnnautoscale.history.host import HostHistory
-from gnnautoscale.transfer.base import Transfer
+from gnnautoscale.transfer import BatchRows, Transfer
 
 precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
 
@@ -44,10 +44,15 @@ class SlowHistory(HostHistory):
         super().write(raw, where, runs)
 
 
+def rows_of(info: BatchInfo) -> BatchRows:
+    """Where a batch's rows lie in histories that are kept in the order of its loader."""
+    return info.derive(info.order, lambda: BatchRows(info.order.row_of[info.n_id], info.batch_size))
+
+
 class OpenSlow(Protocol):
     """Opens a history that has a ``delay``."""
 
-    def __call__(self, num_nodes: int, width: int, dtype: torch.dtype, *, pinned: bool) -> Any: ...
+    def __call__(self, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device) -> Any: ...
 
 
 def disagreements(
@@ -70,9 +75,9 @@ def disagreements(
     batches = [batch.edge_index.info for batch in loader]
     order = batches[0].order
     truth = {slot: torch.zeros(400, WIDTH) for slot in SLOTS}
-    histories = {slot: open_slow(400, WIDTH, dtype, pinned=device.type == "cuda") for slot in SLOTS}
+    histories = {slot: open_slow(400, WIDTH, dtype, device=device) for slot in SLOTS}
     for info in batches:
-        info.placed[order] = order.rows(info).index.to(device)  # so that nothing reads what is no index yet
+        rows_of(info).place(rows_of(info).index.to(device))  # so that nothing reads what is no index yet
     # Made ahead, since a copy to the GPU would wait for it.
     fresh = {(step, slot): torch.randn(400, WIDTH, generator=generator) for step in range(steps) for slot in SLOTS}
     fresh_there = {key: rows.to(device) for key, rows in fresh.items()}
@@ -83,13 +88,14 @@ def disagreements(
     info = random.choice(batches)
     for step in range(steps):
         following = random.choice(batches)
-        info.upcoming = random.choice([following, following, following, random.choice(batches), None])
+        hint = random.choice([following, following, following, random.choice(batches), None])
+        announced = None if hint is None else rows_of(hint)
         slow_step = step // 10 % 2 == 0
         for history in histories.values():
             history.delay = 0 if slow_step else 20_000_000
         slow(20_000_000 if slow_step else 0)
         # In the first step histories come into being one by one.
-        transfer.begin(info, order, histories if step else {})
+        transfer.begin(rows_of(info), announced, histories if step else {})
         ahead_at_once = random.random() < 0.5
         if ahead_at_once:
             transfer.look_ahead()
@@ -104,17 +110,17 @@ def disagreements(
             truth[slot] = truth[slot].clone()
             truth[slot][info.nodes] = kept[step, slot][: info.batch_size]
         if random.random() < 0.1 and step:
-            transfer.begin(info, order, histories)  # a step that did not come to its end is made again
+            transfer.begin(rows_of(info), announced, histories)  # a step that did not come to its end is made again
             for slot in SLOTS:
                 transfer.exchange(slot, histories[slot], fresh_there[step, slot][: info.batch_size])
         transfer.end()
         if not ahead_at_once:
             transfer.look_ahead()
+        transfer.complete()
         if random.random() < 0.1:
             transfer.settle()
             histories["first"].push(fresh_there[step, "second"], row_of)
             truth["first"] = kept[step, "second"]
-        info.upcoming = None
         info = following
     wrong = sum(not torch.equal(full.cpu(), expected) for full, expected in checks)
     transfer.settle()
@@ -124,21 +130,23 @@ def disagreements(
     return wrong
 
 
-def check_steps_that_do_not_end(transfer: Transfer, history: History) -> None:
-    """A step fails, and the one that was announced to follow is made; all rows have values that every type has."""
+def check_steps_that_fail(transfer: Transfer, history: History, *, writes_at_end: bool) -> None:
+    """A step fails somewhere, and the one that was announced to follow is made; every type has all values."""
     first, second = [batch.edge_index.info for batch in HaloLoader(undirected_graph(40, 100), 4)][:2]
     assert bool(torch.isin(second.halo, first.nodes).any())
     truth = torch.ones(40, 2)
     history.push(truth, first.order.row_of)
-    for ended in (False, True, False):
-        first.upcoming = second
-        transfer.begin(first, first.order, {"first": history})
+    for calls in (0, 2, 1, 0, 1, 2):
+        transfer.begin(rows_of(first), rows_of(second), {"first": history})
         transfer.look_ahead()
         transfer.exchange("first", history, torch.full((first.batch_size, 2), -1.0))
-        if ended:
+        if calls > 0:
             transfer.end()
+        if calls > 1:
+            transfer.complete()
+        if calls > 1 or (calls and writes_at_end):
             truth[first.nodes] = -1.0
-        transfer.begin(second, first.order, {"first": history})
+        transfer.begin(rows_of(second), None, {"first": history})
         full = transfer.exchange("first", history, truth[second.nodes], push=False)
         assert torch.equal(full, truth[second.n_id])
         transfer.settle()

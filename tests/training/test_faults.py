@@ -24,7 +24,7 @@ import gnnautoscale as gas
 import gnnautoscale.training.faults as faults_module
 from conftest import history_rows
 from gnnautoscale.attach.autoscaler import attached
-from gnnautoscale.forward.memory import Memory
+from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.graph.assemble import BatchBuilder
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.runs.result import Epoch
@@ -96,7 +96,7 @@ class Watched:
 
     def __init__(self, model: Fragile, then: Callable[[], None], epoch: int = 1) -> None:
         self.model, self._then, self._epoch = model, then, epoch
-        self.memory: Memory
+        self.memory: GraphMemory
         self.rows: dict[str, Tensor] = {}
 
     def __call__(self, epoch: Epoch) -> None:
@@ -141,7 +141,7 @@ def test_the_layer_a_node_and_the_batch_are_named(node: int, value: float, stora
         fit(model, data, callback=watched, **OPTIONS, **storage)
     # What was good stays good, and where the bad batch's rows are nothing changed.
     rows = watched.now()
-    place = HaloLoader(data, OPTIONS["num_parts"], seed=OPTIONS["seed"]).row_order.row_of[nodes]
+    place = HaloLoader(data, OPTIONS["num_parts"], seed=OPTIONS["seed"]).part_order.row_of[nodes]
     for slot, before in watched.rows.items():
         assert bool(torch.isfinite(rows[slot]).all())
         assert torch.equal(rows[slot][place], before[place])

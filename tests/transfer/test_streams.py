@@ -1,9 +1,10 @@
-"""Rows that move between steps and histories: what is pulled is exact, whatever overlaps."""
+"""Transfers without a disk: what steps pull is exact, whatever overlaps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,17 +14,16 @@ from torch import Tensor
 from conftest import undirected_graph
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.history.host import HostHistory
-from gnnautoscale.transfer.base import Transfer
-from gnnautoscale.transfer.direct import Direct
-from gnnautoscale.transfer.streams import Ahead, _locate
-from support.transfers import check_steps_that_do_not_end, disagreements, precisions
+from gnnautoscale.transfer import DirectTransfer, Transfer, open_transfer
+from gnnautoscale.transfer.streams import StreamTransfer
+from support.transfers import check_steps_that_fail, disagreements, precisions, rows_of
 
 
 @pytest.mark.parametrize("seed", range(3))
 @precisions
 def test_direct_transfers_are_exact(seed: int, dtype: torch.dtype) -> None:
     cpu = torch.device("cpu")
-    assert disagreements(Direct(cpu), cpu, steps=30, seed=seed, dtype=dtype) == 0
+    assert disagreements(DirectTransfer(), cpu, steps=30, seed=seed, dtype=dtype) == 0
 
 
 class Line:
@@ -51,22 +51,22 @@ def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_pulled_ahead_is_exact(seed: int, dtype: torch.dtype) -> None:
     """The bookkeeping alone."""
     cpu = torch.device("cpu")
-    assert disagreements(Ahead(cpu), cpu, steps=60, seed=seed, dtype=dtype) == 0
+    assert disagreements(StreamTransfer(cpu), cpu, steps=60, seed=seed, dtype=dtype) == 0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [Direct, Ahead])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "seed"),
     [(torch.float32, seed) for seed in range(5)]
     + [(dtype, seed) for dtype in (torch.int8, torch.float8_e4m3fn) for seed in range(2)],
     ids=str,
 )
-def test_transfers_on_a_gpu_are_exact_in_any_interleaving(
-    kind: Callable[..., Transfer], dtype: torch.dtype, seed: int
-) -> None:
+def test_transfers_on_a_gpu_are_exact_in_any_interleaving(overlap: bool, dtype: torch.dtype, seed: int) -> None:
     device = torch.device("cuda", 0)
-    assert disagreements(kind(device), device, steps=60, seed=seed, dtype=dtype) == 0
+    transfer = open_transfer("host", device, overlap=overlap)
+    assert isinstance(transfer, StreamTransfer) == overlap
+    assert disagreements(transfer, device, steps=60, seed=seed, dtype=dtype) == 0
 
 
 @pytest.mark.gpu
@@ -76,7 +76,7 @@ def test_transfers_on_a_gpu_are_exact_in_any_interleaving(
 def test_no_wait_can_be_left_out(waiting: str, for_what: str) -> None:
     """The stress test above notices when any one of the waits is missing."""
 
-    class Hasty(Ahead):
+    class Hasty(StreamTransfer):
         def _wait(self, stream: Any, other: Any) -> None:
             if (stream, other) != (getattr(self, waiting), getattr(self, for_what)):
                 super()._wait(stream, other)
@@ -85,55 +85,32 @@ def test_no_wait_can_be_left_out(waiting: str, for_what: str) -> None:
     assert sum(disagreements(Hasty(device), device, steps=60, seed=seed) for seed in range(3)) > 0
 
 
-@pytest.mark.parametrize(
-    ("runs", "expected"),
-    [([(4, 0, 4)], [-1, 1, 3, -1]), ([(8, 2, 2), (2, 0, 2)], [0, -1, -1, 3]), ([], [-1, -1, -1, -1])],
-)
-def test_shared_rows_are_found(runs: list[tuple[int, int, int]], expected: list[int]) -> None:
-    where = torch.empty(4, dtype=torch.int32)
-    _locate(torch.tensor([2, 5, 7, 9]), runs, where)
-    assert where.tolist() == expected
-
-
 @pytest.mark.usefixtures("no_streams")
-@pytest.mark.parametrize("kind", [Direct, Ahead])
+@pytest.mark.parametrize("open_one", [DirectTransfer, partial(StreamTransfer, torch.device("cpu"))])
 @precisions
-def test_gradients_flow_to_the_batch_only(kind: Callable[..., Transfer], dtype: torch.dtype) -> None:
-    loader = HaloLoader(undirected_graph(40, 100), 4)
-    info = next(iter(loader)).edge_index.info
-    transfer, history = kind(torch.device("cpu")), HostHistory(40, 2, dtype, pinned=False)
+def test_gradients_flow_to_the_batch_only(open_one: Callable[[], Transfer], dtype: torch.dtype) -> None:
+    info = next(iter(HaloLoader(undirected_graph(40, 100), 4))).edge_index.info
+    transfer, history = open_one(), HostHistory(40, 2, dtype, device=torch.device("cpu"))
     rows = torch.ones(info.batch_size, 2, requires_grad=True)
-    transfer.begin(info, info.order, {"first": history})
+    transfer.begin(rows_of(info), None, {"first": history})
     transfer.exchange("first", history, rows).sum().backward()  # type: ignore[no-untyped-call]
     assert torch.equal(rows.grad, torch.ones_like(rows)) if rows.grad is not None else False
 
 
 @pytest.mark.usefixtures("no_streams")
 @precisions
-def test_what_a_step_that_did_not_end_computed_is_not_used(dtype: torch.dtype) -> None:
+def test_what_a_step_that_failed_computed_is_not_used(dtype: torch.dtype) -> None:
     """Also if the step after it was announced, and rows were pulled for that."""
-    cpu = torch.device("cpu")
-    transfer, history = Ahead(cpu), HostHistory(40, 2, dtype, pinned=False)
-    check_steps_that_do_not_end(transfer, history)
+    history = HostHistory(40, 2, dtype, device=torch.device("cpu"))
+    check_steps_that_fail(StreamTransfer(torch.device("cpu")), history, writes_at_end=True)
 
 
-@pytest.mark.gpu
-def test_a_step_has_to_begin() -> None:
+@pytest.mark.usefixtures("no_streams")
+@pytest.mark.parametrize("open_one", [DirectTransfer, partial(StreamTransfer, torch.device("cpu"))])
+def test_a_step_has_to_begin(open_one: Callable[[], Transfer]) -> None:
+    history = HostHistory(40, 2, torch.float32, device=torch.device("cpu"))
     with pytest.raises(RuntimeError, match="begin"):
-        Ahead(torch.device("cuda", 0)).end()
-
-
-def test_rows_placed_for_one_order_are_not_used_for_another() -> None:
-    data = undirected_graph(40, 100)
-    info = next(iter(HaloLoader(data, 4))).edge_index.info
-    other = next(iter(HaloLoader(data, 2, partition="random"))).edge_index.info.order
-    info.placed[info.order] = info.order.rows(info).index
-    transfer, history = Direct(torch.device("cpu")), HostHistory(40, 2, torch.float32, pinned=False)
-    values = torch.arange(80.0).view(40, 2)
-    history.push(values, other.row_of)
-    transfer.begin(info, other, {"first": history})
-    full = transfer.exchange("first", history, values[info.nodes])
-    assert torch.equal(full, values[info.n_id])
+        open_one().exchange("first", history, torch.ones(40, 2))
 
 
 @pytest.mark.usefixtures("no_streams")
@@ -143,21 +120,22 @@ def test_rows_that_were_placed_where_others_are_now_are_not_used() -> None:
     loader = HaloLoader(undirected_graph(40, 100), 4)
     infos = [batch.edge_index.info for batch in loader][:2]
     order = infos[0].order
-    history = HostHistory(40, 2, torch.float32, pinned=False)
+    history = HostHistory(40, 2, torch.float32, device=torch.device("cpu"))
     truth = torch.arange(80.0).view(40, 2)
     history.push(truth, order.row_of)
     room = torch.empty(40, dtype=torch.long)
-    transfer = Ahead(cpu)
+    transfer = StreamTransfer(cpu)
     # The second batch follows the first, and the first is announced to follow again.
     for info, following in zip([*infos, infos[0]], [None, infos[0], None], strict=True):
-        index = order.rows(info).index
-        room[: index.numel()] = index
-        info.placed[order], info.upcoming = room[: index.numel()], following
-        transfer.begin(info, order, {"first": history})
+        rows = rows_of(info)
+        room[: rows.num_rows] = rows.index
+        rows.place(room[: rows.num_rows])
+        transfer.begin(rows, None if following is None else rows_of(following), {"first": history})
         full = transfer.exchange("first", history, truth[info.nodes])
         transfer.end()
         transfer.look_ahead()
-        info.placed.clear()
+        transfer.complete()
+        rows.displace()
         assert torch.equal(full, truth[info.n_id])
 
 
@@ -166,10 +144,31 @@ def test_rows_that_were_placed_where_others_are_now_are_not_used() -> None:
 def test_what_is_not_finite_is_not_hidden_by_what_is_pulled_ahead(dtype: torch.dtype) -> None:
     cpu = torch.device("cpu")
     info = next(iter(HaloLoader(undirected_graph(40, 100), 4))).edge_index.info
-    history = HostHistory(40, 2, dtype, pinned=False)
+    history = HostHistory(40, 2, dtype, device=torch.device("cpu"))
     history.push(torch.tensor([[float("inf"), 1.0]]).expand(40, 2), torch.arange(40))
-    transfer = Ahead(cpu)
-    transfer.begin(info, info.order, {"first": history})
+    transfer = StreamTransfer(cpu)
+    transfer.begin(rows_of(info), None, {"first": history})
     full = transfer.exchange("first", history, torch.ones(info.batch_size, 2))
     assert torch.equal(full[: info.batch_size], torch.ones(info.batch_size, 2))
     assert bool(full[info.batch_size :].isnan().all())
+
+
+@pytest.mark.usefixtures("no_streams")
+@pytest.mark.parametrize("second_is_pushed", [True, False])
+def test_recent_rows_are_used_only_for_slots_that_were_pushed(second_is_pushed: bool) -> None:
+    transfer = StreamTransfer(torch.device("cpu"))
+    first, second = [rows_of(batch.edge_index.info) for batch in HaloLoader(undirected_graph(40, 100), 4)][:2]
+    histories = {slot: HostHistory(40, 2, torch.float32, device=torch.device("cpu")) for slot in ("one", "two")}
+    for step in range(2):
+        transfer.begin(first, second, histories)
+        transfer.look_ahead()
+        for slot in histories:
+            rows = torch.full((first.batch_size, 2), float(step + 1))
+            transfer.exchange(slot, histories[slot], rows, push=slot == "one" or second_is_pushed)
+        transfer.end()
+        transfer.complete()
+    transfer.begin(second, None, histories)
+    assert transfer.skips_shared == second_is_pushed
+    for slot, history in histories.items():
+        full = transfer.exchange(slot, history, torch.zeros(second.batch_size, 2), push=False)
+        assert torch.equal(full[second.batch_size :], history.raw[second.index[second.batch_size :]])

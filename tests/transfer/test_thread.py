@@ -1,4 +1,4 @@
-"""Rows that a thread moves between steps and files: exact, whatever overlaps, and no failure is lost."""
+"""The thread that moves rows between steps and files: exact, whatever overlaps, and no failure is lost."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 
 import gnnautoscale as gas
-import gnnautoscale.transfer.thread as threaded_module
+import gnnautoscale.transfer.thread as thread_module
 from conftest import history_rows, undirected_graph
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.inference import infer_from_histories
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.batch import BatchInfo
 from gnnautoscale.history import DiskHistory, History, Runs
 from gnnautoscale.models import build_model
-from gnnautoscale.transfer.thread import Threaded, _shared
+from gnnautoscale.transfer import BatchRows
+from gnnautoscale.transfer.thread import ThreadTransfer
 from support import transfers
 from support.communities import CLASSES, community_graph, same_bits, weights_of
-from support.transfers import check_steps_that_do_not_end, disagreements, precisions
+from support.transfers import check_steps_that_fail, disagreements, precisions, rows_of
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ class SlowDisk(DiskHistory):
     number = 0
     folder = Path()
 
-    def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, pinned: bool) -> None:
+    def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device) -> None:
         SlowDisk.number += 1
         super().__init__(num_nodes, width, dtype, path=self.folder / f"{self.number}.rows")
 
@@ -71,15 +71,15 @@ def slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[SlowDisk]
 @pytest.mark.parametrize("seed", range(2))
 @precisions
 def test_what_is_read_ahead_is_exact(slow_disk: type[SlowDisk], seed: int, dtype: torch.dtype) -> None:
-    assert disagreements(Threaded(CPU), CPU, steps=50, seed=seed, dtype=dtype, open_slow=slow_disk) == 0
+    assert disagreements(ThreadTransfer(CPU), CPU, steps=50, seed=seed, dtype=dtype, open_slow=slow_disk) == 0
 
 
 @pytest.mark.parametrize("seed", range(2, 4))
 def test_what_several_threads_read_is_exact(
     slow_disk: type[SlowDisk], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(threaded_module, "_WORKERS", 3)
-    monkeypatch.setattr(threaded_module, "_SHARE", 20 * transfers.WIDTH * 4)  # 20 rows are worth a thread
+    monkeypatch.setattr(thread_module, "_WORKERS", 3)
+    monkeypatch.setattr(thread_module, "_SHARE", 20 * transfers.WIDTH * 4)  # 20 rows are worth a thread
     pieces: list[tuple[str, int]] = []
 
     class Noted(slow_disk):  # type: ignore[misc, valid-type]
@@ -87,7 +87,7 @@ def test_what_several_threads_read_is_exact(
             pieces.append((threading.current_thread().name, index.numel()))
             super().gather(index, out)
 
-    assert disagreements(Threaded(CPU), CPU, steps=40, seed=seed, open_slow=Noted) == 0
+    assert disagreements(ThreadTransfer(CPU), CPU, steps=40, seed=seed, open_slow=Noted) == 0
     sizes = {name: {size for other, size in pieces if other == name} for name, _ in pieces if name.startswith("rows")}
     assert len(sizes) > 1
     assert max(set().union(*sizes.values())) == 20
@@ -105,44 +105,46 @@ def test_what_is_read_ahead_for_a_gpu_is_exact(
     """The GPU's steps take longer than what the thread does, or less, in turns."""
     monkeypatch.setattr(SlowDisk, "folder", tmp_path)
     device = torch.device("cuda", 0)
-    assert disagreements(Threaded(device), device, steps=60, seed=seed, dtype=dtype, open_slow=SlowDisk) == 0
+    assert disagreements(ThreadTransfer(device), device, steps=60, seed=seed, dtype=dtype, open_slow=SlowDisk) == 0
 
 
-class NoPatch(Threaded):
+class NoPatch(ThreadTransfer):
     """Forgets what the step before writes itself."""
 
-    def _arrive(self, slot: str, places: Tensor, rows: Tensor) -> None:
-        super()._arrive(slot, places[:0], rows[:0])
+    def _arrive(self, slot: str, places: Tensor, positions: Tensor) -> None:
+        super()._arrive(slot, places[:0], positions[:0])
 
 
-class NoWaitForRead(Threaded):
+class NoWaitForRead(ThreadTransfer):
     """Does not wait for rows that were read ahead."""
 
-    def _start(self, info: BatchInfo, side: int, before: BatchInfo | None) -> Any:
-        read = super()._start(info, side, before)
+    def _start(self, rows: BatchRows, side: int, before: BatchRows | None) -> Any:
+        read = super()._start(rows, side, before)
         if before is not None:
-            rows = read.done
-            read.done = Future()
-            read.done.set_result(rows.result() if rows.done() else threaded_module._nothing())
+            shared = read.shared
+            read.shared = Future()
+            read.shared.set_result(shared.result() if shared.done() else thread_module._nothing())
         return read
 
 
-class NoSettling(Threaded):
+class NoSettling(ThreadTransfer):
     """Lets others look at the file too early."""
 
     def settle(self) -> None:
-        self._read = None
+        self._following = self._read = None
 
 
-class OneSide(Threaded):
+class OneSide(ThreadTransfer):
     """Reads ahead into what the step still uses."""
 
-    def _start(self, info: BatchInfo, side: int, before: BatchInfo | None) -> Any:
-        return super()._start(info, 0, before)
+    _side = property(lambda _: 0, lambda _, __: None)
+
+    def _start(self, rows: BatchRows, side: int, before: BatchRows | None) -> Any:
+        return super()._start(rows, 0, before)
 
 
 @pytest.mark.parametrize("kind", [NoPatch, NoWaitForRead, NoSettling, OneSide])
-def test_nothing_can_be_left_out(slow_disk: type[SlowDisk], kind: type[Threaded]) -> None:
+def test_nothing_can_be_left_out(slow_disk: type[SlowDisk], kind: type[ThreadTransfer]) -> None:
     """The stress test above notices when any one of these is missing."""
     for seed in range(8):
         if disagreements(kind(CPU), CPU, steps=50, seed=seed, open_slow=slow_disk):
@@ -151,38 +153,24 @@ def test_nothing_can_be_left_out(slow_disk: type[SlowDisk], kind: type[Threaded]
 
 
 @precisions
-def test_what_a_step_that_did_not_end_computed_is_not_used(tmp_path: Path, dtype: torch.dtype) -> None:
-    check_steps_that_do_not_end(Threaded(CPU), DiskHistory(40, 2, dtype, path=tmp_path / "first.rows"))
-
-
-@pytest.mark.parametrize(
-    ("halo", "written", "expected"),
-    [
-        ([4, 7, 9], [9, 4], ([0, 2], [1, 0])),
-        ([4, 7, 9], [1, 8, 99], ([], [])),
-        ([4, 7, 9], [], ([], [])),
-        ([], [3], ([], [])),
-        ([7, 2, 5], [5, 6, 7], ([0, 2], [2, 0])),
-    ],
-)
-def test_shared_rows_are_found(halo: list[int], written: list[int], expected: tuple[list[int], list[int]]) -> None:
-    places, rows = _shared(torch.tensor(halo, dtype=torch.long), torch.tensor(written, dtype=torch.long))
-    assert (places.tolist(), rows.tolist()) == expected
+def test_what_a_step_that_failed_computed_is_not_used(tmp_path: Path, dtype: torch.dtype) -> None:
+    history = DiskHistory(40, 2, dtype, path=tmp_path / "first.rows")
+    check_steps_that_fail(ThreadTransfer(CPU), history, writes_at_end=False)
 
 
 @precisions
 def test_gradients_flow_to_the_batch_only(tmp_path: Path, dtype: torch.dtype) -> None:
     info = next(iter(gas.HaloLoader(undirected_graph(40, 100), 4))).edge_index.info
-    transfer, history = Threaded(CPU), DiskHistory(40, 2, dtype, path=tmp_path / "first.rows")
+    transfer, history = ThreadTransfer(CPU), DiskHistory(40, 2, dtype, path=tmp_path / "first.rows")
     rows = torch.ones(info.batch_size, 2, requires_grad=True)
-    transfer.begin(info, info.order, {"first": history})
+    transfer.begin(rows_of(info), None, {"first": history})
     transfer.exchange("first", history, rows).sum().backward()  # type: ignore[no-untyped-call]
     assert rows.grad is not None
     assert torch.equal(rows.grad, torch.ones_like(rows))
 
 
 def test_a_step_has_to_begin() -> None:
-    transfer = Threaded(CPU)
+    transfer = ThreadTransfer(CPU)
     transfer.look_ahead()
     transfer.settle()
     with pytest.raises(RuntimeError, match="begin"):
@@ -192,10 +180,11 @@ def test_a_step_has_to_begin() -> None:
 def test_the_model_may_write_into_rows_that_are_all_there_are(tmp_path: Path) -> None:
     """Without a halo it goes on with the very rows that it pushed."""
     info = next(iter(gas.HaloLoader(undirected_graph(40, 100), 1))).edge_index.info
-    transfer, history = Threaded(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
-    transfer.begin(info, info.order, {"first": history})
+    transfer, history = ThreadTransfer(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
+    transfer.begin(rows_of(info), None, {"first": history})
     transfer.exchange("first", history, torch.ones(40, 2)).zero_()
     transfer.end()
+    transfer.complete()
     transfer.settle()
     assert torch.equal(history.raw, torch.ones(40, 2))
 
@@ -217,15 +206,15 @@ class Broken:
         return self._pwrite(file, data, start)
 
 
-def steps_on(transfer: Threaded, history: History, count: int, done: list[int]) -> None:
+def steps_on(transfer: ThreadTransfer, history: History, count: int, done: list[int]) -> None:
     infos = [batch.edge_index.info for batch in gas.HaloLoader(undirected_graph(40, 100), 4)]
     for number in range(count):
         info = infos[number % 4]
-        info.upcoming = infos[(number + 1) % 4]
-        transfer.begin(info, info.order, {"first": history})
+        transfer.begin(rows_of(info), rows_of(infos[(number + 1) % 4]), {"first": history})
         transfer.look_ahead()
         transfer.exchange("first", history, torch.ones(info.batch_size, 2))
         transfer.end()
+        transfer.complete()
         done.append(number)
 
 
@@ -234,7 +223,7 @@ def test_a_write_that_fails_ends_one_of_the_next_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     Broken(monkeypatch, errno.EIO, left=at)
-    transfer, history = Threaded(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
+    transfer, history = ThreadTransfer(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
     done: list[int] = []
     with pytest.raises(InputError, match=r"first.rows \(Input/output error\)"):
         steps_on(transfer, history, 20, done)
@@ -247,7 +236,7 @@ def test_a_write_that_fails_is_heard_of_before_anyone_looks_at_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     Broken(monkeypatch, errno.ENOSPC, left=at)
-    transfer, history = Threaded(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
+    transfer, history = ThreadTransfer(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
     steps_on(transfer, history, at + 1, [])
     with pytest.raises(InputError, match=r"No space left on device.*Free some space"):
         transfer.settle()
@@ -264,41 +253,66 @@ def test_a_read_that_fails_ends_the_step_that_needs_it(tmp_path: Path, monkeypat
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "posix_fadvise", fail)
-    transfer, history = Threaded(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
+    transfer, history = ThreadTransfer(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
     done: list[int] = []
     with pytest.raises(InputError, match=r"first.rows \(Input/output error\)"):
         steps_on(transfer, history, 20, done)
-    assert done == [0, 1, 2]
+    assert done == [0, 1]  # the second step needs more room, so rows that were read ahead for it are read again
 
 
-def test_a_step_that_fails_writes_nothing(tmp_path: Path) -> None:
-    info = next(iter(gas.HaloLoader(undirected_graph(40, 100), 4))).edge_index.info
-    transfer, history = Threaded(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
-    transfer.begin(info, info.order, {"first": history})
-
-    def step() -> None:
-        with transfer.begun():
-            transfer.exchange("first", history, torch.ones(info.batch_size, 2))
-            transfer.end()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        step()
+def test_a_replayed_step_writes_where_it_wrote_when_captured(tmp_path: Path) -> None:
+    """A replay does the device's work alone, which ends with rows that are recent."""
+    first, second = [rows_of(batch.edge_index.info) for batch in gas.HaloLoader(undirected_graph(40, 100), 4)][:2]
+    transfer, history = ThreadTransfer(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
+    expected = torch.zeros(40, 2)
+    transfer.begin(first, second, {"first": history})
+    transfer.exchange("first", history, torch.ones(first.batch_size, 2))
+    transfer.end()
+    transfer.join()
+    for step in range(3):
+        transfer.begin(first, second, {"first": history})
+        transfer._rooms["first"].recent.fill_(float(step))
+        transfer.look_ahead()
+        transfer.complete()
+        expected[first.index[: first.batch_size]] = float(step)
+        transfer.begin(second, first, {"first": history})
+        full = transfer.exchange("first", history, torch.zeros(second.batch_size, 2), push=False)
+        assert torch.equal(full[second.batch_size :], expected[second.index[second.batch_size :]])
     transfer.settle()
-    assert torch.equal(history.raw, torch.zeros(40, 2))
+    assert torch.equal(history.raw, expected)
 
 
-def test_threads_end_with_the_transfer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("closed", [True, False])
+def test_threads_end_with_the_transfer(tmp_path: Path, closed: bool) -> None:
     before = set(threading.enumerate())
-    transfer, history = Threaded(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
-    steps_on(transfer, history, 3, [])
-    transfer.settle()
+    transfer, history = ThreadTransfer(CPU), DiskHistory(40, 2, torch.float32, path=tmp_path / "first.rows")
+    steps_on(transfer, history, 4, [])
     started = set(threading.enumerate()) - before
     assert len(started) >= 2
+    if closed:
+        transfer.close()
+        assert torch.equal(history.raw, torch.ones(40, 2))  # after all that was on its way
+        assert not any(thread.is_alive() for thread in started)
+        transfer.close()
+        return
+    transfer.settle()
     del transfer
     for thread in started:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_threads_end_when_the_model_is_detached(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    data = undirected_graph(40, 100)
+    model = build_model("gcn", data, CLASSES, hidden=8, layers=2)
+    gas.autoscale(model, data, storage="disk", history_dir=tmp_path)
+    for batch in gas.HaloLoader(data, 4):
+        model(batch)
+    started = set(threading.enumerate()) - before
+    assert len(started) >= 2
+    gas.detach(model)
+    assert not any(thread.is_alive() for thread in started)
 
 
 # Training ############################################################################################################
@@ -366,13 +380,13 @@ def test_a_loop_of_one_s_own_on_disk_gives_the_same_bits(tmp_path: Path) -> None
 
 def test_rows_are_read_ahead_while_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[bool] = []
-    start = Threaded._start
+    start = ThreadTransfer._start
 
-    def spy(self: Threaded, info: BatchInfo, side: int, before: BatchInfo | None) -> Any:
+    def spy(self: ThreadTransfer, rows: BatchRows, side: int, before: BatchRows | None) -> Any:
         reads.append(before is not None)
-        return start(self, info, side, before)
+        return start(self, rows, side, before)
 
-    monkeypatch.setattr(Threaded, "_start", spy)
+    monkeypatch.setattr(ThreadTransfer, "_start", spy)
     torch.manual_seed(1)
     data = community_graph()
     model = build_model("gcn", data, CLASSES, hidden=8, layers=2)

@@ -1,6 +1,6 @@
-"""What every package may use and no user needs.
+"""Helpers for every package, none of them for users.
 
-Files that are written whole, random states, memory at hand, nested tensors. It knows nothing about graphs or models.
+Atomic files, random states, available and peak memory, nested tensors. It knows nothing about graphs or models.
 """
 
 from gnnautoscale._util.atomic import write_atomically

@@ -15,12 +15,12 @@ from gnnautoscale.errors import InputError
 def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, rule: str) -> None:
     """Write a file beside its place and move it there once it is complete, so that nobody ever sees half of it.
 
-    It is on the disk before it is moved, so a crash of the machine leaves the old file or the new one, too.
+    It is on the disk before it is moved, so even a crash of the machine leaves the old file or the new one.
 
     Args:
-        path: The file; what was there before is replaced.
+        path: The file, which is replaced.
         write: Called with the open file.
-        rule: What to say if that cannot be done: what the path has to be.
+        rule: The rule of the error if writing fails.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -45,7 +45,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, rule: s
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the move itself on the disk, where the system can do that; the file is complete and in its place anyway."""
+    """Bring the move itself to the disk where the system can; the file is complete and in its place anyway."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

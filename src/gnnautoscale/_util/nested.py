@@ -9,8 +9,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-
-# What has no tensors in it; asked first, since it is most of what is asked about.
+# Values without tensors; checked first, since most values are of these types.
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
 
 

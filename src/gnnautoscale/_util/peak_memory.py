@@ -1,4 +1,4 @@
-"""Measures how much memory a piece of work needs at its peak."""
+"""Measures the peak memory of a piece of work."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _STATM = Path("/proc/self/statm")
 class PeakMemory:
     """Watches memory while the context is open.
 
-    On a GPU it is what PyTorch's allocator held at its peak. On a CPU it is how far the process's resident memory
-    rose above where it stood on entry, sampled every few milliseconds; ``None`` where the system does not tell.
+    On a GPU it counts what PyTorch's allocator held at its peak. On a CPU it counts how far the process's resident
+    memory rose above its value on entry, sampled every few milliseconds; ``None`` on other systems than Linux.
 
     Args:
         device: The compute device.
@@ -66,14 +66,14 @@ class PeakMemory:
 
     @property
     def so_far(self) -> int | None:
-        """What ``num_bytes`` would be if the context ended now, as far as it was looked at."""
+        """The peak so far, as of the last sample."""
         if self.device.type == "cuda":
             return max(self._highest, torch.cuda.max_memory_allocated(self.device))
         return None if self._thread is None else self._highest - self._start
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done in this context does not count."""
+        """Work in this context does not count."""
         if self.device.type == "cuda":
             self._highest = max(self._highest, torch.cuda.max_memory_allocated(self.device))
             yield
@@ -90,8 +90,8 @@ class PeakMemory:
 
 
 def _return_free_memory() -> None:
-    """Hand memory that was freed earlier back to the system, so that using it again counts."""
-    with contextlib.suppress(OSError, AttributeError):  # only glibc has this
+    """Hand freed memory back to the system, so that using it again counts."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # only glibc has this
         ctypes.CDLL(None).malloc_trim(0)
 
 

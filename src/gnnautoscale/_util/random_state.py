@@ -1,4 +1,4 @@
-"""The random state of host and device, to draw the same numbers once more, or to go on with them later."""
+"""Random states of host and device, to draw the same numbers again or to continue later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class RandomState:
-    """The random state of host and device at the time it is made."""
+    """PyTorch's random state of host and device when the object is created."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -21,14 +21,14 @@ class RandomState:
 
     @property
     def has_moved(self) -> bool:
-        """Whether random numbers were drawn since."""
+        """Whether random numbers were drawn since then."""
         if not torch.equal(self._host, torch.get_rng_state()):
             return True
         return self._cuda is not None and not torch.equal(self._cuda, torch.cuda.get_rng_state(self._device))
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Go back to that state; afterwards everything goes on from where it was."""
+        """Go back to that state inside this context, and continue from the present one afterwards."""
         with torch.random.fork_rng(devices=[self._device] if self._cuda is not None else []):
             torch.set_rng_state(self._host)
             if self._cuda is not None:
@@ -48,7 +48,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Go on drawing numbers from where :func:`random_states` was called.
+    """Continue drawing numbers from the states that :func:`random_states` returned.
 
     Example:
         >>> states = random_states(torch.device("cpu"))
@@ -67,7 +67,7 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Afterwards all random states are as they were before.
+    """Restore all random states at the end of this context.
 
     Example:
         >>> import random

@@ -1,4 +1,4 @@
-"""How much a module can make a small change of its inputs larger: Lipschitz constants, and Jacobians around inputs."""
+"""How much a module can amplify a change of its input: Lipschitz constants, and norms of Jacobians."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gnnautoscale.errors import InputError
 def lipschitz_constant(module: nn.Module) -> float:
     r"""A constant :math:`k` with :math:`\| f(x) - f(y) \| \leq k \| x - y \|` for all rows, in evaluation mode.
 
-    It is the smallest one for each module by itself. That of a sequence is the product, which may be too much.
+    It is the smallest one for a single module. For a sequence it is the product, which may not be the smallest.
 
     Args:
         module: A linear layer, ReLU, tanh, dropout, batch norm, or a sequence of these.
@@ -39,20 +39,20 @@ def lipschitz_constant(module: nn.Module) -> float:
     raise InputError(
         "the module must be linear, ReLU, tanh, dropout or batch norm in evaluation mode, or a sequence of these",
         got=f"{type(module).__name__} in {'training' if module.training else 'evaluation'} mode",
-        fix="Call eval(), or estimate the constant around some inputs with jacobian_norm(module, x).",
+        fix="Call eval(), or estimate the constant at some inputs with jacobian_norm(module, x).",
     )
 
 
 def jacobian_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, iterations: int = 200) -> Tensor:
     r"""The largest singular value of a function's Jacobian at each row, ``[num_rows]``, by power iteration.
 
-    Only products :math:`u^\top J` are computed; :math:`J v` is the gradient of one. The value comes from below, and
-    tells about these inputs only: no Lipschitz constant can be smaller than the largest of the values.
+    It computes only products :math:`u^\top J`, and :math:`J v` as the gradient of one. The iteration converges from
+    below, and only for these inputs: the largest value is a lower bound of every Lipschitz constant.
 
     Args:
-        function: Maps rows to rows, each by itself: a module in evaluation mode, for example.
-        x: Where to look, ``[num_rows, width]``.
-        iterations: The most iterations; it ends earlier once no value grows.
+        function: Maps each row by itself, such as a module in evaluation mode.
+        x: Inputs, ``[num_rows, width]``.
+        iterations: The most iterations; it stops when no value grows any more.
 
     Example:
         >>> jacobian_norm(lambda x: x * torch.tensor([1.0, -2.0]), torch.zeros(1, 2))
@@ -63,8 +63,8 @@ def jacobian_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, iterations
         out = function(x)
         if x.dim() != 2 or out.dim() != 2 or out.size(0) != x.size(0):
             got = f"{tuple(x.shape)} to {tuple(out.shape)}"
-            raise InputError("jacobian_norm is about rows to rows", got=got, fix="Flatten what belongs to a row.")
-        out = out + 0.0 * x.sum(dim=1, keepdim=True)  # there is a gradient, even if it is zero
+            raise InputError("jacobian_norm needs a function of rows to rows", got=got, fix="Flatten each row.")
+        out = out + 0.0 * x.sum(dim=1, keepdim=True)  # so that a constant function has a gradient, too
         u = torch.zeros_like(out, requires_grad=True)
         (pulled,) = torch.autograd.grad(out, x, u, create_graph=True)
     v = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)

@@ -4,7 +4,7 @@ Attach and detach them, infer, predict and refresh, follow a growing graph; the 
 Lipschitz penalty. This package knows nothing about training loops.
 """
 
-from gnnautoscale.attach.autoscaler import attached, autoscale, detach, is_autoscaled
+from gnnautoscale.attach.autoscaler import Autoscaler, attached, autoscale, detach, is_autoscaled
 from gnnautoscale.attach.calling import (
     CallModel,
     call_with_batch,
@@ -19,6 +19,7 @@ from gnnautoscale.attach.regularize import LocalLipschitz
 from gnnautoscale.attach.scalable import ScalableGNN
 
 __all__ = [
+    "Autoscaler",
     "CallModel",
     "LocalLipschitz",
     "ScalableGNN",

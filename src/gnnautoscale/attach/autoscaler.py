@@ -20,9 +20,9 @@ from gnnautoscale.attach.calling import find_batch, needs_input_gradients, unpac
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import (
     ExchangePolicy,
+    GraphMemory,
     Hooks,
     LayerCall,
-    Memory,
     Observer,
     Plan,
     Session,
@@ -62,7 +62,13 @@ class Autoscaler:
     """
 
     def __init__(
-        self, model: nn.Module, memory: Memory, key: str | None, *, edge_dropout: float = 0.0, explicit: bool = False
+        self,
+        model: nn.Module,
+        memory: GraphMemory,
+        key: str | None,
+        *,
+        edge_dropout: float = 0.0,
+        explicit: bool = False,
     ) -> None:
         _check_model(model)
         self._memory, self._key = memory, key
@@ -71,8 +77,8 @@ class Autoscaler:
         self._planned_for: set[torch.dtype] = set()
         self._passes = _Passes(StepExchange(), trains=True)
         # Records of other graphs that the model was evaluated on.
-        self._others: dict[str, Memory] = {}
-        self._visited: tuple[str, Memory] | None = None
+        self._others: dict[str, GraphMemory] = {}
+        self._visited: tuple[str, GraphMemory] | None = None
         self._signature = inspect.signature(model.forward)
         self._weights = list(model.parameters())  # kept, because finding them takes time in every step
         self._hooks = Hooks(model, partial(self._forward, model))
@@ -136,6 +142,16 @@ class Autoscaler:
         finally:
             self._passes = before
 
+    @contextmanager
+    def driven(self) -> Iterator[None]:
+        """Run training steps that the caller begins and completes itself."""
+        before = self._passes
+        self._passes = replace(before, exchange=StepExchange(begins=False))
+        try:
+            yield
+        finally:
+            self._passes = before
+
     @property
     def session(self) -> Session | None:
         """The running pass, if any."""
@@ -165,7 +181,7 @@ class Autoscaler:
     # Graphs ##########################################################################################################
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> GraphMemory:
         """Histories and records of the training graph."""
         return self._memory
 
@@ -174,7 +190,7 @@ class Autoscaler:
         """Identifies the training graph; ``None`` before the first batch if only its size was given."""
         return self._key
 
-    def memory_of(self, graph: Graph) -> Memory:
+    def memory_of(self, graph: Graph) -> GraphMemory:
         """The histories of the training graph, or of another one that is being evaluated."""
         self._identify(graph)
         if self._visited is not None and graph.key == self._visited[0]:
@@ -195,7 +211,7 @@ class Autoscaler:
             self._key = graph.key
 
     @contextmanager
-    def moved_to(self, graph: Graph, memory: Memory) -> Iterator[None]:
+    def moved_to(self, graph: Graph, memory: GraphMemory) -> Iterator[None]:
         """Make another graph the training graph, unless this context fails."""
         before = self._memory, self._key
         self._memory, self._key = memory, graph.key
@@ -206,7 +222,7 @@ class Autoscaler:
             raise
 
     @contextmanager
-    def visiting(self, graph: Graph, *, apart: bool) -> Iterator[Memory]:
+    def visiting(self, graph: Graph, *, apart: bool) -> Iterator[GraphMemory]:
         """Evaluate a graph; yields the histories to use.
 
         Args:
@@ -219,7 +235,7 @@ class Autoscaler:
         else:
             known = self._others.pop(graph.key, None)
             mine = self._memory
-            known = known or Memory(graph, graph.num_nodes, mine.medium or mine.storage, mine.dtype, mine.folder)
+            known = known or GraphMemory(graph, graph.num_nodes, mine.medium or mine.storage, mine.dtype, mine.folder)
             self._others = {**dict(list(self._others.items())[1 - _MOST_OTHERS :]), graph.key: known}
             memory = known.apart()
         before, self._visited = self._visited, (graph.key, memory)
@@ -311,7 +327,7 @@ def autoscale(
             "autoscale takes the graph or its number of nodes", got=repr(data), fix="Pass data or data.num_nodes."
         )
     graph = Graph.of(data) if isinstance(data, Data) else None
-    memory = Memory(graph, data if graph is None else graph.num_nodes, storage, dtype, history_dir)
+    memory = GraphMemory(graph, data if graph is None else graph.num_nodes, storage, dtype, history_dir)
     Autoscaler(model, memory, None if graph is None else graph.key, edge_dropout=edge_dropout)
     return model
 

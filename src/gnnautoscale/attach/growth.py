@@ -20,8 +20,8 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.forward import (
     ActiveLayer,
     EdgeRecord,
+    GraphMemory,
     LayerCall,
-    Memory,
     Observer,
     RowStore,
     Session,
@@ -273,7 +273,7 @@ class Change:
         ignores_edges: Whether only the model's layers use edges.
     """
 
-    def __init__(self, before: Memory, old: Graph, loader: HaloLoader, *, ignores_edges: bool) -> None:
+    def __init__(self, before: GraphMemory, old: Graph, loader: HaloLoader, *, ignores_edges: bool) -> None:
         self._before, self._old, self._new, self._ignores_edges = before, old, loader.graph, ignores_edges
         # Edges that a model derives itself are reversed ones only if the halo is bidirectional.
         self._directions = {False, loader.bidirectional or loader.graph.is_symmetric}
@@ -312,7 +312,7 @@ class Change:
 
 
 def _bring_up_to_date(
-    model: nn.Module, before: Memory, loader: HaloLoader, grown: HaloLoader, batch: Data, call: CallModel
+    model: nn.Module, before: GraphMemory, loader: HaloLoader, grown: HaloLoader, batch: Data, call: CallModel
 ) -> None:
     """Recompute the rows that the change reaches, level by level; ``batch`` is a small one to find edge calls with."""
     scaler = attached(model)
@@ -323,7 +323,7 @@ def _bring_up_to_date(
     plan = scaler.plan
     if plan is None or plan.live - memory.histories.keys():
         return
-    exact = before.written_by == weights_checksum(model)
+    checksum = weights_checksum(model)
     change = Change(before, loader.graph, grown, ignores_edges=plan.ignores_edges)
     levels = [(level, change.next_level(_uses(model, level, batch, call))) for level in plan.levels]
     size = math.ceil(loader.graph.num_nodes * loader.batch_size / loader.num_parts)
@@ -332,8 +332,8 @@ def _bring_up_to_date(
         with scaler.running(SweepExchange(level)):
             for some in torch.tensor_split(nodes, math.ceil(nodes.numel() / size)) if nodes.numel() else ():
                 run_pass(partial(call, model, to_model_device(grown.batch_for(some), model)))
-    if exact:
-        memory.written_by = before.written_by
+    if before.is_written_by(checksum):
+        memory.mark_written_by(checksum)
 
 
 def _uses(model: nn.Module, level: frozenset[str] | None, batch: Data, call: CallModel) -> list[EdgeUse]:

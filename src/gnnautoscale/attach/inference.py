@@ -15,8 +15,8 @@ from gnnautoscale.attach.calling import CallModel, call_with_batch, run_batches,
 from gnnautoscale.errors import InputError, StaleHistoryWarning
 from gnnautoscale.forward import (
     ExchangePolicy,
+    GraphMemory,
     HistoryStore,
-    Memory,
     Plan,
     PlanOnly,
     StepExchange,
@@ -148,7 +148,7 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
                 got="empty histories",
                 fix="Train the model, or call gas.refresh(model, loader) first.",
             )
-        if plan.live and memory.written_by != weights_checksum(model):
+        if plan.live and not memory.is_written_by(weights_checksum(model)):
             warnings.warn(
                 "Some histories were written with older weights, so these predictions are approximate. Call "
                 "gas.refresh(model, loader) for exact ones.",
@@ -179,20 +179,20 @@ def plan_of(model: nn.Module, loader: HaloLoader, call: CallModel = call_with_ba
     return cast(Plan, scaler.plan)
 
 
-def _whole(model: nn.Module, memory: Memory, loader: HaloLoader, call: CallModel, *, push: bool) -> Any:
+def _whole(model: nn.Module, memory: GraphMemory, loader: HaloLoader, call: CallModel, *, push: bool) -> Any:
     """Run a graph that is a single batch; returns the output, and fills all histories if ``push``."""
     out = _collect(model, loader, call, StepExchange(push_all=push))
     if push:
-        memory.written_by = weights_checksum(model)
+        memory.mark_written_by(weights_checksum(model))
     return out
 
 
-def _sweep(model: nn.Module, memory: Memory, loader: HaloLoader, call: CallModel) -> None:
+def _sweep(model: nn.Module, memory: GraphMemory, loader: HaloLoader, call: CallModel) -> None:
     """Recompute all histories, level by level."""
     for level in plan_of(model, loader, call).levels:
         for _ in run_batches(model, loader, call, attached(model).running(SweepExchange(level))):
             pass
-    memory.written_by = weights_checksum(model)
+    memory.mark_written_by(weights_checksum(model))
 
 
 def _collect(model: nn.Module, loader: HaloLoader, call: CallModel, exchange: ExchangePolicy) -> Any:

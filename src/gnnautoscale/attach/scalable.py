@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gnnautoscale.attach.autoscaler import Autoscaler, attached, is_autoscaled
 from gnnautoscale.errors import InputError
-from gnnautoscale.forward import Memory
+from gnnautoscale.forward import GraphMemory
 from gnnautoscale.history import Storage
 
 
@@ -28,7 +28,7 @@ class _AttachOnceBuilt(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         model = super().__call__(*args, **kwargs)
-        memory = Memory(None, model.num_nodes, model._storage, model._dtype, model._history_dir)
+        memory = GraphMemory(None, model.num_nodes, model._storage, model._dtype, model._history_dir)
         Autoscaler(model, memory, None, explicit=True)
         return model
 

@@ -18,8 +18,8 @@ from gnnautoscale.attach import autoscale
 from gnnautoscale.attach import infer as run_inference
 from gnnautoscale.cli import advice as advice_commands
 from gnnautoscale.cli import bench as bench_commands
-from gnnautoscale.cli import demo as demonstration
 from gnnautoscale.cli import expressiveness as expressiveness_command
+from gnnautoscale.cli.demo import demo
 from gnnautoscale.cli.display import epochs_shown, errors, megabytes, percent, print_json, print_table
 from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
@@ -31,7 +31,7 @@ from gnnautoscale.graph import HaloLoader, connectivity
 from gnnautoscale.graph import partition as cut
 from gnnautoscale.models import build_model, check_model_options
 from gnnautoscale.runs import FitResult, free_folder
-from gnnautoscale.tasks import score
+from gnnautoscale.tasks import task_for
 from gnnautoscale.training import check_device, check_options, fit, latest_checkpoint, open_checkpoint
 
 app = typer.Typer(
@@ -73,7 +73,7 @@ def train(
         dataset = _dataset({**options, "split": options["split"] + run})
         seed = training["seed"] + run
         torch.manual_seed(seed)
-        model = build_model(model_name, dataset.train, dataset.num_classes, **chosen)
+        model = build_model(model_name, dataset.train, task_for(dataset).num_outputs, **chosen)
         if run == 0 and "edge_attr" in dataset.train and not quiet:
             errors.print("note: none of these models uses edge features (edge_attr)", soft_wrap=True)
         title = f"{dataset.name} {model_name} {training['mode']} seed {seed}"
@@ -142,7 +142,7 @@ def infer(
     *,
     num_parts: Annotated[int, typer.Option(help="Number of batches to compute in.")] = 8,
     device: Annotated[str, typer.Option(help="Where to compute.")] = "cpu",
-    output: Annotated[Path | None, typer.Option(help="Where to write scores and classes, as .npz.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where to write predictions, as .npz.")] = None,
     json: Json = False,
 ) -> None:
     """Run a trained model on all nodes of a graph, exactly, in batches."""
@@ -151,20 +151,17 @@ def infer(
     if num_parts < 1:
         raise InputError("num_parts must be at least 1", got=str(num_parts), fix="Change this option.")
     dataset = _dataset(options)
-    graph = dataset.test
-    trained = load_model(model, graph, dataset.num_classes).to(device)
+    task, graph = task_for(dataset), dataset.test
+    trained = load_model(model, graph, task.num_outputs).to(device)
     scaled = autoscale(trained, graph, storage="host")
     start = time.perf_counter()
     out = run_inference(scaled, HaloLoader(graph, min(num_parts, graph.num_nodes)))
     facts: dict[str, Any] = {"nodes": graph.num_nodes, "seconds": time.perf_counter() - start}
     splits = ("test",) if dataset.inductive else ("train", "val", "test")
     for split in splits:
-        facts[f"{'micro-F1' if dataset.multilabel else 'accuracy'} {split}"] = score(
-            out, graph.y, graph[f"{split}_mask"]
-        )
+        facts[f"{task.metric} {split}"] = task.score(out, graph, split)
     if output is not None:
-        classes = out > 0 if dataset.multilabel else out.argmax(dim=1)
-        arrays = {"scores": out.numpy(), "classes": classes.numpy()}
+        arrays: dict[str, Any] = {name: value.numpy() for name, value in task.predictions(out).items()}
         write_atomically(output, lambda stream: np.savez(stream, **arrays), rule="--output must be writable")
     _show_facts(f"{options['data']} · {model.name}", facts, json)
 
@@ -183,27 +180,8 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
     for prefix, graph in graphs.items():
         facts[f"{prefix}nodes"] = graph.num_nodes
         facts[f"{prefix}directed edges"] = graph.num_edges
-    facts |= {"features": dataset.num_features, "classes": dataset.num_classes, "multi-label": dataset.multilabel}
-    for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
-        facts[f"{split} nodes in split"] = int(graph[f"{split}_mask"].sum())
+    facts |= {"features": dataset.num_features, **task_for(dataset).describe(dataset)}
     _show_facts(options["data"], facts, json)
-
-
-@app.command()
-def demo(
-    graphs: Annotated[int, typer.Option(help="Number of training graphs of CLUSTER.")] = demonstration.GRAPHS,
-    epochs: Annotated[int, typer.Option(help="Number of passes with histories.")] = demonstration.EPOCHS,
-    json: Json = False,
-) -> None:
-    """Train a 4-layer GIN on CLUSTER with GAS, in full batch and with the naive baseline, and compare them."""
-    if graphs < 1 or epochs < 1:
-        raise InputError("graphs and epochs must be at least 1", got=f"{graphs} and {epochs}", fix="Change them.")
-    rows = demonstration.compare(graphs, epochs, quiet=json)
-    if json:
-        print_json(rows)
-    else:
-        demonstration.show(rows)
-        errors.print("more about these runs: gas report runs -o report.html", soft_wrap=True)
 
 
 def tune(
@@ -218,6 +196,7 @@ def tune(
 
 
 app.add_typer(bench_commands.app, name="bench")
+app.command()(demo)
 app.command()(reproduce)
 app.command()(report)
 app.command()(expressiveness_command.expressiveness)

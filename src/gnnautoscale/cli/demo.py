@@ -1,66 +1,75 @@
-"""The demonstration: GAS beside full batch and beside naive histories, on CLUSTER."""
+"""The command ``gas demo``: GAS beside full batch and naive histories, on CLUSTER."""
 
 from __future__ import annotations
 
-import json
+import json as json_format
 import subprocess
 import sys
-from typing import Any
+from typing import Annotated, Any
 
-from gnnautoscale.cli.display import megabytes, percent, print_table
+import typer
 
-GRAPHS = 80
-EPOCHS = 25
-_STEPS = 10
+from gnnautoscale.cli.display import errors, megabytes, percent, print_json, print_table
+from gnnautoscale.errors import InputError
+
+_BATCHES = 10
 _MODES = {"gas": "GAS", "full": "full batch", "history": "naive history"}
 
 
-def compare(graphs: int, epochs: int, *, quiet: bool) -> list[dict[str, Any]]:
-    """Train in all three modes with as many steps each; every mode in a process of its own, to measure its memory."""
-    rows = []
-    for mode in _MODES:
-        batch_size = max(1, graphs // _STEPS)
-        # Full batch takes one step per epoch where the others take several.
-        passes = epochs * -(-graphs // batch_size) if mode == "full" else epochs
-        flags: dict[str, Any] = {
-            "data": "cluster",
-            "graphs": graphs,
-            "model": "gin",
-            "layers": 4,
-            "hidden": 32,
-            "mode": mode,
-            "num-parts": graphs,
-            "batch-size": batch_size,
-            "epochs": passes,
-            "evaluate-every": max(1, passes // 5),
-            "evaluate-parts": 1,
-            "lr": 0.005,
-            "schedule": "cosine",
-        }
-        # The paper's batch norm keeps no averages: see the experiment on CLUSTER.
-        command = [sys.executable, "-m", "gnnautoscale.cli", "train", "--json", "--no-track-running-stats"]
-        command += [f"--{name}={value}" for name, value in flags.items()]
-        if quiet:
-            command.append("--quiet")
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout  # noqa: S603
-        rows.append({"mode": mode, **json.loads(output)["runs"][0]})
-    return rows
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print the comparison."""
+def demo(
+    graphs: Annotated[int, typer.Option(help="Number of training graphs of CLUSTER.")] = 80,
+    epochs: Annotated[int, typer.Option(help="Number of epochs with histories.")] = 25,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Train a 4-layer GIN on CLUSTER with GAS, in full batch and with naive histories, and compare them."""
+    if graphs < 1 or epochs < 1:
+        raise InputError("graphs and epochs must be at least 1", got=f"{graphs} and {epochs}", fix="Increase them.")
+    results = {mode: _train(mode, graphs, epochs, quiet=json) for mode in _MODES}
+    if json:
+        print_json([{"mode": mode, **result} for mode, result in results.items()])
+        return
     print_table(
         "4-layer GIN on CLUSTER",
         ["", "test accuracy", "train accuracy", "steps", "train seconds", "peak memory"],
         [
             [
-                _MODES[row["mode"]],
-                percent(row["scores"]["test"]),
-                percent(row["scores"]["train"]),
-                str(row["steps"]),
-                f"{row['seconds']['train']:.1f}",
-                megabytes(row["peak_memory"]),
+                _MODES[mode],
+                percent(result["scores"]["test"]),
+                percent(result["scores"]["train"]),
+                str(result["steps"]),
+                f"{result['seconds']['train']:.1f}",
+                megabytes(result["peak_memory"]),
             ]
-            for row in rows
+            for mode, result in results.items()
         ],
     )
+    errors.print("more about these runs: gas report runs -o report.html", soft_wrap=True)
+
+
+def _train(mode: str, graphs: int, epochs: int, *, quiet: bool) -> dict[str, Any]:
+    """Train in one mode, in a process of its own so that its memory can be measured; all modes take as many steps."""
+    batch_size = max(1, graphs // _BATCHES)
+    if mode == "full":  # one step per epoch
+        epochs *= -(-graphs // batch_size)
+    flags = {
+        "data": "cluster",
+        "graphs": graphs,
+        "model": "gin",
+        "layers": 4,
+        "hidden": 32,
+        "mode": mode,
+        "num-parts": graphs,
+        "batch-size": batch_size,
+        "epochs": epochs,
+        "evaluate-every": max(1, epochs // 5),
+        "evaluate-parts": 1,
+        "lr": 0.005,
+        "schedule": "cosine",
+    }
+    command = [sys.executable, "-m", "gnnautoscale.cli", "train", "--json", *(f"--{k}={v}" for k, v in flags.items())]
+    command.append("--no-track-running-stats")  # as in the paper
+    if quiet:
+        command.append("--quiet")
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout  # noqa: S603
+    result: dict[str, Any] = json_format.loads(output)["runs"][0]
+    return result

@@ -15,7 +15,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders with run folders in them.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """Write one HTML page about training runs: curves, staleness, errors, parts, time and memory, compared."""
+    """Write one HTML page that compares training runs: curves, staleness, errors, parts, time and memory."""
     count = write_report(runs, output)
     written = f"written: {output}, about {count} {'run' if count == 1 else 'runs'}"
     errors.print(written, soft_wrap=True, markup=False, highlight=False)

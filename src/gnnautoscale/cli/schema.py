@@ -77,7 +77,7 @@ def fit_options() -> list[Option]:
     hints = get_type_hints(fit)
     options = []
     for name, parameter in inspect.signature(fit).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY and name != "callback":
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in ("task", "callback"):
             options.append(Option(name, _kind(hints[name]), described[name], "Training", parameter.default))
     return options
 

@@ -1,4 +1,4 @@
-"""What only a researcher of the method needs.
+"""For researchers of the method: benchmarks, the paper's experiments, and which nodes models can tell apart.
 
-The paper's experiments, benchmarks, and what models can tell apart. Nothing below imports it.
+It offers the modules ``bench``, ``expressiveness``, ``figure`` and ``reproduce``. Only the command line builds on it.
 """

@@ -1,12 +1,11 @@
-"""Measures training steps, transfers and memory on generated graphs, through the library's own training loop."""
+"""Time training steps, epochs and transfers on generated graphs, through the library's own training loop."""
 
 from __future__ import annotations
 
 import gc
-import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -14,32 +13,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCN, GIN  # type: ignore[import-untyped]
 
 from gnnautoscale._util import PeakMemory
-from gnnautoscale.attach import attached, autoscale
-from gnnautoscale.forward import Memory
+from gnnautoscale.attach import Autoscaler, autoscale
+from gnnautoscale.data import Dataset
+from gnnautoscale.errors import InputError
+from gnnautoscale.forward import GraphMemory
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import DiskHistory, Storage
 from gnnautoscale.kernels import gather_rows, scatter_rows
-from gnnautoscale.training import Engine, Feed, Placement, Precision, make_optimizer
+from gnnautoscale.tasks import NodeClassification
+from gnnautoscale.training import Engine, Feed, Placement, make_optimizer
 
-Row = dict[str, Any]
+#: What a benchmark measured, by name.
+Numbers = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Setup:
-    """A graph whose batches all look alike; the defaults are those of the paper's Figure 4.
+class BenchGraph:
+    """A generated graph whose batches all have the same size; the defaults are those of the paper's Figure 4.
 
     Attributes:
-        nodes: Number of nodes, which is the number of rows of a history.
-        batch_nodes: Nodes of a batch.
-        batches: Batches of an epoch; further nodes are there to be halo nodes.
-        degree: Edges of each batch node from random nodes of its batch.
-        halo_degree: Edges of each halo node into random nodes of the batch.
+        nodes: Number of nodes, and of rows of a history.
+        batch_nodes: Nodes per batch.
+        batches: Batches per epoch. Nodes beyond these batches only serve as halo nodes.
+        degree: Edges into each batch node from random nodes of its batch.
+        halo_degree: Edges from each halo node into random nodes of the batch.
         features: Width of the input.
         classes: Number of classes.
     """
@@ -52,45 +54,66 @@ class Setup:
     features: int = 256
     classes: int = 256
 
+    def check(self, *ratios: float, **counts: int) -> None:
+        """Raise an :class:`InputError` if the graph cannot have such halos, or if a count is below 1.
+
+        Example:
+            >>> BenchGraph(nodes=100_000).check(5.0, layers=4)
+        """
+        if min(*vars(self).values(), *counts.values()) < 1 or min(ratios) < 0:
+            raise InputError("sizes must be at least 1, and ratios at least 0", got="less", fix="Increase it.")
+        if self.batches * self.batch_nodes > self.nodes or (1 + max(ratios)) * self.batch_nodes > self.nodes:
+            raise InputError(
+                "the graph needs nodes for all batches and for the largest halo",
+                got=f"{self.nodes:,} for {self.batches} batches of {self.batch_nodes:,} and a ratio of {max(ratios):g}",
+                fix="Use more nodes, or fewer or smaller batches.",
+            )
+
 
 #: As many nodes, edges and features as ogbn-products, in 150 parts.
-PRODUCTS = Setup(2_400_000, 16_000, 150, degree=39, halo_degree=6, features=100, classes=47)
+PRODUCTS = BenchGraph(2_400_000, 16_000, 150, degree=39, halo_degree=6, features=100, classes=47)
 
 
-def machine(device: torch.device) -> Row:
-    """What the measurements were made with."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {"gpu": gpu, "cpu": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
-
-
-def make_loader(setup: Setup, ratio: float, seed: int = 0) -> HaloLoader:
-    """A graph with ``ratio`` halo nodes per batch node, and a loader of it.
+def make_loader(graph: BenchGraph, ratio: float, seed: int = 0) -> HaloLoader:
+    """Generate a graph with ``ratio`` halo nodes per batch node, and return its loader.
 
     Example:
-        >>> setup = Setup(nodes=100, batch_nodes=10, batches=2, degree=3, halo_degree=3, features=4)
-        >>> batch = next(iter(make_loader(setup, 2.0)))
+        >>> graph = BenchGraph(nodes=100, batch_nodes=10, batches=2, degree=3, halo_degree=3, features=4)
+        >>> batch = next(iter(make_loader(graph, 2.0)))
         >>> batch.batch_size, batch.num_nodes, batch.num_edges
         (10, 30, 90)
     """
     generator = torch.Generator().manual_seed(seed)
-    size, halo = setup.batch_nodes, int(ratio * setup.batch_nodes)
+    size, halo = graph.batch_nodes, int(ratio * graph.batch_nodes)
     edges = []
-    for part in range(setup.batches):
+    for part in range(graph.batches):
         first = part * size
-        nodes = torch.arange(first, first + size).repeat_interleave(setup.degree)
+        nodes = torch.arange(first, first + size).repeat_interleave(graph.degree)
         inside = first + torch.randint(size, nodes.shape, generator=generator)
-        # Distinct nodes of all others, drawn at random.
-        outside = torch.randperm(setup.nodes - size, generator=generator)[:halo]
-        outside = (outside + (outside >= first) * size).repeat_interleave(setup.halo_degree)
+        outside = torch.randperm(graph.nodes - size, generator=generator)[:halo]  # distinct nodes of other parts
+        outside = (outside + (outside >= first) * size).repeat_interleave(graph.halo_degree)
         into = first + torch.randint(size, outside.shape, generator=generator)
         edges.append(torch.stack([torch.cat([inside, outside]), torch.cat([nodes, into])]))
     data = Data(
-        x=torch.randn(setup.nodes, setup.features, generator=generator),
+        x=torch.randn(graph.nodes, graph.features, generator=generator),
         edge_index=torch.cat(edges, dim=1),
-        y=torch.randint(setup.classes, (setup.nodes,), generator=generator),
-        train_mask=torch.ones(setup.nodes, dtype=torch.bool),
+        y=torch.randint(graph.classes, (graph.nodes,), generator=generator),
+        train_mask=torch.ones(graph.nodes, dtype=torch.bool),
     )
-    return HaloLoader(data, partition=torch.arange(setup.nodes) // size)
+    return HaloLoader(data, partition=torch.arange(graph.nodes) // size)
+
+
+def free_memory(device: torch.device) -> int:
+    """Free garbage, cached GPU memory and cuBLAS workspaces; returns the bytes of these workspaces, 0 on a CPU."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    freed = before - torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    return freed
 
 
 def time_epochs(
@@ -99,253 +122,256 @@ def time_epochs(
     *,
     batches: int | None = None,
     placement: Placement = "auto",
-    precision: Precision = "tf32",
     capture: bool = True,
     epochs: int = 5,
     before_epoch: Callable[[], None] | None = None,
-) -> Row:
-    """Train a model for some epochs and take the time of all but the first two.
+) -> Numbers:
+    """Train a model and time its epochs, after two epochs of warm-up.
 
     Args:
         model: An autoscaled model.
-        loader: Cuts the graph into fixed batches.
-        batches: Number of batches of an epoch; by default all.
-        placement: Where batches live.
-        precision: Of matrix products.
-        capture: Whether steps are captured.
-        epochs: How many epochs are timed.
-        before_epoch: Called before each of them; its time does not count.
+        loader: Yields fixed batches.
+        batches: Batches per epoch; by default all.
+        placement: Where batches are kept.
+        capture: Whether steps may be captured.
+        epochs: Number of timed epochs.
+        before_epoch: Called before each epoch, outside the timing.
 
     Returns:
-        ``"epoch"`` and ``"step"`` in seconds, the median over epochs; ``"peak_memory"`` in bytes as allocated and
-        ``"reserved_memory"`` as held by PyTorch, ``None`` on a CPU; ``"how"`` in words.
+        ``"epoch"`` and ``"step"`` in seconds (medians); ``"peak_memory"`` and ``"reserved_memory"``, the bytes that
+        PyTorch allocated and reserved on the GPU, ``None`` on a CPU; ``"how"``, whether steps were captured.
     """
     count = len(loader) if batches is None else batches
-    feed = Feed(model, placement=placement, fixed=loader.is_fixed, num_batches=count)
+    task = NodeClassification.of(Dataset.of(loader.data))
+    feed = Feed(model, task, placement=placement, fixed=loader.is_fixed, num_batches=count)
     optimizer = make_optimizer(model, 0.001, 0.0, 0.0)
-    engine = Engine(model, optimizer, feed, F.cross_entropy, precision=precision, capture=capture)
-    cuda = feed.device.type == "cuda"
+    engine = Engine(model, optimizer, feed, precision="tf32", capture=capture)
+    device, cuda = feed.device, feed.device.type == "cuda"
+    free_memory(device)
     if cuda:
-        gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()  # of earlier work in this process: every measurement pays for its own
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(feed.device)
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = []
     with engine.running():
         model.train()
-        seconds = []
         for _ in range(epochs + 2):
             if before_epoch is not None:
                 before_epoch()
-            # An epoch ends with its loss on the host, so nothing is under way any more.
-            seconds.append(
-                _seconds(lambda: engine.epoch(islice(loader.ready_batches(), count), then=loader.first_of_next_epoch))
-            )
-        seconds = seconds[2:]
+            start = time.perf_counter()
+            engine.epoch(islice(loader.ready_batches(), count), then=loader.first_of_next_epoch)  # waits for the loss
+            seconds.append(time.perf_counter() - start)
         how = engine.how
+    epoch = statistics.median(seconds[2:])
     return {
-        "epoch": statistics.median(seconds),
-        "step": statistics.median(seconds) / count,
-        "peak_memory": torch.cuda.max_memory_allocated(feed.device) if cuda else None,
-        "reserved_memory": torch.cuda.max_memory_reserved(feed.device) if cuda else None,
+        "epoch": epoch,
+        "step": epoch / count,
+        "peak_memory": torch.cuda.max_memory_allocated(device) if cuda else None,
+        "reserved_memory": torch.cuda.max_memory_reserved(device) if cuda else None,
         "how": how,
     }
 
 
-#: How histories are kept in each column of the step benchmark.
-COLUMNS: dict[str, Row] = {
-    "device fp32": {"storage": "device"},
-    "host fp32": {"storage": "host"},
-    "host bf16": {"storage": "host", "dtype": torch.bfloat16},
-    "host fp32, serial": {"storage": "host", "overlap": False},
-    "host fp32, eager": {"storage": "host", "capture": False},
+@dataclass(frozen=True)
+class Histories:
+    """How a benchmark keeps and moves histories.
+
+    Attributes:
+        storage: Where they are.
+        dtype: Their precision, if not the model's.
+        overlap: Whether transfers overlap with computation.
+        capture: Whether steps may be captured.
+        cold: Whether files leave the system's cache before every epoch.
+    """
+
+    storage: Storage
+    dtype: torch.dtype | None = None
+    overlap: bool = True
+    capture: bool = True
+    cold: bool = False
+
+
+#: The columns of the step benchmark.
+COLUMNS = {
+    "device fp32": Histories("device"),
+    "host fp32": Histories("host"),
+    "host bf16": Histories("host", torch.bfloat16),
+    "host fp32, serial": Histories("host", overlap=False),
+    "host fp32, eager": Histories("host", capture=False),
+}
+
+#: The rows of the storage benchmark.
+MEDIA = {
+    "device float32": Histories("device"),
+    "host float32": Histories("host"),
+    "host float32, serial": Histories("host", overlap=False),
+    "host bfloat16": Histories("host", torch.bfloat16),
+    "host float16": Histories("host", torch.float16),
+    "host int8": Histories("host", torch.int8),
+    "host float8": Histories("host", torch.float8_e4m3fn),
+    "disk float32": Histories("disk"),
+    "disk float32, serial": Histories("disk", overlap=False),
+    "disk float32, cold": Histories("disk", cold=True),
+    "disk float32, cold, serial": Histories("disk", cold=True, overlap=False),
+    "disk bfloat16": Histories("disk", torch.bfloat16),
+    "disk int8": Histories("disk", torch.int8),
 }
 
 
-def bench_step(
-    setup: Setup, ratios: Sequence[float], device: torch.device, *, layers: int = 4, epochs: int = 5
-) -> list[Row]:
-    """Time a GIN's training step for growing halos, as in the paper's Figure 4.
+def bench_step(graph: BenchGraph, ratio: float, device: torch.device, *, layers: int = 4, epochs: int = 5) -> Numbers:
+    """Time a GIN's training step, as in the paper's Figure 4.
 
     Args:
-        setup: The graph.
-        ratios: Halo nodes per batch node.
+        graph: The graph.
+        ratio: Halo nodes per batch node.
         device: The compute device.
         layers: Number of layers.
-        epochs: How many epochs are timed for each number.
+        epochs: Number of timed epochs for each column.
 
     Returns:
-        For each ratio the milliseconds of a step per column of ``COLUMNS``; ``"computation"``, how much longer than
-        at the first ratio a step with histories on the device takes; and for each column its ``"I/O"``, how much
-        longer than with histories on the device.
+        ``"ratio"``; ``"milliseconds"`` of a step, for each of ``COLUMNS``; and ``"I/O"``, how much longer a step takes
+        than with histories on the device, as a share, for each of the other columns.
     """
-    rows: list[Row] = []
-    for ratio in ratios:
-        loader = make_loader(setup, ratio)
-        steps: dict[str, float] = {}
-        for column, options in COLUMNS.items():
-            torch.manual_seed(0)
-            model = GIN(setup.features, setup.features, num_layers=layers, out_channels=setup.classes).to(device)
-            history = {name: options[name] for name in ("storage", "dtype") if name in options}
-            autoscale(model, setup.nodes, **history)
-            attached(model).memory.overlap = options.get("overlap", True)
-            capture = options.get("capture", True)
-            measured = time_epochs(model, loader, batches=setup.batches, capture=capture, epochs=epochs)
-            steps[column] = 1e3 * measured["step"]
-        base = steps["device fp32"]
-        first = rows[0]["milliseconds"]["device fp32"] if rows else base
-        rows.append(
-            {
-                "ratio": ratio,
-                "milliseconds": steps,
-                "computation": base / first - 1.0,
-                "I/O": {column: value / base - 1.0 for column, value in steps.items() if column != "device fp32"},
-            }
-        )
-    return rows
+    loader = make_loader(graph, ratio)
+    timed = {name: _time_gin(graph, loader, device, how, layers, epochs) for name, how in COLUMNS.items()}
+    times = {name: numbers["milliseconds"] for name, numbers in timed.items()}
+    base, *others = times
+    return {
+        "ratio": ratio,
+        "milliseconds": times,
+        "I/O": {name: times[name] / times[base] - 1.0 for name in others},
+    }
 
 
-# How much longer than with histories on the device a step has to take for transfers to be told from noise.
-_TOLD = 1.1
+def with_computation(rows: Iterable[Numbers]) -> list[Numbers]:
+    """Add ``"computation"`` to rows of :func:`bench_step`: the device's extra time over the first row, as a share."""
+    rows = list(rows)
+    steps = [row["milliseconds"]["device fp32"] for row in rows]
+    return [{**row, "computation": step / steps[0] - 1.0} for row, step in zip(rows, steps, strict=True)]
 
-#: How histories are kept in each row of the storage benchmark.
-MEDIA: dict[str, Row] = {
-    "device float32": {"storage": "device"},
-    "host float32": {"storage": "host"},
-    "host float32, serial": {"storage": "host", "overlap": False},
-    "host bfloat16": {"storage": "host", "dtype": torch.bfloat16},
-    "host float16": {"storage": "host", "dtype": torch.float16},
-    "host int8": {"storage": "host", "dtype": torch.int8},
-    "host float8": {"storage": "host", "dtype": torch.float8_e4m3fn},
-    "disk float32": {"storage": "disk"},
-    "disk float32, serial": {"storage": "disk", "overlap": False},
-    "disk float32, cold": {"storage": "disk", "cold": True},
-    "disk float32, cold, serial": {"storage": "disk", "cold": True, "overlap": False},
-    "disk bfloat16": {"storage": "disk", "dtype": torch.bfloat16},
-    "disk int8": {"storage": "disk", "dtype": torch.int8},
-}
+
+def step_table(rows: Iterable[Numbers]) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells of a table of :func:`with_computation`'s rows."""
+    overheads = ["host fp32", "host bf16", "host fp32, serial"]
+    cells = [
+        [
+            f"{row['ratio']:g}",
+            *(f"{row['milliseconds'][name]:.3f}" for name in COLUMNS),
+            f"{100 * row['computation']:+.0f} %",
+            *(f"{100 * row['I/O'][name]:+.1f} %" for name in overheads),
+        ]
+        for row in rows
+    ]
+    return ["halo / batch", *(f"{n} (ms)" for n in COLUMNS), "computation", *(f"I/O {n}" for n in overheads)], cells
 
 
 def bench_storage(
-    setup: Setup, ratio: float, device: torch.device, folder: Path, *, layers: int = 4, epochs: int = 5
-) -> list[Row]:
-    """Time a GIN's training step for every medium and precision of histories, on one graph.
+    graph: BenchGraph, ratio: float, device: torch.device, folder: Path, *, layers: int = 4, epochs: int = 5
+) -> list[Numbers]:
+    """Time a GIN's training step for every storage and precision of histories.
 
-    Args:
-        setup: The graph.
-        ratio: Halo nodes per batch node.
-        device: The compute device.
-        folder: Where histories on disk go.
-        layers: Number of layers.
-        epochs: How many epochs are timed for each row.
+    Histories on disk go to ``folder``; the other arguments are those of :func:`bench_step`.
 
     Returns:
-        A row for each of ``MEDIA``: ``"milliseconds"`` of a step, that ``"to host"`` memory in float32,
-        ``"megabytes"`` of rows moved in a step, ``"overlap"``, the share of the time of transfers that steps hide,
-        where it was also timed without any overlap, ``"history"`` in bytes, and ``"peak_memory"`` in bytes: on a GPU
-        what PyTorch allocated, on a CPU what the process grew by, with pages of files that the system keeps for it.
+        For each of ``MEDIA``: ``"milliseconds"`` of a step; ``"to host"``, their ratio to host memory in float32;
+        ``"megabytes"`` of rows moved per step; ``"overlap"``, the share of the transfers' time that is hidden, if
+        known; ``"history"``, the bytes of all histories; and ``"peak_memory"`` in bytes: what PyTorch allocated on a
+        GPU, or by how much the process grew on a CPU, cached files included.
     """
-    loader = make_loader(setup, ratio)
-    rows: list[Row] = []
-    for name, options in MEDIA.items():
-        torch.manual_seed(0)
-        model = GIN(setup.features, setup.features, num_layers=layers, out_channels=setup.classes).to(device)
-        timed = _time_medium(model, setup, loader, folder, epochs, **options)
-        del model  # and its histories with it
-        gc.collect()
-        moved = timed["history"] // setup.nodes * setup.batch_nodes * (1 + ratio)
+    loader = make_loader(graph, ratio)
+    rows: list[Numbers] = []
+    for name, how in MEDIA.items():
+        timed = _time_gin(graph, loader, device, how, layers, epochs, folder)
+        gc.collect()  # frees the histories
+        moved = timed["history"] // graph.nodes * graph.batch_nodes * (1 + ratio)
         rows.append({"histories": name, "megabytes": 1e-6 * moved, **timed})
     times = {row["histories"]: row["milliseconds"] for row in rows}
+    base = times["device float32"]
     for row in rows:
-        name, base = row["histories"], times["device float32"]
         row["to host"] = row["milliseconds"] / times["host float32"]
-        serial = times.get(f"{name}, serial")
-        # Where transfers without overlap hardly show, there is nothing to tell.
-        told = serial is not None and serial > _TOLD * base
-        row["overlap"] = (serial - row["milliseconds"]) / (serial - base) if told else None
+        serial = times.get(f"{row['histories']}, serial", 0.0)
+        visible = serial > 1.1 * base  # otherwise transfers cannot be told from noise
+        row["overlap"] = (serial - row["milliseconds"]) / (serial - base) if visible else None
     return rows
 
 
-def _time_medium(
-    model: nn.Module,
-    setup: Setup,
+def _time_gin(
+    graph: BenchGraph,
     loader: HaloLoader,
-    folder: Path,
+    device: torch.device,
+    how: Histories,
+    layers: int,
     epochs: int,
-    *,
-    storage: Storage,
-    dtype: torch.dtype | None = None,
-    overlap: bool = True,
-    cold: bool = False,
-) -> Row:
-    device = next(model.parameters()).device
+    folder: Path | None = None,
+) -> Numbers:
+    torch.manual_seed(0)
+    model = GIN(graph.features, graph.features, num_layers=layers, out_channels=graph.classes).to(device)
+    folder = folder if how.storage == "disk" else None
     with PeakMemory(device) as peak:
-        autoscale(model, setup.nodes, storage=storage, dtype=dtype, history_dir=folder if storage == "disk" else None)
-        memory = attached(model).memory
-        memory.overlap = overlap
-        evict = partial(_evict, memory) if cold else None
-        timed = time_epochs(model, loader, batches=setup.batches, epochs=epochs, before_epoch=evict)
+        memory = GraphMemory(None, graph.nodes, how.storage, how.dtype, folder, overlap=how.overlap)
+        Autoscaler(model, memory, None)
+        evict = partial(_evict, memory) if how.cold else None
+        timed = time_epochs(
+            model, loader, batches=graph.batches, capture=how.capture, epochs=epochs, before_epoch=evict
+        )
     size = sum(history.num_bytes for history in memory.histories.values())
     return {"milliseconds": 1e3 * timed["step"], "history": size, "peak_memory": peak.num_bytes}
 
 
-def _evict(memory: Memory) -> None:
+def _evict(memory: GraphMemory) -> None:
     memory.settle()
     for history in memory.histories.values():
         if isinstance(history, DiskHistory):
             history.evict()
 
 
-def draw_steps(figure: Any, result: Row) -> None:
-    """Draw the milliseconds of a step, and the overhead of histories in host memory.
+def draw_steps(result: Numbers, figure: Any) -> None:
+    """Draw the time of a step, and the overhead of histories in host memory.
 
     Args:
-        figure: An empty figure of matplotlib.
-        result: The rows of :func:`bench_step` as ``"rows"``, :func:`machine` as ``"machine"``, and as ``"setup"`` the
-            fields of :class:`Setup` with the number of layers.
+        result: ``"rows"`` of :func:`bench_step`; ``"setup"``, the graph's fields and the number of layers; and
+            ``"machine"``.
+        figure: An empty matplotlib figure.
     """
-    rows, setup, made_on = result["rows"], result["setup"], result["machine"]
+    rows, setup = result["rows"], result["setup"]
     ratios = [row["ratio"] for row in rows]
     left, right = figure.subplots(1, 2)
-    styles = {"device fp32": "k-", "host fp32": "C0o-", "host bf16": "C2s-", "host fp32, serial": "C3^--"}
-    names = {
-        "device fp32": "on the device",
-        "host fp32": "in host memory",
-        "host bf16": "in host memory, bf16",
-    }
-    for column, style in styles.items():
-        label = names.get(column, "in host memory, serial")
-        left.plot(ratios, [row["milliseconds"][column] for row in rows], style, label=label)
-        if column != "device fp32":
-            right.plot(ratios, [100 * row["I/O"][column] for row in rows], style, label=label)
-    left.set_ylabel("milliseconds per training step")
-    right.set_ylabel("I/O overhead (%)")
+    for name, style, label in (
+        ("device fp32", "k-", "on the device"),
+        ("host fp32", "C0o-", "in host memory"),
+        ("host bf16", "C2s-", "in host memory, bf16"),
+        ("host fp32, serial", "C3^--", "in host memory, serial"),
+    ):
+        left.plot(ratios, [row["milliseconds"][name] for row in rows], style, label=label)
+        if name != "device fp32":
+            right.plot(ratios, [100 * row["I/O"][name] for row in rows], style, label=label)
+    left.set(ylabel="milliseconds per training step")
     left.set_ylim(bottom=0)
-    # Small steps on a CPU differ by chance, either way.
+    right.set(ylabel="I/O overhead (%)")
     right.set_ylim(bottom=min(0.0, *(100 * value for row in rows for value in row["I/O"].values())))
     for axes in (left, right):
-        axes.set_xlabel("halo nodes per batch node")
+        axes.set(xlabel="halo nodes per batch node")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    figure.suptitle(
-        f"{setup['layers']}-layer GIN, {setup['features']} wide, {setup['batch_nodes']:,} batch nodes, "
-        f"{setup['nodes']:,}-node histories, {made_on['gpu'] or made_on['cpu']}",
-        fontsize=10,
-    )
+    title = f"{setup['layers']}-layer GIN, {setup['features']} wide, {setup['batch_nodes']:,} batch nodes, "
+    figure.suptitle(f"{title}{setup['nodes']:,}-node histories, {result['machine']}", fontsize=10)
 
 
-def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_000, width: int = 256) -> list[Row]:
-    """Compare pulls and pushes of random rows with plain copies of as many bytes over the same bus.
+def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_000, width: int = 256) -> list[Numbers]:
+    """Compare pulls and pushes of random rows with plain copies of the same size.
 
     Args:
         device: A GPU.
         nodes: Rows of the history, in pinned host memory.
-        rows: How many of them are pulled or pushed.
-        width: Values in a row.
+        rows: Number of rows to pull and push.
+        width: Values per row.
 
     Returns:
-        For each type and direction the gigabytes per second and their share of the copy's.
+        For each direction and type: the speed ``"GB/s"``, that of the copy, ``"copy GB/s"``, and their ``"share"``.
     """
-    found: list[Row] = []
+    if device.type != "cuda":
+        raise InputError("this benchmark needs a GPU", got=repr(str(device)), fix="Run it on a machine with one.")
+    from torch.utils.benchmark import Timer  # here, because importing it takes a third of a second
+
+    found: list[Numbers] = []
     index = torch.randperm(nodes, device=device)[:rows]
     for dtype in (torch.float32, torch.bfloat16):
         history = torch.zeros(nodes, width, dtype=dtype, pin_memory=True)
@@ -355,54 +381,24 @@ def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_00
             "pull": (partial(gather_rows, history, index, near), partial(near.copy_, far, non_blocking=True)),
             "push": (partial(scatter_rows, near, index, history), partial(far.copy_, near, non_blocking=True)),
         }
-        for name, (moved, copied) in work.items():
-            speed, bus = (near.nbytes / _gpu_seconds(call) / 1e9 for call in (moved, copied))
-            found.append(
-                {
-                    "what": name,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "GB/s": speed,
-                    "copy GB/s": bus,
-                    "share": speed / bus,
-                }
-            )
+        for what, calls in work.items():
+            timers = [Timer("call()", globals={"call": call}).blocked_autorange() for call in calls]
+            speed, copy = (near.nbytes / timer.median / 1e9 for timer in timers)
+            numbers = {"GB/s": speed, "copy GB/s": copy, "share": speed / copy}
+            found.append({"what": what, "dtype": str(dtype).removeprefix("torch."), **numbers})
     return found
 
 
-def bench_epoch(setup: Setup, ratio: float, device: torch.device, *, layers: int = 3, width: int = 256) -> list[Row]:
-    """Time an epoch of a GCN over all nodes of a large graph, with batches on the device and in host memory.
-
-    Args:
-        setup: The graph; its batches cover all nodes.
-        ratio: Halo nodes per batch node.
-        device: The compute device.
-        layers: Number of layers.
-        width: Width of the layers between the first and the last.
+def bench_epoch(
+    graph: BenchGraph, ratio: float, device: torch.device, *, layers: int = 3, width: int = 256
+) -> list[Numbers]:
+    """Time an epoch of a GCN, ``width`` wide, on a graph whose batches cover all nodes.
 
     Returns:
-        What :func:`time_epochs` measures, for both places.
+        The numbers of :func:`time_epochs` with ``"batches"`` on the device and in host memory.
     """
-    loader = make_loader(setup, ratio)
-    model = GCN(setup.features, width, num_layers=layers, out_channels=setup.classes).to(device)
+    loader = make_loader(graph, ratio)
+    model = GCN(graph.features, width, num_layers=layers, out_channels=graph.classes).to(device)
     autoscale(model, loader.graph.num_nodes, storage="host")
     places: tuple[Placement, ...] = ("device", "host")
     return [{"batches": place, **time_epochs(model, loader, placement=place, epochs=3)} for place in places]
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def _gpu_seconds(work: Callable[[], Any], repeats: int = 20) -> float:
-    """The median time of some work on the GPU, after a warm-up."""
-    times: list[float] = []
-    for _ in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times[3:])

@@ -16,7 +16,7 @@ from gnnautoscale.forward.exchange import (
     run_pass,
 )
 from gnnautoscale.forward.hooks import Hooks, has_hooks
-from gnnautoscale.forward.memory import Memory
+from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.norms import normalize_by_constants, uses_own_statistics
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
@@ -32,11 +32,11 @@ __all__ = [
     "EdgeRecord",
     "EdgeSource",
     "ExchangePolicy",
+    "GraphMemory",
     "HistoryStore",
     "Hooks",
     "LayerCall",
     "LayerRun",
-    "Memory",
     "Observer",
     "Plan",
     "PlanOnly",

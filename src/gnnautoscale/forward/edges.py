@@ -12,7 +12,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward.memory import Memory
+from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import BatchEdges, EdgeRecord, align, keep_edges
 from gnnautoscale.graph import BatchInfo, BatchTensor, EdgesByTarget
@@ -63,7 +63,7 @@ class RecordedEdges(EdgeSource):
         self,
         info: BatchInfo,
         plan: Plan,
-        memory: Memory,
+        memory: GraphMemory,
         device: torch.device,
         *,
         dropout: float = 0.0,
@@ -135,7 +135,7 @@ class RecordedEdges(EdgeSource):
 
     def _batch_edges(self, record: EdgeRecord, active: ActiveLayer) -> BatchEdges:
         if record not in self._edges:
-            batch_edges = self._info.placed.get(record)
+            batch_edges = self._info.placed(record)
             if batch_edges is None:
                 batch_edges = record.for_batch(self._info, describe(active.name, active.layer))
                 # A CPU keeps the same object, and with it the adjacencies computed from it.

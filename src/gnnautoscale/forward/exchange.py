@@ -47,16 +47,18 @@ class StepExchange(ExchangePolicy):
 
     Args:
         push_all: Push even rows that no other batch can pull.
+        begins: Whether the session begins and completes the step; if not, its caller does.
     """
 
-    def __init__(self, *, push_all: bool = False) -> None:
-        self._push_all = push_all
+    def __init__(self, *, push_all: bool = False, begins: bool = True) -> None:
+        self._push_all, self._begins = push_all, begins
 
     def begin(self, session: Session) -> None:
         """Start moving the rows that the step needs."""
-        transfer, memory = session.memory.transfer(session.device), session.memory
-        transfer.begin(session.info, memory.row_order(session.info), memory.histories)
-        transfer.look_ahead()
+        if self._begins:
+            transfer = session.memory.transfer(session.device)
+            session.memory.begin(session.info, transfer)
+            transfer.look_ahead()
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """Push the batch's rows and return them, followed by the halo's."""
@@ -67,14 +69,17 @@ class StepExchange(ExchangePolicy):
         rows, memory = session.own(out), session.memory
         push = not session.repeating
         if push:
-            memory.written_by = None
+            memory.mark_changed()
         history = memory.history(slot, rows)
         full = memory.transfer(session.device).exchange(slot, history, as_matrix(rows), push=push)
         return full if out.dim() == 2 else full.view(-1, *out.shape[1:])
 
     def end(self, session: Session) -> None:
         """Send the pushed rows off."""
-        session.memory.transfer(session.device).end()
+        transfer = session.memory.transfer(session.device)
+        transfer.end()
+        if self._begins:
+            transfer.complete()
 
 
 class RowStore(ABC):
@@ -108,8 +113,7 @@ class HistoryStore(RowStore):
 
     def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
         """See :meth:`RowStore.read`; rows that were never written are zero."""
-        place = session.memory.row_order(session.info).rows(session.info)
-        index = place.on(session.device)[which]
+        index = session.memory.rows_of(session.info).on(session.device)[which]
         if slot not in session.memory.histories:
             return like.new_zeros((index.numel(), *like.shape[1:]))
         rows = session.memory.histories[slot].pull(index, device=session.device, dtype=like.dtype)
@@ -120,9 +124,9 @@ class HistoryStore(RowStore):
         if not self._writes:
             return
         memory, rows = session.memory, rows.detach()
-        memory.written_by = None
-        place = memory.row_order(session.info).rows(session.info)
-        memory.history(slot, rows).push(as_matrix(rows), place.index[: session.info.batch_size], place.runs)
+        memory.mark_changed()
+        place = memory.rows_of(session.info)
+        memory.history(slot, rows).push(as_matrix(rows), place.index[: place.batch_size], place.runs)
 
 
 class StoreExchange(ExchangePolicy):

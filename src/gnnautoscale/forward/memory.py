@@ -1,4 +1,4 @@
-"""What is remembered about one graph: a history for each slot, and what layers do with its edges."""
+"""What is kept about one graph: a history for each slot, and what layers do with its edges."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import EdgeRecord, Recorder
-from gnnautoscale.graph import BatchInfo, Graph, RowOrder
+from gnnautoscale.graph import BatchInfo, Graph, PartOrder
 from gnnautoscale.history import Folder, History, Medium, Storage, check_storage, choose_medium, codec_for, open_history
-from gnnautoscale.transfer import Threaded, Transfer, transfer_for
+from gnnautoscale.transfer import BatchRows, Transfer, open_transfer
 
 # How many rows are copied at once.
 _MOST_COPIED = 1 << 18
 
 
-class Memory:
-    """What is remembered about one graph: a history for each slot, and what layers do with its edges.
+class GraphMemory:
+    """A history for each slot of a model on one graph, and what its layers do with the graph's edges.
 
     Args:
         graph: The graph, or ``None`` if only its size is known so far.
         num_nodes: Number of nodes.
-        storage: Where histories live; ``"auto"`` decides once it is known how large they are.
+        storage: Where histories live; ``"auto"`` decides once their size is known.
         dtype: The type histories are kept in, or ``None`` for the type of the embeddings.
-        folder: Where histories on disk are.
+        folder: The folder of histories on disk.
+        overlap: Whether rows in host memory and on disk move while a step computes.
 
     Attributes:
         medium: Where histories live, once that is decided.
-        why: Why they do, in words.
+        why: The reason, in words.
+        histories: The histories that exist so far, by slot.
+        recorder: Records what layers do with the graph's edges.
+        events: What was recorded, by layer call.
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class Memory:
         storage: Storage,
         dtype: torch.dtype | None,
         folder: Folder | str | Path | None = None,
+        *,
+        overlap: bool = True,
     ) -> None:
         check_storage(storage, folder if not isinstance(folder, Folder) else folder.path)
         self.num_nodes = num_nodes
@@ -54,65 +60,45 @@ class Memory:
             self.folder = Folder(Path(folder))
         self.medium: Medium | None = None if storage == "auto" else storage
         self.why = "this was asked for"
-        # How many sets of histories there are at a time: exact evaluation in batches takes a second one.
-        self.sets = 1
-        self._prepared = False
         self.histories: dict[str, History] = {}
         self.recorder = Recorder(graph) if graph is not None else None
         self.records: dict[str, list[EdgeRecord]] = {}
-        # Checksums of the weights that wrote all rows of all histories, or None if no single weights did.
-        self.written_by: list[float] | None = None
-        # Whether rows in host memory move while a step computes.
-        self.overlap = True
+        self._overlap = overlap
+        self._sets = 1
+        self._prepared = False
+        # The checksum of the weights that wrote all rows of all histories, or None if no single weights did.
+        self._written_by: list[float] | None = None
         self._transfer: tuple[torch.device, Transfer] | None = None
-        self._order: RowOrder | None = None
+        self._order: PartOrder | None = None
 
-    def transfer(self, device: torch.device) -> Transfer:
-        """How training steps on a device reach these histories."""
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        if self._transfer is None or self._transfer[0] != device:
-            self.settle()
-            threaded = self.medium == "disk" and self.overlap
-            host = self.medium == "host" and self.overlap
-            self._transfer = device, Threaded(device) if threaded else transfer_for(device, host=host)
-        return self._transfer[1]
+    # Rows and how they move ##########################################################################################
 
-    def prepare(self, plan: Plan, device: torch.device) -> None:
-        """Decide where histories live, and check that there is room for all of them."""
-        if self._prepared or self.medium in ("device", "host"):
-            return  # where no room is, PyTorch says so
-        rows = {slot: plan.rows[slot] for slot in plan.live}
-        self._make_room(
-            {slot: (math.prod(like.shape[1:]), self.dtype or like.dtype) for slot, like in rows.items()}, device
-        )
-
-    def reopen(
-        self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device, order: RowOrder | None = None
-    ) -> None:
-        """Create histories as they were before: of what width and type each slot's is, and the order of the rows."""
-        self._make_room(kept, device)
-        self._order = order or self._order
-        for slot, (width, dtype) in kept.items():
-            self._open(slot, width, dtype, device)
-
-    def _make_room(self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device) -> None:
-        self._prepared = True
-        codecs = [codec_for(dtype, width) for width, dtype in kept.values()]
-        needed = self.sets * sum(self.num_nodes * codec.raw_width * codec.raw_dtype.itemsize for codec in codecs)
-        if self.medium is None:
-            self.medium, self.why = choose_medium(needed, device, disk=self.folder is not None)
-            self._transfer = None  # there was none that mattered
-        if self.folder is not None and self.medium == "disk":
-            self.folder.check_space(needed)
-        elif self.folder is not None:
-            self.folder.close()  # another run may have it
-
-    def row_order(self, info: BatchInfo) -> RowOrder:
+    def row_order(self, info: BatchInfo) -> PartOrder:
         """The order of the rows in all histories: that of the loader whose batch came first."""
         if self._order is None:
             self._order = info.order
         return self._order
+
+    @torch.inference_mode(False)  # kept for training too
+    def rows_of(self, info: BatchInfo) -> BatchRows:
+        """Where a batch's rows lie in all histories."""
+        order = self.row_order(info)
+        return info.derive(order, lambda: BatchRows(order.row_of[info.n_id], info.batch_size))
+
+    def transfer(self, device: torch.device) -> Transfer:
+        """Moves rows between steps on a device and these histories."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if self._transfer is None or self._transfer[0] != device:
+            self.settle()
+            self._close_transfer()
+            self._transfer = device, open_transfer(self.medium, device, overlap=self._overlap)
+        return self._transfer[1]
+
+    def begin(self, info: BatchInfo, transfer: Transfer) -> None:
+        """Begin a step on a batch, and say which batch is likely to follow."""
+        following = None if info.upcoming is None else self.rows_of(info.upcoming)
+        transfer.begin(self.rows_of(info), following, self.histories)
 
     def settle(self) -> None:
         """Let what follows see all pushes of training steps; afterwards it may change histories itself."""
@@ -120,37 +106,59 @@ class Memory:
             self._transfer[1].settle()
 
     def release(self) -> None:
-        """Let another run have the folder of histories on disk."""
+        """Free the threads that move rows, and let another run have the folder of histories on disk."""
+        self._close_transfer()
         if self.folder is not None:
             self.folder.close()
 
-    def apart(self) -> Memory:
-        """A memory of the same graph with histories of its own; what is known about edges is shared."""
-        memory = Memory(None, self.num_nodes, self.medium or self.storage, self.dtype, self.folder)
-        memory.recorder, memory.records = self.recorder, self.records
-        memory.overlap = False  # there are no steps to overlap with
-        return memory
+    def _close_transfer(self) -> None:
+        if self._transfer is not None:
+            self._transfer[1].close()
+            self._transfer = None
 
-    def grown(self, info: BatchInfo, device: torch.device) -> Memory:
-        """A memory of a graph that begins with the nodes of this one's: their rows are the same, others are zero.
+    # Whose rows these are ############################################################################################
+
+    def mark_changed(self) -> None:
+        """Note that some rows change, so that no single weights wrote all of them."""
+        self._written_by = None
+
+    def mark_written_by(self, checksum: list[float]) -> None:
+        """Note that the weights with this checksum wrote all rows of all histories."""
+        self._written_by = checksum
+
+    def is_written_by(self, checksum: list[float]) -> bool:
+        """Whether the weights with this checksum wrote all rows of all histories."""
+        return self._written_by == checksum
+
+    # Where histories live ############################################################################################
+
+    def reserve_second_set(self) -> None:
+        """Count histories twice when their medium is chosen, since exact evaluation in batches takes a second set."""
+        self._sets = 2
+
+    def prepare(self, plan: Plan, device: torch.device) -> None:
+        """Decide where histories live, and check that there is room for all of them."""
+        if self._prepared or self.medium in ("device", "host"):
+            return  # allocating them fails if there is no room
+        rows = {slot: plan.rows[slot] for slot in plan.live}
+        self._make_room(
+            {slot: (math.prod(like.shape[1:]), self.dtype or like.dtype) for slot, like in rows.items()}, device
+        )
+
+    def reopen(
+        self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device, order: PartOrder | None = None
+    ) -> None:
+        """Create histories as they were before.
 
         Args:
-            info: A batch of that graph; rows are kept in the order of its loader.
+            kept: The width and type of each slot's history.
             device: The compute device.
+            order: The order of their rows, if it is known.
         """
-        self.settle()
-        memory = Memory(info.graph, info.graph.num_nodes, self.medium or self.storage, self.dtype, self.folder)
-        memory.why, memory.written_by, memory.overlap = self.why, self.written_by, self.overlap
-        if self.histories:
-            memory.reopen({slot: (kept.width, kept.dtype) for slot, kept in self.histories.items()}, device)
-            row_before, row_now = self.row_order(info).row_of, memory.row_order(info).row_of[: self.num_nodes]
-        for slot, history in self.histories.items():
-            # A type that holds whatever is kept, so that it comes back as it was.
-            dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
-            for nodes in torch.split(row_now.argsort(), _MOST_COPIED):
-                rows = history.pull(row_before[nodes], device=device, dtype=dtype)
-                memory.histories[slot].push(rows, row_now[nodes])
-        return memory
+        self._make_room(kept, device)
+        self._order = order or self._order
+        for slot, (width, dtype) in kept.items():
+            self._open(slot, width, dtype, device)
 
     def record(
         self,
@@ -184,13 +192,25 @@ class Memory:
             self._open(slot, math.prod(rows.shape[1:]), self.dtype or rows.dtype, rows.device)
         return self.histories[slot]
 
+    def _make_room(self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device) -> None:
+        self._prepared = True
+        codecs = [codec_for(dtype, width) for width, dtype in kept.values()]
+        needed = self._sets * sum(self.num_nodes * codec.raw_width * codec.raw_dtype.itemsize for codec in codecs)
+        if self.medium is None:
+            self.medium, self.why = choose_medium(needed, device, disk=self.folder is not None)
+            self._close_transfer()  # which was opened before the medium was known
+        if self.folder is not None and self.medium == "disk":
+            self.folder.check_space(needed)
+        elif self.folder is not None:
+            self.folder.close()  # another run may have it
+
     def _open(self, slot: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
         if self.medium is None:
-            raise RuntimeError("where histories live is decided before there are any")
+            raise RuntimeError("the medium has to be chosen before a history is opened")
         path = self.folder.file(slot) if self.medium == "disk" and self.folder is not None else None
         try:
             self.histories[slot] = open_history(self.medium, self.num_nodes, width, dtype, device=device, path=path)
-        except RuntimeError as error:  # what PyTorch raises for lack of memory, on a GPU as a kind of its own
+        except RuntimeError as error:  # PyTorch's error for lack of memory, which has a class of its own on a GPU only
             if "memory" not in str(error):
                 raise
             raise InputError(
@@ -199,14 +219,52 @@ class Memory:
                 fix="Use storage='disk' (or 'host' if this was a GPU's memory), or a smaller history_dtype.",
             ) from error
 
+    # Copies ##########################################################################################################
+
+    def apart(self) -> GraphMemory:
+        """A memory of the same graph with histories of its own; what is known about edges is shared."""
+        # No steps to overlap with.
+        memory = GraphMemory(None, self.num_nodes, self.medium or self.storage, self.dtype, self.folder, overlap=False)
+        memory.recorder, memory.records = self.recorder, self.records
+        return memory
+
+    def grown(self, info: BatchInfo, device: torch.device) -> GraphMemory:
+        """A memory of a graph whose first nodes are those of this one: their rows are copied, others are zero.
+
+        Args:
+            info: A batch of that graph; rows are kept in the order of its loader.
+            device: The compute device.
+        """
+        self.settle()
+        self._close_transfer()
+        memory = GraphMemory(
+            info.graph,
+            info.graph.num_nodes,
+            self.medium or self.storage,
+            self.dtype,
+            self.folder,
+            overlap=self._overlap,
+        )
+        memory.why, memory._written_by = self.why, self._written_by
+        if self.histories:
+            memory.reopen({slot: (kept.width, kept.dtype) for slot, kept in self.histories.items()}, device)
+            row_before, row_now = self.row_order(info).row_of, memory.row_order(info).row_of[: self.num_nodes]
+        for slot, history in self.histories.items():
+            # Wide enough for every type, so that rows come back as they were.
+            dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
+            for nodes in torch.split(row_now.argsort(), _MOST_COPIED):
+                rows = history.pull(row_before[nodes], device=device, dtype=dtype)
+                memory.histories[slot].push(rows, row_now[nodes])
+        return memory
+
 
 def check_finite(slot: str, rows: Tensor, info: BatchInfo) -> None:
-    """Refuse to keep rows that are not finite, since they would spoil those of other batches for good.
+    """Refuse rows that are not finite, since they would spoil those of other batches for good.
 
-    On a GPU, where looking would make every step wait, the loss is looked at after each epoch instead.
+    On a GPU, where a look would make every step wait, the loss is checked after each epoch instead.
 
     Args:
-        slot: The slot that they are of.
+        slot: Their slot.
         rows: The batch's rows, ``[batch_size, ...]``.
         info: The batch.
     """

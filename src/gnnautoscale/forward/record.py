@@ -104,19 +104,20 @@ class EdgeRecord:
     @torch.inference_mode(False)  # kept for training too
     def for_batch(self, info: BatchInfo, layer: str) -> BatchEdges:
         """The edges into a batch with their constants, in host memory."""
-        if self not in info.memo:
-            target, source, edge = self.edges.into(info.nodes)
-            local = info.graph.locate(info.n_id, source)
-            if local.numel() and int(local.min()) < 0:
-                raise UnsupportedModelError(
-                    f"{layer} reverses edges, so the halo must contain neighbours in both directions",
-                    got="a graph that is not symmetric, and a halo of nodes with edges into the batch only",
-                    fix="Build the loader with HaloLoader(..., bidirectional=True).",
-                )
-            ends = [local, target] if self.edges.target_row == 1 else [target, local]
-            constants = {name: value[edge] for name, value in self.constants.items()}
-            info.memo[self] = BatchEdges(torch.stack(ends), constants)
-        return cast(BatchEdges, info.memo[self])
+        return info.derive(self, lambda: self._cut(info, layer))
+
+    def _cut(self, info: BatchInfo, layer: str) -> BatchEdges:
+        target, source, edge = self.edges.into(info.nodes)
+        local = info.graph.locate(info.n_id, source)
+        if local.numel() and int(local.min()) < 0:
+            raise UnsupportedModelError(
+                f"{layer} reverses edges, so the halo must contain neighbours in both directions",
+                got="a graph that is not symmetric, and a halo of nodes with edges into the batch only",
+                fix="Build the loader with HaloLoader(..., bidirectional=True).",
+            )
+        ends = [local, target] if self.edges.target_row == 1 else [target, local]
+        constants = {name: value[edge] for name, value in self.constants.items()}
+        return BatchEdges(torch.stack(ends), constants)
 
 
 def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:

@@ -22,7 +22,7 @@ from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import norms
 from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, RecordedEdges
 from gnnautoscale.forward.exchange import ExchangePolicy
-from gnnautoscale.forward.memory import Memory, check_finite
+from gnnautoscale.forward.memory import GraphMemory, check_finite
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.graph import BatchInfo, BatchTensor
@@ -51,7 +51,7 @@ class Session:
         self,
         info: BatchInfo,
         plan: Plan,
-        memory: Memory,
+        memory: GraphMemory,
         device: torch.device,
         exchange: ExchangePolicy,
         *,
@@ -60,6 +60,7 @@ class Session:
         observers: Sequence[Observer] = (),
         edge_dropout: float = 0.0,
         input_gradients: bool = False,
+        begins: bool = True,
     ) -> None:
         self.info, self.plan, self.memory, self.device = info, plan, memory, device
         self._exchange, self._normalize = exchange, normalize or Session.by_own_statistics

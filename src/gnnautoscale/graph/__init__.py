@@ -5,7 +5,7 @@ nothing about models or histories.
 """
 
 from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader, Subgraphs, check_fan_out, whole_neighbourhood
-from gnnautoscale.graph.batch import BatchInfo, BatchTensor, HistoryRows, RowOrder
+from gnnautoscale.graph.batch import BatchInfo, BatchTensor, PartOrder
 from gnnautoscale.graph.graph import EdgesByTarget, Graph, check_nodes
 from gnnautoscale.graph.loader import HaloLoader, ReadyBatch, tagged_copies
 from gnnautoscale.graph.partitioning import connectivity, fingerprint, partition
@@ -17,9 +17,8 @@ __all__ = [
     "EdgesByTarget",
     "Graph",
     "HaloLoader",
-    "HistoryRows",
+    "PartOrder",
     "ReadyBatch",
-    "RowOrder",
     "SampleLoader",
     "Subgraphs",
     "check_fan_out",

@@ -1,4 +1,4 @@
-"""Where a batch lies in its graph and in histories, and tensors that know which batch they belong to."""
+"""Where a batch lies in its graph, and tensors that know which batch they belong to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,30 +14,52 @@ from torch import Tensor
 
 from gnnautoscale.graph.graph import Graph
 
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class PartOrder:
+    """The nodes of a graph part by part, so that a batch consists of few contiguous pieces.
+
+    Attributes:
+        row_of: The position of each node in this order, ``[num_nodes]``.
+    """
+
+    row_of: Tensor
+
+    @staticmethod
+    def of(nodes: Tensor) -> PartOrder:
+        """The order in which all nodes of a graph are given, ``[num_nodes]``.
+
+        Example:
+            >>> PartOrder.of(torch.tensor([2, 0, 1])).row_of
+            tensor([1, 2, 0])
+        """
+        row_of = torch.empty_like(nodes)
+        row_of[nodes] = torch.arange(nodes.numel())
+        return PartOrder(row_of)
+
 
 @dataclass(eq=False)
 class BatchInfo:
-    """Where a batch lies in its graph.
+    """Where a batch lies in its graph, and what is known about it.
 
     Attributes:
         graph: The whole graph.
         n_id: Node index of each row, the batch's nodes first, then the halo, ``[num_rows]``, in host memory.
-        batch_size: How many of the rows are the batch's own nodes.
+        batch_size: Number of rows that are the batch's own nodes.
         e_id: Edge index of each edge of the batch, ``[num_edges]``, in host memory.
-        order: The order in which the batch's loader would keep rows of histories.
-        memo: What was computed for this batch alone, for as long as what it was computed from is in use.
-        placed: Pieces of the batch that are on the compute device already, by what they are pieces of.
-        upcoming: The batch that is likely to follow, so that its rows can be pulled ahead; a hint.
+        order: The order of all nodes by the parts of the batch's loader.
     """
 
     graph: Graph
     n_id: Tensor
     batch_size: int
     e_id: Tensor
-    order: RowOrder
-    memo: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)
-    placed: dict[Any, Any] = field(default_factory=dict)
-    upcoming: BatchInfo | None = None
+    order: PartOrder
+    _derived: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
+    _placed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    _upcoming: BatchInfo | None = field(default=None, init=False, repr=False)
 
     @property
     def num_rows(self) -> int:
@@ -59,65 +81,48 @@ class BatchInfo:
         """The halo's nodes, ``[num_rows - batch_size]``."""
         return self.n_id[self.batch_size :]
 
+    def derive(self, owner: Any, compute: Callable[[], T]) -> T:
+        """What an owner needs to know about the batch: computed once, and dropped with the owner."""
+        if owner not in self._derived:
+            self._derived[owner] = compute()
+        return cast(T, self._derived[owner])
 
-@dataclass(eq=False)
-class HistoryRows:
-    """Where a batch's rows lie in a history.
+    def forget(self, owner: Any) -> None:
+        """Drop what was derived for an owner."""
+        self._derived.pop(owner, None)
 
-    Attributes:
-        index: The row of each node of batch and halo, ``[num_rows]``, in host memory.
-        runs: The batch's own rows as few, long pieces: each with its first row in the history, its first row in the
-            batch, and its length.
-    """
+    def place(self, key: Any, value: Any) -> None:
+        """Keep a piece of the batch that is on the compute device until :meth:`displace`."""
+        self._placed[key] = value
 
-    index: Tensor
-    runs: list[tuple[int, int, int]]
+    def placed(self, key: Any) -> Any:
+        """The piece that was placed under a key, or ``None``."""
+        return self._placed.get(key)
 
-    def on(self, device: torch.device) -> Tensor:
-        """The index on a device, without waiting for work that is under way there."""
-        return self.index if device.type == "cpu" else self._pinned.to(device, non_blocking=True)
+    def displace(self) -> None:
+        """Forget all placed pieces, whose memory may change from now on."""
+        self._placed.clear()
 
-    @cached_property
-    def _pinned(self) -> Tensor:
-        return self.index.pin_memory()
+    @property
+    def upcoming(self) -> BatchInfo | None:
+        """The batch that is likely to follow, a hint to pull its rows ahead."""
+        return self._upcoming
 
-
-@dataclass(eq=False)
-class RowOrder:
-    """The order of the rows in histories: part by part, so that a batch is written in few, long pieces.
-
-    Attributes:
-        row_of: The row of each node, ``[num_nodes]``.
-    """
-
-    row_of: Tensor
-
-    @staticmethod
-    def of(nodes: Tensor) -> RowOrder:
-        """The order that keeps the given nodes, which are all of a graph, one after another."""
-        row_of = torch.empty_like(nodes)
-        row_of[nodes] = torch.arange(nodes.numel())
-        return RowOrder(row_of)
-
-    @torch.inference_mode(False)  # kept for training too
-    def rows(self, info: BatchInfo) -> HistoryRows:
-        """Where a batch's rows are in this order."""
-        if self not in info.memo:
-            index = self.row_of[info.n_id]
-            own = index[: info.batch_size]
-            breaks = (own[1:] != own[:-1] + 1).nonzero().squeeze(1) + 1
-            starts = [0, *breaks.tolist()] if own.numel() else []
-            ends = [*starts, own.numel()][1:]
-            runs = [(int(own[start]), start, end - start) for start, end in zip(starts, ends, strict=True)]
-            info.memo[self] = HistoryRows(index, runs)
-        return cast(HistoryRows, info.memo[self])
+    @contextmanager
+    def followed_by(self, other: BatchInfo | None) -> Iterator[None]:
+        """Announce the batch that is likely to follow while this one is used."""
+        before, self._upcoming = self._upcoming, other
+        try:
+            yield
+        finally:
+            self._upcoming = before
 
 
 # Layers that pass messages both ways flip the edges; a flipped edge_index is still known to be the batch's own.
 _REVERSED = {"edge_index": "reversed edge_index", "reversed edge_index": "edge_index"}
 
 
-# What may be asked of a tensor without looking at its values or its size.
+# Questions to a tensor that do not look at its values or its size.
 _NEUTRAL = {
     Tensor.dim,
     Tensor.is_floating_point,
@@ -131,28 +136,28 @@ _NEUTRAL = {
 class BatchTensor(Tensor):
     """A batch's ``n_id``, or an edge-level tensor of it, that knows which batch and which attribute it is.
 
-    It stays what it is when it is moved between devices; everything computed from it is a plain tensor. So the
-    library can tell a batch's own edges and edge weights from ones that a model derived.
+    Moving it between devices keeps the tag; everything computed from it is a plain tensor. So the library can tell a
+    batch's own edges and edge weights from those that a model derived.
     """
 
     info: BatchInfo
     attribute: str
     _tagged_version: int
 
-    # The attributes that something was computed from, as long as somebody wants to know.
+    # Collects the attributes that something is computed from, while somebody watches.
     _looks: ClassVar[list[str] | None] = None
 
     @classmethod
     @contextmanager
     def watched(cls, looks: list[str] | None) -> Iterator[None]:
-        """Note in a list which attributes of batches something is computed from; ``None`` to note nothing."""
+        """Collect the attributes of batches that something is computed from; ``None`` collects nothing."""
         before, cls._looks = cls._looks, looks
         try:
             yield
         finally:
             cls._looks = before
 
-    # What PyTorch calls on every operation; these leave the values as they are and so keep the tag.
+    # Operations that leave the values as they are and so keep the tag.
     _KEEPING = frozenset(
         {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.clone, Tensor.detach, Tensor.contiguous, Tensor.pin_memory}
     )
@@ -182,7 +187,7 @@ class BatchTensor(Tensor):
     def emptied(self) -> BatchTensor:
         """The same attribute of the same batch with no edges in it.
 
-        It is in host memory: what a layer computes from it is not used, and on a GPU some of that would have to wait.
+        It is in host memory: nothing uses what a layer computes from it, and on a GPU some of that would wait.
         """
         # Edges lie along the last dimension of an edge_index and along the first of everything else.
         shape = (2, 0) if self.attribute.endswith("edge_index") else (0, *self.shape[1:])

@@ -13,7 +13,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.assemble import BatchBuilder, PartGroup, build_each, versions
-from gnnautoscale.graph.batch import BatchInfo, BatchTensor, RowOrder
+from gnnautoscale.graph.batch import BatchInfo, BatchTensor, PartOrder
 from gnnautoscale.graph.graph import Graph, check_distinct_nodes
 from gnnautoscale.graph.partitioning import check_labels, connectivity
 from gnnautoscale.graph.partitioning import partition as cut
@@ -106,7 +106,7 @@ class HaloLoader:
         members = list(torch.split(order, torch.bincount(self.labels).tolist()))
         self._builder = BatchBuilder(data, self.graph, members, bidirectional)
         #: The order in which histories keep the rows of this loader's nodes.
-        self.row_order = RowOrder.of(order)
+        self.part_order = PartOrder.of(order)
         self._generator = torch.Generator().manual_seed(seed)
         # Seeds the workers, so that they do not touch the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
@@ -271,7 +271,7 @@ class HaloLoader:
     def _wrap(self, batch: Data) -> ReadyBatch:
         # Clones, since a user may write into the batch's own.
         n_id, e_id = batch.n_id.clone(), batch.e_id.clone()
-        return ReadyBatch(batch, BatchInfo(self.graph, n_id, batch.batch_size, e_id, self.row_order))
+        return ReadyBatch(batch, BatchInfo(self.graph, n_id, batch.batch_size, e_id, self.part_order))
 
 
 class ReadyBatch:
@@ -298,11 +298,8 @@ def tagged_copies(batches: Iterator[ReadyBatch]) -> Iterator[Data]:
     batch = next(batches, None)
     while batch is not None:
         following = next(batches, None)
-        batch.info.upcoming = None if following is None else following.info
-        try:
+        with batch.info.followed_by(None if following is None else following.info):
             yield batch.tagged_copy()
-        finally:
-            batch.info.upcoming = None
         batch = following
 
 

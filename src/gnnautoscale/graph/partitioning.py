@@ -242,7 +242,7 @@ def _metis(edges: Tensor, num_nodes: int, num_parts: int, weight: Tensor | None,
 
 
 def _undirected(edges: Tensor, num_nodes: int, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Each connected pair once per direction, sorted, as ``u * num_nodes + v``, and its weights unless all are equal."""
+    """Each connected pair once per direction, sorted, as ``u * num_nodes + v``, and weights unless all are equal."""
     forward, backward = edges[0] * num_nodes + edges[1], edges[1] * num_nodes + edges[0]
     if weight is None:
         # Most graphs are sorted already, symmetric and free of duplicates; checking that costs half the sorting.

@@ -1,4 +1,8 @@
-"""Where histories live: one storage contract, one file per medium, and the choice between them."""
+"""Where histories live.
+
+One storage contract, one module for each medium, the precision of rows, and the choice between media. It knows rows by
+their number, and nothing about graphs.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +42,8 @@ def open_history(
     """Create an empty history in the given medium.
 
     Args:
-        medium: ``"device"`` for the memory of the compute device, ``"host"`` for host memory (page-locked when
-            the compute device is a GPU), ``"disk"`` for a file.
+        medium: ``"device"`` for the compute device's memory, ``"host"`` for host memory (page-locked for a GPU),
+            ``"disk"`` for a file, on Linux.
         num_nodes: Number of rows.
         width: Number of values in a row.
         dtype: The type that rows are kept in: a floating-point type, or int8 or float8_e4m3fn with a scale per row.
@@ -56,7 +60,7 @@ def open_history(
     if medium == "device":
         return DeviceHistory(num_nodes, width, dtype, device=device)
     if medium == "host":
-        return HostHistory(num_nodes, width, dtype, pinned=device.type == "cuda")
+        return HostHistory(num_nodes, width, dtype, device=device)
     if medium == "disk" and path is not None:
         return DiskHistory(num_nodes, width, dtype, path=path)
     raise InputError(
@@ -67,7 +71,7 @@ def open_history(
 
 
 def check_storage(storage: str, folder: str | Path | None = None) -> None:
-    """Refuse the name of a medium that there is not, and a disk without a folder on it."""
+    """Refuse an unknown storage, and a disk without a folder on it."""
     if storage not in get_args(Storage):
         raise InputError(
             f"storage must be one of {', '.join(get_args(Storage))}", got=repr(storage), fix="Choose one of these."

@@ -1,4 +1,4 @@
-"""The contract that every medium keeps."""
+"""The contract of every medium."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import Tensor
 from gnnautoscale.errors import InputError
 from gnnautoscale.history.precision import codec_for
 
+# Contiguous pieces of rows: for each the first row in a history, its first row in a tensor, and its length.
 Runs = Sequence[tuple[int, int, int]]
 
-# With more pieces than that, rows are better written one by one.
+# With more pieces, writing rows one by one is faster.
 _MOST_RUNS = 64
 
 
 class History(ABC):
-    """One row per node: the last known embeddings after one layer.
+    """The last known rows of all nodes at one slot.
 
-    Rows are zero until they are pushed. A pull sees every push that was made before it, on the same stream of a GPU.
-    Rows may be kept in another precision than they are pushed in; a pull converts back. What a medium keeps of a row,
-    and moves, is *raw*: it knows nothing about precision, which :attr:`codec` does.
+    Rows are zero until they are pushed. A pull sees all earlier pushes, on the same stream of a GPU. Rows may be kept
+    in another precision than they are pushed in; a pull converts them back. A medium keeps and moves *raw* rows, and
+    leaves the precision to :attr:`codec`.
 
     Args:
         num_nodes: Number of rows.
@@ -44,8 +45,8 @@ class History(ABC):
 
         Args:
             index: The rows to read, ``[count]``.
-            device: Where the rows are wanted.
-            dtype: The type they are wanted in.
+            device: The device of the result.
+            dtype: The type of the result.
 
         Returns:
             The rows, ``[count, width]``.
@@ -61,7 +62,7 @@ class History(ABC):
         Args:
             rows: New rows, ``[count, width]``, on any device.
             where: The rows they replace, ``[count]``, distinct.
-            runs: The same as pieces: for each the first row it replaces, its first row in ``rows``, and its length.
+            runs: The same as contiguous pieces.
         """
         if rows.dim() != 2 or rows.size(1) != self.width or rows.size(0) != where.numel():
             raise InputError(
@@ -69,7 +70,7 @@ class History(ABC):
                 got=f"a tensor of shape {tuple(rows.shape)}",
                 fix="A layer's width may not change once its history exists; autoscale the model again if it did.",
             )
-        # Converted where they come from, for the same reason.
+        # Likewise converted where they come from.
         self.write(self.codec.encode(rows.detach()), where, runs)
 
     @abstractmethod
@@ -78,8 +79,8 @@ class History(ABC):
 
         Args:
             index: The rows to read, ``[count]``.
-            out: Where to write them, ``[count, raw_width]``.
-            skip: Rows with a value of at least 0 here are not read, ``[count]`` of int32.
+            out: Receives them, ``[count, raw_width]``.
+            skip: Rows with a value of at least 0 here are not read, ``[count]``, int32.
         """
 
     def read_together(
@@ -90,8 +91,8 @@ class History(ABC):
         Args:
             others: Further histories.
             index: The rows to read, ``[count]``.
-            outs: Where to write the raw rows of this history and of each of the others, each ``[count, raw_width]``.
-            skip: Rows with a value of at least 0 here are not read, ``[count]`` of int32.
+            outs: Receive the raw rows of this history and of each of the others, each ``[count, raw_width]``.
+            skip: Rows with a value of at least 0 here are not read, ``[count]``, int32.
         """
         for history, out in zip((self, *others), outs, strict=True):
             history.read(index, out, skip=skip)
@@ -103,21 +104,21 @@ class History(ABC):
     @property
     @abstractmethod
     def raw(self) -> Tensor:
-        """All raw rows where they are, ``[num_nodes, raw_width]``, to be saved or replaced as a whole."""
+        """All raw rows in their place, ``[num_nodes, raw_width]``, to be saved or replaced as a whole."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes that the rows take."""
+        """Size of all rows."""
 
     @staticmethod
     def _few(runs: Runs | None) -> bool:
-        """Whether rows are given as few, long pieces."""
+        """Whether rows are given as few pieces."""
         return runs is not None and len(runs) <= _MOST_RUNS
 
     @classmethod
     def _in_runs(cls, target: Tensor, rows: Tensor, runs: Runs | None) -> bool:
-        """Write rows piece by piece if they are given as few, long pieces."""
+        """Write rows piece by piece if they are given as few pieces; returns whether they were."""
         if runs is None or not cls._few(runs):
             return False
         for start, first, count in runs:

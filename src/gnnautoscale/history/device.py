@@ -1,4 +1,4 @@
-"""Histories in the memory of the compute device."""
+"""Histories in the compute device's memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from gnnautoscale.kernels import gather_rows
 
 
 class DeviceHistory(History):
-    """Rows in the compute device's own memory."""
+    """Rows in the compute device's own memory.
+
+    Args:
+        num_nodes: Number of rows.
+        width: Number of values in a row.
+        dtype: The type that rows are kept in.
+        device: The compute device.
+    """
 
     def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device) -> None:
         super().__init__(num_nodes, width, dtype)

@@ -1,15 +1,15 @@
-"""Histories in memory-mapped files on a local disk, and the folder that they are in."""
+"""Histories in memory-mapped files on a local disk, and their folder; Linux only."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import gc
 import mmap
 import os
 import re
 import shutil
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,29 +24,30 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.history.base import History, Runs
 
 _SUFFIX = ".rows"
-# What is read from a disk at once; where that would be too many pieces, larger ones with gaps in between.
+# Bytes that are read from the disk at once; larger ones, with gaps between rows, if that gives too many pieces.
 _PIECES = (1 << 16, 1 << 20, 1 << 24)
 _MOST_PIECES = 1024
-# How many rows tell whether rows are in memory.
+# Rows that are looked at to tell whether rows are in memory.
 _PROBES = 16
-# File systems take names of up to 255 bytes.
+# File systems take names of up to 255 bytes, the suffix included.
 _LONGEST_NAME = 200
 
 
 class DiskHistory(History):
-    """Rows in a file, of which the system keeps in memory what there is room for.
+    """Rows in a file, of which the system keeps in memory as much as fits.
 
-    Space is reserved when the file is made, so that a full disk is noticed then and not in the middle of training.
+    Space is reserved when the file is created, so that a full disk is noticed then and not in the middle of training.
     The file is removed with the history.
 
     Args:
         num_nodes: Number of rows.
         width: Number of values in a row.
         dtype: The type that rows are kept in.
-        path: The file, which is made anew.
+        path: The file, which is replaced.
     """
 
     def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, path: Path) -> None:
+        check_system()
         super().__init__(num_nodes, width, dtype)
         self._path = path
         self._row_bytes = self.codec.raw_width * self.codec.raw_dtype.itemsize
@@ -56,11 +57,11 @@ class DiskHistory(History):
         with self._failures_named():
             os.posix_fallocate(self._file, 0, max(self.num_bytes, 1))
             self._mapped = mapped = mmap.mmap(self._file, max(self.num_bytes, 1))
-        mapped.madvise(mmap.MADV_RANDOM)  # what to read ahead is known here better than there
+        mapped.madvise(mmap.MADV_RANDOM)  # rows are announced here, more precisely
         size = num_nodes * self.codec.raw_width
         values = torch.frombuffer(mapped, dtype=self.codec.raw_dtype, count=size) if size else torch.empty(0)
         self._rows = values.to(self.codec.raw_dtype).view(num_nodes, self.codec.raw_width)
-        # The same bytes for NumPy, which does not know all types and does not start threads of its own.
+        # The same bytes for NumPy, which lacks some types and starts no threads of its own.
         self._bytes: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = self._rows.view(torch.uint8).numpy()
 
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
@@ -80,9 +81,9 @@ class DiskHistory(History):
             self.gather(index, out)
 
     def announce(self, index: Tensor) -> None:
-        """Let the disk bring rows into memory, in few, long pieces, before they are read.
+        """Let the disk bring rows into memory before they are read, in few, long pieces.
 
-        If a few of them are there already, all of them are taken to be: asking for each costs as much as reading it.
+        If a few of them are in memory, all are assumed to be: asking for each costs as much as reading it.
 
         Args:
             index: The rows, ``[count]``, in host memory.
@@ -108,18 +109,18 @@ class DiskHistory(History):
         try:
             for start in starts.tolist():
                 os.preadv(self._file, [byte], start, os.RWF_NOWAIT)
-        except OSError:  # they cannot, or the file system does not know
+        except OSError:  # they cannot, or the file system cannot tell
             return False
         return True
 
     def gather(self, index: Tensor, out: Tensor) -> None:
-        """Read rows in this thread, while others may run.
+        """Read rows in this thread alone, while others may run.
 
         Args:
             index: The rows, ``[count]``, in host memory.
             out: Where to write them, ``[count, raw_width]``, in host memory.
         """
-        if index.numel():  # with "clip" NumPy writes to its place directly; an index is never out of range
+        if index.numel():  # "clip" lets NumPy write to `out` without a buffer; no index is out of range
             np.take(self._bytes, index.numpy(), axis=0, out=out.view(torch.uint8).numpy(), mode="clip")
 
     def write(self, raw: Tensor, where: Tensor, runs: Runs | None = None) -> None:
@@ -134,7 +135,7 @@ class DiskHistory(History):
             self._rows.index_copy_(0, where.cpu(), raw)
 
     def evict(self) -> None:
-        """Drop what the system keeps of the file in memory, to read it from the disk again."""
+        """Let the system drop the file from memory, so that the next read comes from the disk."""
         self._mapped.madvise(mmap.MADV_DONTNEED)
         with self._failures_named():
             os.fsync(self._file)
@@ -171,8 +172,20 @@ def _write_all(file: int, data: Any, start: int) -> None:
         view, start = view[written:], start + written
 
 
+def check_system() -> None:
+    """Refuse histories on disk where the system lacks the calls that they need."""
+    if sys.platform != "linux":
+        raise InputError(
+            "histories on disk need Linux",
+            got=sys.platform,
+            fix="Use storage='device' or 'host', and leave history_dir out.",
+        )
+
+
 def _locked(file: int) -> bool:
     """Try to lock a file for this process alone."""
+    import fcntl  # Windows has no such module
+
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -181,7 +194,7 @@ def _locked(file: int) -> bool:
 
 
 def _remove(path: Path, file: int, owner: int) -> None:
-    """Close a file and remove it, unless another one has taken its place, or this is a fork of its process."""
+    """Close a file and remove it, unless another one has taken its place or this is a fork of its process."""
     with contextlib.suppress(OSError):
         if os.getpid() == owner and os.path.samestat(os.fstat(file), os.stat(path)):
             path.unlink()
@@ -189,12 +202,12 @@ def _remove(path: Path, file: int, owner: int) -> None:
 
 
 class Folder:
-    """A folder of histories, which belongs to one process at a time.
+    """A folder of histories, which belongs to one run at a time.
 
-    What an earlier process left there is removed.
+    Histories that an earlier run left there are removed.
 
     Args:
-        path: The folder; it is made if it is not there.
+        path: The folder, which is created if it is missing.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -204,6 +217,7 @@ class Folder:
     """
 
     def __init__(self, path: Path) -> None:
+        check_system()
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -214,7 +228,7 @@ class Folder:
             ) from None
         self._unlock = weakref.finalize(self, os.close, lock)
         if not _locked(lock):
-            gc.collect()  # it may be a model of this process that nobody uses any more
+            gc.collect()  # a model of this process may hold it that nobody uses any more
         if not _locked(lock):
             raise InputError(
                 "a folder of histories belongs to one run at a time",
@@ -226,23 +240,23 @@ class Folder:
         self._used: dict[str, int] = {}
 
     def close(self) -> None:
-        """Let another run have the folder; no new file may be made in it."""
+        """Let another run have the folder; no new file may be created in it."""
         self._unlock()
 
     def file(self, name: str) -> Path:
-        """A new file for a history."""
+        """The path of a new history."""
         made = plain = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:_LONGEST_NAME]
-        while made in self._used:  # which may be a name of its own, too
+        while made in self._used:  # a numbered name may be taken, too
             self._used[plain] += 1
             made = f"{plain}.{self._used[plain]}"
         self._used[made] = 1
         return self.path / f"{made}{_SUFFIX}"
 
     def check_space(self, num_bytes: int) -> None:
-        """Refuse to begin what the disk has no room for.
+        """Refuse histories that the disk has no room for.
 
         Args:
-            num_bytes: Bytes that histories will take.
+            num_bytes: Their size.
         """
         free = shutil.disk_usage(self.path).free
         if num_bytes > free:

@@ -12,12 +12,20 @@ from gnnautoscale.kernels import gather_rows, gather_tables, scatter_rows, use_t
 
 
 class HostHistory(History):
-    """Rows in host memory, page-locked when a GPU computes, so that it reads and writes them over the bus itself."""
+    """Rows in host memory, page-locked for a GPU, which reads and writes them over the bus itself.
 
-    def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, pinned: bool) -> None:
+    Args:
+        num_nodes: Number of rows.
+        width: Number of values in a row.
+        dtype: The type that rows are kept in.
+        device: The compute device.
+    """
+
+    def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device) -> None:
         super().__init__(num_nodes, width, dtype)
-        self._pinned = pinned
-        self._rows = torch.zeros(num_nodes, self.codec.raw_width, dtype=self.codec.raw_dtype, pin_memory=pinned)
+        self._device = device
+        shape, pinned = (num_nodes, self.codec.raw_width), device.type == "cuda"
+        self._rows = torch.zeros(shape, dtype=self.codec.raw_dtype, pin_memory=pinned)
 
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
         """See :meth:`History.read`."""
@@ -31,7 +39,7 @@ class HostHistory(History):
     def read_together(
         self, others: Sequence[History], index: Tensor, outs: Sequence[Tensor], *, skip: Tensor | None = None
     ) -> None:
-        """See :meth:`History.read_together`; on a GPU all in one go."""
+        """See :meth:`History.read_together`; one kernel on a GPU."""
         tables = [self._rows, *(other._rows for other in others if isinstance(other, HostHistory))]
         alike = len({(table.shape, table.dtype) for table in tables}) == 1 and len(tables) == len(outs)
         if use_triton(outs[0]) and alike:
@@ -42,7 +50,7 @@ class HostHistory(History):
     def write(self, raw: Tensor, where: Tensor, runs: Runs | None = None) -> None:
         """See :meth:`History.write`."""
         self._finish_writing(raw)
-        # Pieces are copied by the GPU's copy engine. Rows that a kernel writes over the bus hold up other kernels.
+        # The GPU's copy engine moves pieces. A kernel that writes rows over the bus would hold up other kernels.
         if self._in_runs(self._rows, raw, runs):
             return
         if use_triton(raw) or not raw.is_cuda:
@@ -51,9 +59,9 @@ class HostHistory(History):
             self._rows.index_copy_(0, where.cpu(), raw.cpu())
 
     def _finish_writing(self, rows: Tensor) -> None:
-        """Before the host itself touches rows that a GPU may be writing."""
-        if self._pinned and not rows.is_cuda:
-            torch.cuda.synchronize()
+        """Wait for the GPU, which may be writing, before the host itself touches rows."""
+        if self._device.type == "cuda" and not rows.is_cuda:
+            torch.cuda.synchronize(self._device)
 
     @property
     def raw(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which medium histories fit into."""
+"""Chooses the medium that histories fit into."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gnnautoscale.errors import InputError
 Medium = Literal["device", "host", "disk"]
 Storage = Literal["device", "host", "disk", "auto"]
 
-# The share of what is free that histories may take: the rest is for the model, its batches and everything else.
+# The share of free memory that histories may take; the rest is for the model, its batches and everything else.
 _SHARE = 0.5
 
 
@@ -20,12 +20,12 @@ def choose_medium(num_bytes: int, device: torch.device, *, disk: bool) -> tuple[
     """The fastest medium that has room for all histories.
 
     Args:
-        num_bytes: Bytes that they take.
+        num_bytes: Their size.
         device: The compute device.
         disk: Whether there is a folder for histories on disk.
 
     Returns:
-        The medium, and why it is this one.
+        The medium, and the reason in words.
 
     Example:
         >>> choose_medium(1000, torch.device("cpu"), disk=False)[0]
@@ -38,11 +38,13 @@ def choose_medium(num_bytes: int, device: torch.device, *, disk: bool) -> tuple[
         if num_bytes <= _SHARE * free:
             return "device", f"{needed}, and {_amount(free)} of the GPU's memory are free"
         reasons.append(f"more than half of the GPU's free {_amount(free)}")
-    free = available_memory()
-    if num_bytes <= _SHARE * free:
-        medium: Medium = "host" if device.type == "cuda" else "device"
-        return medium, ", ".join([needed, *reasons, f"and {_amount(free)} of host memory are free"])
-    reasons.append(f"more than half of the free {_amount(free)} of host memory")
+    medium: Medium = "host" if device.type == "cuda" else "device"
+    available = available_memory()
+    if available is None:
+        return medium, ", ".join([needed, *reasons, "and this system does not say how much host memory is free"])
+    if num_bytes <= _SHARE * available:
+        return medium, ", ".join([needed, *reasons, f"and {_amount(available)} of host memory are free"])
+    reasons.append(f"more than half of the free {_amount(available)} of host memory")
     if not disk:
         raise InputError(
             "histories must fit into memory if there is no folder for them on disk",

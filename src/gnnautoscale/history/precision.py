@@ -1,4 +1,4 @@
-"""How rows are kept: as they are in a floating-point type, or in eight bits with a scale for each row."""
+"""The precision of kept rows: a floating-point type, or eight bits with a scale for each row."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from torch import Tensor
 
 from gnnautoscale.errors import InputError
 
-_SCALED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # and the greatest value of each
-# A row begins with its scale and is as long as a whole number of these, so that a GPU can read it in large words.
+# Types with a scale for each row, and their largest value.
+_SCALED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+# A row begins with its scale and fills whole words of this many bytes, so that a GPU reads large words.
 _WORD = 16
 _SCALE_BYTES = 4
 
 
 class Codec(ABC):
-    """Turns rows into what a medium keeps, and back.
+    """Turns rows into the raw rows that a medium keeps, and back.
 
     Attributes:
         width: Number of values in a row.
         dtype: The type of a kept value.
-        raw_dtype: The type of what a medium keeps.
-        raw_width: How many of these a row takes.
+        raw_dtype: The type of raw rows.
+        raw_width: Number of values in a raw row.
     """
 
     width: int
@@ -32,11 +33,11 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, rows: Tensor) -> Tensor:
-        """What to keep of some rows: ``[count, width]`` to ``[count, raw_width]``."""
+        """Rows as raw rows: ``[count, width]`` to ``[count, raw_width]``."""
 
     @abstractmethod
     def decode(self, raw: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows that were kept, ``[count, width]``; rows of zeros were never written and are zero."""
+        """Raw rows as rows, ``[count, width]``; those that were never written are zero."""
 
 
 class Cast(Codec):
@@ -61,9 +62,9 @@ class Cast(Codec):
 
 
 class Scaled(Codec):
-    """Rows of eight-bit values, each with a scale such that its greatest value is the greatest there is.
+    """Rows of eight-bit values with a scale for each row, which maps its largest value to the type's largest.
 
-    A row that holds a value that is not finite comes back as NaN.
+    A row with a value that is not finite comes back as NaN.
 
     Args:
         width: Number of values in a row.
@@ -85,8 +86,8 @@ class Scaled(Codec):
         """See :meth:`Codec.encode`."""
         rows = rows.float()
         scale = rows.abs().amax(1, keepdim=True) / _SCALED[self.dtype]
-        # A scale too small to be a normal number is too coarse: values would not fit. A row that is not finite all
-        # becomes NaN, since in eight bits its values would look like any others.
+        # A subnormal scale is too coarse: values would not fit. A row that is not finite becomes all NaN, since in
+        # eight bits its values would look like any others.
         scale = torch.where(scale.isfinite(), scale.clamp(min=torch.finfo(torch.float32).tiny), torch.nan)
         values = rows / scale
         raw = torch.zeros(rows.size(0), self.raw_width, dtype=torch.uint8, device=rows.device)
@@ -103,7 +104,7 @@ class Scaled(Codec):
 
 
 def codec_for(dtype: torch.dtype, width: int) -> Codec:
-    """How to keep rows in a type.
+    """The codec that keeps rows in a type.
 
     Args:
         dtype: A floating-point type, or ``torch.int8`` or ``torch.float8_e4m3fn`` with a scale for each row.

@@ -1,4 +1,7 @@
-"""Triton kernels, each beside the plain torch function that defines its result."""
+"""Kernels for rows and for sums over neighbours: Triton on a GPU, and the plain torch code that defines the result.
+
+They know tensors and edges, but no models and no histories.
+"""
 
 from gnnautoscale.kernels.available import use_triton
 from gnnautoscale.kernels.rows import gather_rows, gather_tables, locate_rows, merge_rows, scatter_rows

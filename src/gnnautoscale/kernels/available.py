@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether work on this tensor goes to Triton kernels: it is on a GPU, and Triton is installed.
+    """Whether Triton kernels do the work on this tensor: it is on a GPU, and Triton is installed.
 
     Args:
-        tensor: Any tensor of the work that must be on the GPU.
+        tensor: A tensor that the kernel writes to.
 
     Example:
         >>> import torch

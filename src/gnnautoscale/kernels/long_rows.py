@@ -1,6 +1,6 @@
-"""Cuts rows with very many edges into pieces that are summed side by side.
+"""Splits rows with very many edges into segments that are summed in parallel.
 
-One program adds up the edges of a row one after another, so without this everything waits for the row with the most.
+A program adds the edges of a row one after another, so without this all others would wait for the longest row.
 """
 
 from __future__ import annotations
@@ -11,69 +11,65 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LONG = 512  # edges of a piece, at most; a row with more edges than that is long
+LONG_ROW = 512  # a row with more edges than this is split into segments of at most this many
 
 
-class Pieces(NamedTuple):
-    """The long rows of edges in CSR form, and the pieces they are cut into.
+class RowSegments(NamedTuple):
+    """The long rows of edges in CSR form, and their segments; all tensors are int32.
 
     Attributes:
-        long_row: The long rows, ``[num_long]``, ascending, int32.
-        first_piece: First piece of each long row, ``[num_long + 1]``, int32.
-        piece_begin: First edge of each piece, ``[num_pieces]``, int32.
-        piece_end: The edge behind the last of each piece, ``[num_pieces]``, int32.
+        long_row: The long rows, ``[num_long]``, ascending.
+        first_segment: First segment of each long row, ``[num_long + 1]``.
+        segment_begin: First edge of each segment, ``[num_segments]``.
+        segment_end: One past the last edge of each segment, ``[num_segments]``.
     """
 
     long_row: Tensor
-    first_piece: Tensor
-    piece_begin: Tensor
-    piece_end: Tensor
+    first_segment: Tensor
+    segment_begin: Tensor
+    segment_end: Tensor
 
     @staticmethod
-    def of(tensors: dict[str, Tensor], suffix: str = "") -> Pieces | None:
-        """The pieces among tensors by name, as :meth:`named` returns them; ``None`` if there are none."""
+    def of(tensors: dict[str, Tensor], suffix: str = "") -> RowSegments | None:
+        """The segments among named tensors, the reverse of :meth:`named`; ``None`` if there are none."""
         if "long_row" + suffix not in tensors:
             return None
-        return Pieces(*(tensors[name + suffix] for name in Pieces._fields))
+        return RowSegments(*(tensors[name + suffix] for name in RowSegments._fields))
 
     def named(self, suffix: str = "") -> dict[str, Tensor]:
-        """The tensors by name.
-
-        Args:
-            suffix: What each name ends in.
-        """
+        """The tensors by name, each name with a suffix."""
         return {name + suffix: tensor for name, tensor in zip(self._fields, self, strict=True)}
 
 
 @torch.inference_mode(False)  # kept for training too
-def cut_long_rows(ptr: Tensor, num_edges: int) -> Pieces | None:
-    """Cut each row of more than ``LONG`` edges into pieces of at most ``LONG``. On a GPU this waits for it.
+def split_long_rows(ptr: Tensor, num_edges: int) -> RowSegments | None:
+    """Split each row of more than ``LONG_ROW`` edges into segments. On a GPU this waits for the device.
 
     Args:
         ptr: First edge of each row, ``[num_rows + 1]``.
         num_edges: Number of edges.
 
     Returns:
-        The pieces, or ``None`` if no row is long.
+        The segments, or ``None`` if no row is long.
 
     Example:
-        >>> pieces = cut_long_rows(torch.tensor([0, 5, 1205, 1210]), 1210)
-        >>> pieces.long_row.tolist(), pieces.first_piece.tolist()
+        >>> segments = split_long_rows(torch.tensor([0, 5, 1205, 1210]), 1210)
+        >>> segments.long_row.tolist(), segments.first_segment.tolist()
         ([1], [0, 3])
-        >>> pieces.piece_begin.tolist(), pieces.piece_end.tolist()
+        >>> segments.segment_begin.tolist(), segments.segment_end.tolist()
         ([5, 517, 1029], [517, 1029, 1205])
     """
-    if num_edges <= LONG:
-        return None  # known without looking, for which a GPU would be waited for
+    if num_edges <= LONG_ROW:
+        return None  # so small graphs need not wait for the GPU
     degree = ptr.diff()
-    row = (degree > LONG).nonzero().squeeze(1)
+    row = (degree > LONG_ROW).nonzero().squeeze(1)
     if not row.numel():
         return None
-    # In 64 bits, since what is added to the last edges may be beyond 32.
-    num_pieces = (degree[row].long() + LONG - 1) // LONG
-    first = F.pad(num_pieces.cumsum(0), (1, 0))
-    place = torch.repeat_interleave(num_pieces)  # of each piece's row among the long rows
+    # In 64 bits, since an end may exceed 32 bits before it is clipped.
+    num_segments = (degree[row].long() + LONG_ROW - 1) // LONG_ROW
+    first = F.pad(num_segments.cumsum(0), (1, 0))
+    place = torch.repeat_interleave(num_segments)  # of each segment's row among the long rows
     number = torch.arange(place.numel(), device=ptr.device) - first[place]
-    begin = ptr[row].long()[place] + number * LONG
-    end = torch.minimum(begin + LONG, ptr[row + 1][place].long())
-    return Pieces(*(tensor.to(torch.int32) for tensor in (row, first, begin, end)))
+    begin = ptr[row].long()[place] + number * LONG_ROW
+    end = torch.minimum(begin + LONG_ROW, ptr[row + 1][place].long())
+    return RowSegments(*(tensor.to(torch.int32) for tensor in (row, first, begin, end)))

@@ -1,6 +1,8 @@
-"""The sums, maxima and minima over neighbours that define what the Triton kernels compute, in plain torch.
+"""Sums, maxima and minima over neighbours in plain torch; they define what the Triton kernels compute.
 
-All functions take edges in CSR form: those of row ``i`` are ``ptr[i]`` to ``ptr[i + 1]``.
+All functions take edges in CSR form: row ``i`` has the edges from ``ptr[i]`` up to ``ptr[i + 1]``; ``ptr`` has shape
+``[num_rows + 1]``. ``col`` is the neighbour of each edge, a row of ``x``, and ``weight`` its factor, ``[num_edges]``
+each. ``x`` holds the neighbours' rows, ``[num_columns, width]``.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gnnautoscale.kernels.long_rows import Pieces
+from gnnautoscale.kernels.long_rows import RowSegments
 
 
 def sum_neighbours(
@@ -24,24 +26,14 @@ def sum_neighbours(
     mean: bool = False,
     degrees: Tensor | None = None,
     num_rows: int | None = None,
-    pieces: Pieces | None = None,
+    segments: RowSegments | None = None,
 ) -> Tensor:
-    """Sum the rows of ``x`` that the edges of each row name.
+    """Sum the neighbours of each row, ``[num_rows, width]`` in the type of ``x``.
 
-    Args:
-        ptr: First edge of each row, ``[num_rows + 1]``.
-        col: The row of ``x`` that each edge names, ``[num_edges]``.
-        weight: What each edge multiplies with, ``[num_edges]``.
-        x: ``[num_columns, width]``.
-        mean: Whether to divide each sum by its number of edges.
-        degrees: A ``ptr`` over the rows of ``x``, ``[num_columns + 1]``: each is divided by its own number of edges
-            first. This is the gradient of ``mean``.
-        num_rows: Number of rows of the result, if it shall have more than ``ptr``: these are 0. Edges beyond the last
-            row of ``ptr`` are not looked at then.
-        pieces: The long rows of ``ptr``, or of one that goes on behind its end. Only kernels gain from these.
-
-    Returns:
-        ``[num_rows, width]`` in the type of ``x``.
+    ``mean`` divides each sum by its number of edges. Its gradient passes ``degrees``, a ``ptr`` over the rows of ``x``,
+    ``[num_columns + 1]``, to divide each of these by its number of edges before summing. With ``num_rows``, the result
+    has rows beyond those of ``ptr``, which are 0, and further edges are ignored. Only the Triton kernel uses
+    ``segments``, the long rows of ``ptr`` and perhaps further ones.
     """
     if num_rows is not None:
         end = int(ptr[-1])
@@ -50,7 +42,7 @@ def sum_neighbours(
     if degrees is not None:
         wide = wide / _degree(degrees, wide.dtype)
     if x.is_cuda:
-        # The order in which cuSPARSE adds is not fixed, and it refuses more edges than pairs of nodes.
+        # cuSPARSE adds in no fixed order, and refuses more edges than pairs of nodes.
         out = _segment_sum(ptr, _weighted(weight, wide.index_select(0, col)))
     else:
         values = wide.new_ones(col.numel()) if weight is None else weight.to(wide.dtype)
@@ -69,18 +61,9 @@ def sum_neighbours(
 def extreme_neighbours(
     ptr: Tensor, col: Tensor, weight: Tensor | None, x: Tensor, *, largest: bool, count: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The largest or smallest value among the rows of ``x`` that the edges of each row name; 0 without edges.
+    """The largest or else smallest value among the neighbours of each row, and how many edges reach it.
 
-    Args:
-        ptr: First edge of each row, ``[num_rows + 1]``.
-        col: The row of ``x`` that each edge names, ``[num_edges]``.
-        weight: What each edge multiplies with, ``[num_edges]``.
-        x: ``[num_columns, width]``.
-        largest: Whether the largest is wanted, else the smallest.
-        count: Whether to count how many edges reach that value.
-
-    Returns:
-        ``[num_rows, width]`` in the type of ``x``, and the counts, ``[num_rows, width]``, if they are wanted.
+    Both have shape ``[num_rows, width]``; rows without edges are 0. Without ``count``, the second is ``None``.
     """
     messages = _messages(weight, x.index_select(0, col))
     row = _rows(ptr, col)
@@ -97,16 +80,15 @@ def extreme_neighbours(
 def extreme_gradient(
     ptr_t: Tensor, col_t: Tensor, weight_t: Tensor | None, x: Tensor, out: Tensor, share: Tensor
 ) -> Tensor:
-    """The gradient of :func:`extreme_neighbours`: each edge that reached the extreme value passes its share on.
+    """The gradient of :func:`extreme_neighbours`: each edge that reached the extreme value passes on its share.
 
     Args:
         ptr_t: First edge of each row of ``x``, ``[num_columns + 1]``.
-        col_t: The row of ``out`` that each edge leads to, ``[num_edges]``.
-        weight_t: What each edge multiplies with, ``[num_edges]``.
-        x: What went in, ``[num_columns, width]``.
-        out: What came out, ``[num_rows, width]``.
-        share: The gradient of ``out``, divided by the number of edges that share it, ``[num_rows, width]``, in at
-            least single precision.
+        col_t: The row of ``out`` that each edge points to, ``[num_edges]``.
+        weight_t: The factor of each edge, ``[num_edges]``.
+        x: The input, ``[num_columns, width]``.
+        out: The result, ``[num_rows, width]``.
+        share: The gradient of ``out`` over the number of edges that share it, ``[num_rows, width]``, at least float32.
 
     Returns:
         The gradient of ``x``, ``[num_columns, width]``.
@@ -118,7 +100,7 @@ def extreme_gradient(
 
 
 def _messages(weight: Tensor | None, gathered: Tensor) -> Tensor:
-    """Weighted rows, rounded to their type so that ties are found again, in at least single precision."""
+    """Weighted rows in at least float32, rounded to their own type first, so that the gradient finds the same ties."""
     wide = gathered.to(_wide(gathered.dtype))
     return _weighted(weight, wide).to(gathered.dtype).to(wide.dtype)
 
@@ -128,7 +110,7 @@ def _weighted(weight: Tensor | None, gathered: Tensor) -> Tensor:
 
 
 def _segment_sum(ptr: Tensor, values: Tensor) -> Tensor:
-    """Sums of neighbouring rows; the order of index_add_ is not fixed on a GPU, that of these is."""
+    """Sums of consecutive rows, in a fixed order; on a GPU index_add_ has none."""
     return torch.segment_reduce(values, "sum", offsets=ptr, axis=0, unsafe=True)
 
 
@@ -148,7 +130,7 @@ def _rows(ptr: Tensor, col: Tensor) -> Tensor:
 
 @cache
 def _silence_csr() -> None:
-    """Torch warns at the first CSR matrix of a process that they are new: make that one here."""
+    """Torch warns about the first CSR matrix of a process: make that one here, silently."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor([0, 0], [], torch.ones(0), (1, 1), check_invariants=False)

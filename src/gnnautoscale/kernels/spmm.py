@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ from torch import Tensor
 from gnnautoscale.errors import InputError
 from gnnautoscale.kernels import plain_spmm
 from gnnautoscale.kernels.available import use_triton
-from gnnautoscale.kernels.long_rows import Pieces, cut_long_rows
+from gnnautoscale.kernels.long_rows import RowSegments, split_long_rows
 
 REDUCES = ("sum", "mean", "max", "min")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,13 +23,13 @@ Transposed: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(eq=False)
 class Adjacency:
-    """Edges grouped by target, and grouped by source once a gradient needs that.
+    """Edges grouped by target, and also by source once a gradient needs it.
 
     Attributes:
         ptr: First edge of each target, ``[num_targets + 1]``, int32.
         col: Source of each edge, ``[num_edges]``, int32.
-        weight: What each edge multiplies its message with, ``[num_edges]``, or ``None`` for one.
-        num_sources: Number of rows that sources are taken from.
+        weight: The factor of each edge, ``[num_edges]``, or ``None`` for 1.
+        num_sources: Number of source rows.
 
     Example:
         >>> target, source = torch.tensor([0, 0, 2]), torch.tensor([3, 1, 3])
@@ -45,7 +45,6 @@ class Adjacency:
     col: Tensor
     weight: Tensor | None
     num_sources: int
-    _transposed: Transposed | None = field(default=None, repr=False)
 
     @classmethod
     def build(
@@ -56,27 +55,27 @@ class Adjacency:
         Args:
             target: Target of each edge, ``[num_edges]``, ascending.
             source: Source of each edge, ``[num_edges]``.
-            num_targets: Number of rows to compute.
-            num_sources: Number of rows that sources are taken from.
-            weight: What each edge multiplies its message with, ``[num_edges]``.
+            num_targets: Number of target rows.
+            num_sources: Number of source rows.
+            weight: The factor of each edge, ``[num_edges]``.
         """
         for name, value in (("source", source), ("weight", weight)):
             if value is not None and value.shape != target.shape:
                 raise InputError(
-                    "target, source and weight have one value per edge",
+                    "target, source and weight must have one value per edge",
                     got=f"{name} of shape {tuple(value.shape)} for target of shape {tuple(target.shape)}",
                     fix="Pass tensors of shape [num_edges].",
                 )
-        # Wrong indices would read foreign memory. Looking at them on a GPU would wait for it.
+        # Wrong indices would read out of bounds. On a GPU, a check would have to wait for the device.
         if not target.is_cuda and target.numel():
             if bool((target[1:] < target[:-1]).any()):
-                raise InputError("target is ascending", got="edges in another order", fix="Sort the edges by target.")
+                raise InputError("target must be ascending", got="another order", fix="Sort the edges by target.")
             for name, value, size in (("target", target, num_targets), ("source", source, num_sources)):
                 low, high = (int(bound) for bound in value.aminmax())
                 if low < 0 or high >= size:
                     raise InputError(
-                        f"{name} is between 0 and {size - 1}",
-                        got=f"values between {low} and {high}",
+                        f"{name} must be between 0 and {size - 1}",
+                        got=f"values from {low} to {high}",
                         fix=f"Check num_{name}s and the edges.",
                     )
         ptr: Tensor = torch._convert_indices_from_coo_to_csr(target, num_targets, out_int32=True)
@@ -84,50 +83,41 @@ class Adjacency:
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor], num_sources: int) -> Adjacency:
-        """Put together again what :meth:`tensors` took apart.
+        """Rebuild an adjacency from :meth:`tensors`.
 
         Args:
-            tensors: The tensors by name, on any device. Those of the transpose may be missing. Without those of long
-                rows there are none to look for.
-            num_sources: Number of rows that sources are taken from.
+            tensors: The tensors by name, on any device. Those of the transpose may be missing; if those of the
+                segments are, no row is split.
+            num_sources: Number of source rows.
         """
-        transposed = None
+        adjacency = cls(tensors["ptr"], tensors["col"], tensors.get("weight"), num_sources)
+        adjacency.segments = RowSegments.of(tensors)
         if "ptr_t" in tensors:
-            transposed = (tensors["ptr_t"], tensors["col_t"], tensors.get("weight_t"))
-        adjacency = cls(tensors["ptr"], tensors["col"], tensors.get("weight"), num_sources, transposed)
-        adjacency.pieces = Pieces.of(tensors)
-        if transposed is not None:
-            adjacency.pieces_t = Pieces.of(tensors, "_t")
+            adjacency.transposed = (tensors["ptr_t"], tensors["col_t"], tensors.get("weight_t"))
+            adjacency.segments_t = RowSegments.of(tensors, "_t")
         return adjacency
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, with the transpose: ``ptr``, ``col``, ``ptr_t``, ``col_t``, and weights if it has any.
-
-        If there are long rows, also how these are cut into :class:`~gnnautoscale.kernels.long_rows.Pieces`.
+        """All tensors by name, with the transpose and, if there are weights or long rows, theirs.
 
         Example:
             >>> loop = Adjacency.build(torch.tensor([0]), torch.tensor([0]), 1, 1)
             >>> sorted(loop.tensors())
             ['col', 'col_t', 'ptr', 'ptr_t']
-            >>> Adjacency.of(loop.tensors(), num_sources=1).col_t
+            >>> Adjacency.of(loop.tensors(), num_sources=1).col
             tensor([0], dtype=torch.int32)
         """
-        tensors = {
-            "ptr": self.ptr,
-            "col": self.col,
-            "weight": self.weight,
-            "ptr_t": self.ptr_t,
-            "col_t": self.col_t,
-            "weight_t": self.weight_t,
-        }
-        found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        for suffix, pieces in (("", self.pieces), ("_t", self.pieces_t)):
-            found |= {} if pieces is None else pieces.named(suffix)
+        found: dict[str, Tensor] = {}
+        directions = (("", (self.ptr, self.col, self.weight), self.segments), ("_t", self.transposed, self.segments_t))
+        for suffix, edges, segments in directions:
+            named = zip(("ptr", "col", "weight"), edges, strict=True)
+            found |= {name + suffix: tensor for name, tensor in named if tensor is not None}
+            found |= {} if segments is None else segments.named(suffix)
         return found
 
     @property
     def num_targets(self) -> int:
-        """Number of rows to compute."""
+        """Number of target rows."""
         return self.ptr.numel() - 1
 
     @property
@@ -135,62 +125,44 @@ class Adjacency:
         """Number of edges."""
         return self.col.numel()
 
-    @property
-    def transposed(self) -> Transposed:
-        """The same edges grouped by source: ``ptr_t``, ``col_t``, ``weight_t``. Built when first asked for."""
-        if self._transposed is None:
-            self._transposed = self._transpose()
-        return self._transposed
-
+    @cached_property
     @torch.inference_mode(False)  # kept for training too
-    def _transpose(self) -> Transposed:
+    def transposed(self) -> Transposed:
+        """The same edges grouped by source.
+
+        First edge of each source, ``[num_sources + 1]``; target of each edge and its weight, ``[num_edges]`` each.
+        """
         by_source = self.col.argsort(stable=True)
         target: Tensor = torch._convert_indices_from_csr_to_coo(self.ptr, self.col, out_int32=True)[0]
         ptr: Tensor = torch._convert_indices_from_coo_to_csr(self.col[by_source], self.num_sources, out_int32=True)
         weight = None if self.weight is None else self.weight[by_source]
         return ptr, target[by_source], weight
 
-    @property
-    def ptr_t(self) -> Tensor:
-        """First edge of each source, ``[num_sources + 1]``, int32."""
-        return self.transposed[0]
-
-    @property
-    def col_t(self) -> Tensor:
-        """Target of each edge, grouped by source, ``[num_edges]``, int32."""
-        return self.transposed[1]
-
-    @property
-    def weight_t(self) -> Tensor | None:
-        """Weight of each edge, grouped by source, ``[num_edges]``."""
-        return self.transposed[2]
+    @cached_property
+    def segments(self) -> RowSegments | None:
+        """The segments of targets with very many edges; ``None`` if there are none."""
+        return split_long_rows(self.ptr, self.num_edges)
 
     @cached_property
-    def pieces(self) -> Pieces | None:
-        """How targets with very many edges are cut; ``None`` if there are none."""
-        return cut_long_rows(self.ptr, self.num_edges)
-
-    @cached_property
-    def pieces_t(self) -> Pieces | None:
-        """How sources with very many edges are cut; ``None`` if there are none."""
-        return cut_long_rows(self.ptr_t, self.num_edges)
+    def segments_t(self) -> RowSegments | None:
+        """The segments of sources with very many edges; ``None`` if there are none."""
+        return split_long_rows(self.transposed[0], self.num_edges)
 
 
 def spmm(adjacency: Adjacency, x: Tensor, reduce: str = "sum", *, grad_rows: int | None = None) -> Tensor:
-    r"""Combine the rows of each target's neighbours.
+    r"""Aggregate the rows of each target's neighbours.
 
     .. math:: \mathbf{y}_t = \bigoplus_{s \to t} w_{st} \, \mathbf{x}_s
 
-    Values add up in single precision at least, and in the same order every time. Targets without edges get 0. The
-    gradient of a maximum or minimum is shared evenly by all edges that reach it, by the rule of
-    :func:`torch.scatter_reduce` that PyG follows. A gradient needs the transpose, and sums and means need to know which
-    rows are long: call :meth:`Adjacency.tensors` once before this runs in a CUDA graph.
+    Sums are computed in at least single precision, and always in the same order. Targets without edges get 0. All
+    edges that reach a maximum or minimum share its gradient evenly, as in :func:`torch.scatter_reduce` and PyG. Call
+    :meth:`Adjacency.tensors` once before this runs in a CUDA graph: it prepares the transpose and the long rows.
 
     Args:
         adjacency: The edges, with constant weights.
         x: A row per source, ``[num_sources, width]``.
         reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
-        grad_rows: The first so many rows of ``x`` need a gradient; that of the others may be left at 0.
+        grad_rows: Number of rows of ``x``, from the first, that need a gradient; for sums and means the others get 0.
 
     Returns:
         A row per target, ``[num_targets, width]``, in the type of ``x``.
@@ -202,18 +174,18 @@ def spmm(adjacency: Adjacency, x: Tensor, reduce: str = "sum", *, grad_rows: int
         [[10.0], [0.0], [8.0]]
     """
     if reduce not in REDUCES:
-        raise InputError(f"reduce is one of {', '.join(REDUCES)}", got=f"{reduce!r}", fix="Pass one of these.")
+        raise InputError(f"reduce must be one of {', '.join(REDUCES)}", got=repr(reduce), fix="Pass one of these.")
     if x.dim() != 2 or x.size(0) != adjacency.num_sources or not x.is_floating_point():
         raise InputError(
-            f"x holds floating-point values of shape [{adjacency.num_sources}, width]",
+            f"x must hold floating-point values of shape [{adjacency.num_sources}, width]",
             got=f"{x.dtype} of shape {tuple(x.shape)}",
-            fix="Pass one row for each source of the adjacency.",
+            fix="Pass one row per source of the adjacency.",
         )
     if adjacency.weight is not None and adjacency.weight.requires_grad:
         raise InputError(
-            "the weights of an adjacency are constants",
+            "the weights of an adjacency must be constants",
             got="weights that need a gradient",
-            fix="Multiply messages with learned weights outside of spmm, or detach the weights.",
+            fix="Apply learned weights to the messages outside spmm, or detach the weights.",
         )
     out: Tensor
     if reduce in ("max", "min"):
@@ -230,7 +202,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, adjacency: Adjacency, mean: bool, grad_rows: int | None) -> Tensor:
         ctx.options = adjacency, mean, grad_rows
         edges = (adjacency.ptr, adjacency.col, adjacency.weight)
-        out: Tensor = _backend(x).sum_neighbours(*edges, x, mean=mean, pieces=adjacency.pieces)
+        out: Tensor = _backend(x).sum_neighbours(*edges, x, mean=mean, segments=adjacency.segments)
         return out
 
     @staticmethod
@@ -239,7 +211,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumTransposed(torch.autograd.Function):
-    """The gradient of :class:`_Sum`, which is a sum as well, over the edges the other way round."""
+    """The gradient of :class:`_Sum`: a sum over the reversed edges."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, adjacency: Adjacency, mean: bool, grad_rows: int | None) -> Tensor:
@@ -250,14 +222,14 @@ class _SumTransposed(torch.autograd.Function):
             ptr, num_rows = ptr[: grad_rows + 1], adjacency.num_sources
         degrees = adjacency.ptr if mean else None
         out: Tensor = _backend(grad).sum_neighbours(
-            ptr, col, weight, grad, degrees=degrees, num_rows=num_rows, pieces=adjacency.pieces_t
+            ptr, col, weight, grad, degrees=degrees, num_rows=num_rows, segments=adjacency.segments_t
         )
         return out
 
     @staticmethod
     def backward(ctx: Any, again: Tensor) -> tuple[Tensor, None, None, None]:
         adjacency, mean, grad_rows = ctx.options
-        if grad_rows is not None:  # the other rows are 0, whatever goes in
+        if grad_rows is not None:  # the other rows are constant 0
             again = torch.cat([again[:grad_rows], torch.zeros_like(again[grad_rows:])])
         return _Sum.apply(again, adjacency, mean, None), None, None, None  # type: ignore[no-untyped-call]
 
@@ -280,16 +252,16 @@ class _Extreme(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, out, ties = ctx.saved_tensors
         wide = torch.promote_types(grad.dtype, torch.float32)
-        # Torch starts from rows of zeros and counts those as one more tie where the result is 0. PyG has that too.
+        # scatter_reduce, which PyG uses, starts from zeros and counts these as one more tie if the result is 0.
         share = grad.to(wide) / (ties + (out == 0))
-        # Autograd sees through plain torch if a second derivative is wanted.
+        # Plain torch if a second derivative is needed, since autograd can differentiate it.
         backend = plain_spmm if torch.is_grad_enabled() else _backend(grad)
         edges = ctx.adjacency.transposed
         return backend.extreme_gradient(*edges, x.detach(), out.detach(), share), None, None
 
 
 def _backend(x: Tensor) -> ModuleType:
-    """The module that computes: both have the same functions."""
+    """The module that computes; both have the same functions."""
     if use_triton(x) and x.dtype in TRITON_DTYPES:
         from gnnautoscale.kernels import triton_spmm
 

@@ -1,7 +1,7 @@
-"""Row gather, scatter and merge as Triton kernels; :mod:`gnnautoscale.kernels.rows` says what they compute.
+"""Triton kernels that gather, scatter and merge rows; :mod:`gnnautoscale.kernels.rows` defines the results.
 
-A GPU reads and writes pinned host memory over the bus, so one kernel serves both places. A small grid whose
-programs loop over the rows keeps the bus busy and leaves the GPU to others.
+A GPU reads and writes pinned host memory over the bus, so one kernel serves both kinds of memory. A few programs that
+loop over the rows keep the bus busy and leave the rest of the GPU to other kernels.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from gnnautoscale.kernels.triton_launch import VECTOR, compiled, divided, launch, power_of_two
+from gnnautoscale.kernels.triton_launch import VECTOR, ceil_div, compile_variants, launch, next_power_of_two
 
-BYTES = 32 * 1024  # what a program has in flight over the bus
+BYTES = 32 * 1024  # that a program keeps in flight over the bus
 MERGE_BYTES = 8 * 1024
 WARPS = 8
 MERGE_WARPS = 4
 MOST_COLUMNS = 1024
 MOST_ROWS = 128
-BLOCK = 1024  # indices of one program
+BLOCK = 1024  # indices per program
 MOST_ADDRESSES = 64
 _TYPES = {
     torch.float16: tl.float16,
@@ -46,7 +46,7 @@ def _read(source, index, skip, out, out_type, count, width, rows_each: tl.conste
             column = first + tl.arange(0, columns)
             mask = wanted[:, None] & (column < width)[None, :]
             value = tl.load(source + origin[:, None] + column[None, :], mask=mask).to(out_type)
-            # Not needed before the next step: it should not push what this step uses out of the cache.
+            # For the next step, so it should not evict from the cache what this step uses.
             tl.store(out + goal[:, None] + column[None, :], value, mask=mask, cache_modifier=".cs")
 
 
@@ -55,23 +55,13 @@ def _gather(source, index, skip, out, count, width, rows_each: tl.constexpr, col
 
 
 def _gather_tables(  # type: ignore[no-untyped-def]
-    sources,
-    index,
-    skip,
-    outs,
-    count,
-    num_tables,
-    width,
-    source_type: tl.constexpr,
-    out_type: tl.constexpr,
-    aligned: tl.constexpr,
-    rows_each: tl.constexpr,
-    columns: tl.constexpr,
-):
+    sources, index, skip, outs, count, num_tables, width, source_type: tl.constexpr, out_type: tl.constexpr,
+    aligned: tl.constexpr, rows_each: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
     for table in range(num_tables):
         source = tl.load(sources + table).to(tl.pointer_type(source_type))
         out = tl.load(outs + table).to(tl.pointer_type(out_type))
-        if aligned:  # which the compiler cannot know of an address in memory
+        if aligned:  # the compiler cannot know this of an address it loads
             source = tl.multiple_of(source, 16)
             out = tl.multiple_of(out, 16)
         _read(source, index, skip, out, out_type, count, width, rows_each, columns)
@@ -91,19 +81,9 @@ def _scatter(rows, index, target, count, width, rows_each: tl.constexpr, columns
 
 
 def _merge(  # type: ignore[no-untyped-def]
-    rows,
-    staged,
-    recent,
-    where,
-    side,
-    out,
-    count,
-    batch_size,
-    room,
-    width,
-    rows_each: tl.constexpr,
-    columns: tl.constexpr,
-):
+    rows, staged, recent, where, side, out, count, batch_size, room, width,
+    rows_each: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * rows_each + tl.arange(0, rows_each)
     wanted = row < count
     own = row < batch_size
@@ -116,7 +96,7 @@ def _merge(  # type: ignore[no-untyped-def]
     for first in range(0, width, columns):
         column = first + tl.arange(0, columns)
         mask = wanted[:, None] & (column < width)[None, :]
-        # Each row is read from one place only.
+        # Each row is read from one source only.
         mine = tl.load(rows + goal[:, None] + column[None, :], mask=mask & own[:, None])
         new = tl.load(recent + origin[:, None] + column[None, :], mask=mask & fresh[:, None])
         old = tl.load(staged + kept[:, None] + column[None, :], mask=mask & (~fresh & ~own)[:, None])
@@ -133,27 +113,24 @@ def _locate(index, where, count, start, first, length, width, block: tl.constexp
     tl.store(where + row, tl.where(inside, place + first, -1).to(tl.int32), mask=wanted)
 
 
-_gather_kernels = compiled(_gather, counts=["count"], indices=["index", "skip"], rows=["source", "out"])
-_gather_tables_kernels = compiled(
+_gather_kernels = compile_variants(_gather, counts=["count"], indices=["index", "skip"], rows=["source", "out"])
+_gather_tables_kernels = compile_variants(
     _gather_tables, counts=["count", "num_tables"], indices=["sources", "index", "skip", "outs"], rows=[]
 )
-_scatter_kernels = compiled(_scatter, counts=["count"], indices=["index"], rows=["rows", "target"])
-_merge_kernels = compiled(
-    _merge,
-    counts=["count", "batch_size", "room"],
-    indices=["where", "side"],
-    rows=["rows", "staged", "recent", "out"],
+_scatter_kernels = compile_variants(_scatter, counts=["count"], indices=["index"], rows=["rows", "target"])
+_merge_kernels = compile_variants(
+    _merge, counts=["count", "batch_size", "room"], indices=["where", "side"], rows=["rows", "staged", "recent", "out"]
 )
-
-
-_locate_kernels = compiled(_locate, counts=["count", "start", "first", "length"], indices=["index", "where"], rows=[])
+_locate_kernels = compile_variants(
+    _locate, counts=["count", "start", "first", "length"], indices=["index", "where"], rows=[]
+)
 
 
 def gather_rows(source: Tensor, index: Tensor, out: Tensor, skip: Tensor | None, programs: int) -> None:
     """See :func:`gnnautoscale.kernels.gather_rows`."""
     count, width = out.shape
     block = _block(width, source.element_size(), BYTES)
-    programs = min(programs, divided(count, block[0]))
+    programs = min(programs, ceil_div(count, block[0]))
     launch(_gather_kernels, programs, out, source, index, skip, out, count, width, *block, warps=WARPS)
 
 
@@ -163,7 +140,7 @@ def gather_tables(
     """See :func:`gnnautoscale.kernels.gather_tables`."""
     count, width = outs[0].shape
     block = _block(width, sources[0].element_size(), BYTES)
-    programs = min(programs, divided(count, block[0]))
+    programs = min(programs, ceil_div(count, block[0]))
     aligned = width % VECTOR == 0 and all(table.data_ptr() % VECTOR == 0 for table in (*sources, *outs))
     tables = (_addresses(sources, outs[0].device), index, skip, _addresses(outs, outs[0].device), count, len(outs))
     types = (_TYPES[sources[0].dtype], _TYPES[outs[0].dtype], aligned)
@@ -171,7 +148,7 @@ def gather_tables(
 
 
 def _addresses(tables: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Where the tables are, as a kernel reads it; kept, since the same tables are read in every step."""
+    """The tables' addresses on the device; kept, since every step reads the same tables."""
     key = device, *(table.data_ptr() for table in tables)
     if key not in _known_addresses:
         while len(_known_addresses) >= MOST_ADDRESSES:
@@ -187,7 +164,7 @@ def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, programs: int) -> 
     """See :func:`gnnautoscale.kernels.scatter_rows`."""
     count, width = rows.shape
     block = _block(width, target.element_size(), BYTES)
-    programs = min(programs, divided(count, block[0]))
+    programs = min(programs, ceil_div(count, block[0]))
     launch(_scatter_kernels, programs, rows, rows, index, target, count, width, *block, warps=WARPS)
 
 
@@ -195,7 +172,7 @@ def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side
     """See :func:`gnnautoscale.kernels.merge_rows`."""
     count, width = out.shape
     block = _block(width, out.element_size(), MERGE_BYTES)
-    programs = divided(count, block[0])
+    programs = ceil_div(count, block[0])
     arguments = (rows, staged, recent, where, side, out, count, rows.size(0), where.size(1), width)
     launch(_merge_kernels, programs, out, *arguments, *block, warps=MERGE_WARPS)
 
@@ -203,11 +180,11 @@ def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side
 def locate_rows(index: Tensor, start: int, first: int, length: int, where: Tensor) -> None:
     """See :func:`gnnautoscale.kernels.locate_rows`."""
     count = index.numel()
-    places = where.unsqueeze(1)
-    launch(_locate_kernels, divided(count, BLOCK), places, index, where, count, start, first, length, 1, BLOCK, warps=4)
+    arguments = (index, where, count, start, first, length, 1, BLOCK)
+    launch(_locate_kernels, ceil_div(count, BLOCK), where.unsqueeze(1), *arguments, warps=4)
 
 
 def _block(width: int, item_bytes: int, num_bytes: int) -> tuple[int, int]:
-    """How many rows and columns a program takes at once, both powers of two."""
-    columns = min(power_of_two(width), MOST_COLUMNS)
+    """How many rows and columns a program handles at once, both powers of two."""
+    columns = min(next_power_of_two(width), MOST_COLUMNS)
     return max(1, min(MOST_ROWS, num_bytes // (columns * item_bytes))), columns

@@ -1,11 +1,11 @@
-"""Sums, maxima and minima over neighbours as Triton kernels; the functions mirror ``plain_spmm``.
+"""Triton kernels for sums, maxima and minima over neighbours; the functions mirror ``plain_spmm``.
 
-One program of one warp computes a few columns of one row: it gathers many edges' values at once, to have many loads
-in flight, reads meanwhile which rows come next, and adds up in a fixed order. Programs of one row are next to each
+One program of one warp computes a few columns of one row. It gathers the values of many edges at once, to keep many
+loads in flight, prefetches the next column indices, and adds in a fixed order. The programs of a row run next to each
 other, so that they share its edges in the cache.
 
-Sums and means of long rows come in pieces: a program for each piece writes a partial sum, and a second kernel adds
-these up. Maxima and minima take long rows as they are.
+Sums and means split long rows into segments: one program per segment writes a partial sum, and a second kernel adds
+these up. Maxima and minima do not split them.
 """
 
 from __future__ import annotations
@@ -13,54 +13,46 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
 from gnnautoscale.kernels import long_rows
-from gnnautoscale.kernels.long_rows import Pieces
-from gnnautoscale.kernels.triton_launch import Kernels, compiled, divided, launch, power_of_two
+from gnnautoscale.kernels.long_rows import RowSegments
+from gnnautoscale.kernels.triton_launch import Kernels, ceil_div, compile_variants, launch, next_power_of_two
 
 # Measured on an H200 with 5 to 360 edges per row, widths of 47 to 600, and single rows of up to 20,000 edges.
-COLUMNS = 128  # of one program, at most
-UNROLL = 8  # edges that a program gathers at once, at least
+COLUMNS = 128  # per program, at most
+UNROLL = 8  # edges per gather, at least
 EXTREME_UNROLL = 4
-VALUES = 512  # narrow rows: that many values at once
+VALUES = 512  # per gather of narrow rows
 MOST_UNROLL = 64
 WARPS = 1
 
 
-def _sum(  # type: ignore[no-untyped-def]
-    ptr,
-    col,
-    weight,
-    degrees,
-    x,
-    out,
-    piece_begin,
-    piece_end,
-    partial,
-    num_rows,
-    num_pieces,
-    longest,
-    width,
-    mean: tl.constexpr,
-    columns: tl.constexpr,
-    unroll: tl.constexpr,
-):
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _own_columns(width, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row or segment of a program, its columns, and which of these exist."""
     num_blocks = tl.cdiv(width, columns)
-    item = tl.program_id(0) // num_blocks
     column = (tl.program_id(0) % num_blocks) * columns + tl.arange(0, columns)
-    inside = column < width
-    # Pieces come before rows, since most of them take longer.
-    row = item - num_pieces
+    return tl.program_id(0) // num_blocks, column, column < width
+
+
+def _sum(  # type: ignore[no-untyped-def]
+    ptr, col, weight, degrees, x, out, segment_begin, segment_end, partial, num_rows, num_segments, longest, width,
+    mean: tl.constexpr, columns: tl.constexpr, unroll: tl.constexpr,
+):  # fmt: skip
+    item, column, inside = _own_columns(width, columns)
+    # Segments come before rows, since most of them take longer.
+    row = item - num_segments
     if row < 0:
-        begin = tl.load(piece_begin + item)
-        # Pieces of rows beyond the last that is wanted become empty.
-        end = tl.minimum(tl.load(piece_end + item), tl.load(ptr + num_rows))
+        begin = tl.load(segment_begin + item)
+        # Segments of rows beyond num_rows become empty.
+        end = tl.minimum(tl.load(segment_end + item), tl.load(ptr + num_rows))
     else:
         begin = tl.load(ptr + row)
         end = tl.load(ptr + row + 1)
-    # A long row is left to its pieces.
+    # Long rows are left to their segments.
     mine = end - begin <= longest
     end = tl.where(mine, end, begin)
     total = tl.zeros((columns,), dtype=tl.float32)
@@ -89,55 +81,31 @@ def _sum(  # type: ignore[no-untyped-def]
         tl.store(out + place, total.to(out.dtype.element_ty), mask=inside & mine)
 
 
-def _add_pieces(  # type: ignore[no-untyped-def]
-    long_row,
-    first_piece,
-    piece_begin,
-    piece_end,
-    partial,
-    out,
-    num_rows,
-    width,
-    mean: tl.constexpr,
-    columns: tl.constexpr,
-    unroll: tl.constexpr,
-):
-    num_blocks = tl.cdiv(width, columns)
-    item = tl.program_id(0) // num_blocks
-    column = (tl.program_id(0) % num_blocks) * columns + tl.arange(0, columns)
-    inside = column < width
+def _add_segments(  # type: ignore[no-untyped-def]
+    long_row, first_segment, segment_begin, segment_end, partial, out, num_rows, width,
+    mean: tl.constexpr, columns: tl.constexpr, unroll: tl.constexpr,
+):  # fmt: skip
+    item, column, inside = _own_columns(width, columns)
     row = tl.load(long_row + item)
-    begin = tl.load(first_piece + item)
-    end = tl.load(first_piece + item + 1)
+    begin = tl.load(first_segment + item)
+    end = tl.load(first_segment + item + 1)
     total = tl.zeros((columns,), dtype=tl.float32)
     for start in range(begin, end, unroll):
-        piece = start + tl.arange(0, unroll)
-        place = piece.to(tl.int64) * width
-        mask = (piece < end)[:, None] & inside[None, :]
+        segment = start + tl.arange(0, unroll)
+        place = segment.to(tl.int64) * width
+        mask = (segment < end)[:, None] & inside[None, :]
         total += tl.sum(tl.load(partial + place[:, None] + column[None, :], mask=mask, other=0.0), axis=0)
     if mean:
-        total = total / (tl.load(piece_end + end - 1) - tl.load(piece_begin + begin)).to(tl.float32)
-    # Only rows that are wanted: the others stay 0.
+        total = total / (tl.load(segment_end + end - 1) - tl.load(segment_begin + begin)).to(tl.float32)
+    # Rows beyond num_rows stay 0.
     place = row.to(tl.int64) * width + column
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside & (row < num_rows))
 
 
 def _extreme(  # type: ignore[no-untyped-def]
-    ptr,
-    col,
-    weight,
-    x,
-    out,
-    ties,
-    width,
-    largest: tl.constexpr,
-    columns: tl.constexpr,
-    unroll: tl.constexpr,
+    ptr, col, weight, x, out, ties, width, largest: tl.constexpr, columns: tl.constexpr, unroll: tl.constexpr
 ):
-    num_blocks = tl.cdiv(width, columns)
-    row = tl.program_id(0) // num_blocks
-    column = (tl.program_id(0) % num_blocks) * columns + tl.arange(0, columns)
-    inside = column < width
+    row, column, inside = _own_columns(width, columns)
     begin = tl.load(ptr + row)
     end = tl.load(ptr + row + 1)
     # A minimum is the maximum of the negated values.
@@ -156,10 +124,10 @@ def _extreme(  # type: ignore[no-untyped-def]
         value = tl.load(x + place[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
         if weight is not None:
             value *= tl.load(weight + edge, mask=valid, other=0.0).to(tl.float32)[:, None]
-            value = value.to(x.dtype.element_ty).to(tl.float32)  # rounded, so that the gradient finds ties again
+            value = value.to(x.dtype.element_ty).to(tl.float32)  # rounded, so that the gradient finds the same ties
         value = tl.where(mask, value * sign, float("-inf"))
         here = tl.max(value, axis=0)
-        # A comparison drops a value that is not a number; the result must show it.
+        # tl.max may drop NaN, but the result must show it.
         broken += tl.sum((value != value).to(tl.int32), axis=0)
         if ties is not None:
             reached = tl.sum((mask & (value == here[None, :])).to(tl.int32), axis=0)
@@ -174,21 +142,9 @@ def _extreme(  # type: ignore[no-untyped-def]
 
 
 def _extreme_gradient(  # type: ignore[no-untyped-def]
-    ptr,
-    col,
-    weight,
-    x,
-    out,
-    share,
-    grad,
-    width,
-    columns: tl.constexpr,
-    unroll: tl.constexpr,
+    ptr, col, weight, x, out, share, grad, width, columns: tl.constexpr, unroll: tl.constexpr
 ):
-    num_blocks = tl.cdiv(width, columns)
-    row = tl.program_id(0) // num_blocks
-    column = (tl.program_id(0) % num_blocks) * columns + tl.arange(0, columns)
-    inside = column < width
+    row, column, inside = _own_columns(width, columns)
     begin = tl.load(ptr + row)
     end = tl.load(ptr + row + 1)
     own = row.to(tl.int64) * width + column
@@ -216,20 +172,20 @@ def _extreme_gradient(  # type: ignore[no-untyped-def]
 
 
 _EDGES = ["ptr", "col", "weight"]
-_PIECES = ["piece_begin", "piece_end"]
-_sum_kernels = compiled(
+_SEGMENTS = ["segment_begin", "segment_end"]
+_sum_kernels = compile_variants(
     _sum,
-    counts=["num_rows", "num_pieces", "longest"],
-    indices=[*_EDGES, "degrees", *_PIECES],
+    counts=["num_rows", "num_segments", "longest"],
+    indices=[*_EDGES, "degrees", *_SEGMENTS],
     rows=["x", "out", "partial"],
 )
-_add_kernels = compiled(
-    _add_pieces, counts=["num_rows"], indices=["long_row", "first_piece", *_PIECES], rows=["partial", "out"]
+_add_kernels = compile_variants(
+    _add_segments, counts=["num_rows"], indices=["long_row", "first_segment", *_SEGMENTS], rows=["partial", "out"]
 )
-_extreme_kernels = compiled(_extreme, counts=[], indices=_EDGES, rows=["x", "out", "ties"])
-_gradient_kernels = compiled(_extreme_gradient, counts=[], indices=_EDGES, rows=["x", "out", "share", "grad"])
+_extreme_kernels = compile_variants(_extreme, counts=[], indices=_EDGES, rows=["x", "out", "ties"])
+_gradient_kernels = compile_variants(_extreme_gradient, counts=[], indices=_EDGES, rows=["x", "out", "share", "grad"])
 
-# Where, and for which type, width and mean, the kernel that adds pieces up is loaded.
+# Device, type, width and mean for which the kernel that adds segments is loaded.
 _loaded: set[tuple[torch.device, torch.dtype, int, bool]] = set()
 
 
@@ -242,7 +198,7 @@ def sum_neighbours(
     mean: bool = False,
     degrees: Tensor | None = None,
     num_rows: int | None = None,
-    pieces: Pieces | None = None,
+    segments: RowSegments | None = None,
 ) -> Tensor:
     """See :func:`gnnautoscale.kernels.plain_spmm.sum_neighbours`."""
     x = x.contiguous()
@@ -250,13 +206,13 @@ def sum_neighbours(
     out = x.new_empty(wanted, width) if num_rows in (None, wanted) else x.new_zeros(num_rows, width)
     if not wanted or not width:
         return out
-    longest = col.numel() if pieces is None else long_rows.LONG
-    cut, partial = _room(pieces, x)
-    num_long, num_pieces = cut.long_row.numel(), cut.piece_begin.numel()
-    rows = (ptr, col, weight, degrees, x, out, cut.piece_begin, cut.piece_end, partial)
-    _launch(_sum_kernels, UNROLL, wanted + num_pieces, out, *rows, wanted, num_pieces, longest, width, mean)
-    # The first time even for no rows: that loads the kernel. The first batch with long rows may be in a CUDA graph,
-    # where nothing can be loaded.
+    longest = col.numel() if segments is None else long_rows.LONG_ROW
+    cut, partial = _room(segments, x)
+    num_long, num_segments = cut.long_row.numel(), cut.segment_begin.numel()
+    rows = (ptr, col, weight, degrees, x, out, cut.segment_begin, cut.segment_end, partial)
+    _launch(_sum_kernels, UNROLL, wanted + num_segments, out, *rows, wanted, num_segments, longest, width, mean)
+    # Launch it the first time even without long rows, to load the kernel: the first batch that has some may come in a
+    # CUDA graph, which cannot load kernels.
     use = x.device, x.dtype, width, mean
     if num_long or use not in _loaded:
         _launch(_add_kernels, UNROLL, num_long, out, *cut, partial, out, wanted, width, mean)
@@ -264,18 +220,18 @@ def sum_neighbours(
     return out
 
 
-def _room(pieces: Pieces | None, x: Tensor) -> tuple[Pieces, Tensor]:
-    """The pieces of long rows and room for their sums; both are empty if there are none."""
-    if pieces is None:
+def _room(segments: RowSegments | None, x: Tensor) -> tuple[RowSegments, Tensor]:
+    """The segments and room for their sums; both empty if no row is long."""
+    if segments is None:
         return _no_room(x.device)
-    return pieces, x.new_empty(pieces.piece_begin.numel(), x.size(1), dtype=torch.float32)
+    return segments, x.new_empty(segments.segment_begin.numel(), x.size(1), dtype=torch.float32)
 
 
 @cache
-def _no_room(device: torch.device) -> tuple[Pieces, Tensor]:
-    """Not ``None``, for which Triton would compile the kernel once more."""
+def _no_room(device: torch.device) -> tuple[RowSegments, Tensor]:
+    """Empty tensors rather than ``None``, for which Triton would compile the kernel again."""
     none = torch.empty(0, dtype=torch.int32, device=device)
-    return Pieces(none, none, none, none), torch.empty(0, dtype=torch.float32, device=device)
+    return RowSegments(none, none, none, none), torch.empty(0, dtype=torch.float32, device=device)
 
 
 def extreme_neighbours(
@@ -301,18 +257,18 @@ def extreme_gradient(
 
 
 def _launch(kernels: Kernels, unroll: int, count: int, result: Tensor, *arguments: Tensor | int | bool | None) -> None:
-    """Run a kernel with one program for each block of columns of each row or piece.
+    """Run a kernel with one program per block of columns of each row or segment.
 
     Args:
         kernels: The two variants of the kernel.
-        unroll: How many edges a program takes at once, at least.
-        count: Number of rows and pieces.
+        unroll: Edges per gather, at least.
+        count: Number of rows and segments.
         result: ``[num_rows, width]``.
-        arguments: What the kernel takes before the size of its block.
+        arguments: The kernel's arguments before ``columns`` and ``unroll``.
     """
     width = result.size(1)
-    columns = min(power_of_two(width), COLUMNS)
-    if width > columns and divided(width, columns // 2) % 2:
-        columns //= 2  # half of the last program's columns would be outside
+    columns = min(next_power_of_two(width), COLUMNS)
+    if width > columns and ceil_div(width, columns // 2) % 2:
+        columns //= 2  # otherwise the last program would waste half of its columns
     unroll = max(unroll, min(VALUES // columns, MOST_UNROLL))
-    launch(kernels, count * divided(width, columns), result, *arguments, columns, unroll, warps=WARPS)
+    launch(kernels, count * ceil_div(width, columns), result, *arguments, columns, unroll, warps=WARPS)

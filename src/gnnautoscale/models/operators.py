@@ -37,10 +37,10 @@ class GCN(Stack):
     linear: bool = False
 
     takes_edge_weight = True
+    _layer_class = pyg.GCNConv
 
-    def make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
-        """Create PyG's ``GCNConv``."""
-        return pyg.GCNConv(width_in, width_out)
+    def _make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
+        return self._layer_class(width_in, width_out)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -53,10 +53,7 @@ class GraphSAGE(GCN):
     """
 
     takes_edge_weight = False
-
-    def make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
-        """Create PyG's ``SAGEConv``."""
-        return pyg.SAGEConv(width_in, width_out)
+    _layer_class = pyg.SAGEConv
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -81,16 +78,14 @@ class GIN(Stack):
     track_running_stats: bool = True
     residual: bool = True
 
-    def make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
-        """Create PyG's ``GINConv`` with an MLP of two linear layers."""
+    def _make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
         averages = self.track_running_stats
         norm = nn.BatchNorm1d(width_out, track_running_stats=averages) if self.batch_norm else nn.Identity()
         mlp = [nn.Linear(width_in, width_out), norm, nn.ReLU(), nn.Linear(width_out, width_out), nn.ReLU()]
         return pyg.GINConv(nn.Sequential(*mlp), train_eps=True)
 
-    def make_norm(self) -> nn.Module:
-        """Nothing: a GIN layer normalizes inside its MLP."""
-        return nn.Identity()
+    def _make_norm(self) -> nn.Module:
+        return nn.Identity()  # a GIN layer normalizes inside its MLP
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -119,8 +114,7 @@ class GCNII(Stack):
 
     takes_edge_weight = True
 
-    def make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
-        """Create PyG's ``GCN2Conv``."""
+    def _make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
         return pyg.GCN2Conv(width_in, self.alpha, self.theta, layer=number, shared_weights=self.shared_weights)
 
     def call_layer(
@@ -160,9 +154,8 @@ class PNA(Stack):
     jumping_knowledge: bool = False
     batch_norm: bool = True
 
-    def check(self) -> None:
-        """Check the names of aggregators and scalers too."""
-        super().check()
+    def _check(self) -> None:
+        super()._check()
         known = {
             "aggregators": ("mean", "min", "max", "std", "var", "sum"),
             "scalers": ("identity", "amplification", "attenuation"),
@@ -173,13 +166,11 @@ class PNA(Stack):
                 rule = f"{name} must be one or more of {', '.join(choices)}"
                 raise InputError(rule, got=repr([*given]), fix="Choose among these.")
 
-    def build(self) -> None:
-        """Create linear layers only for jumping knowledge."""
+    def _build(self) -> None:
         self.linear = self.jumping_knowledge
-        super().build()
+        super()._build()
 
-    def make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
-        """Create PyG's ``PNAConv``."""
+    def _make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
         return pyg.PNAConv(width_in, width_out, [*self.aggregators], [*self.scalers], self.degrees)
 
 
@@ -206,8 +197,7 @@ class GAT(PaperModel):
     out_heads: int = 1
     dropout: float = 0.6
 
-    def build(self) -> None:
-        """Create the layers."""
+    def _build(self) -> None:
         *widths, last = [self.in_channels, *[self.hidden * self.heads] * (self.layers - 1)]
         drop = self.dropout
         self.convs = nn.ModuleList(pyg.GATConv(width, self.hidden, self.heads, dropout=drop) for width in widths)
@@ -215,7 +205,7 @@ class GAT(PaperModel):
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
         """Compute the output of every node, ``[num_nodes, out_channels]``; arguments as in :class:`Stack`."""
-        self.check_edge_weight(edge_weight)
+        self._check_edge_weight(edge_weight)
         for conv in self.convs[:-1]:
             x = F.elu(conv(self._drop(x), edge_index))
         out: Tensor = self.convs[-1](self._drop(x), edge_index)
@@ -250,8 +240,7 @@ class APPNP(PaperModel):
 
     takes_edge_weight = True
 
-    def build(self) -> None:
-        """Create the MLP and the propagation."""
+    def _build(self) -> None:
         self.first, self.second = nn.Linear(self.in_channels, self.hidden), nn.Linear(self.hidden, self.out_channels)
         self.propagation = pyg.APPNP(self.layers, self.alpha)
 

@@ -22,16 +22,9 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 @dataclass(eq=False, repr=False)
 class PaperModel(nn.Module):
-    """A model whose options are the fields of a dataclass.
+    """A model whose options are the fields of a dataclass; :class:`GCN` describes those that all models share.
 
-    A subclass adds fields, creates its modules in :meth:`build`, and computes in ``forward``.
-
-    Args:
-        in_channels: Width of the input features.
-        out_channels: Width of the output.
-        hidden: Width of hidden layers.
-        layers: Number of message-passing layers.
-        dropout: Probability of dropout.
+    A subclass adds fields, creates its modules in ``_build``, and computes in ``forward``.
     """
 
     in_channels: int
@@ -46,11 +39,10 @@ class PaperModel(nn.Module):
 
     def __post_init__(self) -> None:
         super().__init__()  # keeps the numbers that the dataclass has set already
-        self.check()
-        self.build()
+        self._check()
+        self._build()
 
-    def check(self) -> None:
-        """Raise an :class:`InputError` if an option is out of range."""
+    def _check(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "int" and (type(value) is not int or value < 1):
@@ -60,16 +52,14 @@ class PaperModel(nn.Module):
                 if not holds(value):
                     raise InputError(f"{field.name} must be {rule}", got=f"{value}", fix="Change it.")
 
-    def build(self) -> None:
-        """Create the model's modules."""
+    def _build(self) -> None:
         raise NotImplementedError
 
     def decayed_modules(self) -> Iterable[nn.Module]:
         """The modules whose weights decay by ``weight_decay_conv``; the others decay by ``weight_decay_other``."""
         raise NotImplementedError
 
-    def check_edge_weight(self, edge_weight: Tensor | None) -> None:
-        """Raise an :class:`InputError` for edge weights that the model would ignore."""
+    def _check_edge_weight(self, edge_weight: Tensor | None) -> None:
         if edge_weight is not None and not self.takes_edge_weight:
             raise InputError(
                 f"{type(self).__name__} does not use edge weights",
@@ -86,7 +76,7 @@ class Stack(PaperModel):
     """Message-passing layers, each followed by batch norm, residual connection, ReLU and dropout.
 
     With ``linear``, linear layers come before the first and after the last of them; without, the last
-    message-passing layer gives the output. A subclass provides :meth:`make_layer`. For the options see :class:`GCN`.
+    message-passing layer gives the output. A subclass creates a layer in ``_make_layer``.
     """
 
     _: KW_ONLY
@@ -99,21 +89,19 @@ class Stack(PaperModel):
     #: Whether the last linear layer reads the outputs of all layers.
     jumping_knowledge = False
 
-    def make_layer(self, width_in: int, width_out: int, number: int) -> MessagePassing:
+    def _make_layer(self, width_in: int, width_out: int, number: int) -> MessagePassing:
         """Create a layer; ``number`` counts from 1."""
         raise NotImplementedError
 
-    def make_norm(self) -> nn.Module:
-        """Create what follows a layer."""
+    def _make_norm(self) -> nn.Module:
         return nn.BatchNorm1d(self.hidden) if self.batch_norm else nn.Identity()
 
-    def build(self) -> None:
-        """Create layers, norms, and the first and last linear layer."""
+    def _build(self) -> None:
         count, hidden, linear = self.layers, self.hidden, self.linear
         widths = [hidden if linear else self.in_channels, *[hidden] * (count - 1)]
         widths.append(hidden if linear else self.out_channels)
-        self.convs = nn.ModuleList(self.make_layer(widths[i], widths[i + 1], i + 1) for i in range(count))
-        self.norms = nn.ModuleList(self.make_norm() for _ in range(count if linear else count - 1))
+        self.convs = nn.ModuleList(self._make_layer(widths[i], widths[i + 1], i + 1) for i in range(count))
+        self.norms = nn.ModuleList(self._make_norm() for _ in range(count if linear else count - 1))
         last_width = hidden * (count + 1 if self.jumping_knowledge else 1)
         self.first = nn.Linear(self.in_channels, hidden) if linear else None
         self.last = nn.Linear(last_width, self.out_channels) if linear else None
@@ -129,7 +117,7 @@ class Stack(PaperModel):
         Returns:
             ``[num_nodes, out_channels]``.
         """
-        self.check_edge_weight(edge_weight)
+        self._check_edge_weight(edge_weight)
         if self.drop_input:
             x = self._drop(x)
         start = x if self.first is None else self.first(x).relu()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale.forward import ArgumentKind, Memory
+from gnnautoscale.forward import ArgumentKind, GraphMemory
 from gnnautoscale.graph import BatchInfo, BatchTensor, HaloLoader
 
 # A ring with chords and one self-loop. Halo nodes have neighbours beyond the halo, so their degrees in a batch are
@@ -49,7 +49,7 @@ class TrialGraph:
         self.whole = HaloLoader(data, partition=torch.zeros(NUM_NODES, dtype=torch.long))
         # Bidirectional, because the real loader may be; if a layer needs that and it is not, the layer says so later.
         self.parts = HaloLoader(data, partition=torch.tensor(_PARTS), bidirectional=True)
-        self.memory = Memory(self.parts.graph, NUM_NODES, "device", None)
+        self.memory = GraphMemory(self.parts.graph, NUM_NODES, "device", None)
 
     def _add_batch(self, data: Data, batch: Data) -> None:
         for name, value in batch:

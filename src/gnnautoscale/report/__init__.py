@@ -1,4 +1,4 @@
-"""One HTML page about training runs: what they were, how they learned, how stale histories were, where time went."""
+"""One HTML page about training runs: settings, learning curves, staleness, errors, time and memory."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 from gnnautoscale._util import write_atomically
 from gnnautoscale.report.page import page
-from gnnautoscale.report.shown import find_runs
+from gnnautoscale.report.reported_run import find_runs
 
 __all__ = ["write_report"]
 
 
 def write_report(paths: Iterable[str | Path], output: str | Path) -> int:
-    """Write one HTML page about some runs. It needs nothing but itself: no network, no other files.
+    """Write one self-contained HTML page about some runs: it needs no network and no other files.
 
     Args:
-        paths: Run folders, as ``fit(run_dir=...)`` and ``gas train`` write them, or folders with run folders in them.
+        paths: Run folders, as ``fit(run_dir=...)`` and ``gas train`` write them, or folders that contain run folders.
         output: The file to write.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The page: all sections that there is something to say in, under one style, with nothing loaded from elsewhere."""
+"""The page: all sections that have content, one style sheet, and nothing loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 from importlib import resources
 
 from gnnautoscale.report.markup import Section
-from gnnautoscale.report.shown import Shown
+from gnnautoscale.report.reported_run import ReportedRun
 from gnnautoscale.report.staleness import error_section, gradient_section, lipschitz_section, staleness_section
 from gnnautoscale.report.summary import comparison_section, numbers_section, runs_section
 from gnnautoscale.report.svg import COLORS
@@ -29,7 +29,7 @@ _SECTIONS = (
 )
 
 
-def page(runs: Sequence[Shown]) -> str:
+def page(runs: Sequence[ReportedRun]) -> str:
     """The report as one HTML document."""
     sections = [section for make in _SECTIONS if (section := make(runs)) is not None]
     title = runs[0].title if len(runs) == 1 else f"{len(runs)} training runs"
@@ -53,7 +53,7 @@ def page(runs: Sequence[Shown]) -> str:
 <main>
 {"".join(section.html() for section in sections)}
 </main>
-<footer>Made by <code>gas report</code>. Hold the pointer over a plot to read its values; "Data" below it has them as a
+<footer>Made by <code>gas report</code>. Hover over a plot to read its values, or unfold "Data" below it for a
 table.</footer>
 </body>
 </html>
@@ -65,8 +65,8 @@ def _contents(sections: Sequence[Section]) -> str:
     return f'<nav aria-label="Sections"><ul>{links}</ul></nav>'
 
 
-def _chooser(runs: Sequence[Shown]) -> str:
-    """The legend of all runs, which stays in sight and hides the curves of those that are not chosen."""
+def _chooser(runs: Sequence[ReportedRun]) -> str:
+    """The legend of all runs, which stays in sight; its boxes hide the curves of runs."""
     if len(runs) == 1:
         return ""
     items = "".join(
@@ -77,8 +77,8 @@ def _chooser(runs: Sequence[Shown]) -> str:
     return f'<fieldset class="runs"><legend>Runs in the plots</legend><div>{items}</div></fieldset>'
 
 
-def _hiding(runs: Sequence[Shown]) -> str:
-    """What makes the boxes of the legend work."""
+def _hiding(runs: Sequence[ReportedRun]) -> str:
+    """The styles that make the boxes work."""
     if len(runs) == 1:
         return ""
     return "".join(f":root:has(#show-{run.tag}:not(:checked)) .{run.group} {{ visibility: hidden; }}\n" for run in runs)

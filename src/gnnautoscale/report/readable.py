@@ -1,4 +1,4 @@
-"""Numbers as people read them: ticks of axes, units, and curves with fewer points."""
+"""Numbers for people: axis ticks, units, and curves with fewer points."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Point = tuple[float, float]
 
 
 def finite(value: Any) -> float | None:
-    """The value as a number, or ``None`` if it is none: missing, not finite, or something else.
+    """The value as a finite number, or ``None``.
 
     Example:
         >>> finite(3), finite(None), finite(math.nan), finite("3")
@@ -22,13 +22,9 @@ def finite(value: Any) -> float | None:
 
 
 def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
-    """Round numbers between two numbers, about ``count`` of them, 1, 2 or 5 times a power of ten apart.
+    """About ``count`` round numbers from ``low`` to ``high``, spaced by 1, 2 or 5 times a power of ten.
 
-    Args:
-        low: The smallest number of the axis.
-        high: The largest; if it is not above ``low``, that is the only tick.
-        count: How many ticks there should be, more or less.
-        whole: Whether ticks are whole numbers.
+    With ``whole``, they are whole numbers. If ``high`` is not above ``low``, the only tick is ``low``.
 
     Example:
         >>> ticks(0, 10), ticks(1, 3, whole=True), ticks(0.62, 0.87, 3)
@@ -42,12 +38,12 @@ def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> li
     if whole:
         step = max(1.0, step)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    # Twelve digits are left of k * step, so that 3 * 0.1 is 0.3.
+    # Rounded to twelve digits, so that 3 * 0.1 is 0.3.
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)] or [low]
 
 
 def log_ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Powers of ten between two positive numbers, or, within two decades, 1, 2 and 5 times these.
+    """Powers of ten between two positive numbers; within two decades also 2 and 5 times these.
 
     Example:
         >>> log_ticks(0.5, 2000), log_ticks(0.1, 1)
@@ -61,7 +57,7 @@ def log_ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Labels for ticks, all with as many decimals as the finest needs.
+    """Labels for ticks, all with as many decimals as the finest one needs.
 
     Example:
         >>> tick_labels([0.0, 0.5, 1.0]), tick_labels([0.0, 20000.0]), tick_labels([0.0, 2e6]), tick_labels([0.0, 2e-6])
@@ -79,7 +75,7 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 
 def short(value: float | None, digits: int = 4) -> str:
-    """A number with a few digits, for tables and tooltips; a dash if there is none.
+    """A number with a few digits, for tables and tooltips; a dash for ``None``.
 
     Example:
         >>> short(1234567), short(0.98765), short(2.5e-7), short(10), short(None)
@@ -110,7 +106,7 @@ def bytes_text(value: float | None) -> str:
 
 
 def unit_of_bytes(values: Sequence[float]) -> tuple[int, str]:
-    """The unit to show amounts of memory in: its size, which the largest of them reaches, and its name.
+    """The largest unit of memory that the largest amount reaches: its size and its name.
 
     Example:
         >>> unit_of_bytes([10, 3000]), unit_of_bytes([])
@@ -139,11 +135,7 @@ def seconds_text(value: float | None) -> str:
 
 
 def thin(points: Sequence[Point], count: int = 240) -> list[Point]:
-    """At most ``count`` points of a curve: its ends, and the lowest and highest of each stretch, so that peaks stay.
-
-    Args:
-        points: Pairs (x, y), sorted by x.
-        count: The most points to keep, at least 4.
+    """At most ``count`` (at least 4) points of a curve: its ends, and the lowest and highest of each stretch.
 
     Example:
         >>> thin([(x, 9.0 if x == 5 else 0.0) for x in range(12)], 6)
@@ -163,7 +155,7 @@ def thin(points: Sequence[Point], count: int = 240) -> list[Point]:
 
 
 def spaced(count: int, most: int) -> list[int]:
-    """At most so many of the indices below ``count``, evenly spaced, with the first and the last.
+    """At most ``most`` indices below ``count``, evenly spaced, with the first and the last.
 
     Example:
         >>> spaced(3, 5), spaced(9, 3), spaced(9, 1)
@@ -177,5 +169,5 @@ def spaced(count: int, most: int) -> list[int]:
 
 
 def _decimals(value: float) -> int:
-    """How many decimals a round number has."""
+    """Number of decimals of a round number."""
     return next((digits for digits in range(9) if math.isclose(value, round(value, digits), rel_tol=1e-9)), 9)

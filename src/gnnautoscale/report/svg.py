@@ -1,8 +1,7 @@
 """Plots as SVG text: lines, stacked bars, histograms and heat maps.
 
-Colours are classes (``c0`` to ``c7`` for series, ``h1`` to ``h6`` for heat), which the page's style sheet turns into
-colours for a light or a dark ground. Plots are 400 units wide, which a phone shows at about nine tenths of their size.
-All text is escaped here.
+Colours are classes (``c0`` to ``c7`` for series, ``h1`` to ``h6`` for heat), which the style sheet defines for light
+and dark mode. Plots are 400 units wide; a phone shows them at about nine tenths of that. All text is escaped here.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _TOP, _RIGHT, _BOTTOM = 26.0, 28.0, 38.0
 _LETTER = 6.6  # about the width of a digit
 _BANDS = 60
 _TAG_WIDTH = 16.0
-_DOTS = 25  # the most points of a curve that are also marked by dots
+_DOTS = 25  # curves with more points are drawn without dots
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,10 @@ class Series:
     """A curve.
 
     Attributes:
-        name: What tooltips call it.
+        name: Its name in tooltips.
         points: Pairs (x, y), sorted by x.
-        color: A whole number; colours come again after :data:`COLORS` of them.
-        tag: A letter or two at the end of the curve, so that it is told from others without its colour.
+        color: Any integer; colours repeat after :data:`COLORS`.
+        tag: A letter or two at the end of the curve, which identifies it without its colour.
         dashed: Whether the line is dashed.
         group: A class of its elements, by which the page can hide them.
     """
@@ -50,7 +49,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of stacked bars: its segments are (name, value, colour)."""
+    """A row of stacked bars; a segment is (name, value, colour)."""
 
     label: str
     segments: Sequence[tuple[str, float, int]]
@@ -64,21 +63,19 @@ def line_chart(
     x_title: str,
     y_title: str,
     log: bool = False,
-    whole_x: bool = True,
     y_range: tuple[float, float] | None = None,
     floor: float | None = None,
 ) -> str:
-    """Curves over a common axis.
+    """Curves over common axes; empty if there are no points.
 
     Args:
-        series: The curves. Those without a point are left out, and on a logarithmic axis points that are not above 0.
-        label: What the plot shows, for those who cannot see it.
-        x_title: Under the horizontal axis.
-        y_title: Above the vertical axis.
+        series: The curves. A logarithmic axis leaves out points that are not above 0.
+        label: Describes the plot to screen readers.
+        x_title: Title of the horizontal axis.
+        y_title: Title of the vertical axis.
         log: Whether the vertical axis is logarithmic.
-        whole_x: Whether ticks of the horizontal axis are whole numbers.
-        y_range: The least that the vertical axis spans; by default what the curves span.
-        floor: Where a linear vertical axis begins. A curve that comes from below begins there.
+        y_range: What the vertical axis spans at least.
+        floor: Where a linear vertical axis begins; curves that rise from below begin there.
 
     Example:
         >>> plot = line_chart([Series("a", [(1, 0.5), (2, 1.0)])], label="Loss", x_title="epoch", y_title="loss")
@@ -95,15 +92,14 @@ def line_chart(
     low = low if floor is None else floor
     y_ticks = log_ticks(low, high) if log else ticks(low, high)
     y_labels = [short(tick) for tick in y_ticks] if log else tick_labels(y_ticks)
-    left = 10 + _LETTER * max(len(text) for text in y_labels)
-    bottom = _HEIGHT - _BOTTOM
+    left, bottom = _left(y_labels), _HEIGHT - _BOTTOM
     x_low, x_high = (xs[0], xs[-1]) if len(xs) > 1 else (xs[0] - 1, xs[0] + 1)
     place_x = _scale(x_low, x_high, left + 4, _WIDTH - _RIGHT)
     scale = math.log10 if log else float
     place_y = _scale(scale(low), scale(high), bottom, _TOP)
 
     body = _y_axis([place_y(scale(tick)) for tick in y_ticks], y_labels, left, y_title)
-    x_ticks = [tick for tick in ticks(x_low, x_high, 6, whole=whole_x) if x_low <= tick <= x_high]
+    x_ticks = [tick for tick in ticks(x_low, x_high, 6, whole=True) if x_low <= tick <= x_high]
     body += _x_axis(x_ticks, place_x, left, bottom, x_title)
     ends = []
     dotted = max(len(points) for _, points in curves) <= _DOTS
@@ -112,28 +108,18 @@ def line_chart(
         body.append(_curve(one, drawn, dotted=dotted or len(points) == 1))
         ends.append((one, *drawn[-1]))
     body += _tags(ends, bottom)
-    body += _bands([(one, points) for one, points in curves], xs, place_x, bottom, x_title)
+    body += _bands(curves, xs, place_x, bottom, x_title)
     return _svg(_HEIGHT, label, body)
 
 
 def bar_chart(bars: Sequence[Bar], *, label: str, unit: str, x_title: str) -> str:
     """Stacked horizontal bars, one above the other.
 
-    Args:
-        bars: The rows.
-        label: What the plot shows, for those who cannot see it.
-        unit: Of the values.
-        x_title: Under the axis.
-
     Example:
         >>> bars = [Bar("A", [("loader", 1.0, 0), ("compute", 3.0, 1)])]
         >>> bar_chart(bars, label="Time", unit="ms", x_title="milliseconds").count("<rect")
         2
     """
-
-    def text(value: float) -> str:
-        return f"{short(value, 3)} {unit}"
-
     totals = [sum(value for _, value, _ in bar.segments) for bar in bars]
     high = max(totals, default=0.0) or 1.0
     row, thick = 42.0, 16.0
@@ -143,18 +129,14 @@ def bar_chart(bars: Sequence[Bar], *, label: str, unit: str, x_title: str) -> st
     body = [_line("grid", place(tick), 2, place(tick), bottom) for tick in marks]
     for number, (bar, total) in enumerate(zip(bars, totals, strict=True)):
         top = 16 + row * number
-        parts = [
-            f'<text class="name" x="0" y="{_n(top)}">{escape(_cut(bar.label, 46))}</text>',
-            f'<text class="name" x="{_n(_WIDTH)}" y="{_n(top)}" text-anchor="end">{escape(text(total))}</text>',
-        ]
+        name = bar.label if len(bar.label) <= 46 else bar.label[:45] + "…"
+        parts = [_text("name", 0, top, name), _text("name", _WIDTH, top, f"{short(total, 3)} {unit}", "end")]
         start = 0.0
-        for name, value, color in bar.segments:
-            wide = place(start + value) - place(start)
+        for segment, value, color in bar.segments:
             share = f" ({100 * value / total:.0f} %)" if total and len(bar.segments) > 1 else ""
-            parts.append(
-                f'<rect class="c{color % COLORS}" x="{_n(place(start))}" y="{_n(top + 5)}" width="{_n(wide)}"'
-                f' height="{_n(thick)}"><title>{escape(f"{bar.label}: {name} {text(value)}{share}")}</title></rect>'
-            )
+            title = f"{bar.label}: {segment} {short(value, 3)} {unit}{share}"
+            wide = place(start + value) - place(start)
+            parts.append(_rect(f"c{color % COLORS}", place(start), top + 5, wide, thick, title))
             start += value
         body.append(f'<g class="{escape(bar.group)}">{"".join(parts)}</g>')
     body += _x_axis(marks, place, 0.0, bottom, x_title, keep_inside=True)
@@ -162,7 +144,7 @@ def bar_chart(bars: Sequence[Bar], *, label: str, unit: str, x_title: str) -> st
 
 
 def histogram(values: Sequence[float], edges: Sequence[float], *, label: str, x_title: str, y_title: str) -> str:
-    """How many of the values lie in each interval between two edges, as :func:`bins` chooses them.
+    """How many values lie between each pair of edges; :func:`bins` chooses these.
 
     Example:
         >>> histogram([1, 2, 2, 9], [0, 5, 10], label="Halo", x_title="ratio", y_title="parts").count("<title>")
@@ -172,27 +154,18 @@ def histogram(values: Sequence[float], edges: Sequence[float], *, label: str, x_
     for value in values:
         counts[min(max(0, bisect_left(edges, value) - 1), len(counts) - 1)] += 1
     y_ticks = ticks(0.0, max(counts), 4, whole=True)
-    left, bottom = 10 + _LETTER * max(len(text) for text in tick_labels(y_ticks)), _HEIGHT - _BOTTOM
+    left, bottom = _left(tick_labels(y_ticks)), _HEIGHT - _BOTTOM
     place_x, place_y = _scale(edges[0], edges[-1], left + 4, _WIDTH - _RIGHT), _scale(0, max(counts), bottom, _TOP)
-    body = [f'<text class="axis" x="0" y="12">{escape(y_title)}</text>']
-    for tick, text in zip(y_ticks, tick_labels(y_ticks), strict=True):
-        body.append(_line("grid", left, place_y(tick), _WIDTH - _RIGHT + 4, place_y(tick)))
-        body.append(
-            f'<text class="tick" x="{_n(left - 5)}" y="{_n(place_y(tick) + 4)}" text-anchor="end">{text}</text>'
-        )
-    for count, low, high in zip(counts, edges, edges[1:], strict=False):
-        title = f"{short(low)} to {short(high)}: {count}"
-        body.append(
-            f'<rect class="c0" x="{_n(place_x(low) + 0.5)}" y="{_n(place_y(count))}"'
-            f' width="{_n(place_x(high) - place_x(low) - 1)}" height="{_n(bottom - place_y(count))}">'
-            f"<title>{escape(title)}</title></rect>"
-        )
+    body = _y_axis([place_y(tick) for tick in y_ticks], tick_labels(y_ticks), left, y_title)
+    for count, (low, high) in zip(counts, pairwise(edges), strict=True):
+        x, y, title = place_x(low) + 0.5, place_y(count), f"{short(low)} to {short(high)}: {count}"
+        body.append(_rect("c0", x, y, place_x(high) - place_x(low) - 1, bottom - y, title))
     body += _x_axis(ticks(edges[0], edges[-1], 6), place_x, left, bottom, x_title)
     return _svg(_HEIGHT, label, body)
 
 
 def bins(values: Sequence[float]) -> list[float]:
-    """Round edges of equal intervals, the first ending and the last starting within the values.
+    """Round, equally spaced edges around the values.
 
     Example:
         >>> bins([0.07, 0.5]), bins([2.0, 2.0])
@@ -209,50 +182,38 @@ def bins(values: Sequence[float]) -> list[float]:
 
 
 def heat_map(matrix: Sequence[Sequence[float]], high: float, *, label: str, x_title: str, y_title: str) -> str:
-    """A square matrix as coloured cells, of which the strongest means ``high``; what is 0 stays empty. Rows go down.
+    """A square matrix as coloured cells, from the top row down; ``high`` has the strongest colour, 0 has none.
 
     Example:
         >>> heat_map([[0.0, 0.5], [1.0, 0.0]], 1.0, label="Halo", x_title="owner", y_title="puller").count('class="h')
         8
     """
     size = len(matrix)
-    left, top = 10 + _LETTER * len(str(size)), 20.0
+    left, top = _left([str(size)]), 20.0
     cell = (_WIDTH - left - 2) / max(1, size)
     bottom = top + cell * size
-    body = [
-        f'<text class="axis" x="0" y="12">{escape(y_title)}</text>',
-        f'<rect class="frame" x="{_n(left)}" y="{_n(top)}" width="{_n(cell * size)}" height="{_n(cell * size)}"/>',
-    ]
+    body = [_text("axis", 0, 12, y_title), _rect("frame", left, top, cell * size, cell * size)]
     for row, values in enumerate(matrix):
         for column, value in enumerate(values):
             level = heat_level(finite(value) or 0.0, high)
             if level:
                 title = f"{row + 1} from {column + 1}: {short(value, 3)}"
-                body.append(
-                    f'<rect class="h{level}" x="{_n(left + cell * column)}" y="{_n(top + cell * row)}"'
-                    f' width="{_n(cell)}" height="{_n(cell)}"><title>{title}</title></rect>'
-                )
-    marks = [int(tick) for tick in ticks(1, size, 6, whole=True)] if size > 1 else [1]
-    for mark in marks:
+                body.append(_rect(f"h{level}", left + cell * column, top + cell * row, cell, cell, title))
+    for mark in ticks(1, size, 6, whole=True):
         middle = cell * (mark - 0.5)
-        body.append(
-            f'<text class="tick" x="{_n(left - 5)}" y="{_n(top + middle + 4)}" text-anchor="end">{mark}</text>'
-            f'<text class="tick" x="{_n(left + middle)}" y="{_n(bottom + 14)}" text-anchor="middle">{mark}</text>'
-        )
-    body.append(f'<text class="axis" x="{_n(_WIDTH)}" y="{_n(bottom + 29)}" text-anchor="end">{escape(x_title)}</text>')
-    # The scale: the upper end of each level.
+        body.append(_text("tick", left - 5, top + middle + 4, f"{mark:.0f}", "end"))
+        body.append(_text("tick", left + middle, bottom + 14, f"{mark:.0f}", "middle"))
+    body.append(_text("axis", _WIDTH, bottom + 29, x_title, "end"))
+    # The scale, with the upper end of each level.
     for level in range(1, HEAT_LEVELS + 1):
         at = left + 46.0 * (level - 1)
-        upper = short(high * (level / HEAT_LEVELS) ** 2, 2)
-        body.append(
-            f'<rect class="h{level}" x="{_n(at)}" y="{_n(bottom + 38)}" width="44" height="9"/>'
-            f'<text class="tick" x="{_n(at + 44)}" y="{_n(bottom + 60)}" text-anchor="end">{upper}</text>'
-        )
+        body.append(_rect(f"h{level}", at, bottom + 38, 44, 9))
+        body.append(_text("tick", at + 44, bottom + 60, short(high * (level / HEAT_LEVELS) ** 2, 2), "end"))
     return _svg(bottom + 66, label, body)
 
 
 def heat_level(value: float, high: float) -> int:
-    """The level of a value, from 1; 0 for nothing. Levels grow by squares, so that small values are told apart.
+    """The colour level of a value, from 1; 0 for nothing. Levels grow quadratically, to tell small values apart.
 
     Example:
         >>> [heat_level(value, 36.0) for value in (0.0, 0.5, 1.0, 1.1, 36.0)]
@@ -264,7 +225,7 @@ def heat_level(value: float, high: float) -> int:
 
 
 def risen(points: Sequence[Point], floor: float) -> list[Point]:
-    """A curve without its beginning below a floor, if it has one and comes up from there.
+    """A curve without its start below the floor, if it rises above it later.
 
     Example:
         >>> risen([(0, 0.0), (1, 10.0), (2, 30.0), (3, 15.0)], 20)
@@ -282,25 +243,22 @@ def _scale(low: float, high: float, start: float, end: float) -> Callable[[float
 
 
 def _linear_range(low: float, high: float) -> tuple[float, float]:
-    """A range with some room around the values; from 0 if they come near it."""
+    """A range with some room around the values; it starts at 0 if they come near."""
     if low == high:
         around = abs(low) * 0.1 or 1.0
         return low - around, high + around
     room = 0.04 * (high - low)
-    if 0 <= low < 0.4 * high:
-        return 0.0, high + room
-    return low - room, high + room
+    return 0.0 if 0 <= low < 0.4 * high else low - room, high + room
 
 
 def _log_range(low: float, high: float) -> tuple[float, float]:
-    """A range with some room around positive values, at least a decade."""
+    """A range of at least a decade, with some room around positive values."""
     missing = max(0.0, 1.0 - math.log10(high / low)) / 2
     factor = 10 ** max(missing, 0.04 * math.log10(high / low))
     return low / factor, high * factor
 
 
 def _curve(one: Series, drawn: Sequence[Point], *, dotted: bool) -> str:
-    """A line, and dots at its points."""
     places = " ".join(f"{_n(x)},{_n(y)}" for x, y in drawn)
     dash = ' stroke-dasharray="5 3"' if one.dashed else ""
     dots = "".join(f'<circle cx="{_n(x)}" cy="{_n(y)}" r="2.6"/>' for x, y in drawn) if dotted else ""
@@ -311,7 +269,7 @@ def _curve(one: Series, drawn: Sequence[Point], *, dotted: bool) -> str:
 
 
 def _tags(ends: Sequence[tuple[Series, float, float]], bottom: float) -> list[str]:
-    """The tags at the ends of curves, moved apart where they would overlap; none where there is no room."""
+    """The tags at the ends of curves, moved apart where they would overlap; none if there is no room."""
     clusters: list[list[tuple[Series, float, float]]] = []
     for end in sorted((end for end in ends if end[0].tag), key=lambda end: end[1]):
         if clusters and end[1] - clusters[-1][-1][1] < _TAG_WIDTH:
@@ -321,17 +279,17 @@ def _tags(ends: Sequence[tuple[Series, float, float]], bottom: float) -> list[st
     found = []
     for cluster in clusters:
         cluster.sort(key=lambda end: end[2])
-        for (one, x, _), y in zip(cluster, spread([y for _, _, y in cluster], 12.0, bottom - 5), strict=False):
-            kind = f"tag c{one.color % COLORS} {escape(one.group)}"
-            found.append(f'<text class="{kind}" x="{_n(x + 5)}" y="{_n(y + 4)}">{escape(one.tag)}</text>')
+        places = move_apart([y for _, _, y in cluster], 12.0, bottom - 5)
+        for (one, x, _), y in zip(cluster, places, strict=False):
+            found.append(_text(f"tag c{one.color % COLORS} {escape(one.group)}", x + 5, y + 4, one.tag))
     return found
 
 
-def spread(places: Sequence[float], apart: float, limit: float) -> list[float]:
-    """Sorted places, moved so that they are ``apart`` from each other and none is above the limit; none if too many.
+def move_apart(places: Sequence[float], apart: float, limit: float) -> list[float]:
+    """Move sorted places to be ``apart`` from each other and at most ``limit``; empty if there are too many.
 
     Example:
-        >>> spread([10, 12, 99], 5, 100), spread([98, 99], 5, 100), spread([1, 2, 3], 60, 100)
+        >>> move_apart([10, 12, 99], 5, 100), move_apart([98, 99], 5, 100), move_apart([1, 2, 3], 60, 100)
         ([10, 15, 99], [95, 100], [])
     """
     if apart * (len(places) - 1) > limit:
@@ -352,31 +310,32 @@ def _bands(
     bottom: float,
     x_title: str,
 ) -> list[str]:
-    """Invisible columns whose tooltips give the values of all curves there."""
+    """Invisible columns whose tooltips show the values of all curves."""
     chosen = [xs[index] for index in spaced(len(xs), _BANDS)]
     middles = [(place(a) + place(b)) / 2 for a, b in pairwise(chosen)]
     edges = [place(chosen[0]) - 4, *middles, place(chosen[-1]) + 4]
     found = []
-    for x, start, end in zip(chosen, edges, edges[1:], strict=False):
+    for x, (start, end) in zip(chosen, pairwise(edges), strict=True):
         lines = [f"{x_title} {short(x)}"]
         for one, points in curves:
             index = bisect_left(points, x, key=lambda point: point[0])
             if index < len(points) and points[index][0] == x:
                 lines.append(f"{one.name}: {short(points[index][1])}")
-        title = escape("\n".join(lines))
-        found.append(
-            f'<rect class="band" x="{_n(start)}" y="{_n(_TOP)}" width="{_n(end - start)}"'
-            f' height="{_n(bottom - _TOP)}"><title>{title}</title></rect>'
-        )
+        found.append(_rect("band", start, _TOP, end - start, bottom - _TOP, "\n".join(lines)))
     return found
 
 
+def _left(labels: Sequence[str]) -> float:
+    """Where a plot begins, to the right of the labels of its vertical axis."""
+    return 10 + _LETTER * max(len(text) for text in labels)
+
+
 def _y_axis(places: Sequence[float], labels: Sequence[str], left: float, title: str) -> list[str]:
-    """The vertical axis: its title above it, and a line across the plot for each tick."""
-    body = [f'<text class="axis" x="0" y="12">{escape(title)}</text>']
+    """The title above the vertical axis, and a line across the plot for each tick."""
+    body = [_text("axis", 0, 12, title)]
     for at, text in zip(places, labels, strict=True):
         body.append(_line("grid", left, at, _WIDTH - _RIGHT + 4, at))
-        body.append(f'<text class="tick" x="{_n(left - 5)}" y="{_n(at + 4)}" text-anchor="end">{text}</text>')
+        body.append(_text("tick", left - 5, at + 4, text, "end"))
     return body
 
 
@@ -389,16 +348,13 @@ def _x_axis(
     *,
     keep_inside: bool = False,
 ) -> list[str]:
-    """The horizontal axis: its line, ticks with labels, and its title at the right end below them."""
-    labels = tick_labels(marks)
-    body = [_line("base", left, bottom, _WIDTH - (0 if keep_inside else _RIGHT - 4), bottom)]
-    for tick, text in zip(marks, labels, strict=True):
-        half = _LETTER * len(text) / 2 if keep_inside else 0.0
-        at = min(max(place(tick), half), _WIDTH - half)
-        body.append(f'<text class="tick" x="{_n(at)}" y="{_n(bottom + 15)}" text-anchor="middle">{text}</text>')
+    """The horizontal axis with its ticks, and its title below the right end."""
     end = _WIDTH if keep_inside else _WIDTH - _RIGHT + 4
-    body.append(f'<text class="axis" x="{_n(end)}" y="{_n(bottom + 31)}" text-anchor="end">{escape(title)}</text>')
-    return body
+    body = [_line("base", left, bottom, end, bottom)]
+    for tick, text in zip(marks, tick_labels(marks), strict=True):
+        half = _LETTER * len(text) / 2 if keep_inside else 0.0
+        body.append(_text("tick", min(max(place(tick), half), _WIDTH - half), bottom + 15, text, "middle"))
+    return [*body, _text("axis", end, bottom + 31, title, "end")]
 
 
 def _svg(height: float, label: str, body: Sequence[str]) -> str:
@@ -410,10 +366,16 @@ def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line class="{kind}" x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}"/>'
 
 
+def _rect(kind: str, x: float, y: float, width: float, height: float, title: str = "") -> str:
+    box = f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
+    return f"{box}><title>{escape(title)}</title></rect>" if title else f"{box}/>"
+
+
+def _text(kind: str, x: float, y: float, text: str, anchor: str = "") -> str:
+    anchored = f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}"{anchored}>{escape(text)}</text>'
+
+
 def _n(value: float) -> str:
     """A coordinate."""
     return f"{value:.1f}".removesuffix(".0")
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,4 +1,4 @@
-"""Sections about training itself: learning curves, time, transfers, memory, and the parts of the graph."""
+"""The sections about training itself: learning curves, time, transfers, memory, and the parts of the graph."""
 
 from __future__ import annotations
 
@@ -7,30 +7,39 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from gnnautoscale.report.markup import Key, Section, facts, figure, figures, paragraph, series_table, table
+from gnnautoscale.report.markup import (
+    Key,
+    Section,
+    facts_table,
+    figure,
+    figures,
+    paragraph,
+    plot_section,
+    series_table,
+    table,
+)
 from gnnautoscale.report.readable import Point, bytes_text, finite, seconds_text, short, unit_of_bytes
-from gnnautoscale.report.shown import Shown
+from gnnautoscale.report.reported_run import ReportedRun
 from gnnautoscale.report.svg import Bar, bar_chart, bins, heat_map, histogram, line_chart
 
-_TIMES = ("compute", "pull", "push", "loader")
-_TIME_NAMES = {"compute": "compute", "pull": "wait for pull", "push": "push", "loader": "loader", "other": "other"}
+_TIMES = {"compute": "compute", "pull": "wait for pull", "push": "push", "loader": "loader", "other": "other"}
 _MOST_PARTITIONS = 6
-# Runs whose epochs have more steps than this times those of others are compared by step.
+# If epochs differ by more than this factor in their number of steps, runs are compared by step.
 _ALIKE = 1.5
+# The parts, as the run folder describes them, and the tags of the runs that share them.
 _Partition = tuple[dict[str, Any], list[str]]
-"""The parts, as a run folder has them, and the tags of the runs that have the same."""
 
 
 def curves(
-    runs: Sequence[Shown],
+    runs: Sequence[ReportedRun],
     title: str,
-    points: Callable[[Shown], list[Point]],
+    points: Callable[[ReportedRun], list[Point]],
     y_title: str,
     *,
     over: str = "epoch",
     floor: Callable[[list[float]], float | None] = lambda _: None,
 ) -> list[str]:
-    """A figure of one curve per run over epochs, or what else is said, if any run has it."""
+    """A figure with one curve per run, over epochs by default; none if no run has points."""
     series = [run.series(found) for run in runs if (found := points(run))]
     if not series:
         return []
@@ -40,33 +49,32 @@ def curves(
     return [figure(title, plot, data=series_table(title, over, series))]
 
 
-def learning_section(runs: Sequence[Shown]) -> Section | None:
-    """Loss and scores by epoch, or by step where an epoch of one run has far more steps than that of another."""
+def learning_section(runs: Sequence[ReportedRun]) -> Section | None:
+    """Loss and scores by epoch, or by step if epochs of some runs have far more steps than those of others."""
     over = "epoch" if alike(runs) else "steps"
     metrics = {run.metric for run in runs if run.record.result is not None}
     y_title = f"{metrics.pop()}, %" if len(metrics) == 1 else "score, %"
-    found = curves(runs, "Training loss", partial(Shown.curve, path=("loss",), over=over), "loss", over=over)
+    found = curves(runs, "Training loss", partial(ReportedRun.curve, path=("loss",), over=over), "loss", over=over)
     for split, name in (("train", "Training"), ("val", "Validation"), ("test", "Test")):
-        points = partial(Shown.curve, path=("scores", split), over=over)
+        points = partial(ReportedRun.curve, path=("scores", split), over=over)
         found += curves(runs, f"{name} score", points, y_title, over=over, floor=score_floor)
     how = (
-        "The loss should fall and level off. Where the validation score falls while the training score still rises, "
-        "the model learns its training nodes by heart; a run ends with the weights of its best validation score. "
-        "Where the first scores are far below the others, the axis begins above them."
+        "The loss should fall and level off. If the validation score falls while the training score still rises, the "
+        "model memorizes its training nodes; a run keeps the weights of its best validation score. If the first scores "
+        "are far below the others, the axis begins above them."
     )
-    return Section("learning", "Learning curves", paragraph(how) + figures(found)) if found else None
+    return plot_section("learning", "Learning curves", how, found)
 
 
-def alike(runs: Sequence[Shown]) -> bool:
-    """Whether an epoch has about as many steps in all runs, as far as that is known."""
-    steps = [run.record.epochs[-1].get("steps") for run in runs if run.record.epochs]
-    counts = [len(run.record.epochs) for run in runs if run.record.epochs]
-    rates = [number / count for number, count in zip(map(finite, steps), counts, strict=True) if number]
-    return len(rates) < len(counts) or max(rates, default=1.0) <= _ALIKE * min(rates, default=1.0)
+def alike(runs: Sequence[ReportedRun]) -> bool:
+    """Whether epochs have about as many steps in all runs, as far as is known."""
+    started = [run.record.epochs for run in runs if run.record.epochs]
+    rates = [steps / len(epochs) for epochs in started if (steps := finite(epochs[-1].get("steps")))]
+    return len(rates) < len(started) or max(rates, default=1.0) <= _ALIKE * min(rates, default=1.0)
 
 
 def score_floor(scores: list[float]) -> float | None:
-    """Where an axis of scores begins, so that a few low ones do not press all others together.
+    """Where an axis of scores begins, so that a few low ones do not squeeze all others together.
 
     Example:
         >>> score_floor([10.0, *range(70, 90)]), score_floor([60.0, 70.0, 80.0])
@@ -77,38 +85,34 @@ def score_floor(scores: list[float]) -> float | None:
     return float(math.floor(floor)) if min(scores) < floor else None
 
 
-def time_section(runs: Sequence[Shown]) -> Section | None:
-    """What the time of a step goes into, and the time of epochs."""
+def time_section(runs: Sequence[ReportedRun]) -> Section | None:
+    """Where the time of a step goes, and the time of epochs."""
     split = [(run, times) for run in runs if (times := step_times(run))]
     found = []
     if split:
-        names = [name for name in _TIME_NAMES if any(name in times for _, times in split)]
+        names = [name for name in _TIMES if any(name in times for _, times in split)]
         bars = [
-            Bar(run.name, [(_TIME_NAMES[n], 1e3 * times[n], at) for at, n in enumerate(names) if n in times], run.group)
+            Bar(run.name, [(_TIMES[n], 1e3 * times[n], at) for at, n in enumerate(names) if n in times], run.group)
             for run, times in split
         ]
         plot = bar_chart(
-            bars,
-            label="Milliseconds of a training step by what they go into",
-            unit="ms",
-            x_title="milliseconds of a step",
+            bars, label="Milliseconds per training step, by kind of work", unit="ms", x_title="milliseconds per step"
         )
         columns = [(run.name, [seconds_text(times.get(name)) for name in names]) for run, times in split]
-        data = facts([_TIME_NAMES[name] for name in names], columns, caption="Time of a step")
-        keys = [Key(_TIME_NAMES[name], at) for at, name in enumerate(names)]
-        found.append(figure("What a step's time goes into", plot, data=data, keys=keys))
+        data = facts_table([_TIMES[name] for name in names], columns, caption="Time of a step")
+        keys = [Key(_TIMES[name], at) for at, name in enumerate(names)]
+        found.append(figure("Where the time of a step goes", plot, data=data, keys=keys))
     found += curves(runs, "Time of an epoch", _settled_seconds, "seconds", floor=_from_zero)
     how = (
-        "Means over all epochs but the first, which prepares things. Pulls that are done ahead and pushes that are "
-        "done behind a step cost no time of their own: what is shown is how long training had to wait. A large "
-        "share of the loader or of pulls says that computing is not what takes the time. A step of full batch is a "
-        "whole epoch."
+        "Means over all epochs but the first, which also prepares batches. Pulls ahead of a step and pushes behind it "
+        "take no time of their own: the plot shows how long training had to wait. A large share of the loader or of "
+        "pulls means that computing is not the bottleneck. With full batch, a step is a whole epoch."
     )
-    return Section("time", "Time", paragraph(how) + figures(found)) if found else None
+    return plot_section("time", "Time", how, found)
 
 
-def step_times(run: Shown) -> dict[str, float]:
-    """Seconds of a step by what they go into, with what is left as "other"; empty if that is not known."""
+def step_times(run: ReportedRun) -> dict[str, float]:
+    """Seconds per step by kind of work, the rest as "other"; empty if unknown."""
     epochs = [epoch for epoch in run.record.epochs if epoch.get("time") and finite(epoch.get("steps"))]
     before = epochs[0]["steps"] if len(epochs) > 1 else 0
     counted = epochs[1:] or epochs
@@ -121,31 +125,26 @@ def step_times(run: Shown) -> dict[str, float]:
         if any(name in epoch["time"] for epoch in counted)
     }
     other = sum(finite(epoch.get("seconds")) or 0.0 for epoch in counted) / steps - sum(times.values())
-    # Clocks that are read one after the other never agree to the last bit.
+    # Clocks read one after the other never agree exactly.
     return {**times, "other": other} if other > 0.005 * sum(times.values()) else times
 
 
-def transfer_section(runs: Sequence[Shown]) -> Section | None:
-    """Bytes pulled and pushed, and how fresh what is pulled was."""
-    found = []
-    for name, title in (("pulled_bytes", "Pulled in an epoch"), ("pushed_bytes", "Pushed in an epoch")):
-        found += _byte_curves(runs, title, name)
-    found += curves(runs, "Rows written before", lambda run: _percent(run.curve(("hit_ratio",))), "% of pulled rows")
-    found += curves(runs, "Mean age of pulled rows", lambda run: run.curve(("age", "mean")), "steps", floor=_from_zero)
-    found += curves(
-        runs, "Largest age of pulled rows", lambda run: run.curve(("age", "max")), "steps", floor=_from_zero
-    )
+def transfer_section(runs: Sequence[ReportedRun]) -> Section | None:
+    """Bytes pulled and pushed, and the age of pulled rows."""
+    found = _byte_curves(runs, "Bytes pulled", "pulled_bytes") + _byte_curves(runs, "Bytes pushed", "pushed_bytes")
+    found += curves(runs, "Rows written before", _hit_percentage, "% of pulled rows")
+    for name, title in (("mean", "Mean age of pulled rows"), ("max", "Largest age of pulled rows")):
+        found += curves(runs, title, partial(ReportedRun.curve, path=("age", name)), "steps", floor=_from_zero)
     how = (
-        "Rows of the halo are pulled from histories, rows of the batch are pushed to them. A row that was never "
-        "written is zero: after the first epoch all pulled rows should have been written. The age of a row is the "
-        "number of steps since it was written: the more batches an epoch has, the older rows get, and the further "
-        "off they may be."
+        "A step pulls the halo's rows from histories, and pushes the batch's rows to them. Rows that were never "
+        "written are zero: after the first epoch, all pulled rows should have been written. The age of a row is the "
+        "number of steps since it was written. The more batches an epoch has, the older and less exact rows become."
     )
-    return Section("transfers", "Pulls and pushes", paragraph(how) + figures(found)) if found else None
+    return plot_section("transfers", "Pulls and pushes", how, found)
 
 
-def memory_section(runs: Sequence[Shown]) -> Section | None:
-    """Peak memory, and what histories take of it or beside it."""
+def memory_section(runs: Sequence[ReportedRun]) -> Section | None:
+    """Peak memory, and the size of histories."""
     found = []
     for name, title in (("peak_memory", "Peak memory"), ("history_bytes", "Histories")):
         amounts = [(run, value) for run in runs if (value := finite(run.result.get(name)))]
@@ -153,18 +152,18 @@ def memory_section(runs: Sequence[Shown]) -> Section | None:
             size, unit = unit_of_bytes([value for _, value in amounts])
             bars = [Bar(run.name, [(title, value / size, run.number)], run.group) for run, value in amounts]
             plot = bar_chart(bars, label=f"{title} of each run", unit=unit, x_title=unit)
-            data = facts([title], [(run.name, [bytes_text(value)]) for run, value in amounts], caption=title)
+            data = facts_table([title], [(run.name, [bytes_text(value)]) for run, value in amounts], caption=title)
             found.append(figure(title, plot, data=data))
     found += _byte_curves(runs, "Memory by epoch", "memory")
     how = (
-        "The peak is that of training, on the device that computes. Histories count towards it if they live there; "
-        "in the host's memory (beside a GPU) or on disk they do not."
+        "The peak of training, on the device that computes. It includes histories on that device, but not those in "
+        "host memory beside a GPU or on disk."
     )
-    return Section("memory", "Memory", paragraph(how) + figures(found)) if found else None
+    return plot_section("memory", "Memory", how, found)
 
 
-def parts_section(runs: Sequence[Shown]) -> Section | None:
-    """Which parts pull from which, and how large halos are."""
+def parts_section(runs: Sequence[ReportedRun]) -> Section | None:
+    """Which parts pull from which, and the sizes of halos."""
     partitions: list[_Partition] = []
     for run in runs:
         parts = run.record.run.get("parts")
@@ -179,19 +178,22 @@ def parts_section(runs: Sequence[Shown]) -> Section | None:
     if not found:
         return None
     how = (
-        "A row of the map is what pulls, a column is what owns: the stronger a cell's colour, the more nodes per "
-        "node of its own the row pulls from there. After a good partition few cells are filled and halos are small; "
-        "after a random one, parts pull from everywhere. Parts count one by one here: within a batch of several "
-        "they share."
+        "The part of a row pulls from the part of a column: the stronger the colour of a cell, the more nodes it pulls "
+        "per node of its own. A good partition has few filled cells and small halos; parts of a random one pull from "
+        "everywhere. Each part counts by itself here, although parts of the same batch do not pull from each other."
     )
     left_out = len(partitions) - _MOST_PARTITIONS
-    note = paragraph(f"{left_out} further partitions are not drawn.") if left_out > 0 else ""
+    note = paragraph(f"{left_out} more partitions are not drawn.") if left_out > 0 else ""
     return Section("parts", "Parts and their halos", paragraph(how) + "".join(found) + note)
 
 
 def _heat_maps(partitions: Sequence[_Partition], several: bool) -> list[str]:
     """Who pulls from whom, for each partition, all on the same scale."""
-    maps = [(parts, _numbers(parts["halo"]), tags) for parts, tags in partitions if parts.get("halo")]
+    maps = [
+        (parts, [[finite(value) or 0.0 for value in row] for row in parts["halo"]], tags)
+        for parts, tags in partitions
+        if parts.get("halo")
+    ]
     high = max((value for _, matrix, _ in maps for row in matrix for value in row), default=0.0)
     found = []
     for parts, matrix, tags in maps:
@@ -209,7 +211,7 @@ def _heat_maps(partitions: Sequence[_Partition], several: bool) -> list[str]:
 
 
 def _halo_sizes(partitions: Sequence[_Partition], several: bool) -> list[str]:
-    """How halos' sizes are spread over parts, for each partition, all on the same axis."""
+    """Distribution of halo sizes over parts, for each partition, all on the same axis."""
     found = []
     halos = [(parts["batches"], tags) for parts, tags in partitions if (parts.get("batches") or {}).get("nodes")]
     ratios = [[h / n for n, h in zip(its["nodes"], its["halo"], strict=True) if n] for its, _ in halos]
@@ -221,42 +223,36 @@ def _halo_sizes(partitions: Sequence[_Partition], several: bool) -> list[str]:
         label = f"Histogram of {title} over {len(some)} parts"
         plot = histogram(some, edges, label=label, x_title="halo nodes per batch node", y_title="parts")
         inside, crossing = (sum(its.get(name) or ()) for name in ("edges_inside", "edges_crossing"))
-        share = f"{100 * crossing / (inside + crossing):.1f} %" if inside + crossing else "-"
         rows = [
             ["parts", short(len(some))],
-            ["nodes of a part", f"{short(min(its['nodes']))} to {short(max(its['nodes']))}"],
+            ["nodes per part", f"{short(min(its['nodes']))} to {short(max(its['nodes']))}"],
             ["halo nodes per batch node", f"{short(min(some), 3)} to {short(max(some), 3)}"],
             ["their mean", short(sum(some) / len(some), 3)],
-            ["edges from outside of the part", share],
+            ["edges from other parts", f"{100 * crossing / (inside + crossing):.1f} %" if inside + crossing else "-"],
         ]
         found.append(figure(title, plot, data=table(["", "value"], rows, caption=title)))
     return found
-
-
-def _numbers(matrix: Sequence[Sequence[Any]]) -> list[list[float]]:
-    return [[finite(value) or 0.0 for value in row] for row in matrix]
 
 
 def _of(tags: Sequence[str], several: bool) -> str:
     return f" ({', '.join(tags)})" if several else ""
 
 
-def _settled_seconds(run: Shown) -> list[Point]:
-    """The time of epochs without the first one, unless that is all there is."""
+def _settled_seconds(run: ReportedRun) -> list[Point]:
+    """The time of each epoch but the first, unless that is the only one."""
     points = run.curve(("seconds",))
     return points[1:] or points
 
 
+def _hit_percentage(run: ReportedRun) -> list[Point]:
+    return [(x, 100 * y) for x, y in run.curve(("hit_ratio",))]
+
+
 def _from_zero(_: list[float]) -> float:
-    """Where the axis of an amount begins."""
     return 0.0
 
 
-def _byte_curves(runs: Sequence[Shown], title: str, name: str) -> list[str]:
-    """Curves of amounts of memory, in a unit that suits them."""
+def _byte_curves(runs: Sequence[ReportedRun], title: str, name: str) -> list[str]:
+    """Curves of amounts of memory, in a suitable unit."""
     size, unit = unit_of_bytes([y for run in runs for _, y in run.curve((name,))])
     return curves(runs, title, lambda run: [(x, y / size) for x, y in run.curve((name,))], unit, floor=_from_zero)
-
-
-def _percent(points: Sequence[Point]) -> list[Point]:
-    return [(x, 100 * y) for x, y in points]

@@ -1,6 +1,6 @@
-"""What a training run leaves behind.
+"""What a training run leaves behind: its folder, its result, and sentences about what limited it.
 
-Its folder, its result, and in sentences what limited it. How the numbers were measured is not known here.
+This package does not know how the numbers were measured.
 """
 
 from gnnautoscale.runs.findings import explain

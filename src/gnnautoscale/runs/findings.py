@@ -1,4 +1,4 @@
-"""Says in sentences what limits a training run, from the folder that it wrote."""
+"""Explains in sentences what limits a training run, from the folder it wrote."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from typing import Any
 
 from gnnautoscale.runs.folder import RunRecord
 
-# A tenth of an embedding's norm. Rows in float8 are off by a fortieth, and that changes some classes already.
+# A tenth of an embedding's norm. Histories in float8 are off by a fortieth, and that already changes some classes.
 STALENESS = 0.1
-# What counts is the model's output: off by a fiftieth of its norm, about one node in a hundred gets another class.
+# The output is what counts: if it is off by a fiftieth of its norm, about one node in a hundred changes its class.
 OUTPUT_ERROR = 0.02
-# Below half of its first value, staleness counts as shrinking: training and its learning rate do that by themselves.
+# Staleness below half of its first value is shrinking: training and its learning rate do that by themselves.
 SHRUNK = 0.5
-# A gradient that is off by half of its length still points the same way within 30 degrees, and beyond it may not.
+# A gradient that is off by half of its length still points within 30 degrees of the right direction.
 GRADIENT_ERROR = 0.5
-# A quarter of a step's time is more than a user's own changes to the model are likely to gain.
+# A quarter of a step's time is more than users are likely to gain by changing their model.
 WAITING_SHARE = 0.25
-# Beside training itself; at a third, a run is half as long again as it has to be.
+# Work besides training; at a third, a run takes half as long again as it has to.
 SIDE_SHARE = 0.33
-# Cutting a graph once is expected, so that only a run that mostly cuts is worth a word.
+# Partitioning happens once and is expected, so mention it only if it dominates.
 PARTITION_SHARE = 0.5
-# Calling the kernels of a small model takes a few milliseconds a step, whatever the size of the batch.
+# Launching the kernels of a small model takes a few milliseconds per step, whatever the size of the batch.
 TINY_STEP_SECONDS = 0.01
 TINY_BATCH_NODES = 1000
 MANY_STEPS = 8
-# More rows are pulled than computed.
+# Above 1, a step pulls more rows than it computes.
 CONNECTIVITY = 1.0
-# In a random order half of the halo comes from batches that were not trained on yet, whatever the partition.
+# In random order, half of the halo comes from batches that were not trained on yet, whatever the partition.
 FIRST_HIT_RATIO = 0.6
-# Below this number of epochs the first one, with its empty histories, is a tenth of training or more.
+# In a run this short, the first epoch with its empty histories is a tenth of training or more.
 FEW_EPOCHS = 10
-# Half of the peak: what is smaller cannot halve it.
+# Anything below half of the peak cannot halve it.
 MEMORY_SHARE = 0.5
 # Smaller peaks limit nobody.
 MEMORY_BYTES = 10**9
-# Percentage points between training and validation. Few labels make ten of them ordinary.
+# Percentage points between training and validation. With few labels, ten of them are normal.
 OVERFITTING = 15.0
 UNDERFITTING = 2.0
-# The share of the way from guessing to a perfect training score below which nothing was learned.
+# Below this share of the way from guessing to a perfect training score, the model learned nothing.
 LEARNED = 0.1
-# Where in the run the best epoch was; a curve needs some epochs to say anything.
+# Where in the run the best epoch was; a curve says little before it has some epochs.
 EARLY, LATE, CURVE = 0.3, 0.95, 20
 
-# What a run's folder calls the last layer, which has no history.
+# The name of the last layer, which has no history, in a run's folder.
 OUTPUT = "output"
 
 
@@ -54,11 +54,11 @@ class Finding:
     """Something that limits a run.
 
     Attributes:
-        name: What it is about, in a word or two.
+        name: The subject, in a word or two.
         sentence: What was found, with the number.
         consequence: What follows from it.
-        change: What to do about it: an option to change.
-        times: How many times over its threshold it is; infinite if there is no threshold.
+        change: What to do about it, with the option to change.
+        times: How many times over its threshold it is; infinite if it has no threshold.
     """
 
     name: str
@@ -68,15 +68,15 @@ class Finding:
     times: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON, which has no infinite number: ``times`` is ``None`` then."""
+        """Plain values for JSON, which has no infinity: ``times`` becomes ``None`` then."""
         return {**asdict(self), "times": self.times if math.isfinite(self.times) else None}
 
 
 def explain(record: RunRecord) -> list[Finding]:
-    """What limits a run; what is furthest over its threshold comes first, and nothing may stand out at all.
+    """What limits a run, furthest over its threshold first; empty if nothing stands out.
 
     Args:
-        record: What :func:`gnnautoscale.runs.folder.read_run` gives.
+        record: The run, from :func:`gnnautoscale.runs.folder.read_run`.
 
     Example:
         >>> from pathlib import Path
@@ -92,12 +92,12 @@ def explain(record: RunRecord) -> list[Finding]:
 def _unfinished(record: RunRecord) -> Finding | None:
     if record.result is not None:
         return None
-    folder = record.run.get("options", {}).get("checkpoint_dir")
+    folder = _option(record, "checkpoint_dir")
     return Finding(
         "unfinished",
         f"The run has no result: it stopped after epoch {_last(record, 'epoch') or 0}, or is still running.",
-        "Scores, total times and peak memory are not known.",
-        f"Go on with --resume {folder}." if folder else "Train with --checkpoint-dir, so that a run can go on.",
+        "Its scores, total times and peak memory are unknown.",
+        f"Continue it with --resume {folder}." if folder else "Train with --checkpoint-dir to be able to resume.",
         math.inf,
     )
 
@@ -105,45 +105,34 @@ def _unfinished(record: RunRecord) -> Finding | None:
 def _staleness(record: RunRecord) -> Finding | None:
     if not record.staleness:
         return None
-    relative = {layer["layer"]: _relative(layer) for layer in record.staleness[-1]["layers"]}
-    layer = max(relative, key=lambda name: relative[name], default=None)
-    if layer is None or relative[layer] <= STALENESS:
-        return None
-    now = relative[layer]
-    output = next(
-        (_relative(one, "closeness") for one in record.staleness[-1]["layers"] if one["layer"] == OUTPUT), None
-    )
-    if output is not None and output <= OUTPUT_ERROR:
+    first, last = ({layer["layer"]: layer for layer in record.staleness[at]["layers"]} for at in (0, -1))
+    layer = max(last, key=lambda name: _relative(last[name]), default="")
+    now = _relative(last.get(layer, {}))
+    output = _relative(last[OUTPUT], "closeness") if OUTPUT in last else None
+    if now <= STALENESS or (output is not None and output <= OUTPUT_ERROR):
         return None
     outputs = f", and outputs by {output:.2g} of theirs" if output is not None else ""
-    before = next((_relative(one) for one in record.staleness[0]["layers"] if one["layer"] == layer), now)
+    before = _relative(first[layer]) if layer in first else now
     if len(record.staleness) < 2:
-        trend = "It was measured once, so nothing is known about its course."
-    elif now < SHRUNK * before:
-        trend = f"It shrinks: at first it was {before:.2g}."
+        trend = "It was measured only once, so there is no trend."
     else:
-        trend = f"It does not shrink much: at first it was {before:.2g}."
+        trend = f"It {'is shrinking' if now < SHRUNK * before else 'hardly shrinks'}: at first it was {before:.2g}."
     age = (_last(record, "age") or {}).get("mean")
     old = f" Pulled rows are {age:.0f} steps old on average." if age is not None else ""
     refreshed = _option(record, "refresh_every") not in (None, "never")
-    change = (
-        "Cut into fewer parts (--num-parts), lower --lr, or clip gradients (--grad-norm 1)."
-        if refreshed
-        else "Refresh histories (--refresh-every epoch), cut into fewer parts, or clip gradients (--grad-norm 1)."
-    )
     return Finding(
         "staleness",
         f"Histories of '{layer}' are off by {now:.2g} of the embeddings' norm{outputs}. {trend}{old}",
-        "Batches are trained on halo rows that the current weights would not give.",
-        change,
+        "Batches train on halo rows that the current weights would not produce.",
+        "Cut into fewer parts (--num-parts), lower --lr, or clip gradients (--grad-norm 1)."
+        if refreshed
+        else "Refresh histories (--refresh-every epoch), cut into fewer parts, or clip gradients (--grad-norm 1).",
         now / STALENESS,
     )
 
 
 def _gradients(record: RunRecord) -> Finding | None:
-    if not record.gradients:
-        return None
-    last = record.gradients[-1]
+    last = record.gradients[-1] if record.gradients else {}
     error, cosine = last.get("relative_error"), last.get("cosine")
     if error is None or error <= GRADIENT_ERROR:
         return None
@@ -153,7 +142,7 @@ def _gradients(record: RunRecord) -> Finding | None:
     return Finding(
         "gradient error",
         f"Gradients are off by {error:.2g} of the full-batch gradient's norm{angle}{where}.",
-        "Steps go elsewhere than full batch would; part of it is that a batch sees its own training nodes only.",
+        "Steps go in another direction than full batch, in part because a batch sees only its own training nodes.",
         "Use larger batches (--batch-size) or fewer parts, and refresh histories (--refresh-every epoch).",
         error / GRADIENT_ERROR,
     )
@@ -172,7 +161,7 @@ def _transfers(record: RunRecord) -> Finding | None:
     else:
         change = "Cut into fewer parts, so that halos are smaller (--num-parts)."
     if dtype in (None, "same", "float32") and storage != "device":
-        change += " Or keep fewer bytes: --history-dtype bfloat16."
+        change += " Or move fewer bytes: --history-dtype bfloat16."
     return Finding(
         "transfers",
         f"Pulls and pushes take {100 * share:.0f} % of training ({100 * pull:.0f} and {100 * push:.0f} %).",
@@ -189,11 +178,11 @@ def _loader(record: RunRecord) -> Finding | None:
     drawn_anew = (_option(record, "batch_size") or 1) > 1 and _option(record, "drawings") is None
     return Finding(
         "loader",
-        f"Waiting for batches takes {100 * share:.0f} % of training.",
-        "The device is idle while batches are cut out of the graph.",
-        "Draw parts into batches a few times only, so that batches are kept: --drawings 10."
+        f"Training waits for batches {100 * share:.0f} % of the time.",
+        "Meanwhile the device is idle.",
+        "Reuse a few drawings, so that their batches are built only once: --drawings 10."
         if drawn_anew
-        else "Prepare batches in other processes (--num-workers 2), and keep them (--keep-batches).",
+        else "Build batches in other processes (--num-workers 2), and keep them (--keep-batches).",
         share / WAITING_SHARE,
     )
 
@@ -204,7 +193,7 @@ def _tiny_batches(record: RunRecord) -> Finding | None:
     epochs = _settled(record)
     if not nodes or not epochs:
         return None
-    # Parts are listed one by one, whatever number of them makes a batch.
+    # The folder lists parts one by one, however many make a batch.
     together = _option(record, "batch_size") or 1
     size = together * sum(nodes) / len(nodes)
     steps = math.ceil(parts.get("count", len(nodes)) / together)
@@ -214,8 +203,8 @@ def _tiny_batches(record: RunRecord) -> Finding | None:
     return Finding(
         "tiny batches",
         f"An epoch has {steps} steps of {size:.0f} nodes, and a step takes {1000 * seconds:.1f} ms.",
-        "That is about what calling the kernels takes; the device has little to do in between.",
-        f"Train on larger batches: --batch-size {2 * together}, or --num-parts {parts.get('count', 2) // 2}.",
+        "Launching the kernels takes about that long, so the device is mostly idle.",
+        f"Use larger batches (--batch-size {2 * together}) or fewer parts (--num-parts {parts.get('count', 2) // 2}).",
         TINY_BATCH_NODES / max(size, 1.0),
     )
 
@@ -228,8 +217,8 @@ def _hits(record: RunRecord) -> Finding | None:
     return Finding(
         "empty histories",
         f"In the first of {count} epochs, {100 * (1 - first):.0f} % of the pulled rows had never been written.",
-        "So much of training has seen zeros in place of embeddings.",
-        "Train for more epochs (--epochs), or refresh early and often (--refresh-every, with a number of steps).",
+        "A large part of training saw zeros instead of embeddings.",
+        "Train for more epochs (--epochs), or refresh early and often (--refresh-every with a number of steps).",
         FIRST_HIT_RATIO / max(first, 1e-3),
     )
 
@@ -240,7 +229,7 @@ def _memory(record: RunRecord) -> Finding | None:
     if peak is None or peak < MEMORY_BYTES:
         return None
     storage = _option(record, "storage")
-    if storage == "auto":  # what was chosen is the first word of what is said about it
+    if storage == "auto":  # the result starts with the choice, and gives its reason after a colon
         storage = str(result.get("storage", "")).partition(":")[0]
     counted = storage == "device" or (storage == "host" and not _on_gpu(record))
     share = histories / peak if counted else 0.0
@@ -248,7 +237,7 @@ def _memory(record: RunRecord) -> Finding | None:
         return Finding(
             "memory of histories",
             f"Histories take {histories / 1e9:.2g} GB, {100 * share:.0f} % of the peak of {peak / 1e9:.2g} GB.",
-            "Smaller batches would hardly need less memory.",
+            "Smaller batches would hardly help.",
             ("Keep them in host memory (--storage host)" if _on_gpu(record) else "Keep them on disk (--storage disk)")
             + ", or in half the bytes (--history-dtype bfloat16).",
             share / MEMORY_SHARE,
@@ -261,7 +250,7 @@ def _memory(record: RunRecord) -> Finding | None:
     return Finding(
         "memory of batches",
         f"Batches and activations take {100 * (1 - share):.0f} % of the peak of {peak / 1e9:.2g} GB.",
-        "Where the histories are hardly matters for it.",
+        "Moving the histories elsewhere would hardly help.",
         change,
         (1 - share) / MEMORY_SHARE,
     )
@@ -274,17 +263,22 @@ def _connectivity(record: RunRecord) -> Finding | None:
         ratio = sum(batches.get("halo", [])) / max(sum(batches.get("nodes", [])), 1)
     if ratio <= CONNECTIVITY:
         return None
-    random = _option(record, "partition") == "random" or _option(record, "mode") == "history"
     count = _option(record, "num_parts")
+    if _option(record, "mode") == "history":
+        change = "Cut with METIS: --partition metis and --mode gas."
+    elif _option(record, "partition") == "random":
+        change = "Cut with METIS: --partition metis."
+    else:
+        change = (
+            f"Cut into fewer parts: --num-parts {max(1, count // 2)}."
+            if count
+            else "Cut into fewer parts (--num-parts)."
+        )
     return Finding(
         "connectivity",
         f"A part has {ratio:.1f} halo nodes for each of its own.",
-        "Most rows that a step works on are pulled and stale, and are kept several times over.",
-        "Cut with METIS: --partition metis" + (" and --mode gas." if _option(record, "mode") == "history" else ".")
-        if random
-        else f"Cut into fewer parts: --num-parts {max(1, count // 2)}."
-        if count
-        else "Cut into fewer parts (--num-parts).",
+        "Most rows of a step are pulled, and therefore stale.",
+        change,
         ratio / CONNECTIVITY,
     )
 
@@ -298,17 +292,17 @@ def _fit_to_training_nodes(record: RunRecord) -> Finding | None:
     if gap > OVERFITTING:
         return Finding(
             "overfitting",
-            f"The training score is {train:.1f}, the validation score {val:.1f}, {gap:.1f} points less.",
-            "The model has learned its training nodes by heart.",
+            f"The training score is {train:.1f}, but the validation score only {val:.1f}, {gap:.1f} points less.",
+            "The model memorized its training nodes.",
             "Regularize more: a higher --dropout, --weight-decay-conv 5e-4, or a smaller --hidden.",
             gap / OVERFITTING,
         )
     if gap < UNDERFITTING and count >= CURVE and best >= LATE * count:
         return Finding(
             "underfitting",
-            f"The best epoch was {best} of {count}, and the training score ({train:.1f}) is {gap:.1f} points above "
-            "validation.",
-            "Training stopped while the model was still getting better.",
+            f"The best epoch was {best} of {count}, and the training score ({train:.1f}) is only {gap:.1f} points "
+            "above validation.",
+            "The model was still improving when training stopped.",
             f"Train for longer (--epochs {2 * count}), or with a larger --hidden, a higher --lr or less dropout.",
             best / (LATE * count),
         )
@@ -326,8 +320,8 @@ def _learned(record: RunRecord) -> Finding | None:
         return None
     return Finding(
         "nothing learned",
-        f"At the end the training score is {train:.1f}; guessing one of {classes} classes gives {guessing:.1f}.",
-        "The model has not learned anything, or has lost it again.",
+        f"The last training score is {train:.1f}; guessing one of {classes} classes gives {guessing:.1f}.",
+        "The model learned nothing, or lost it again.",
         "Lower --lr, clip gradients (--grad-norm 1), or lower --dropout.",
         LEARNED / max(share, 0.01),
     )
@@ -340,14 +334,14 @@ def _early_best(record: RunRecord) -> Finding | None:
     return Finding(
         "early best epoch",
         f"The best epoch was {best} of {count}.",
-        f"The other {count - best} epochs brought nothing.",
+        f"The remaining {count - best} epochs gained nothing.",
         f"Train for fewer epochs (--epochs {2 * best}), stop early (--patience {max(10, best // 2)}), or lower --lr.",
         EARLY * count / best,
     )
 
 
-def _side_work(name: str, noun: str, threshold: float, change: Callable[[RunRecord], str]) -> _Check:
-    """A check of what a run did besides training."""
+def _side_work(name: str, noun: str, change: Callable[[RunRecord], str], threshold: float = SIDE_SHARE) -> _Check:
+    """A check of the time that a run spent on something other than training."""
 
     def check(record: RunRecord) -> Finding | None:
         seconds = (record.result or {}).get("seconds") or {}
@@ -391,13 +385,11 @@ _CHECKS: tuple[_Check, ...] = (
     _fit_to_training_nodes,
     _learned,
     _early_best,
-    _side_work("refresh", "Refreshing histories", SIDE_SHARE, _refresh_less),
-    _side_work("evaluate", "Evaluation", SIDE_SHARE, _evaluate_less),
-    _side_work("diagnose", "Measuring errors", SIDE_SHARE, lambda _: "Measure less often: --diagnose-every."),
-    _side_work("checkpoint", "Writing checkpoints", SIDE_SHARE, lambda _: "Write fewer of them: --checkpoint-every."),
-    _side_work(
-        "partition", "Cutting the graph", PARTITION_SHARE, lambda _: "Keep the parts for the next run: --cache-dir."
-    ),
+    _side_work("refresh", "Refreshing histories", _refresh_less),
+    _side_work("evaluate", "Evaluation", _evaluate_less),
+    _side_work("diagnose", "Measuring errors", lambda _: "Measure less often: --diagnose-every."),
+    _side_work("checkpoint", "Writing checkpoints", lambda _: "Write fewer of them: --checkpoint-every."),
+    _side_work("partition", "Partitioning", lambda _: "Keep the parts for the next run: --cache-dir.", PARTITION_SHARE),
 )
 
 
@@ -418,21 +410,20 @@ def _last(record: RunRecord, name: str) -> Any:
 
 
 def _best(record: RunRecord) -> tuple[int, int]:
-    """The number of the best epoch and that of the last one; zeros if the run has no result."""
+    """Number of the best and of the last epoch; 0 if unknown."""
     return (record.result or {}).get("best_epoch") or 0, _last(record, "epoch") or 0
 
 
 def _settled(record: RunRecord) -> list[dict[str, Any]]:
-    """The epochs after the first, which also cuts batches and tries the model; the first if it is the only one."""
+    """The epochs without the first, which also builds batches and tries the model, unless it is the only one."""
     return [epoch for epoch in record.epochs[1:] or record.epochs if epoch.get("seconds")]
 
 
-def _time_share(record: RunRecord, part: str) -> float:
-    """The share of training time, without the first epoch, that a part of it took."""
+def _time_share(record: RunRecord, work: str) -> float:
+    """The share of training time, without the first epoch, that went into some work."""
     epochs = _settled(record)
-    return _total((epoch.get("time") or {}).get(part) for epoch in epochs) / (
-        _total(epoch["seconds"] for epoch in epochs) or 1.0
-    )
+    total = _total(epoch["seconds"] for epoch in epochs)
+    return _total((epoch.get("time") or {}).get(work) for epoch in epochs) / (total or 1.0)
 
 
 def _total(values: Iterable[float | None]) -> float:

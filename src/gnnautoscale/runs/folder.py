@@ -1,7 +1,7 @@
-"""The folder of a training run: what it was, what it measured as it went on, and what it gave.
+"""The folder of a training run.
 
-``run.json`` says what the run is, ``metrics.jsonl`` has one line for everything that was measured, and ``result.json``
-is there once the run has come to its end. ``docs/diagnostics.md`` says what the numbers mean.
+``run.json`` describes the run, ``metrics.jsonl`` has one line per measurement, and a finished run adds ``result.json``.
+``docs/diagnostics.md`` explains the numbers.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from gnnautoscale.runs.result import jsonable
 FORMAT = 1
 RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
 _KINDS = {"epoch": "epochs", "staleness": "staleness", "gradients": "gradients", "lipschitz": "lipschitz"}
-_FIX = "Choose another one, or write none (on the command line --run-dir none)."
+_FIX = "Choose another one, or write none (--run-dir none on the command line)."
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the folder of a run holds.
+    """The contents of a run's folder.
 
     Attributes:
         path: The folder.
-        run: What the run is: ``"title"``, ``"options"``, ``"data"``, ``"model"``, ``"parts"`` and more.
-        epochs: What each epoch gave and cost.
-        staleness: Errors of histories, each time they were measured.
-        gradients: Errors of gradients, likewise.
-        lipschitz: Lipschitz constants of layers, likewise.
-        result: What the run gave; ``None`` as long as it has not come to its end.
+        run: Description of the run: ``"title"``, ``"options"``, ``"data"``, ``"model"``, ``"parts"`` and more.
+        epochs: Loss, scores, times and transfers of each epoch.
+        staleness: All measurements of the histories' errors.
+        gradients: All measurements of the gradients' errors.
+        lipschitz: All measurements of the layers' Lipschitz constants.
+        result: The result, or ``None`` if the run has not finished.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class RunRecord:
 
 
 class RunFolder:
-    """Writes the folder of a run, as it goes on.
+    """Writes the folder of a run while it trains.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -66,11 +66,11 @@ class RunFolder:
 
     @staticmethod
     def create(path: Path, run: Mapping[str, Any]) -> RunFolder:
-        """Begin a run in a folder that is new or empty.
+        """Start a run in a new or empty folder.
 
         Args:
             path: The folder.
-            run: What the run is, as plain values; format and time are added.
+            run: Description of the run, as plain values; format and time are added.
         """
         check_run_dir(path)
         _write_json(path / RUN, {"format": FORMAT, "started": _now(), **run})
@@ -78,12 +78,12 @@ class RunFolder:
 
     @staticmethod
     def reopen(path: Path, run: Mapping[str, Any], *, epoch: int, free: Collection[str] = ()) -> RunFolder:
-        """Go on with a run; what it measured after some epoch is dropped, since that comes again.
+        """Continue a run, and drop what it measured after ``epoch``, since it will be measured again.
 
         Args:
             path: The folder of the same run.
-            run: What the run is, to be compared with the folder's.
-            epoch: The last epoch that is kept.
+            run: Description of the run, which must match the folder's.
+            epoch: The last epoch to keep.
             free: Names of options that may differ.
         """
         known = read_run(path)
@@ -91,7 +91,9 @@ class RunFolder:
         if here != there:
             names = ", ".join(name for name in here if here[name] != there[name])
             raise InputError(
-                "a run goes on in its own folder", got=f"{path}, with other {names}", fix="Choose another run_dir."
+                "a run must continue in its own folder",
+                got=f"{path}, with other {names}",
+                fix="Choose another run_dir.",
             )
         lines = [line for line in _lines(path / METRICS) if line.get("epoch", 0) <= epoch]
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -100,16 +102,16 @@ class RunFolder:
         return RunFolder(path, _open(path, "a"))
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write a record; it is in the file when this returns."""
+        """Write a record, and flush it to the file."""
         self._stream.write(json.dumps(jsonable(dict(record)), allow_nan=False) + "\n")
         self._stream.flush()
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Say that the run has come to its end, and what it gave."""
+        """Mark the run as finished, and write its result."""
         _write_json(self.path / RESULT, {**result, "finished": _now()})
 
     def close(self) -> None:
-        """Close the folder's files; nothing more can be appended."""
+        """Close the folder; nothing more can be appended."""
         self._stream.close()
 
     def __enter__(self) -> RunFolder:
@@ -120,7 +122,7 @@ class RunFolder:
 
 
 def check_run_dir(path: Path) -> None:
-    """Refuse a folder that holds something, or that cannot be written to; it is there afterwards."""
+    """Create the folder, and refuse one that is not empty or not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         taken = next(path.iterdir(), None) is not None
@@ -128,12 +130,12 @@ def check_run_dir(path: Path) -> None:
     except OSError as error:
         raise InputError("run_dir must be a writable folder", got=f"{path} ({error})", fix=_FIX) from None
     if taken or not writable:
-        got = f"{path}, which {'holds something' if taken else 'cannot be written to'}"
+        got = f"{path}, which {'is not empty' if taken else 'cannot be written to'}"
         raise InputError("run_dir must be a new or empty folder", got=got, fix=_FIX)
 
 
 def free_folder(parent: Path, name: str) -> Path:
-    """A folder for a run that is not there yet: its name, without what file systems dislike, and a number if need be.
+    """A path that does not exist yet: the name, without characters that file systems dislike, and a number if needed.
 
     Example:
         >>> free_folder(Path("runs"), "cora gcn/full seed 0").as_posix()
@@ -150,7 +152,7 @@ def free_folder(parent: Path, name: str) -> Path:
 def read_run(path: str | Path) -> RunRecord:
     """Read the folder of a run, finished or not.
 
-    A last line that was cut off by a crash is dropped, and kinds of records that are not known are left out.
+    A last line that a crash cut off is dropped, and so are records of unknown kinds.
 
     Args:
         path: The folder.
@@ -159,11 +161,11 @@ def read_run(path: str | Path) -> RunRecord:
         >>> read_run("nowhere")
         Traceback (most recent call last):
         ...
-        gnnautoscale.errors.InputError: a run's folder has a file run.json, but got nowhere. Pass what --run-dir named.
+        gnnautoscale.errors.InputError: a run's folder must hold run.json, but got nowhere. Pass a folder of --run-dir.
     """
     path = Path(path)
     if not (path / RUN).is_file():
-        raise InputError(f"a run's folder has a file {RUN}", got=str(path), fix="Pass what --run-dir named.")
+        raise InputError(f"a run's folder must hold {RUN}", got=str(path), fix="Pass a folder of --run-dir.")
     run = _read_json(path / RUN)
     if run.get("format") != FORMAT:
         raise InputError(
@@ -178,7 +180,7 @@ def read_run(path: str | Path) -> RunRecord:
 
 
 def _identity(run: Mapping[str, Any], free: Collection[str]) -> dict[str, Any]:
-    """What makes a run the same run."""
+    """What must match for two runs to be the same."""
     options = {name: value for name, value in run.get("options", {}).items() if name not in free}
     return {**{name: run.get(name) for name in ("title", "data", "model")}, "options": options}
 
@@ -189,7 +191,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise _unreadable(path, str(error)) from None
     lines = text.split("\n")
-    last = lines.pop()  # nothing, unless it was cut off
+    last = lines.pop()  # empty, unless a crash cut it off
     read = [_parsed(line, path, number) for number, line in enumerate(lines, start=1)]
     try:
         complete = json.loads(last) if last.strip() else None
@@ -204,7 +206,7 @@ def _parsed(line: str, path: Path, number: int) -> dict[str, Any]:
     except ValueError as error:
         raise _unreadable(path, f"line {number}: {error}") from None
     if not isinstance(value, dict):
-        raise _unreadable(path, f"line {number}: {type(value).__name__} in place of an object")
+        raise _unreadable(path, f"line {number}: {type(value).__name__} instead of an object")
     return value
 
 

@@ -1,4 +1,4 @@
-"""What training gives: curves, scores, times and memory."""
+"""The result of training: curves, scores, times and memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch gave.
+    """Loss, scores and time of an epoch.
 
     Attributes:
         number: From 1.
         loss: Mean training loss over the epoch's training nodes, without penalties.
-        scores: Score on ``"train"``, ``"val"`` and ``"test"``; empty when the epoch was not evaluated.
-        learning_rate: The learning rate it was trained with.
-        seconds: Time of training, with waiting for batches, without evaluation and refresh.
+        scores: Scores on ``"train"``, ``"val"`` and ``"test"``; empty if the epoch was not evaluated.
+        learning_rate: The learning rate of the epoch.
+        seconds: Training time, including waits for batches, but neither evaluation nor refresh.
     """
 
     number: int
@@ -28,22 +28,22 @@ class Epoch:
 
 @dataclass
 class FitResult:
-    """What training gave.
+    """The result of training.
 
     Attributes:
         epochs: The curves.
-        best_epoch: Number of the epoch with the best validation score, whose weights the model has now.
-        scores: Score of that epoch on ``"train"``, ``"val"`` and ``"test"``.
-        metric: ``"accuracy"`` or ``"micro-F1"``.
+        best_epoch: The epoch with the best validation score; the model has its weights.
+        scores: Scores of that epoch on ``"train"``, ``"val"`` and ``"test"``.
+        metric: Name of the score, such as ``"accuracy"``.
         steps: Number of optimizer steps.
         seconds: Time spent on ``"partition"``, ``"train"``, ``"refresh"``, ``"evaluate"`` and ``"checkpoint"``.
-        peak_memory: Bytes in use at the peak of training, or ``None`` where that cannot be measured. Evaluations count,
-            except in the modes ``"cluster"`` and ``"sage"``, where they run on the whole graph at once.
-        history_bytes: Bytes that the histories take.
-        connectivity: Halo nodes per batch node, the mean over the parts; 0 in modes without a halo.
-        options: What :func:`fit` was called with.
-        how: How training steps were run, in words.
-        storage: Where histories live, and why there, in words; empty in modes without histories.
+        peak_memory: Peak of training in bytes, or ``None`` if it cannot be measured. It includes evaluations, except in
+            the modes ``"cluster"`` and ``"sage"``, which evaluate on the whole graph at once.
+        history_bytes: Size of the histories in bytes.
+        connectivity: Halo nodes per batch node, averaged over the parts; 0 in modes without a halo.
+        options: The options of :func:`fit`.
+        how: How training steps ran, in words.
+        storage: Where the histories are, and why, in words; empty in modes without histories.
     """
 
     metric: str
@@ -61,17 +61,17 @@ class FitResult:
 
     @property
     def evaluations_since_best(self) -> int:
-        """Number of evaluations after that of the best epoch."""
+        """Number of evaluations after the best epoch."""
         return sum(bool(epoch.scores) and epoch.number > self.best_epoch for epoch in self.epochs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Plain values for JSON."""
         values: dict[str, Any] = jsonable(asdict(self))
         return values
 
 
 def jsonable(value: Any) -> Any:
-    """The value with numbers that JSON does not have replaced by ``None``."""
+    """The value, with NaN and infinity replaced by ``None``, since JSON has neither."""
     if isinstance(value, dict):
         return {key: jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

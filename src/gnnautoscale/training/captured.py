@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -17,15 +19,12 @@ from torch import Tensor, nn
 from gnnautoscale.attach import LocalLipschitz, attached
 from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, ReadyBatch
-from gnnautoscale.tasks import Objective
-from gnnautoscale.training.feed import Feed, Item
+from gnnautoscale.training.feed import Feed, Item, plain_item
 from gnnautoscale.training.steps import Precision, Steps
 from gnnautoscale.transfer import Transfer
 
-# Every graph takes memory on the GPU that does not depend on the batch's size; batches beyond run uncaptured.
+# Every CUDA graph takes some of the GPU's memory, however small its batch; further batches run uncaptured.
 MOST_GRAPHS = 512
-
-
 # Training steps before the first capture: they compile kernels and give the optimizer its state.
 _WARM_UP = 2
 
@@ -33,18 +32,17 @@ _WARM_UP = 2
 class Engine(Steps):
     """Trains an autoscaled model on the batches of a feed.
 
-    On a GPU a step is captured as one CUDA graph per batch if the batches come back unchanged and the model does the
-    same in every step; :attr:`how` says what is done.
+    On a GPU each batch's step is captured as a CUDA graph if batches come back unchanged and the model does the same
+    in every step; :attr:`how` says so, or why not.
 
     Args:
         model: The autoscaled model.
         optimizer: Updates its weights; with ``capturable=True`` on a GPU.
-        feed: Gives the batches.
-        objective: Computes the loss of training rows from the model's output and their labels.
+        feed: Gives the batches and their targets.
         grad_norm: Norm that gradients are clipped to.
         penalty: Local Lipschitz penalty.
         penalty_weight: Its weight in the loss.
-        precision: Of matrix products: full, TF32 inside of products, or bfloat16 by autocast.
+        precision: Of matrix products: full, TF32 inside products, or bfloat16 by autocast.
         capture: Whether steps may be captured.
     """
 
@@ -53,7 +51,6 @@ class Engine(Steps):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         feed: Feed,
-        objective: Objective,
         *,
         grad_norm: float | None = None,
         penalty: LocalLipschitz | None = None,
@@ -64,7 +61,7 @@ class Engine(Steps):
         super().__init__(
             model,
             optimizer,
-            objective,
+            feed.task,
             feed.device,
             grad_norm=grad_norm,
             penalty=penalty,
@@ -78,10 +75,12 @@ class Engine(Steps):
         self._versions: tuple[int, int] | None = None
         self._pool: Any = None
         self._why_not = self._obstacle(capture)
-        # The whole graph as a batch, and for each way to pass over it how often that was done, or a captured pass.
-        self._whole = Feed(model, fixed=True)
-        self._passes: dict[tuple[BatchInfo, bool], int] = {}
-        self._captured: dict[tuple[BatchInfo, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # The whole graph as a batch, if it is the same every time. With and without a refresh: the number of passes
+        # over it so far, and a captured pass.
+        self._whole: weakref.ref[BatchInfo] | None = None
+        self._whole_feed = Feed(model, feed.task, fixed=True)
+        self._passes: Counter[bool] = Counter()
+        self._captured: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._why_no_pass = None if capture and self.on_gpu else "it is not wanted, or there is no GPU"
 
     @property
@@ -91,7 +90,7 @@ class Engine(Steps):
 
     @property
     def how(self) -> str:
-        """How steps are run, in words."""
+        """How steps run, in words."""
         if not self.on_gpu:
             return "uncaptured: CUDA graphs need a GPU"
         where = "on the GPU" if self._feed.resident else "copied ahead from host memory"
@@ -112,7 +111,7 @@ class Engine(Steps):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Everything that touches the model while it trains happens in this context: on a GPU it has its own stream."""
+        """The context of everything that touches the model while it trains; on a GPU it has a stream of its own."""
         if self.device.type != "cuda":
             yield
             return
@@ -126,9 +125,8 @@ class Engine(Steps):
             main.wait_stream(stream)
             self.times.stop()
             self._graphs.clear()
-            self._captured.clear()
             self._feed.clear()
-            self._whole.clear()
+            self._forget_whole()
 
     def epoch(
         self,
@@ -142,7 +140,7 @@ class Engine(Steps):
         Args:
             batches: Batches of the training graph, in order.
             after_step: Called with each of them after its step.
-            then: Says at the end which batch the next epoch begins with, if that is known.
+            then: Gives the first batch of the next epoch, if it is known at the end of this one.
 
         Returns:
             The mean loss over all training rows, without the penalty.
@@ -151,28 +149,38 @@ class Engine(Steps):
 
     def _run(self, item: Item) -> None:
         memory = self._scaler.memory
+        if memory.medium is None:  # the first session chooses it, so only that one knows how rows move
+            self._uncaptured(item)
+            return
         transfer = memory.transfer(self.device)
-        transfer.times = self.times
-        transfer.begin(item.info, memory.row_order(item.info), memory.histories)
+        transfer.measure(self.times)
+        memory.begin(item.info, transfer)
         graph = self._graph(item, transfer) if self._why_not is None else None
         if graph is not None:
-            transfer.replay(graph)
+            graph.replay()
+            memory.mark_changed()
             transfer.look_ahead()
-            memory.written_by = None
-            return
-        transfer.look_ahead()
-        last_of_warm_up = self._warm_up == 1 and item.y.size(0) > 0
-        self._warm_up = max(self._warm_up - (item.y.size(0) > 0), 0)
-        with transfer.begun():
-            if self._why_not is None and last_of_warm_up:
-                with _watching(self._model) as reasons:
-                    self._step(item)
-                self._why_not = next(iter(reasons), None)
-            else:
+        else:
+            transfer.look_ahead()
+            with self._scaler.driven():
+                self._uncaptured(item)
+            transfer.join()  # the feed may use the batch's memory again
+        transfer.complete()
+
+    def _uncaptured(self, item: Item) -> None:
+        """Run a step without capturing it; the last one before the first capture is watched for obstacles."""
+        trains = item.targets.size(0) > 0
+        last_of_warm_up = self._warm_up == 1 and trains
+        self._warm_up = max(self._warm_up - trains, 0)
+        if self._why_not is None and last_of_warm_up:
+            with _watching(self._model) as reasons:
                 self._step(item)
+            self._why_not = next(iter(reasons), None)
+        else:
+            self._step(item)
 
     def _graph(self, item: Item, transfer: Transfer) -> torch.cuda.CUDAGraph | None:
-        """The captured step of a batch; none if it must not, or not yet, be captured."""
+        """The captured step of a batch; ``None`` if it must not, or not yet, be captured."""
         versions = self._feed.version, transfer.version
         if versions != self._versions:
             self._graphs.clear()
@@ -187,8 +195,9 @@ class Engine(Steps):
 
     def _capture(self, item: Item, transfer: Transfer) -> torch.cuda.CUDAGraph | None:
         def step() -> None:
-            with transfer.begun():
+            with self._scaler.driven():
                 self._step(item)
+            transfer.join()
 
         self._optimizer.zero_grad()
         graph, _, reason = self._record(step)
@@ -201,20 +210,20 @@ class Engine(Steps):
         return None
 
     def _record(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any, str | None]:
-        """Capture some work; returns the graph, what the work returned, and why it could not be captured if so."""
+        """Capture some work; returns the graph, the work's result, and the reason if it could not be captured."""
         if not (self._graphs or self._captured):
-            # Memory that graphs share lives as long as one of them.
+            # Memory that graphs share lives as long as any of them.
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         offset = torch.cuda.default_generators[self.device.index].get_offset()
         result, reason = None, None
-        # Other threads, such as a progress bar's, may go on meanwhile.
+        # Other threads, such as a progress bar's, go on meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             result = work()
-        except Exception as error:  # the work is done as it is next, and says what is wrong if more is wrong than that
+        except Exception as error:  # the work runs uncaptured next, and raises what has nothing to do with capture
             reason = (str(error) or type(error).__name__).splitlines()[0]
         try:
             graph.capture_end()
@@ -227,50 +236,61 @@ class Engine(Steps):
     def output(self, batch: ReadyBatch, *, refresh: bool = False) -> Tensor:
         """The model's output for the whole training graph as one batch, in evaluation mode.
 
-        On a GPU the batch stays there, and after two passes a captured one is replayed, if there is no obstacle.
+        On a GPU a batch that comes back stays there, and from the third pass on a captured one is replayed if nothing
+        stands in the way. Another batch takes its place.
 
         Args:
             batch: All nodes of the training graph.
-            refresh: Whether all histories are written on the way, which must be in device memory then.
+            refresh: Whether to write all histories on the way, which must be in device memory then.
 
         Returns:
-            The output on the model's device, ``[num_nodes, num_classes]``; the next call overwrites it.
+            The output on the model's device, ``[num_nodes, num_outputs]``; the next call overwrites it.
         """
-        key = batch.info, refresh
-        if key not in self._captured:
-            feed = self._feed if self._feed.holds(batch.info) else self._whole
+        comes_back = self._whole is not None and self._whole() is batch.info
+        if not comes_back:
+            self._forget_whole()
+            self._whole = weakref.ref(batch.info)
+        if refresh not in self._captured:
             with (
                 evaluating(self._model),
                 self._scaler.visiting(batch.info.graph, apart=not refresh) as memory,
                 self._scaler.running(StepExchange(push_all=refresh)),
             ):
-                memory.written_by = None  # nobody asks during training, and the checksums take a while
-                for item in feed.items([batch]):
-                    self._passes[key] = self._passes.get(key, 0) + 1
-                    if self._passes[key] > _WARM_UP and feed.resident and self._why_no_pass is None:
+                memory.mark_changed()  # nobody asks during training, and checksums take a while
+                unpacked = [] if comes_back else [plain_item(batch.tagged_copy(), self.task, self.device)]
+                for item in unpacked or self._whole_feed.items([batch]):
+                    self._passes[refresh] += 1
+                    resident = item.version is not None and self._whole_feed.resident
+                    if self._passes[refresh] > _WARM_UP and resident and self._why_no_pass is None:
                         graph, out, self._why_no_pass = self._record(partial(self._call, item.batch))
                         if self._why_no_pass is None:
-                            self._captured[key] = graph, out
+                            self._captured[refresh] = graph, out
                             break
                     plain: Tensor = self._call(item.batch)
                     return plain
-        graph, out = self._captured[key]
+        graph, out = self._captured[refresh]
         graph.replay()
         return out
+
+    def _forget_whole(self) -> None:
+        self._whole = None
+        self._captured.clear()
+        self._passes.clear()
+        self._whole_feed.clear()
 
 
 @cache
 def _training_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that training runs on: always the same, since PyTorch keeps work space on the GPU for each one.
+    """The stream of all training on a device, since PyTorch keeps work space on the GPU for each stream.
 
-    Where a step and the transfers beside it want the same part of the GPU, the step comes first.
+    A step comes before the transfers beside it where both want the same part of the GPU.
     """
     stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     return stream
 
 
 def _recover_from_capture(device: torch.device, pool: Any, offset: int) -> None:
-    """A capture that ends with an error leaves PyTorch's allocator and random numbers in the middle of it."""
+    """Put PyTorch's allocator and random numbers right after a capture that ended with an error."""
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize(device)
     with contextlib.suppress(RuntimeError):
@@ -284,7 +304,7 @@ def _recover_from_capture(device: torch.device, pool: Any, offset: int) -> None:
 
 @contextmanager
 def _watching(model: nn.Module) -> Iterator[list[str]]:
-    """Notice what a step does that a captured one would not do again, or could not; lists reasons."""
+    """List the reasons why a step cannot be captured: work that a replay would not, or could not, repeat."""
     reasons: list[str] = []
     before = _host_state(model)
     with _waits_noticed() as waits:
@@ -297,7 +317,7 @@ def _watching(model: nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def _waits_noticed() -> Iterator[list[str]]:
-    """Collect what PyTorch says about operations that make the host wait for a GPU."""
+    """Collect PyTorch's warnings about operations that make the host wait for a GPU."""
     waits: list[str] = []
     if not torch.cuda.is_available():
         yield waits

@@ -90,13 +90,12 @@ def _share(error: BaseException) -> float:
     """How large a batch should be, as a share of what it was when an allocation failed."""
     wanted = _bytes(str(error))
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
-        free, _ = torch.cuda.mem_get_info()
         used = torch.cuda.memory_allocated()
-        free += torch.cuda.memory_reserved() - used
+        free: int | None = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - used
     else:
         free, used = available_memory(), 0
     # What a batch takes grows with its nodes. Without knowing more, half of it is a good guess.
-    if wanted is None or wanted + used <= 0:
+    if free is None or wanted is None or wanted + used <= 0:
         return 0.5
     return max(min(0.9 * (free + used) / (wanted + used), 0.9), _LEAST_SHARE)
 

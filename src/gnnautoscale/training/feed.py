@@ -1,8 +1,8 @@
-"""Training batches on the compute device: packed into one piece of memory each, and copied ahead.
+"""Training batches on the compute device, each packed into one buffer and copied ahead.
 
 On a GPU a batch consists of what the model reads (features, and the recorded edges in the form its layers use) and
-of what the loss needs. All of it lies in one buffer, so that it moves in one copy. Buffers stay on the GPU if all of
-them fit; otherwise the next batch's is copied while a step runs.
+what the loss needs. All of it lies in one buffer, so that it moves in one copy. Buffers stay on the GPU if all of
+them fit; otherwise the next batch's buffer is copied while a step runs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from gnnautoscale.attach import attached
 from gnnautoscale.forward import BatchEdges, EdgeRecord
 from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, tagged_copies
 from gnnautoscale.kernels import Adjacency
+from gnnautoscale.tasks import Task
+from gnnautoscale.transfer import BatchRows
 
 Placement = Literal["auto", "device", "host"]
 
 # Every tensor in a buffer starts at a multiple of this.
 _ALIGNMENT = 256
-# The share of the GPU's free memory that batches may take to stay there.
+# The share of the GPU's free memory that batches may take.
 _SHARE = 0.5
-# How much more room than needed is made, since the next batch may be a little larger.
+# More room than needed by this factor, since the next batch may be a little larger.
 _SLACK = 1.1
 
 
@@ -36,15 +38,15 @@ class Item:
     """A training batch on the compute device.
 
     Attributes:
-        batch: What the model is called with.
-        rows: Which of the batch's rows are trained on, ``[count]``, or ``None`` for all.
-        y: The labels of these rows, ``[count, ...]``.
-        version: The feed's version when the batch was placed, or ``None`` if it was moved as it is.
+        batch: The model's argument.
+        rows: The rows of the model's output that the loss takes, ``[num_rows]``, or ``None`` for all own nodes.
+        targets: Their targets, ``[num_targets, ...]``.
+        version: The feed's version when the batch was placed, or ``None`` if it is not packed.
     """
 
     batch: Data
     rows: Tensor | None
-    y: Tensor
+    targets: Tensor
     version: int | None = None
 
     @property
@@ -54,47 +56,44 @@ class Item:
         return info
 
 
-def plain_item(batch: Data, device: torch.device) -> Item:
-    """Move a batch as it is.
+def plain_item(batch: Data, task: Task, device: torch.device) -> Item:
+    """Move a batch without packing it.
 
     Args:
-        batch: A batch of a training graph, with ``y`` and ``train_mask``.
+        batch: A batch of a training graph.
+        task: Selects what to train on.
         device: The compute device.
     """
-    rows, y = _training_rows(batch)
-    return Item(batch.to(str(device)), None if rows is None else rows.to(device), y.to(device))
-
-
-def _training_rows(batch: Data) -> tuple[Tensor | None, Tensor]:
-    mask, y = batch.train_mask[: batch.batch_size], batch.y[: batch.batch_size]
-    rows = mask.nonzero().squeeze(1)
-    return (None, y) if rows.numel() == batch.batch_size else (rows, y[rows])
+    rows, targets = task.targets(batch)
+    return Item(batch.to(str(device)), None if rows is None else rows.to(device), targets.to(device))
 
 
 @dataclass(eq=False)
 class _Package:
-    """A batch in one piece of memory.
+    """A batch in one buffer.
 
     Attributes:
         info: Where the batch lies in its graph.
-        layout: For each tensor its type, shape and first byte.
+        places: Where its rows lie in histories.
+        layout: The type, shape and first byte of each tensor.
         buffer: The bytes, on the GPU or in pinned host memory.
-        item: The batch with its tensors where they stay; ``None`` if they are copied for each step.
+        item: The batch with its tensors in the buffer itself; ``None`` if they are copied for each step.
     """
 
     info: BatchInfo
+    places: BatchRows
     layout: dict[Any, tuple[torch.dtype, torch.Size, int]]
     buffer: Tensor
     item: Item | None = None
 
     @staticmethod
-    def of(info: BatchInfo, tensors: Mapping[Any, Tensor], device: torch.device) -> _Package:
+    def of(info: BatchInfo, places: BatchRows, tensors: Mapping[Any, Tensor], device: torch.device) -> _Package:
         """Pack tensors one behind the other, on a device."""
         layout, end = {}, 0
         for name, tensor in tensors.items():
             layout[name] = tensor.dtype, tensor.shape, end
             end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        package = _Package(info, layout, torch.empty(end, dtype=torch.uint8, device=device))
+        package = _Package(info, places, layout, torch.empty(end, dtype=torch.uint8, device=device))
         for name, view in package.views(package.buffer).items():
             view.copy_(tensors[name])
         return package
@@ -106,27 +105,34 @@ class _Package:
             for name, (dtype, shape, start) in self.layout.items()
         }
 
+    def displace(self) -> None:
+        """Let nobody find the batch's tensors in a buffer any more."""
+        self.info.displace()
+        self.places.displace()
+
 
 class Feed:
     """Gives training steps their batches.
 
     Args:
         model: The autoscaled model, on the compute device.
+        task: Selects what to train on.
         placement: Where packed batches live: ``"device"``, ``"host"``, or ``"auto"`` for the device if they fit.
         fixed: Whether the same batches come back every epoch.
         num_batches: Number of batches of an epoch.
     """
 
     def __init__(
-        self, model: nn.Module, *, placement: Placement = "auto", fixed: bool = False, num_batches: int = 1
+        self, model: nn.Module, task: Task, *, placement: Placement = "auto", fixed: bool = False, num_batches: int = 1
     ) -> None:
+        self.task = task
         self.device = device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self.fixed = fixed
         self._scaler = attached(model)
         self._placement = placement
         self._num_batches = num_batches
         self._packages: dict[BatchInfo, _Package] = {}
-        #: Whether batches stay on the GPU; ``None`` as long as no batch was packed.
+        #: Whether batches stay on the GPU; ``None`` before the first one is packed.
         self.resident: bool | None = None
         #: Changes when batches that are copied for each step move to another address.
         self.version = 0
@@ -141,35 +147,32 @@ class Feed:
 
         Args:
             batches: The batches, in order.
-            then: Says at the end which batch the next epoch begins with, if that is known.
+            then: Gives the first batch of the next epoch, if it is known at the end of this one.
         """
         batches = iter(batches)
-        # On a GPU the first as it is: what the model does with edges is known only once it has run.
+        # On a GPU the first is not packed: what the model does with edges is known only once it has run.
         unpacked = None if self.device.type != "cuda" else int(not self._scaler.memory.records)
-        yield from (plain_item(batch, self.device) for batch in tagged_copies(islice(batches, unpacked)))
+        yield from (plain_item(batch, self.task, self.device) for batch in tagged_copies(islice(batches, unpacked)))
         following = self._next(batches)
         while following is not None:
             package, item = following, self._arrive(following)
             following = self._next(batches)
             upcoming = following if following is not None or then is None else then()
-            package.info.upcoming = None if upcoming is None else upcoming.info
-            yield item
-            package.info.upcoming = None
-            if not self.resident:
-                package.info.placed.clear()
-
-    def holds(self, info: BatchInfo) -> bool:
-        """Whether a batch is kept."""
-        return info in self._packages
+            try:
+                with package.info.followed_by(None if upcoming is None else upcoming.info):
+                    yield item
+            finally:
+                if not self.resident:
+                    package.displace()
 
     def clear(self) -> None:
-        """Free what is kept for the batches."""
-        for info in self._packages:
-            info.placed.clear()
+        """Free the packed batches."""
+        for package in self._packages.values():
+            package.displace()
         self._packages.clear()
 
     def _next(self, batches: Iterator[ReadyBatch]) -> _Package | None:
-        """Pack the next batch and start to copy it; a GPU goes on with earlier steps meanwhile."""
+        """Pack the next batch and start to copy it, while a GPU goes on with earlier steps."""
         batch = next(batches, None)
         if batch is None:
             return None
@@ -187,7 +190,7 @@ class Feed:
             return package.item
         size = package.buffer.numel()
         self._main.wait_stream(self._copies)
-        # Always to the same place, since a captured step reads from there.
+        # Always to the same address, where captured steps read it.
         self._front[:size].copy_(self._back[:size])
         return self._item(package, package.views(self._front))
 
@@ -209,7 +212,8 @@ class Feed:
 
     def _package(self, batch: Data) -> _Package:
         info: BatchInfo = batch.edge_index.info
-        package = _Package.of(info, self._tensors(batch, info), self.device)
+        places = self._scaler.memory.rows_of(info)
+        package = _Package.of(info, places, self._tensors(batch, info), self.device)
         if self.resident is None:
             self.resident = self.fixed and self._should_stay(package.buffer.numel() * self._num_batches)
         if self.resident:
@@ -222,7 +226,7 @@ class Feed:
         if self.fixed:
             self._packages[info] = package
             for event in self._events:
-                info.memo.pop(event, None)  # what was cut is in the package now
+                info.forget(event)  # the package has its own copy
         return package
 
     def _should_stay(self, num_bytes: int) -> bool:
@@ -231,9 +235,9 @@ class Feed:
 
     def _tensors(self, batch: Data, info: BatchInfo) -> dict[Any, Tensor]:
         """Everything that a training step reads, by name."""
-        rows, y = _training_rows(batch)
-        order = self._scaler.memory.row_order(info)
-        tensors: dict[Any, Tensor] = {"n_id": info.n_id, "places": order.rows(info).index, "y": y}
+        rows, targets = self.task.targets(batch)
+        places = self._scaler.memory.rows_of(info).index
+        tensors: dict[Any, Tensor] = {"n_id": info.n_id, "places": places, "targets": targets}
         if rows is not None:
             tensors["rows"] = rows
         for name in self._scaler.attributes(batch):
@@ -242,9 +246,9 @@ class Feed:
                 value = value.emptied().plain if self._scaler.ignores_edges and value.is_own_edges else value.plain
             if isinstance(value, Tensor) and name != "n_id":
                 tensors["batch", name] = value
-        for event, (weights, as_they_are) in self._events.items():
+        for event, (weights, plain) in self._events.items():
             part = event.for_batch(info, "a layer").to(self.device)
-            if as_they_are:
+            if plain:
                 tensors[event, "edge_index"] = part.edges
                 tensors.update({(event, "constant", name): value for name, value in part.constants.items()})
             for weight in weights:
@@ -253,37 +257,37 @@ class Feed:
         return tensors
 
     def _item(self, package: _Package, views: dict[Any, Tensor]) -> Item:
-        """The batch made of the tensors in a buffer; its recorded edges are placed where sessions find them."""
+        """The batch made of the tensors in a buffer; its rows and recorded edges are placed for sessions."""
         info = package.info
         batch = Data(num_nodes=info.num_rows, batch_size=info.batch_size)
         for name, value in {**views, ("batch", "n_id"): views["n_id"]}.items():
             if name[0] == "batch":
                 tagged = name[1] in ("edge_index", "n_id", *info.graph.edge_attributes)
                 batch[name[1]] = BatchTensor.tag(value, info, name[1]) if tagged else value
-        info.placed[self._scaler.memory.row_order(info)] = views["places"]
-        for event, (weights, as_they_are) in self._events.items():
+        package.places.place(views["places"])
+        for event, (weights, plain) in self._events.items():
             edge_index, constants = None, {}
-            if as_they_are:
+            if plain:
                 edge_index = views[event, "edge_index"]
                 constants = {name: views[event, "constant", name] for name in event.constants}
             adjacencies = {}
             for weight in weights:
                 tensors = {name[3]: value for name, value in views.items() if name[:3] == (event, "fused", weight)}
                 adjacencies[weight] = Adjacency.of(tensors, info.num_rows)
-            info.placed[event] = BatchEdges(edge_index, constants, adjacencies)
-        return Item(batch, views.get("rows"), views["y"], self.version)
+            info.place(event, BatchEdges(edge_index, constants, adjacencies))
+        return Item(batch, views.get("rows"), views["targets"], self.version)
 
     @property
     def _events(self) -> dict[EdgeRecord, tuple[frozenset[str | None], bool]]:
-        """For each event the weights that layers fuse it with, and whether some layer needs its edges as they are."""
+        """For each event the weights that layers fuse it with, and whether some layer needs its plain edges."""
         found: dict[EdgeRecord, tuple[frozenset[str | None], bool]] = {}
         for name, events in self._scaler.memory.records.items():
             call = self._scaler.calls[name]
             for position, event in enumerate(events):
-                weights, as_they_are = found.get(event, (frozenset[str | None](), False))
-                # Which edges are dropped is drawn from edges as they are.
+                weights, plain = found.get(event, (frozenset[str | None](), False))
+                # Dropout draws from plain edges.
                 if call.fuses(position, event.constants) and not self._scaler.edge_dropout:
-                    found[event] = weights | {call.weight(position)}, as_they_are
+                    found[event] = weights | {call.weight(position)}, plain
                 else:
                     found[event] = weights, True
         return found

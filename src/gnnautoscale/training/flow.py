@@ -1,6 +1,6 @@
-"""What training steps take and move: times, rows, bytes, and how old the rows are that they pull.
+"""Counts the rows that training steps pull and push, and their age.
 
-Nothing here waits for a GPU, or takes part in a step that is captured.
+Nothing here waits for a GPU or takes part in a captured step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gnnautoscale.graph import BatchInfo
 
-# The most steps that are counted together.
+# Steps that are counted together, at most.
 _MOST_WAITING = 256
 
 
@@ -49,7 +49,7 @@ class Flow:
         # The step after which each part's rows were written last; -1 for never.
         self._written = np.full(self._num_parts, -1)
         self._sums: dict[str, int] = {}
-        # Steps that are not counted yet: doing so for many of them at a time takes far less of the processor's time.
+        # Steps that are not counted yet; counting many of them at a time is much faster.
         self._waiting: list[tuple[_Parts, bool]] = []
 
     def step(self, info: BatchInfo, *, skips_shared: bool = False) -> None:
@@ -57,7 +57,7 @@ class Flow:
 
         Args:
             info: Its batch.
-            skips_shared: Whether rows that the step before wrote did not have to be pulled.
+            skips_shared: Whether it found the rows that the step before wrote without a pull.
         """
         self.steps += 1
         self._waiting.append((self._parts(info), skips_shared))
@@ -88,21 +88,18 @@ class Flow:
         self._waiting.clear()
 
     def refreshed(self) -> None:
-        """All rows were written anew after the last step."""
+        """Note that all rows were written after the last step."""
         self._count()
         self._written[:] = self.steps
 
     def ages(self) -> Tensor:
-        """How many steps ago each node's rows were written, as the next step would find them, ``[num_nodes]``.
-
-        -1 where they never were.
-        """
+        """The age of each node's rows in steps as the next step finds them, -1 if never written, ``[num_nodes]``."""
         self._count()
         ages = np.where(self._written >= 0, self.steps + 1 - self._written, -1)
         return torch.from_numpy(ages)[self._labels]
 
     def taken(self, row_bytes: int) -> dict[str, Any]:
-        """What steps moved since this was asked last; nothing if they pulled nothing.
+        """What steps moved since the last call; empty if they pulled nothing.
 
         Args:
             row_bytes: Bytes of a node's rows in all histories together.
@@ -120,12 +117,12 @@ class Flow:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on from here."""
+        """State for a checkpoint."""
         self._count()
         return {"steps": self.steps, "written": torch.from_numpy(self._written.copy()), "sums": dict(self._sums)}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from there; if nobody followed until now, all rows count as written just now."""
+        """Continue from a checkpoint; if it has no such state, all rows count as written just now."""
         if state is None:
             self.refreshed()
             return
@@ -133,20 +130,19 @@ class Flow:
         self._written[:] = state["written"].numpy()
 
     def _parts(self, info: BatchInfo) -> _Parts:
-        if self not in info.memo:
-            own, halo = (
-                torch.bincount(self._labels[nodes], minlength=self._num_parts) for nodes in (info.nodes, info.halo)
-            )
-            parts = halo.nonzero().squeeze(1)
-            info.memo[self] = _Parts(
-                own.nonzero().squeeze(1).numpy(), parts.numpy(), halo[parts].numpy(), info.batch_size, info.num_halo
-            )
-        found: _Parts = info.memo[self]
-        return found
+        return info.derive(self, lambda: self._count_parts(info))
+
+    def _count_parts(self, info: BatchInfo) -> _Parts:
+        own, halo = (
+            torch.bincount(self._labels[nodes], minlength=self._num_parts) for nodes in (info.nodes, info.halo)
+        )
+        parts = halo.nonzero().squeeze(1)
+        own = own.nonzero().squeeze(1)
+        return _Parts(own.numpy(), parts.numpy(), halo[parts].numpy(), info.batch_size, info.num_halo)
 
 
 class _Parts(NamedTuple):
-    """A batch's own parts, those of its halo, how many nodes of the halo each of these has, and how many there are."""
+    """A batch's own parts, those of its halo, the number of halo nodes in each of these, and both totals."""
 
     own: Any
     halo: Any

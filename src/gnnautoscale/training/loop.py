@@ -16,12 +16,12 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale._util import PeakMemory
 from gnnautoscale.analysis import check_diagnostics
 from gnnautoscale.attach import LocalLipschitz, autoscale, is_autoscaled
-from gnnautoscale.data import Dataset, check_data
+from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import Storage
 from gnnautoscale.runs import Epoch, FitResult, check_run_dir
-from gnnautoscale.tasks import Objective, class_loss, evaluate
+from gnnautoscale.tasks import Task, task_for
 from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.checkpoint import Checkpoint
 from gnnautoscale.training.clock import Clock
@@ -55,6 +55,7 @@ def fit(
     model: nn.Module,
     data: Data | Dataset,
     *,
+    task: Task | None = None,
     mode: Mode = "gas",
     num_parts: int = 8,
     batch_size: int = 1,
@@ -96,12 +97,14 @@ def fit(
     tensorboard: bool = False,
     callback: Callable[[Epoch], None] | None = None,
 ) -> FitResult:
-    """Train a model for node classification and leave it with the weights of its best epoch.
+    """Train a model and leave it with the weights of its best epoch.
 
     Args:
-        model: Any module of PyG layers that returns one row of class scores per node. It is autoscaled, unless the
-            mode has no histories.
-        data: The graph, with ``x``, ``y`` and masks, or a data set.
+        model: Any module of PyG layers that returns one row of outputs per node. It is autoscaled, unless the mode
+            has no histories.
+        data: The graph, with ``x`` and what the task needs, or a data set.
+        task: What to learn and how to score it; by default the one that fits the data: node classification, which
+            needs ``y`` and masks.
         mode: "gas"; "full" for full batch (one part, no penalty); "history" for the naive baseline (random parts,
             neither penalty nor clipping); "cluster" for Cluster-GCN (parts, and only the edges inside of a batch);
             "sage" for GraphSAGE's neighbour sampling. The last two have no histories: storage, history_dtype,
@@ -172,7 +175,7 @@ def fit(
         >>> len(result.epochs)
         5
     """
-    options = {name: value for name, value in locals().items() if name not in ("model", "data", "callback")}
+    options = {name: value for name, value in locals().items() if name not in ("model", "data", "task", "callback")}
     check_options(options)
     options["fan_out"] = None if fan_out is None else list(fan_out)
     check_diagnostics(diagnose)
@@ -184,7 +187,10 @@ def fit(
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
         )
     dataset = data if isinstance(data, Dataset) else Dataset.of(data)
-    _check_dataset(dataset, evaluation)
+    dataset.check()
+    task = task_for(dataset) if task is None else task
+    task.check_dataset(dataset)
+    _check_evaluation(dataset, evaluation)
     if mode == "full":
         num_parts, batch_size, lipschitz = 1, 1, 0.0
     elif mode == "history":
@@ -198,9 +204,8 @@ def fit(
         check_run_dir(Path(run_dir))
 
     torch.manual_seed(seed)
-    result = FitResult(metric="micro-F1" if dataset.multilabel else "accuracy", options=options)
+    result = FitResult(metric=task.metric, options=options)
     clock = Clock(result.seconds)
-    objective = partial(class_loss, dataset.num_classes)
     optimizer = make_optimizer(model.to(device), lr, weight_decay_conv, weight_decay_other)
     rate = LearningRate(optimizer, schedule, epochs)
     strategy: HistoryStrategy | SubgraphStrategy
@@ -208,10 +213,10 @@ def fit(
     if mode in ON_SUBGRAPHS:
         with clock("partition"):
             subgraphs = subgraph_loader(
-                dataset.train, num_parts, batch_size, partition, fan_out, seed, num_workers, cache_dir
+                dataset.train, task, num_parts, batch_size, partition, fan_out, seed, num_workers, cache_dir
             )
         strategy = SubgraphStrategy(
-            model, subgraphs, dataset, optimizer, objective, device=device, grad_norm=grad_norm, precision=precision
+            model, subgraphs, dataset, optimizer, task, device=device, grad_norm=grad_norm, precision=precision
         )
     else:
         labels = None if checkpoint is None else labels_of(checkpoint, dataset.train.num_nodes)
@@ -221,7 +226,7 @@ def fit(
             )
         loader = loaders["train"]
         if checkpoint is not None:
-            check_same_run(checkpoint, options, data_key(loader), model)
+            check_same_run(checkpoint, options, data_key(loader, task), model)
         dtype = None if history_dtype == "same" else getattr(torch, history_dtype.replace("float8", "float8_e4m3fn"))
         autoscale(
             model, dataset.train, storage=storage, dtype=dtype, history_dir=history_dir, edge_dropout=edge_dropout
@@ -229,8 +234,7 @@ def fit(
         engine = Engine(
             model,
             optimizer,
-            Feed(model, placement=batches_on, fixed=loader.is_fixed, num_batches=loader.num_batches),
-            objective,
+            Feed(model, task, placement=batches_on, fixed=loader.is_fixed, num_batches=loader.num_batches),
             grad_norm=grad_norm,
             penalty=LocalLipschitz(model, lipschitz_radius) if lipschitz else None,
             penalty_weight=lipschitz,
@@ -256,7 +260,7 @@ def fit(
         if checkpoint is not None:
             run.load(checkpoint)
         result.connectivity = strategy.connectivity
-        journal = files.enter_context(_open_journal(options, dataset, run, loader, objective, checkpoint))
+        journal = files.enter_context(_open_journal(options, dataset, task, run, loader, checkpoint))
 
         def save() -> None:
             if folder is not None:
@@ -305,9 +309,8 @@ def fit(
                     with clock("evaluate"), peak.paused() if strategy.evaluates_at_once else nullcontext():
                         # Right after a refresh the histories are exact, and one layer is less work than all of them.
                         fresh = refresh_every == "epoch" and not dataset.inductive and not strategy.at_once
-                        scores = evaluate(
-                            dataset, partial(strategy.output, evaluation="histories" if fresh else evaluation)
-                        )
+                        output = partial(strategy.output, evaluation="histories" if fresh else evaluation)
+                        scores = task.evaluate(dataset, output)
             result.epochs.append(Epoch(number, mean_loss, scores, learning_rate, clock.total("train") - start))
             journal.epoch(result.epochs[-1], peak.so_far)
             if scores and not scores["val"] <= result.scores.get("val", -math.inf):
@@ -334,19 +337,19 @@ def fit(
 def _open_journal(
     options: dict[str, Any],
     dataset: Dataset,
+    task: Task,
     run: Run,
     loader: HaloLoader | None,
-    objective: Objective,
     checkpoint: Checkpoint | None,
 ) -> Journal:
     """What writes the run's folder, if it has one."""
     folder, board = None, None
     if options["run_dir"] is not None:
-        about = describe_run(options, dataset, run.model, loader)
+        about = describe_run(options, dataset, task, run.model, loader)
         folder = open_run_folder(Path(options["run_dir"]), about, checkpoint, run.result)
         board = Board(folder.path, len(run.result.epochs) + 1) if options["tensorboard"] else None
     what, every = options["diagnose"], options["diagnose_every"]
-    return Journal(folder, run.strategy, run.model, loader, objective, what=what, every=every, board=board)
+    return Journal(folder, run.strategy, run.model, loader, task, what=what, every=every, board=board)
 
 
 def _steps(every: str | int) -> int | None:
@@ -354,18 +357,7 @@ def _steps(every: str | int) -> int | None:
     return int(every) if str(every).isdecimal() else None
 
 
-def _check_dataset(dataset: Dataset, evaluation: Evaluation) -> None:
-    if dataset.inductive:
-        for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
-            check_data(graph, splits=(split,))
-            if graph.x.size(1) != dataset.num_features:
-                raise InputError(
-                    f"all graphs of a data set must have {dataset.num_features} features",
-                    got=f"{graph.x.size(1)} in the {split} graph",
-                    fix="Prepare all graphs in the same way.",
-                )
-    else:
-        check_data(dataset.train, splits=("train", "val"))
+def _check_evaluation(dataset: Dataset, evaluation: Evaluation) -> None:
     if evaluation == "histories" and dataset.inductive:
         raise InputError(
             "evaluation from histories needs the validation nodes in the training graph",

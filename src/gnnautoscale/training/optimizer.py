@@ -1,4 +1,4 @@
-"""What training is made of besides the model and its batches: objective, score, optimizer, schedule and clock."""
+"""The optimizer with its groups of weights, and the schedule of its learning rate."""
 
 from __future__ import annotations
 

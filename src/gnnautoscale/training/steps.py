@@ -1,4 +1,4 @@
-"""Runs training steps: one after the other in Python, or on a GPU captured once per batch and replayed."""
+"""A training step: forward pass, loss, backward pass, clipping and optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import LocalLipschitz
-from gnnautoscale.tasks import Objective
+from gnnautoscale.tasks import Task
 from gnnautoscale.training.feed import Item
 from gnnautoscale.transfer import Times
 
@@ -19,25 +19,25 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 
 
 class Steps:
-    """Trains a model on batches, one step after the other: forward pass, loss, backward pass, clipping and optimizer.
+    """Trains a model on batches, one step after the other.
 
     Args:
         model: The model.
         optimizer: Updates its weights.
-        objective: Computes the loss of training rows from the model's output and their labels.
+        task: Computes the loss.
         device: Where the model and its batches are.
-        call: Calls the model with a batch and gives the rows of the batch's own nodes; by default the model itself.
+        call: Calls the model with a batch and returns the rows of the batch's own nodes; the model itself by default.
         grad_norm: Norm that gradients are clipped to.
         penalty: Local Lipschitz penalty.
         penalty_weight: Its weight in the loss.
-        precision: Of matrix products: full, TF32 inside of products, or bfloat16 by autocast.
+        precision: Of matrix products: full, TF32 inside products, or bfloat16 by autocast.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        objective: Objective,
+        task: Task,
         device: torch.device,
         *,
         call: Callable[[Data], Any] | None = None,
@@ -46,21 +46,22 @@ class Steps:
         penalty_weight: float = 0.0,
         precision: Precision = "float32",
     ) -> None:
-        self._model, self._optimizer, self._objective = model, optimizer, objective
+        self._model, self._optimizer, self.task = model, optimizer, task
         self._call: Callable[[Data], Any] = model if call is None else call
         self._grad_norm, self._penalty, self._penalty_weight = grad_norm, penalty, penalty_weight
         self._precision: Precision = precision
         self.device = device
-        # The loss of this epoch's training rows so far, and how many these are.
+        # The summed loss of this epoch's targets so far, and their number.
         self._total = torch.zeros((), device=device)
         self._count = 0
         #: Number of optimizer steps so far.
         self.steps = 0
-        self.times = Times()  #: Measures what steps spend their time on.
+        #: Measures what steps spend their time on.
+        self.times = Times()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Everything that touches the model while it trains happens in this context."""
+        """The context of everything that touches the model while it trains."""
         before = torch.get_float32_matmul_precision()
         if self._precision == "tf32" and self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
@@ -77,14 +78,14 @@ class Steps:
             after_step: Called with each of them after its step.
 
         Returns:
-            The mean loss over all training rows, without the penalty.
+            The mean loss over all targets, without the penalty.
         """
         try:
             items = iter(items)
             while (item := self._next(items)) is not None:
                 self._run(item)
-                self._count += item.y.size(0)
-                self.steps += item.y.size(0) > 0
+                self._count += item.targets.size(0)
+                self.steps += item.targets.size(0) > 0
                 if after_step is not None:
                     after_step(item)
             return float(self._total) / max(self._count, 1)
@@ -97,11 +98,11 @@ class Steps:
             return next(items, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far training is, also in the middle of an epoch."""
+        """State for a checkpoint, also in the middle of an epoch."""
         return {"steps": self.steps, "total": self._total, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a checkpoint."""
         self.steps, self._count = state["steps"], state["count"]
         self._total.copy_(state["total"])
 
@@ -109,26 +110,26 @@ class Steps:
         self._step(item)
 
     def _step(self, item: Item) -> None:
-        if not item.y.size(0):
-            # Nothing to learn here, but the histories move on.
+        if not item.targets.size(0):
+            # Nothing to learn, but histories move on.
             with torch.no_grad(), self._autocast():
                 self._call(item.batch)
             return
         self._optimizer.zero_grad()
         with self._penalty if self._penalty is not None else nullcontext(), self._autocast():
             out = self._call(item.batch)
-        loss = self._objective(out if item.rows is None else out[item.rows], item.y)
-        if not loss.is_cuda and not bool(torch.isfinite(loss)):  # a GPU would have to be waited for
+        loss = self.task.loss(out if item.rows is None else out[item.rows], item.targets)
+        if not loss.is_cuda and not bool(torch.isfinite(loss)):  # on a GPU the host would wait
             raise FloatingPointError(f"the loss is {float(loss.detach())}")
         total = loss if self._penalty is None else loss + self._penalty_weight * self._penalty.value()
-        with torch.autograd.set_multithreading_enabled(False):  # a second thread would only be waited for
+        with torch.autograd.set_multithreading_enabled(False):  # nothing to do for a second thread
             total.backward()  # type: ignore[no-untyped-call]
         if self._grad_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._grad_norm)
         self._optimizer.step()
-        self._total += loss.detach() * item.y.size(0)
+        self._total += loss.detach() * item.targets.size(0)
 
     def _autocast(self) -> torch.autocast:
-        # Casts are not kept, since a captured step must make its own.
+        # Casts are not cached, since a captured step must make its own.
         enabled = self._precision == "bfloat16"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)

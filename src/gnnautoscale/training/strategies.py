@@ -20,7 +20,7 @@ from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import describe, evaluating
 from gnnautoscale.graph import BatchInfo, ClusterLoader, HaloLoader, SampleLoader, fingerprint
-from gnnautoscale.tasks import Objective
+from gnnautoscale.tasks import Task
 from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.feed import Item, plain_item
 from gnnautoscale.training.flow import Flow
@@ -82,7 +82,7 @@ class HistoryStrategy:
     def make_room_to_evaluate(self) -> None:
         """Count the second set of histories that exact evaluation in batches takes, when their place is chosen."""
         if len(self._exact_loaders["train"]) > 1:
-            attached(self._model).memory.sets = 2
+            attached(self._model).memory.reserve_second_set()
 
     @property
     def steps(self) -> int:
@@ -91,7 +91,7 @@ class HistoryStrategy:
 
     @cached_property
     def _key(self) -> str:
-        return data_key(self._loader)
+        return data_key(self._loader, self._engine.task)
 
     @property
     def how(self) -> str:
@@ -133,7 +133,7 @@ class HistoryStrategy:
         memory = attached(self._model).memory
         memory.settle()
         if self._engine.on_gpu:
-            torch.cuda.synchronize()  # the host itself reads rows that the GPU has written
+            torch.cuda.synchronize(self._engine.device)  # the host itself reads rows that the GPU has written
         return {
             "graph": self._key,
             "labels": self._loader.labels,
@@ -157,7 +157,7 @@ class HistoryStrategy:
         memory.reopen(
             {slot: (kept["width"], getattr(torch, kept["dtype"])) for slot, kept in state["histories"].items()},
             device,
-            self._loader.row_order,
+            self._loader.part_order,
         )
         for slot, kept in state["histories"].items():
             memory.histories[slot].raw.copy_(kept["raw"])
@@ -173,7 +173,7 @@ class HistoryStrategy:
             refresh(self._model, loader)
 
     def output(self, split: str, evaluation: Evaluation) -> Tensor:
-        """The model's output for all nodes of a split's graph, ``[num_nodes, num_classes]``, in host memory."""
+        """The model's output for all nodes of a split's graph, ``[num_nodes, num_outputs]``, in host memory."""
         out: Tensor
         if evaluation == "histories":
             out = infer_from_histories(self._model, self._loaders[split])
@@ -200,7 +200,7 @@ class SubgraphStrategy:
         loader: Gives the subgraphs of an epoch in host memory, each with its own nodes first.
         dataset: The graphs to evaluate on.
         optimizer: Updates the weights.
-        objective: Computes the loss.
+        task: What is learned.
         device: The compute device.
         grad_norm: Norm that gradients are clipped to.
         precision: Of matrix products.
@@ -218,7 +218,7 @@ class SubgraphStrategy:
         loader: ClusterLoader | SampleLoader,
         dataset: Dataset,
         optimizer: torch.optim.Optimizer,
-        objective: Objective,
+        task: Task,
         *,
         device: str,
         grad_norm: float | None,
@@ -229,7 +229,7 @@ class SubgraphStrategy:
         self._graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
         self._signature = inspect.signature(model.forward)
         self._steps = Steps(
-            model, optimizer, objective, self._device, call=self._call, grad_norm=grad_norm, precision=precision
+            model, optimizer, task, self._device, call=self._call, grad_norm=grad_norm, precision=precision
         )
         #: How steps are run, in words.
         self.how = f"uncaptured: a plain model on {loader.kind}"
@@ -264,8 +264,8 @@ class SubgraphStrategy:
             self.between = False
 
         self.between = False
-        items = (plain_item(batch, self._device) for batch in islice(self._loader, most))
-        loss = self._steps.train((item for item in items if item.y.size(0)), after_step)
+        items = (plain_item(batch, self._steps.task, self._device) for batch in islice(self._loader, most))
+        loss = self._steps.train((item for item in items if item.targets.size(0)), after_step)
         self.done, self.between = 0, True
         return loss
 
@@ -282,7 +282,7 @@ class SubgraphStrategy:
 
     @torch.no_grad()
     def output(self, split: str, evaluation: Evaluation) -> Tensor:
-        """The model's output for all nodes of a split's graph, ``[num_nodes, num_classes]``, in host memory."""
+        """The model's output for all nodes of a split's graph, ``[num_nodes, num_outputs]``, in host memory."""
         graph = self._graphs[split]
         whole = copy.copy(graph)
         whole.n_id, whole.e_id = torch.arange(graph.num_nodes), torch.arange(graph.num_edges)
@@ -318,12 +318,9 @@ def _refuse_cached(model: nn.Module) -> None:
             )
 
 
-def data_key(loader: HaloLoader) -> str:
-    """A fingerprint of all that a run learns from: the loader's graph, its labels and its splits."""
-    data = loader.data
-    return fingerprint(
-        data.y, *(data.get(f"{split}_mask") for split in ("train", "val", "test")), graph=loader.graph.key
-    )
+def data_key(loader: HaloLoader, task: Task) -> str:
+    """A fingerprint of all that a run learns from: the loader's graph, and what the task takes from its data."""
+    return fingerprint(*task.identity(loader.data), graph=loader.graph.key)
 
 
 def halo_loaders(
@@ -364,6 +361,7 @@ def halo_loaders(
 
 def subgraph_loader(
     graph: Data,
+    task: Task,
     num_parts: int,
     batch_size: int,
     partition: Partitioner,
@@ -387,5 +385,6 @@ def subgraph_loader(
             num_workers=num_workers,
             cache_dir=cache_dir,
         )
-    nodes = graph.train_mask.nonzero().squeeze(1)
+    rows, _ = task.targets_of_graph(graph)
+    nodes = torch.arange(graph.num_nodes) if rows is None else rows
     return SampleLoader(graph, nodes, fan_out, -(-num_parts // batch_size), seed=seed, num_workers=num_workers)

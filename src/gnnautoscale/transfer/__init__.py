@@ -1,21 +1,38 @@
-"""How rows move between a step and its histories.
+"""Moves rows between a training step and its histories.
 
-Directly, on CUDA streams beside the step, or in a thread that works the disk. It knows rows by their positions, and
-neither graphs nor models.
+Directly, on CUDA streams beside the step, or in a thread that works the disk. It knows rows by their positions in a
+history, and neither graphs nor models.
 """
 
 import torch
 
+from gnnautoscale.history import Medium
 from gnnautoscale.kernels import use_triton
 from gnnautoscale.transfer.base import Transfer
-from gnnautoscale.transfer.direct import Direct
-from gnnautoscale.transfer.streams import Ahead
-from gnnautoscale.transfer.thread import Threaded
+from gnnautoscale.transfer.direct import DirectTransfer
+from gnnautoscale.transfer.rows import BatchRows
+from gnnautoscale.transfer.streams import StreamTransfer
+from gnnautoscale.transfer.thread import ThreadTransfer
 from gnnautoscale.transfer.times import Times, times_for
 
-__all__ = ["Direct", "Threaded", "Times", "Transfer", "times_for", "transfer_for"]
+__all__ = ["BatchRows", "DirectTransfer", "Times", "Transfer", "open_transfer", "times_for"]
 
 
-def transfer_for(device: torch.device, *, host: bool) -> Transfer:
-    """The fastest way to move rows between a device and histories in host memory or on the device itself."""
-    return Ahead(device) if host and use_triton(torch.empty(0, device=device)) else Direct(device)
+@torch.inference_mode(False)  # training goes on with what inference may have opened
+def open_transfer(medium: Medium | None, device: torch.device, *, overlap: bool = True) -> Transfer:
+    """The fastest transfer between a device and histories.
+
+    Args:
+        medium: Where the histories live; ``None`` if that is not decided yet.
+        device: The compute device.
+        overlap: Whether rows may move while a step computes.
+
+    Example:
+        >>> type(open_transfer("host", torch.device("cpu"))).__name__
+        'DirectTransfer'
+    """
+    if overlap and medium == "disk":
+        return ThreadTransfer(device)
+    if overlap and medium == "host" and use_triton(torch.empty(0, device=device)):
+        return StreamTransfer(device)
+    return DirectTransfer()

@@ -1,47 +1,56 @@
-"""How rows move between a training step and its histories: one after the other, or pulled ahead and pushed behind.
+"""The contract of everything that moves rows between a training step and its histories.
 
-A step changes only its own batch's rows. All other rows that the next batch needs can therefore be pulled while the
-step runs, and the rows that both share are on the GPU already: what the next step sees is exact, and hardly any of
-the time is spent on it.
+A step changes only its own batch's rows. All other rows that the next batch needs can be pulled while the step runs,
+and the rows that both share are on the compute device already. So the next step sees exact rows and hardly waits.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from gnnautoscale.graph import BatchInfo, HistoryRows, RowOrder
 from gnnautoscale.history import History
+from gnnautoscale.transfer.rows import BatchRows
 from gnnautoscale.transfer.times import Times
 
 
 class Transfer(ABC):
     """Moves the rows of one step at a time.
 
-    A step calls :meth:`begin`, then :meth:`exchange` for each slot, and :meth:`end` after its forward pass. In between
-    it calls :meth:`look_ahead` once.
+    Each step makes these calls, in this order; :meth:`look_ahead` may come at any time between the first and the last:
+
+    1. :meth:`begin`, once
+    2. :meth:`exchange`, for each slot
+    3. :meth:`end`, at the end of the forward pass
+    4. :meth:`join`, before a capture ends or the batch's memory is used again
+    5. :meth:`complete`, once the step was run
+
+    A captured step makes calls 2 to 4 when it is captured, and the others whenever it is replayed. A step that fails
+    leaves out the rest; the next one begins as usual.
     """
 
     #: Changes when rows move to another address on the device.
     version = 0
+    #: Whether the step that has begun found the rows that it shares with the step before on the device.
+    skips_shared = False
     #: Measures how long steps wait for rows.
     times = Times()
-    #: Whether the step that has begun did not pull rows that the one before it wrote, since they are at hand.
-    skips_shared = False
-    # The batch of the step that has begun, and the order of rows in its histories.
-    _info: BatchInfo | None = None
-    _order: RowOrder | None = None
+    _rows: BatchRows | None = None
 
     @abstractmethod
-    def begin(self, info: BatchInfo, order: RowOrder, histories: Mapping[str, History]) -> None:
-        """Start a step on a batch, with the histories that exist so far and the order of their rows."""
+    def begin(self, rows: BatchRows, following: BatchRows | None, histories: Mapping[str, History]) -> None:
+        """Start a step: its rows are on their way.
+
+        Args:
+            rows: The batch's rows.
+            following: Those of the batch that is likely to follow, a hint.
+            histories: The histories that exist so far, by slot.
+        """
 
     def look_ahead(self) -> None:
-        """Start to pull rows for the batch that is announced to follow."""
+        """Start to pull rows for the batch that is likely to follow."""
         return
 
     @abstractmethod
@@ -52,37 +61,39 @@ class Transfer(ABC):
             slot: The slot's name.
             history: Its history.
             rows: The batch's rows, ``[batch_size, width]``.
-            push: Whether to push; if not, the halo's rows are pulled all the same.
+            push: Whether to push; the halo's rows are pulled in any case.
 
         Returns:
-            The batch's rows and the halo's as all earlier steps left them, ``[num_rows, width]``. The halo's are
+            The batch's rows, then the halo's as all earlier steps left them, ``[num_rows, width]``. The halo's are
             constants to autograd.
         """
 
-    @abstractmethod
     def end(self) -> None:
-        """Say that everything was pushed."""
+        """Do the step's own work at the end of its forward pass; a captured step repeats it."""
+        return
 
-    @abstractmethod
+    def join(self) -> None:
+        """Let the step's stream wait for its pushes."""
+        return
+
+    def complete(self) -> None:
+        """Do the host's part after the step was run or replayed."""
+        return
+
     def settle(self) -> None:
         """Let everything that follows see all pushes, and forget what was pulled ahead."""
+        return
 
-    @contextmanager
-    def begun(self) -> Iterator[None]:
-        """The step inside of this context, which may be captured, has begun already; it ends with its pushes."""
-        yield
+    def close(self) -> None:
+        """Finish all pushes and free threads; no step may begin afterwards."""
+        return
 
-    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Run a captured step that has begun."""
-        graph.replay()
+    def measure(self, times: Times) -> None:
+        """Measure how long steps wait for rows."""
+        self.times = times
 
     @property
-    def _current(self) -> BatchInfo:
-        if self._info is None:
+    def _current(self) -> BatchRows:
+        if self._rows is None:
             raise RuntimeError("a step has to begin before its rows are exchanged")
-        return self._info
-
-    def _rows_of(self, info: BatchInfo) -> HistoryRows:
-        if self._order is None:
-            raise RuntimeError("a step has to begin before its rows are exchanged")
-        return self._order.rows(info)
+        return self._rows

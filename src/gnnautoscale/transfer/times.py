@@ -1,4 +1,4 @@
-"""What training steps spend their time on; nothing here waits for a GPU."""
+"""Measures what training steps spend their time on, without waiting for a GPU."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _NOTHING = nullcontext()
 
 
 class Times:
-    """Adds up the time of named pieces of training steps; this one measures nothing, and costs nothing."""
+    """Adds up the time of named pieces of training steps; this one measures nothing and costs nothing."""
 
     def during(self, name: str) -> AbstractContextManager[None]:
         """Count the time in this context for a piece of work; pieces do not contain each other."""
         return _NOTHING
 
     def taken(self) -> dict[str, float]:
-        """The seconds of each piece since this was asked last, when all work is done."""
+        """The seconds of each piece since the last call, once all work is done."""
         return {}
 
     def stop(self) -> None:
-        """Measure nothing any more."""
+        """Stop measuring."""
 
 
 class HostTimes(Times):
-    """Times of work that the host does itself.
+    """Times of the host's own work.
 
     Example:
         >>> times = HostTimes()
@@ -63,9 +63,9 @@ class _Piece(AbstractContextManager[None]):
 
 
 class DeviceTimes(Times):
-    """Times that a GPU's stream spends between two marks: on the work of that piece, or waiting for it.
+    """Times that a GPU's stream spends on a piece of work, or waits for it, between two events on that stream.
 
-    The marks are events on the current stream. They are read once all work is done, and used again afterwards.
+    Events are read once all work is done, and used again afterwards.
 
     Args:
         device: The GPU.
@@ -96,7 +96,7 @@ class DeviceTimes(Times):
         return seconds
 
     def stop(self) -> None:
-        """See :meth:`Times.stop`; events would pile up if nobody asked for times any more."""
+        """See :meth:`Times.stop`; events would pile up without further calls of :meth:`taken`."""
         self._stopped = True
         self._used.clear()
 
@@ -114,5 +114,5 @@ class _Marks(AbstractContextManager[None]):
 
 
 def times_for(device: torch.device) -> Times:
-    """What measures the times of training steps on a device."""
+    """Measures the times of training steps on a device."""
     return DeviceTimes(device) if device.type == "cuda" else HostTimes()

@@ -1,4 +1,4 @@
-"""Reports: made from results by cell and variant, they hold a table, the numbers behind it, and a plot."""
+"""Results by cell and variant, and reports: a table, the numbers behind it, and a plot."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
+from gnnautoscale.experiments.figure import save_figure
 from gnnautoscale.experiments.reproduce.config import Run
 from gnnautoscale.experiments.reproduce.store import Result, Store
 from gnnautoscale.runs import jsonable
 
-Draw = Callable[[Any], None]
-
 
 @dataclass
 class Report:
-    """What an experiment gave.
+    """The outcome of an experiment.
 
     Attributes:
-        title: What was done.
-        columns: Heads of the table.
+        title: The table's title.
+        columns: Its heads.
         rows: Its cells, as text.
         notes: Sentences below it.
-        values: The numbers behind the table, as plain values.
-        draw: Draws a figure, if there is something to draw.
+        values: The numbers behind it, as plain values.
+        draw: Draws into an empty matplotlib figure, if there is something to draw.
     """
 
     title: str
@@ -35,7 +36,7 @@ class Report:
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
-    draw: Draw | None = None
+    draw: Callable[[Any], None] | None = None
 
     def markdown(self) -> str:
         """The table and its notes.
@@ -59,8 +60,8 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-class Found:
-    """The results there are, by cell and variant."""
+class Results:
+    """The results so far, by cell and variant."""
 
     def __init__(self, runs: Sequence[Run], store: Store) -> None:
         self._results: dict[tuple[str, str], list[Result]] = {}
@@ -70,37 +71,35 @@ class Found:
                 self._results.setdefault((run.cell, run.variant), []).append(result)
 
     def cells(self) -> list[str]:
-        """The cells that have any result, in order."""
+        """The cells with results, in order."""
         return list(dict.fromkeys(cell for cell, _ in self._results))
 
     def of(self, cell: str, variant: str) -> list[Result]:
-        """The results of a cell's variant, one per seed."""
+        """The results of a variant of a cell, one per seed."""
         return self._results.get((cell, variant), [])
 
     def values(self, cell: str, variant: str, *path: str) -> list[float]:
-        """One number of each of these results that has it."""
-        found = []
-        for result in self.of(cell, variant):
-            value: Any = result
-            for name in path:
-                value = value[name]
-            if value is not None:
-                found.append(float(value))
-        return found
+        """One number of each result that has it; ``path`` holds its keys, from the outside in."""
+        found: list[Any] = [reduce(getitem, path, result) for result in self.of(cell, variant)]
+        return [float(value) for value in found if value is not None]
+
+    def test_scores(self, cell: str, variant: str) -> list[float]:
+        """The test score of each result."""
+        return self.values(cell, variant, "scores", "test")
 
     def mean(self, cell: str, variant: str, *path: str) -> float:
-        """The mean of one number over these results; not a number if there is none."""
+        """The mean of one number over these results; NaN without any."""
         values = self.values(cell, variant, *path)
         return statistics.mean(values) if values else math.nan
 
 
 def write_report(report: Report, folder: Path, name: str) -> list[Path]:
-    """Write the table as Markdown, the numbers as JSON and the figure, if matplotlib is there, as SVG.
+    """Write the table as Markdown, the numbers as JSON, and with matplotlib the figure as SVG.
 
     Args:
         report: The report.
-        folder: Where to write; it exists.
-        name: Of the files, without their endings.
+        folder: An existing folder.
+        name: Name of the files, without suffix.
 
     Returns:
         The files.
@@ -109,18 +108,9 @@ def write_report(report: Report, folder: Path, name: str) -> list[Path]:
     files = {folder / f"{name}.md": report.markdown(), folder / f"{name}.json": numbers}
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
-    written = list(files)
-    if report.draw is not None:
-        try:
-            from matplotlib import pyplot
-        except ImportError:
-            return written
-        figure = pyplot.figure(figsize=(10, 3.6), layout="constrained")
-        report.draw(figure)
-        figure.savefig(folder / f"{name}.svg")
-        pyplot.close(figure)
-        written.append(folder / f"{name}.svg")
-    return written
+    figure = folder / f"{name}.svg"
+    drawn = report.draw is not None and save_figure(report.draw, figure)
+    return [*files, *([figure] if drawn else [])]
 
 
 def spread(values: Sequence[float]) -> str:
@@ -130,10 +120,8 @@ def spread(values: Sequence[float]) -> str:
         >>> spread([80.0, 82.0]), spread([80.0]), spread([])
         ('81.00 ± 1.41', '80.00', '-')
     """
-    if not values:
-        return "-"
-    if len(values) == 1:
-        return f"{values[0]:.2f}"
+    if len(values) < 2:
+        return f"{values[0]:.2f}" if values else "-"
     return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
 
 
@@ -145,3 +133,13 @@ def number(value: float, digits: int = 2, *, sign: bool = False) -> str:
         ('1.23', '+1.2', '-')
     """
     return "-" if math.isnan(value) else f"{value:{'+' if sign else ''},.{digits}f}"
+
+
+def beside(ours: float, paper: float, *, sign: bool = False) -> str:
+    """Our number, and the paper's in brackets.
+
+    Example:
+        >>> beside(1.234, 2.0), beside(math.nan, 2.0, sign=True)
+        ('1.23 (2.00)', '- (+2.00)')
+    """
+    return f"{number(ours, sign=sign)} ({paper:{'+' if sign else ''}.2f})"

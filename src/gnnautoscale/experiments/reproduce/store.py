@@ -1,4 +1,4 @@
-"""Keeps the results of finished runs in one file, so that an interrupted experiment goes on where it stopped."""
+"""A file with the results of finished runs, so that an interrupted experiment can continue."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ Result = dict[str, Any]
 
 
 class Store:
-    """Results by the key of their run: a line of JSON each.
+    """A file with one line of JSON per finished run.
 
-    A line is written in one go when its run is done. A line that was cut off by a crash is dropped when the file is
-    read, and its run is done again.
+    If a crash cuts off the last line, it is dropped when the file is read, and its run is repeated.
 
     Args:
-        path: The file; it and its folder are made if they are not there.
+        path: The file; it and its folder are created if missing.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -50,19 +49,19 @@ class Store:
                 self._lines[read["key"]] = read
             except (ValueError, TypeError, KeyError):
                 raise InputError(
-                    f"every line of {path.name} is a result", got=f"line {number}: {line[:40]}", fix="Remove this line."
+                    f"every line of {path.name} is a result", got=f"line {number}: {line[:40]}", fix="Remove it."
                 ) from None
         if cut:
             with path.open("r+b") as stream:
                 stream.truncate(len(whole.encode()))
 
     def get(self, run: Run) -> Result | None:
-        """The result of a run, or ``None`` if there is none yet."""
+        """The result of a run, or ``None``."""
         line = self._lines.get(run.key)
         return None if line is None else line["result"]
 
     def add(self, run: Run, result: Result, *, seconds: float, machine: str) -> None:
-        """Keep the result of a run, with what made it."""
+        """Append the result of a run, with the time it took and the machine and versions that made it."""
         line = {
             "key": run.key,
             "run": str(run),
@@ -77,7 +76,7 @@ class Store:
         self._lines[run.key] = line
 
     def origin(self, runs: Iterable[Run]) -> dict[str, list[str]]:
-        """The machines and versions that made the results of some runs."""
+        """The machines and versions behind the results of some runs."""
         lines = [self._lines[run.key] for run in runs if run.key in self._lines]
         return {
             "machines": sorted({line["machine"] for line in lines}),
@@ -86,7 +85,7 @@ class Store:
 
 
 def versions() -> dict[str, str]:
-    """The versions that results may depend on."""
+    """The versions that results depend on."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),

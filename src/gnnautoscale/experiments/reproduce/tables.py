@@ -1,4 +1,4 @@
-"""Shows the results of each experiment beside the published ones."""
+"""The table of each experiment, beside the published numbers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any, TypeAlias
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import bench
 from gnnautoscale.experiments.reproduce.config import Experiment, Run, published
-from gnnautoscale.experiments.reproduce.report import Found, Report, number, spread
+from gnnautoscale.experiments.reproduce.report import Report, Results, beside, number, spread
 from gnnautoscale.experiments.reproduce.store import Store
 
 _Curves: TypeAlias = dict[str, dict[str, Any]]
 
 
 def make_report(experiment: Experiment, runs: Sequence[Run], store: Store) -> Report:
-    """Sum up what there is so far.
+    """Summarize the results so far.
 
     Args:
         experiment: The experiment.
         runs: Its runs, or some of them.
-        store: Where results are kept.
+        store: Holds their results.
 
     Returns:
-        A report on the cells that have any result.
+        A report on the cells that have results.
     """
-    found = Found(runs, store)
+    found = Results(runs, store)
     if not found.cells():
-        raise InputError("a report needs results", got="none", fix="Look at what the runs said.")
+        raise InputError("a report needs results", got="none", fix="See why the runs failed.")
     report = _REPORTS[experiment.name](found)
     seeds = sorted({run.seed for run in runs})
     report.values |= {"experiment": experiment.name, "seeds": seeds, **store.origin(runs)}
@@ -39,64 +39,38 @@ def make_report(experiment: Experiment, runs: Sequence[Run], store: Store) -> Re
     return report
 
 
-def _table1(found: Found) -> Report:
+def _table1(found: Results) -> Report:
     paper = published()["table1"]
     rows, values = [], {}
-    differences: dict[str, dict[str, list[float]]] = {}
+    differences: dict[tuple[str, str], list[float]] = {}
     for cell in found.cells():
         model, dataset = cell.split(".")
         full_paper, full_std, gas_paper, gas_std = paper[model].get(dataset, [math.nan] * 4)
-        tests = {name: found.values(cell, name, "scores", "test") for name in ("full", "gas", "refreshed")}
-        values[cell] = tests
+        published_by = {"full": (full_paper, full_std), "gas": (gas_paper, gas_std), "refreshed": (gas_paper, gas_std)}
+        values[cell] = tests = {name: found.test_scores(cell, name) for name in published_by}
         means = {name: statistics.mean(scores) if scores else math.nan for name, scores in tests.items()}
         for name in ("gas", "refreshed"):
-            differences.setdefault(model, {}).setdefault(name, []).append(means[name] - means["full"])
-        far = [
-            name
-            for name, wanted, std in (
-                ("full", full_paper, full_std),
-                ("gas", gas_paper, gas_std),
-                ("refreshed", gas_paper, gas_std),
-            )
-            if abs(means[name] - wanted) > 2 * std
-        ]
-        rows.append(
-            [
-                f"{model} {dataset}",
-                f"{full_paper:.2f} ± {full_std:.2f}" if not math.isnan(full_paper) else "-",
-                spread(tests["full"]),
-                f"{gas_paper:.2f} ± {gas_std:.2f}" if not math.isnan(gas_paper) else "-",
-                spread(tests["gas"]),
-                spread(tests["refreshed"]),
-                number(means["gas"] - means["full"], sign=True),
-                ", ".join(far) or "all",
-            ]
-        )
+            differences.setdefault((model, name), []).append(means[name] - means["full"])
+        far = [name for name, (mean, std) in published_by.items() if abs(means[name] - mean) > 2 * std]
+        wanted = ["-" if math.isnan(mean) else f"{mean:.2f} ± {std:.2f}" for mean, std in published_by.values()]
+        row = [f"{model} {dataset}", wanted[0], spread(tests["full"]), wanted[1], spread(tests["gas"])]
+        row += [spread(tests["refreshed"]), number(means["gas"] - means["full"], sign=True), ", ".join(far) or "all"]
+        rows.append(row)
     notes = []
-    for model, by_variant in differences.items():
-        for name, points in by_variant.items():
-            known = [point for point in points if not math.isnan(point)]
-            if known:
-                wanted = paper["mean_delta"][model]
-                notes.append(
-                    f"{model}: mean difference {name} - full batch {statistics.mean(known):+.2f} points over "
-                    f"{len(known)} data sets (paper {wanted:+.2f})."
-                )
-    notes.append("The last column names what is further than two of the paper's standard deviations from it.")
-    columns = [
-        "test accuracy (%)",
-        "full batch, paper",
-        "full batch",
-        "GAS, paper",
-        "GAS",
-        "GAS, refreshed",
-        "GAS - full",
-        "within 2 std, or not",
-    ]
-    return Report("Full batch and GAS on small graphs (Table 1)", columns, rows, notes, {"test": values})
+    for (model, name), points in differences.items():
+        known = [point for point in points if not math.isnan(point)]
+        if known:
+            notes.append(
+                f"{model}: mean difference {name} - full batch {statistics.mean(known):+.2f} points over "
+                f"{len(known)} data sets (paper {paper['mean_delta'][model]:+.2f})."
+            )
+    notes.append("The last column lists what is more than two of the paper's standard deviations from its mean.")
+    heads = ["test accuracy (%)", "full batch, paper", "full batch", "GAS, paper", "GAS", "GAS, refreshed"]
+    heads += ["GAS - full", "within 2 std, or not"]
+    return Report("Full batch and GAS on small graphs (Table 1)", heads, rows, notes, {"test": values})
 
 
-def _table2(found: Found) -> Report:
+def _table2(found: Results) -> Report:
     paper = published()["table2"]
     rows = []
     values: dict[str, dict[str, float]] = {}
@@ -109,14 +83,14 @@ def _table2(found: Found) -> Report:
         for variant in ("baseline", "regularization", "metis", "gas"):
             points = found.mean(cell, variant, "scores", "test") - full
             values[dataset][variant] = points
-            row.append(f"{number(points, sign=True)} ({paper[variant][place]:+.2f})")
+            row.append(beside(points, paper[variant][place], sign=True))
         rows.append(row)
     heads = ["GCNII", "full batch (%)", "neither", "regularization", "METIS", "both"]
-    notes = ["Points relative to full batch; in brackets the paper's."]
+    notes = ["Points relative to full batch; the paper's are in brackets."]
     return Report("What METIS and regularization contribute (Table 2)", heads, rows, notes, {"points": values})
 
 
-def _table3(found: Found) -> Report:
+def _table3(found: Results) -> Report:
     paper = published()["table3"]
     names = {"full": "full batch", "graphsage": "neighbour sampling", "cluster-gcn": "Cluster-GCN", "gas": "GAS"}
     datasets = {cell: cell.split(".")[1] for cell in found.cells()}
@@ -128,14 +102,14 @@ def _table3(found: Found) -> Report:
             for cell, dataset in datasets.items():
                 variant = f"{method}-{layers}"
                 wanted, _ = paper[f"layers{layers}"][method][paper["datasets"].index(dataset)]
-                values[dataset][variant] = found.mean(cell, variant, "peak_memory")
-                row.append(f"{number(values[dataset][variant] / 2**30)} ({wanted:.2f})")
+                values[dataset][variant] = memory = found.mean(cell, variant, "peak_memory")
+                row.append(beside(memory / 2**30, wanted))
             rows.append(row)
-    notes = ["In brackets the paper's, which names neither widths nor batches."]
+    notes = ["The paper's numbers are in brackets; it names neither widths nor batches."]
     return Report("Memory (Table 3)", ["GB", *datasets.values()], rows, notes, {"peak_memory": values})
 
 
-def _table4(found: Found) -> Report:
+def _table4(found: Results) -> Report:
     paper = published()["table4"]
     names = {"gttf": "all hops", "gas": "GAS"}
     rows = []
@@ -144,12 +118,11 @@ def _table4(found: Found) -> Report:
         row, values[cell] = [cell], {}
         for variant in names:
             fields = ("step_seconds", "build_seconds", "peak_memory", "nodes", "edges")
-            ours = {name: found.mean(cell, variant, name) for name in fields}
-            values[cell][variant] = ours
+            values[cell][variant] = ours = {name: found.mean(cell, variant, name) for name in fields}
             seconds, megabytes = (paper[cell][paper["columns"].index(f"{variant}_{unit}")] for unit in ("s", "mb"))
             row += [
                 f"{number(ours['step_seconds'], 4)} ({seconds:.3f})",
-                f"{number(ours['peak_memory'] / 2**20)} ({megabytes:.2f})",
+                beside(ours["peak_memory"] / 2**20, megabytes),
                 f"{number(ours['nodes'], 0)} / {number(ours['edges'], 0)}",
             ]
             if variant == "gttf":
@@ -158,69 +131,56 @@ def _table4(found: Found) -> Report:
     heads = [f"{name}: {what}" for name in names.values() for what in ("seconds", "MB", "nodes / edges")]
     heads.insert(1, "building them")
     notes = [
-        "A training step with all neighbours of all 4 hops, which are built anew for each step, and with GAS, whose "
-        "batches are built once. The former runs a plain PyG model, the latter aggregates by sparse products. In "
-        "brackets the paper's, for GTTF and GAS on its GPU.",
-        "Memory on a CPU is what an epoch adds; on a GPU all that PyTorch allocates, without cuBLAS's work space.",
+        "A training step with all neighbours of all 4 hops, built anew for each step, and with GAS, whose batches are "
+        "built once. The former runs a plain PyG model, the latter aggregates by sparse products. The paper's numbers, "
+        "for GTTF and GAS on its GPU, are in brackets.",
+        "Memory on a CPU is what an epoch adds; on a GPU all that PyTorch allocates, without cuBLAS workspaces.",
     ]
     return Report("A step of a 4-layer GCN (Table 4)", ["", *heads], rows, notes, {"steps": values})
 
 
-def _table5(found: Found) -> Report:
+def _table5(found: Results) -> Report:
     paper = published()["table5"]
-    rows = []
-    values: dict[str, dict[str, list[float]]] = {}
+    rows, values = [], {}
     for cell in found.cells():
         model, dataset = cell.split(".")
         wanted = paper[f"gas-{model.removesuffix('-jk')}"][paper["datasets"].index(dataset)]
-        tests = {name: found.values(cell, name, "scores", "test") for name in ("gas", "refreshed")}
-        values[cell] = tests
-        rows.append([f"{model} {dataset}", number(wanted), *(spread(scores) for scores in tests.values())])
+        values[cell] = tests = {name: found.test_scores(cell, name) for name in ("gas", "refreshed")}
+        rows.append([f"{model} {dataset}", number(wanted), *map(spread, tests.values())])
     return Report("Large graphs (Table 5)", ["", "GAS, paper", "GAS", "GAS, refreshed"], rows, [], {"test": values})
 
 
-def _table6(found: Found) -> Report:
+def _table6(found: Results) -> Report:
     paper = published()["table6"]
     rows, values = [], {}
     for cell in found.cells():
         parts = found.of(cell, "random" if found.of(cell, "random") else "metis")[0]["num_parts"]
         ours = {name: found.mean(cell, name, "connectivity") for name in ("random", "metis")}
-        values[cell] = {"num_parts": parts, **ours}
-        rows.append(
-            [
-                cell,
-                f"{parts:,}",
-                number(paper["random"][cell]),
-                number(ours["random"]),
-                number(paper["metis"][cell]),
-                number(ours["metis"]),
-                "yes" if ours["metis"] <= 1.25 * paper["metis"][cell] + 0.05 else "no",
-            ]
-        )
+        values[cell] = {"parts": parts, **ours}
+        row = [cell, f"{parts:,}"]
+        for name, mean in ours.items():
+            row += [number(paper[name][cell]), number(mean)]
+        rows.append([*row, "yes" if ours["metis"] <= 1.25 * paper["metis"][cell] + 0.05 else "no"])
     columns = ["", "parts", "random, paper", "random", "METIS, paper", "METIS", "at most 1.25 x paper + 0.05"]
-    notes = ["Halo nodes per batch node. Parts are calibrated by the paper's random column."]
+    notes = ["Halo nodes per batch node. The number of parts is chosen to match the paper's random column."]
     return Report("Connectivity of parts (Table 6)", columns, rows, notes, {"connectivity": values})
 
 
-def _table7(found: Found) -> Report:
+def _table7(found: Results) -> Report:
     paper = published()["table7"]
     cell = found.cells()[0]
+    names = {variant: variant.replace("_", " ") for variant in paper}
     rows, values = [], {}
     for variant, wanted in paper.items():
-        ours = {split: found.mean(cell, variant, "scores", split) for split in ("train", "val", "test")}
-        values[variant] = ours
-        rows.append(
-            [variant.replace("_", " "), *(f"{number(ours[s])} ({w:.2f})" for s, w in zip(ours, wanted, strict=True))]
-        )
-    heads = ["accuracy (%)", "train", "validation", "test"]
-    names = {variant: variant.replace("_", " ") for variant in paper}
+        values[variant] = {split: found.mean(cell, variant, "scores", split) for split in ("train", "val", "test")}
+        rows.append([names[variant], *map(beside, values[variant].values(), wanted)])
     curves = _curves(found, names)
-    title = "A 4-layer GIN on CLUSTER (Table 7)"
-    found_values = {"accuracy": values, "curves": curves}
-    return Report(title, heads, rows, ["In brackets the paper's."], found_values, partial(_draw, curves, names))
+    title, heads = "A 4-layer GIN on CLUSTER (Table 7)", ["accuracy (%)", "train", "validation", "test"]
+    notes = ["The paper's numbers are in brackets."]
+    return Report(title, heads, rows, notes, {"accuracy": values, "curves": curves}, partial(_draw, curves, names))
 
 
-def _figure3(found: Found) -> Report:
+def _figure3(found: Results) -> Report:
     names = {"full": "full batch", "history": "naive history", "gas": "GAS"}
     rows = [
         [cell, *(number(found.mean(cell, variant, "scores", "test")) for variant in names)] for cell in found.cells()
@@ -230,68 +190,42 @@ def _figure3(found: Found) -> Report:
     return Report("Learning curves (Figure 3)", heads, rows, [], {"curves": curves}, partial(_draw, curves, names))
 
 
-def _curves(found: Found, variants: Iterable[str]) -> _Curves:
+def _curves(found: Results, variants: Iterable[str]) -> _Curves:
     """The first seed's learning curves, by cell and variant."""
     return {cell: {v: found.of(cell, v)[0]["curve"] for v in variants if found.of(cell, v)} for cell in found.cells()}
 
 
 def _draw(curves: _Curves, names: Mapping[str, str], figure: Any) -> None:
-    """Draw validation accuracy over training, a panel for each cell."""
+    """Draw validation accuracy during training, one panel per cell."""
     panels = figure.subplots(1, len(curves), squeeze=False)[0]
     styles = dict(zip(names, ("k-", "C3-", "C0-", "C2-"), strict=False))
     for axes, (cell, by_variant) in zip(panels, curves.items(), strict=True):
         for variant, curve in by_variant.items():
-            last = curve["epoch"][-1]  # full batch has more epochs of one step each
+            last = curve["epoch"][-1]  # differs: full batch takes one step per epoch
             axes.plot([n / last for n in curve["epoch"]], curve["val"], styles[variant], label=names[variant])
-        axes.set_title(cell)
-        axes.set_xlabel("share of training")
+        axes.set(title=cell, xlabel="share of training")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("validation accuracy (%)")
+    panels[0].set(ylabel="validation accuracy (%)")
     panels[0].legend(frameon=False)
 
 
-def _figure4(found: Found) -> Report:
+def _figure4(found: Results) -> Report:
     results = sorted((found.of(cell, "gin")[0] for cell in found.cells()), key=lambda result: result["row"]["ratio"])
-    first = results[0]["row"]["milliseconds"]["device fp32"]
-    steps = [{**r["row"], "computation": r["row"]["milliseconds"]["device fp32"] / first - 1.0} for r in results]
-    beside = [column for column in bench.COLUMNS if column.startswith("host") and "eager" not in column]
-    rows = [
-        [
-            f"{step['ratio']:g}",
-            *(number(step["milliseconds"][column], 3) for column in bench.COLUMNS),
-            f"{number(100 * step['computation'], 0, sign=True)} %",
-            *(f"{number(100 * step['I/O'][column], 1, sign=True)} %" for column in beside),
-        ]
-        for step in steps
-    ]
-    heads = [
-        "halo / batch",
-        *(f"{column} (ms)" for column in bench.COLUMNS),
-        "computation",
-        *(f"I/O {c}" for c in beside),
-    ]
+    steps = bench.with_computation(result["row"] for result in results)
+    heads, rows = bench.step_table(steps)
     paper = published()["figure4"]
     notes = [
         "Computation is relative to the smallest halo, I/O to histories on the device. The paper: serial transfers add "
         f"up to {paper['serial_overhead_percent_at_most']} %; concurrent ones {paper['concurrent']}."
     ]
     values = {"rows": steps, "setup": results[0]["setup"], "machine": results[0]["machine"]}
-
-    def draw(figure: Any) -> None:
-        bench.draw_steps(figure, values)
-
-    return Report("A step of a 4-layer GIN for growing halos (Figure 4)", heads, rows, notes, values, draw)
+    title = "A step of a 4-layer GIN for growing halos (Figure 4)"
+    return Report(title, heads, rows, notes, values, partial(bench.draw_steps, values))
 
 
-def _wordnet(found: Found) -> Report:
-    names = {
-        "full": "full batch",
-        "gas": "GAS",
-        "lean": "GAS, lean",
-        "history": "naive history",
-        "sage": "GraphSAGE sampling",
-        "cluster": "Cluster-GCN",
-    }
+def _wordnet(found: Results) -> Report:
+    names = {"full": "full batch", "gas": "GAS", "lean": "GAS, lean", "history": "naive history"}
+    names |= {"sage": "GraphSAGE sampling", "cluster": "Cluster-GCN"}
     rows = []
     values: dict[str, dict[str, dict[str, list[float]]]] = {}
     for cell in found.cells():
@@ -301,24 +235,22 @@ def _wordnet(found: Found) -> Report:
             if not results:
                 continue
             ours = {
-                "test": found.values(cell, variant, "scores", "test"),
+                "test": found.test_scores(cell, variant),
                 "milliseconds": [1e3 * result["seconds"]["train"] / max(1, result["steps"]) for result in results],
                 "megabytes": [num_bytes / 2**20 for num_bytes in found.values(cell, variant, "peak_memory")],
             }
             values.setdefault(model, {})[variant] = ours
-            means = {what: statistics.mean(of) if of else math.nan for what, of in ours.items()}
-            rows.append(
-                [model, name, spread(ours["test"]), number(means["milliseconds"], 1), number(means["megabytes"], 0)]
-            )
+            times, memory = (statistics.mean(ours[k]) if ours[k] else math.nan for k in ("milliseconds", "megabytes"))
+            rows.append([model, name, spread(ours["test"]), number(times, 1), number(memory, 0)])
     heads = ["", "", "test accuracy (%)", "ms per step", "MB"]
     notes = [
-        "Time is that of training per step, with waiting for batches; memory is the peak. Evaluations count for memory "
-        "except with GraphSAGE sampling and Cluster-GCN, which are evaluated on the whole graph at once."
+        "Time is that of a training step, including waiting for batches. Memory is the peak, including evaluations "
+        "except for GraphSAGE sampling and Cluster-GCN, which are evaluated on the whole graph at once."
     ]
     return Report("WordNet 3.0, 117,659 nodes", heads, rows, notes, {"wordnet": values})
 
 
-_REPORTS: dict[str, Callable[[Found], Report]] = {
+_REPORTS: dict[str, Callable[[Results], Report]] = {
     "figure3": _figure3,
     "figure4": _figure4,
     "table1": _table1,

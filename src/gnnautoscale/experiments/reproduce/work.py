@@ -16,7 +16,8 @@ from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
 from gnnautoscale.graph import connectivity, partition
 from gnnautoscale.models import build_model
 from gnnautoscale.runs import jsonable
-from gnnautoscale.training import fit
+from gnnautoscale.tasks import task_for
+from gnnautoscale.training import describe_machine, fit
 
 Work = Mapping[str, Any]
 
@@ -48,7 +49,7 @@ def perform(work: Work, *, root: str, device: str, run_dir: Path | None = None) 
 def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str, Any]:
     dataset = _dataset(work["dataset"], root, work["seed"], **work["data"])
     torch.manual_seed(work["seed"])
-    model = build_model(work["model"], dataset.train, dataset.num_classes, **work["options"])
+    model = build_model(work["model"], dataset.train, task_for(dataset).num_outputs, **work["options"])
     fitted = fit(
         model,
         dataset,
@@ -86,10 +87,10 @@ def _neighbourhood(work: Work, root: str, device: str) -> dict[str, Any]:
 
 
 def _step(work: Work, root: str, device: str) -> dict[str, Any]:
-    setup = bench.Setup(**{field.name: work[field.name] for field in fields(bench.Setup)})
-    where, layers = torch.device(device), work["layers"]
-    row = bench.bench_step(setup, [work["ratio"]], where, layers=layers, epochs=work["epochs"])[0]
-    return {"row": row, "setup": {**vars(setup), "layers": layers}, "machine": bench.machine(where)}
+    graph = bench.BenchGraph(**{field.name: work[field.name] for field in fields(bench.BenchGraph)})
+    layers = work["layers"]
+    row = bench.bench_step(graph, work["ratio"], torch.device(device), layers=layers, epochs=work["epochs"])
+    return {"row": row, "setup": {**vars(graph), "layers": layers}, "machine": describe_machine(device)}
 
 
 @lru_cache(maxsize=4)  # runs come sorted by data set

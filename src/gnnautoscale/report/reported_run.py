@@ -1,4 +1,4 @@
-"""The runs of a report: where they are found, what they are called, and their facts in words."""
+"""The runs of a report: finding them, naming them, and describing them in words."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from gnnautoscale.report.readable import Point, bytes_text, finite, seconds_text
 from gnnautoscale.report.svg import Series
 from gnnautoscale.runs import RunRecord, read_run
 
-_PLACES = ("run_dir", "checkpoint_dir", "resume", "history_dir", "cache_dir")
-"""Options that say where files lie, and nothing about what is computed."""
+# Options that say where files are, and nothing about what is computed.
+_PATHS = ("run_dir", "checkpoint_dir", "resume", "history_dir", "cache_dir")
+_UNITS = ("nodes", "edges", "features", "classes")
 
 
 @dataclass(frozen=True)
-class Shown:
+class ReportedRun:
     """A run in the report.
 
     Attributes:
-        record: What its folder has.
-        number: Its place in the report, from 0, which gives it a colour and a letter.
-        alone: Whether it is the only one, and needs no letter.
+        record: The contents of its folder.
+        number: Its place in the report, from 0; it determines colour and letter.
+        alone: Whether it is the only run, and needs no letter.
     """
 
     record: RunRecord
@@ -41,28 +42,28 @@ class Shown:
 
     @property
     def name(self) -> str:
-        """The tag and the title; for the only run there is, the title."""
+        """The tag and the title; only the title if the run is alone."""
         return self.title if self.alone else f"{self.tag} · {self.title}"
 
     @property
     def title(self) -> str:
-        """The run's title, or its folder if it has none."""
+        """The run's title, or else its folder."""
         return str(self.record.run.get("title") or self.record.path.name)
 
     @property
     def group(self) -> str:
-        """The class of its curves and bars."""
+        """The CSS class of its curves and bars."""
         return f"run-{self.tag}"
 
     @cached_property
     def options(self) -> dict[str, str]:
-        """Options in words, without those that say where files lie."""
+        """Options in words, without paths."""
         options = self.record.run.get("options") or {}
-        return {name: words(value) for name, value in options.items() if name not in _PLACES}
+        return {name: words(value) for name, value in options.items() if name not in _PATHS}
 
     @cached_property
     def result(self) -> dict[str, Any]:
-        """The result; of a run that did not finish, what can be told from its epochs."""
+        """The result; for an unfinished run, what its epochs tell."""
         if self.record.result is not None:
             return self.record.result
         epochs = self.record.epochs
@@ -78,23 +79,23 @@ class Shown:
 
     @property
     def metric(self) -> str:
-        """What scores are."""
+        """The name of the score."""
         return str(self.result.get("metric") or "score")
 
     def score(self, split: str) -> float | None:
-        """The score of the best epoch on a split, if it is known."""
+        """The score of the best epoch on a split, if known."""
         return finite((self.result.get("scores") or {}).get(split))
 
     @property
     def epoch_seconds(self) -> float | None:
-        """The median time of an epoch; the first one, which prepares things, counts only if it is alone."""
+        """The median time of an epoch, without the first, which also prepares batches, unless it is the only one."""
         seconds = [value for epoch in self.record.epochs if (value := finite(epoch.get("seconds"))) is not None]
         return statistics.median(seconds[1:] or seconds) if seconds else None
 
     def curve(
         self, path: tuple[str, ...], records: Sequence[dict[str, Any]] | None = None, over: str = "epoch"
     ) -> list[Point]:
-        """One number of each epoch (or other records) that has it, by epoch or another number of the record."""
+        """One number of all epochs (or other records) that have it, over the epoch or another number."""
         points = {}
         for record in self.record.epochs if records is None else records:
             value: Any = record
@@ -106,12 +107,12 @@ class Shown:
         return sorted(points.items())
 
     def series(self, points: Sequence[Point], *, dashed: bool = False, what: str = "") -> Series:
-        """A curve in this run's colour, under its name."""
+        """A curve with this run's colour and name."""
         name = f"{self.name}, {what}" if what else self.name
         return Series(name, points, self.number, "" if dashed or self.alone else self.tag, dashed, self.group)
 
     def facts(self) -> dict[str, str]:
-        """What was run, where, and with what."""
+        """What was run, and where."""
         run = self.record.run
         data, model, versions = (run.get(name) or {} for name in ("data", "model", "versions"))
         sizes = [f"{short(finite(data[unit]))} {unit}" for unit in _UNITS if finite(data.get(unit)) is not None]
@@ -125,11 +126,11 @@ class Shown:
             "steps": words(self.result.get("how") or None),
             "histories": words(self.result.get("storage") or None),
             "started": words(run.get("started")).replace("T", " ").replace("+00:00", " UTC"),
-            "state": "running, or stopped before its end" if self.record.result is None else "finished",
+            "state": "running, or stopped early" if self.record.result is None else "finished",
         }
 
     def key_numbers(self) -> dict[str, str]:
-        """The numbers to look at first, in words."""
+        """The most important numbers, in words."""
         result = self.result
         peak, histories = finite(result.get("peak_memory")), finite(result.get("history_bytes"))
         halo = finite(result.get("connectivity"))
@@ -140,40 +141,33 @@ class Shown:
             "best epoch": f"{short(finite(result.get('best_epoch')))} of {len(self.record.epochs):,}",
             "steps": short(finite(result.get("steps"))),
             "time per epoch": seconds_text(self.epoch_seconds),
-            "time in all": seconds_text(sum(seconds) if seconds else None),
+            "total time": seconds_text(sum(seconds) if seconds else None),
             "peak memory": bytes_text(peak),
             "histories": bytes_text(histories) if histories else "-",
             "halo per batch node": short(halo, 3) if halo else "-",
         }
 
 
-_UNITS = ("nodes", "edges", "features", "classes")
-
-
-def find_runs(paths: Iterable[Path]) -> list[Shown]:
-    """Read run folders, and those in folders that are none themselves.
-
-    Args:
-        paths: Run folders, or folders with run folders somewhere in them.
-    """
+def find_runs(paths: Iterable[Path]) -> list[ReportedRun]:
+    """Read the given run folders, and all run folders inside the other given folders."""
     folders: dict[Path, Path] = {}
     for path in paths:
         found = [path] if (path / "run.json").is_file() else sorted(file.parent for file in path.rglob("run.json"))
         if not found:
             raise InputError(
-                "each path is a run folder, or a folder with run folders in it",
-                got=f"{path}, which {'has no run.json' if path.is_dir() else 'is no folder'}",
-                fix="Pass what gas train wrote (--run-dir), or fit(run_dir=...).",
+                "each path must be a run folder, or contain run folders",
+                got=f"{path}, which {'has no run.json' if path.is_dir() else 'is not a folder'}",
+                fix="Pass a folder of gas train (--run-dir) or fit(run_dir=...).",
             )
         folders |= {folder.resolve(): folder for folder in found}
     if not folders:
-        raise InputError("a report is about at least one run", got="none", fix="Pass one or more run folders.")
+        raise InputError("a report needs at least one run", got="none", fix="Pass one or more run folders.")
     alone = len(folders) == 1
-    return [Shown(read_run(folder), number, alone) for number, folder in enumerate(folders.values())]
+    return [ReportedRun(read_run(folder), number, alone) for number, folder in enumerate(folders.values())]
 
 
 def differing(columns: Sequence[dict[str, str]]) -> list[str]:
-    """The names whose values are not the same in all columns, in order; a missing value is one, too.
+    """The names whose values differ between columns, in order; a missing value differs, too.
 
     Example:
         >>> differing([{"lr": "0.1", "seed": "0"}, {"lr": "0.1", "seed": "1", "new": "2"}])
@@ -184,7 +178,7 @@ def differing(columns: Sequence[dict[str, str]]) -> list[str]:
 
 
 def words(value: Any) -> str:
-    """A value of a JSON file for people.
+    """A JSON value for people.
 
     Example:
         >>> words(None), words(True), words(0.0005), words([10, 5]), words("metis")

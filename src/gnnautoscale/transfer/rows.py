@@ -1,0 +1,89 @@
+"""Where a batch's rows lie in histories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gnnautoscale.kernels import locate_rows
+
+
+@dataclass(eq=False)
+class BatchRows:
+    """The rows of a batch and its halo, which are the same in every history of a graph.
+
+    Attributes:
+        index: The batch's own rows, then the halo's, ``[num_rows]``, in host memory.
+        batch_size: Number of the batch's own rows.
+
+    Example:
+        >>> rows = BatchRows(torch.tensor([4, 5, 1, 7]), batch_size=3)
+        >>> rows.num_halo, rows.runs
+        (1, [(4, 0, 2), (1, 2, 1)])
+    """
+
+    index: Tensor
+    batch_size: int
+    _placed: Tensor | None = field(default=None, init=False, repr=False)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of batch and halo together."""
+        return self.index.numel()
+
+    @property
+    def num_halo(self) -> int:
+        """Number of the halo's rows."""
+        return self.num_rows - self.batch_size
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """The batch's own rows as contiguous pieces: first row in a history, first row in the batch, length."""
+        own = self.index[: self.batch_size]
+        breaks = (own[1:] != own[:-1] + 1).nonzero().squeeze(1) + 1
+        starts = [0, *breaks.tolist()] if own.numel() else []
+        ends = [*starts, own.numel()][1:]
+        return [(int(own[start]), start, end - start) for start, end in zip(starts, ends, strict=True)]
+
+    def on(self, device: torch.device) -> Tensor:
+        """The index on a device: where it was placed, or a copy that waits for no work of that device."""
+        if self._placed is not None and self._placed.device == device:
+            return self._placed
+        return self.index if device.type == "cpu" else self._pinned.to(device, non_blocking=True)
+
+    def place(self, index: Tensor) -> None:
+        """Use this copy of the index, ``[num_rows]``, on its device until :meth:`displace`."""
+        self._placed = index
+
+    def displace(self) -> None:
+        """Forget the placed copy, whose memory may change from now on."""
+        self._placed = None
+
+    def locate(self, index: Tensor, where: Tensor) -> None:
+        """Find rows of a history among the batch's own.
+
+        Args:
+            index: Rows of a history, ``[count]``.
+            where: Receives the position of each in the batch, or -1, ``[count]``, int32, on the same device.
+
+        Example:
+            >>> where = torch.empty(3, dtype=torch.int32)
+            >>> BatchRows(torch.tensor([4, 5, 1, 7]), batch_size=3).locate(torch.tensor([1, 7, 5]), where)
+            >>> where.tolist()
+            [2, -1, 1]
+        """
+        if len(self.runs) == 1:
+            locate_rows(index, *self.runs[0], where)
+            return
+        runs = torch.tensor(sorted(self.runs) or [(0, 0, 0)], pin_memory=index.is_cuda)
+        starts, firsts, counts = runs.to(index.device, non_blocking=True).t().contiguous()
+        run = torch.searchsorted(starts, index, right=True).sub_(1).clamp_(min=0)
+        place = index - starts[run]
+        where.copy_(torch.where((place >= 0) & (place < counts[run]), place + firsts[run], -1))
+
+    @cached_property
+    def _pinned(self) -> Tensor:
+        return self.index.pin_memory()
