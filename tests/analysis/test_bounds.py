@@ -144,8 +144,7 @@ def test_bad_constants_are_refused() -> None:
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("own", "seed"), [(False, 0), (True, 1), (False, 2), (True, 5)])
 def test_no_error_is_above_its_bounds(aggregation: Aggregation, own: bool, seed: int) -> None:
     torch.manual_seed(seed)
     data = plain(odd_graph(seed) if seed % 2 else undirected_graph(30, 50, seed))
@@ -169,7 +168,7 @@ def test_no_error_is_above_its_bounds(aggregation: Aggregation, own: bool, seed:
         check()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_bounds_of_gcn(seed: int) -> None:
     """The node itself is one of its neighbours; messages are normalized by degrees."""
     torch.manual_seed(seed)
@@ -359,7 +358,7 @@ def test_models_that_the_bounds_are_not_about_are_refused() -> None:
     data = plain(undirected_graph())
     loader, edges = gas.HaloLoader(data, 5, partition="random"), MessageEdges(data.edge_index, 40)
     model = gas.autoscale(build_model("gin", data, 4, hidden=6, layers=3, residual=True).double(), data)
-    with pytest.raises(InputError, match="residuals"):
+    with pytest.raises(InputError, match="such as a residual"):
         compare_bounds(model, loader, [LayerConstants(1.0, 1.0)] * 3, edges)
     model = gas.autoscale(pyg.GCN(C, 6, num_layers=3).double(), data)
     with pytest.raises(InputError, match="2 layers"):
@@ -371,8 +370,9 @@ def test_models_that_the_bounds_are_not_about_are_refused() -> None:
 # Fixed weights #######################################################################################################
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 4])
-@pytest.mark.parametrize("name", ["gcn", "gin", "gat", "appnp", "gcnii"])
+@pytest.mark.parametrize(
+    ("name", "num_layers"), [("gcn", 1), ("gcn", 4), ("gin", 2), ("gat", 2), ("appnp", 4), ("gcnii", 4)]
+)
 def test_exact_after_as_many_sweeps_as_layers_and_not_before(name: str, num_layers: int) -> None:
     """With at least as many batches as layers, each next to all others, not one sweep can be saved."""
     data = plain(undirected_graph(60, 400))

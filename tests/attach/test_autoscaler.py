@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 from torch_geometric.data import Data  # type: ignore[import-untyped]
-from torch_geometric.utils import add_self_loops  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from conftest import (
     CHANNELS,
-    EDGE_CHANNELS,
-    Counted,
     Stack,
     assert_same,
     call_whole,
@@ -55,16 +52,14 @@ def attributes(model: nn.Module) -> list[set[str]]:
     return [set(vars(module)) for module in model.modules()]
 
 
-@pytest.mark.parametrize("used", [False, True])
-def test_detaching_gives_the_model_back(used: bool) -> None:
+def test_detaching_gives_the_model_back() -> None:
     data = undirected_graph()
     model = gcn(norm="batch_norm", jk="cat").eval()
     before, names = attributes(model), list(model.state_dict())
     expected = call_whole(model, data)
     assert gas.autoscale(model, data) is model
     assert list(model.state_dict()) == names
-    if used:
-        gas.infer(model, gas.HaloLoader(data, 3))
+    gas.infer(model, gas.HaloLoader(data, 3))
     assert gas.detach(model) is model
     assert attributes(model) == before
     assert list(model.state_dict()) == names
@@ -107,10 +102,10 @@ def test_weights_are_trained_in_place() -> None:
 def test_attaching_twice_is_refused_and_again_after_detaching_is_not() -> None:
     data = undirected_graph()
     model = gas.autoscale(gcn(), data)
-    with pytest.raises(InputError, match="autoscaled once and as a whole, but got GCN, which already is"):
+    with pytest.raises(InputError, match="autoscaled only once, and only as a whole, but got GCN, which is, or"):
         gas.autoscale(model, data)
     gas.detach(model)
-    with pytest.raises(InputError, match="needs an autoscaled model, but got GCN"):
+    with pytest.raises(InputError, match="must be autoscaled, but got GCN"):
         gas.detach(model)
     other = odd_graph()
     exact(model, other)
@@ -125,25 +120,20 @@ class Wrapper(nn.Module):
         return self.inner(x, edge_index)
 
 
-def test_attaching_around_an_attached_model_is_refused() -> None:
+def test_attaching_around_or_inside_an_attached_model_is_refused() -> None:
     data = undirected_graph()
     inner = gas.autoscale(gcn(), data)
-    with pytest.raises(InputError, match="already"):
+    with pytest.raises(InputError, match="belongs to, an autoscaled model"):
         gas.autoscale(Wrapper(inner), data)
-
-
-def test_attaching_inside_of_an_attached_model_is_refused() -> None:
-    data = undirected_graph()
     outer = gas.autoscale(Wrapper(gcn()), data)
-    with pytest.raises(InputError, match="already"):
+    with pytest.raises(InputError, match="belongs to, an autoscaled model"):
         gas.autoscale(outer.inner, data)
 
 
-@pytest.mark.parametrize("num_nodes_only", [False, True])
-def test_deep_copies_are_independent(num_nodes_only: bool) -> None:
+def test_deep_copies_are_independent() -> None:
     data = undirected_graph()
     loader = gas.HaloLoader(data, 4)
-    model = gas.autoscale(gcn(), data.num_nodes if num_nodes_only else data)
+    model = gas.autoscale(gcn(), data.num_nodes)
     expected = gas.infer(model, loader)
     copied = copy.deepcopy(model)
     assert torch.equal(gas.infer(copied, loader), expected)
@@ -167,9 +157,9 @@ def test_state_moves_between_plain_and_attached_models() -> None:
     assert_same(gas.infer(fresh, loader), whole(plain, data))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_arguments_are_refused_at_once() -> None:
+    model = gcn()
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"model": "GCN"}, "takes a torch.nn.Module, but got str"),
         ({"model": pyg.GCN}, "takes a torch.nn.Module"),
         ({"data": 0}, "the graph or its number of nodes, but got 0"),
@@ -183,14 +173,12 @@ def test_state_moves_between_plain_and_attached_models() -> None:
         ({"edge_dropout": float("nan")}, "at least 0 and below 1"),
         ({"storage": "tape"}, "storage must be one of device, host, disk, auto, but got 'tape'"),
         ({"storage": "disk"}, "histories on disk need a folder"),
-    ],
-)
-def test_bad_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
-    model = gcn()
-    given: dict[str, Any] = {"model": model, "data": undirected_graph(), **arguments}
-    with pytest.raises(InputError, match=message):
-        gas.autoscale(**given)
-    assert "forward" not in vars(model)
+    ]
+    for arguments, message in cases:
+        given: dict[str, Any] = {"model": model, "data": undirected_graph(), **arguments}
+        with pytest.raises(InputError, match=message):
+            gas.autoscale(**given)
+        assert "forward" not in vars(model)
 
 
 def test_bad_graph_is_refused() -> None:
@@ -211,27 +199,28 @@ def test_one_row_per_node_of_the_batch() -> None:
         assert out.shape == (batch.batch_size, 4)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda model, batch: model(batch),
-        lambda model, batch: model(batch.x, batch.edge_index, batch.edge_weight),
-        lambda model, batch: model(x=batch.x, edge_index=batch.edge_index, edge_weight=batch.edge_weight),
-        lambda model, batch: model(batch.to("cpu")),
-        lambda model, batch: model(batch.x, batch.edge_index.to("cpu"), batch.edge_weight.to("cpu", copy=True)),
-        lambda model, batch: model(batch.x.clone(), batch.edge_index.clone(), batch.edge_weight.clone()),
-        lambda model, batch: model(batch.clone()),
-    ],
-)
-def test_ways_to_call_a_model(call: Callable[[nn.Module, Data], Tensor]) -> None:
+CALLS: list[Callable[[nn.Module, Data], Tensor]] = [
+    lambda model, batch: model(batch),
+    lambda model, batch: model(batch.x, batch.edge_index, batch.edge_weight),
+    lambda model, batch: model(x=batch.x, edge_index=batch.edge_index, edge_weight=batch.edge_weight),
+    lambda model, batch: model(batch.to("cpu")),
+    lambda model, batch: model(batch.x, batch.edge_index.to("cpu"), batch.edge_weight.to("cpu", copy=True)),
+    lambda model, batch: model(batch.x.clone(), batch.edge_index.clone(), batch.edge_weight.clone()),
+    lambda model, batch: model(batch.clone()),
+]
+
+
+def test_ways_to_call_a_model() -> None:
+    """Passed one by one, by name or as a batch, moved or copied: the model sees the same edges and weights."""
     data = undirected_graph()
     model = Stack([pyg.GCNConv(C, C), pyg.GCNConv(C, C)], ("edge_weight",))
     expected = whole(model, data)
     gas.autoscale(model, data)
-    for _ in range(2):
-        for batch in gas.HaloLoader(data, 3):
-            out = call(model, batch)
-    assert_same(out, expected[batch.n_id[: batch.batch_size]])
+    loader = gas.HaloLoader(data, 3)
+    gas.refresh(model, loader)
+    for call in CALLS:
+        for batch in loader:
+            assert_same(call(model, batch), expected[batch.n_id[: batch.batch_size]])
 
 
 def test_batch_of_another_loader_of_the_same_graph_is_accepted() -> None:
@@ -244,15 +233,14 @@ def test_batch_of_another_loader_of_the_same_graph_is_accepted() -> None:
     assert_same(model(batch), expected[batch.n_id[: batch.batch_size]])
 
 
-@pytest.mark.parametrize("number", [40, None])
-def test_batch_of_another_graph_is_refused(number: int | None) -> None:
+def test_batch_of_another_graph_is_refused() -> None:
     data = undirected_graph()
-    model = gas.autoscale(gcn(), number or data)
+    model = gas.autoscale(gcn(), 40)
     model(first_batch(data))
     reweighted = data.clone()
     reweighted.edge_weight = data.edge_weight + 1
     for other in (odd_graph(), undirected_graph(seed=1), reweighted):
-        with pytest.raises(InputError, match=r"graph that its histories belong to, which has 40 nodes.*gas.infer"):
+        with pytest.raises(InputError, match=r"takes batches of its training graph, which has 40 nodes.*gas.infer"):
             model(first_batch(other))
 
 
@@ -260,7 +248,7 @@ def test_whole_graph_is_refused() -> None:
     data = undirected_graph()
     model = gas.autoscale(gcn(), data)
     for arguments in ((data.x, data.edge_index), (data,), ()):
-        with pytest.raises(InputError, match=r"called with a batch of a HaloLoader.*gas.infer"):
+        with pytest.raises(InputError, match=r"must be called with a batch of a HaloLoader.*gas.infer"):
             model(*arguments)
 
 
@@ -283,9 +271,7 @@ def test_missing_arguments_are_named() -> None:
             return self.conv(x, edge_index)
 
     model = gas.autoscale(Needy(), 40)
-    with pytest.raises(
-        InputError, match=r"Needy.forward that the batch has by its name, but got a batch without timest"
-    ):
+    with pytest.raises(InputError, match=r"required argument of Needy.forward, but got a batch without timestamps"):
         model(first_batch(undirected_graph()))
 
 
@@ -293,45 +279,8 @@ def test_rows_of_the_batch_alone_are_refused() -> None:
     data = undirected_graph()
     model = gas.autoscale(gcn(), data)
     batch = first_batch(data)
-    with pytest.raises((InputError, IndexError, RuntimeError)):
+    with pytest.raises(RuntimeError, match="out of bounds"):
         model(batch.x[: batch.batch_size], batch.edge_index)
-
-
-def test_other_arguments_than_at_first_are_refused() -> None:
-    data = undirected_graph()
-    model = gas.autoscale(gcn(), data)
-    batch = first_batch(data)
-    model(batch.x, batch.edge_index, edge_weight=batch.edge_weight)
-    with pytest.raises(
-        UnsupportedModelError, match=r"GCNConv \('convs\.0'\) must be called in the same way every time"
-    ):
-        model(batch.x, batch.edge_index)
-
-
-def test_other_weights_than_at_first_are_used_or_refused() -> None:
-    """What was recorded for one edge attribute must not stand in for another."""
-    data = undirected_graph()
-    data.edge_other = data.edge_weight.flip(0) * 3
-    model = gcn().eval()
-    expected = model(data.x, data.edge_index, edge_weight=data.edge_other).detach()
-    gas.autoscale(model, data)
-    batch = first_batch(data, 1)
-    model(batch.x, batch.edge_index, edge_weight=batch.edge_weight)
-    try:
-        out = model(batch.x, batch.edge_index, edge_weight=batch.edge_other)
-    except InputError:
-        return
-    assert_same(out, expected)
-
-
-def test_changed_edges_are_refused_later_too() -> None:
-    data = undirected_graph()
-    model = gas.autoscale(gcn(), data)
-    batch = first_batch(data)
-    model(batch)
-    batch.edge_weight.mul_(2.0)
-    with pytest.raises(UnsupportedModelError, match="changed since"):
-        model(batch)
 
 
 def test_history_keeps_its_width() -> None:
@@ -351,7 +300,7 @@ def test_failed_call_leaves_the_model_usable() -> None:
     loader = gas.HaloLoader(data, 4)
     gas.infer(model, loader)
     batch = first_batch(data)
-    with pytest.raises((RuntimeError, InputError)):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(batch.x[:, :3], batch.edge_index, edge_weight=batch.edge_weight)
     assert_same(gas.infer(model, loader), expected)
 
@@ -398,9 +347,8 @@ class Nested(nn.Module):
         return {"scores": x, "kinds": (x > 0).long()}["scores"]
 
 
-@pytest.mark.parametrize("make_data", [undirected_graph, odd_graph])
-def test_nested_and_shared_modules(make_data: Callable[[], Data]) -> None:
-    exact(Nested(), make_data())
+def test_nested_and_shared_modules() -> None:
+    exact(Nested(), odd_graph())
 
 
 class Embedded(nn.Module):
@@ -456,21 +404,20 @@ class TakesData(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("make_data", [undirected_graph, odd_graph, directed_ring])
-@pytest.mark.parametrize("num_parts", [1, 5])
-def test_model_that_takes_data(make_data: Callable[[], Data], num_parts: int) -> None:
+@pytest.mark.parametrize("make_data", [odd_graph, directed_ring])
+def test_model_that_takes_data(make_data: Callable[[], Data]) -> None:
     data = make_data()
     model = TakesData().eval()
     expected = model(data).detach()
     gas.autoscale(model, data)
-    assert_same(gas.infer(model, gas.HaloLoader(data, num_parts)), expected)
+    for num_parts in (1, 5):
+        assert_same(gas.infer(model, gas.HaloLoader(data, num_parts)), expected)
 
 
-@pytest.mark.parametrize("value", [torch.tensor(3.0), torch.full((1,), 3.0), torch.arange(8.0), 3])
-def test_model_that_takes_data_with_graph_level_attributes(value: Any) -> None:
+def test_model_that_takes_data_with_graph_level_attributes() -> None:
     data = undirected_graph()
-    data.scale = value
-    model = TakesData("scale").eval()
+    data.scalar, data.one, data.several, data.number = torch.tensor(3.0), torch.full((1,), 3.0), torch.arange(8.0), 3
+    model = TakesData("scalar", "one", "several", "number").eval()
     expected = model(data).detach()
     gas.autoscale(model, data)
     assert_same(gas.infer(model, gas.HaloLoader(data, 4)), expected)
@@ -512,48 +459,34 @@ def test_inputs_may_be_written_to() -> None:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, recompute: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(pyg.GCNConv(C, C, add_self_loops=False) for _ in range(2))
-        self.recompute = recompute
+        self.convs = nn.ModuleList(pyg.GCNConv(C, C) for _ in range(2))
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Any:
         for conv in self.convs:
-            out = checkpoint(conv, x, edge_index, use_reentrant=False) if self.recompute else conv(x, edge_index)
-            x = out.tanh()
+            x = checkpoint(conv, x, edge_index, use_reentrant=False).tanh()
         return x
 
 
-def deep_gcn(recompute: bool) -> nn.Module:
-    return Stack(
-        [
-            pyg.DeepGCNLayer(
-                pyg.GCNConv(C, C, add_self_loops=False), nn.LayerNorm(C), nn.Tanh(), "res", ckpt_grad=recompute
-            )
-            for _ in range(2)
-        ]
-    )
+def deep_gcn() -> nn.Module:
+    def layer() -> nn.Module:
+        made: nn.Module = pyg.DeepGCNLayer(pyg.GCNConv(C, C), nn.LayerNorm(C), nn.Tanh(), "res", ckpt_grad=True)
+        return made
+
+    return Stack([layer(), layer()])
 
 
 @pytest.mark.parametrize("make", [Checkpointed, deep_gcn])
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.utils.checkpoint")
-def test_checkpointed_layers_have_the_right_gradient_or_are_refused(make: Callable[[bool], nn.Module]) -> None:
-    """Recomputing a layer in the backward pass must see the same edge weights as before."""
+def test_checkpointed_layers_are_refused(make: Callable[[], nn.Module]) -> None:
+    """A layer that runs again in the backward pass would find neither its edges nor its histories."""
     data = undirected_graph()
-    plain, thrifty = make(False), make(True)
-    thrifty.load_state_dict(plain.state_dict())
-    for model in (plain, thrifty):
-        gas.autoscale(model, data).train()
-        try:
-            for batch in gas.HaloLoader(data, 4):
-                model(batch.x.clone().requires_grad_(), batch.edge_index).square().sum().backward()
-        except (InputError, RuntimeError):
-            assert model is thrifty
-            return
-    for got, expected in zip(thrifty.parameters(), plain.parameters(), strict=True):
-        assert got.grad is not None
-        assert expected.grad is not None
-        assert_same(got.grad, expected.grad)
+    model = gas.autoscale(make(), data).train()
+    batch = first_batch(data)
+    out = model(batch.x.clone().requires_grad_(), batch.edge_index)
+    with pytest.raises(UnsupportedModelError, match="but got a call outside it, by hand or by gradient checkpointing"):
+        out.square().sum().backward()
 
 
 def test_precision_may_change_later() -> None:
@@ -578,113 +511,6 @@ def test_number_of_nodes_is_enough() -> None:
     expected = whole(model, data)
     gas.autoscale(model, 40)
     assert_same(gas.infer(model, gas.HaloLoader(data, 4)), expected)
-
-
-# Edge dropout ########################################################################################################
-
-
-@pytest.mark.parametrize("probability", [0.2, 0.7])
-def test_edge_dropout_leaves_out_its_share_in_training_only(probability: float) -> None:
-    data = undirected_graph(200, 2000)
-    layer = Counted()
-    model = gas.autoscale(Stack([layer]), data, edge_dropout=probability)
-    loader = gas.HaloLoader(data, 4)
-    model.eval()
-    model(next(iter(loader)))
-    layer.num_edges = 0
-    for batch in loader:
-        model(batch)
-    assert layer.num_edges == data.num_edges
-    model.train()
-    layer.num_edges = 0
-    for batch in loader:
-        model(batch)
-    assert layer.num_edges / data.num_edges == pytest.approx(1 - probability, abs=0.04)
-    model.train(False)
-    assert_same(gas.infer(model, loader), gas.infer(model, gas.HaloLoader(data, 1)))
-
-
-def test_edge_dropout_keeps_self_loops_and_weights_with_their_edges() -> None:
-    """With weights that name their edge, the sum over the kept edges shows which were kept."""
-    num_nodes = 12
-    pairs = torch.cartesian_prod(torch.arange(num_nodes), torch.arange(num_nodes)).t()
-    data = Data(x=torch.eye(num_nodes), edge_index=pairs, edge_weight=torch.arange(1.0, pairs.size(1) + 1))
-    model = gas.autoscale(Stack([pyg.SimpleConv()], ("edge_weight",)), data, edge_dropout=0.6).train()
-    out = model(next(iter(gas.HaloLoader(data, 1)))).t()  # [source, target]: the weight of each kept edge
-    full = data.edge_weight.view(num_nodes, num_nodes)
-    kept = out != 0
-    assert bool(kept.diagonal().all())
-    assert torch.equal(out[kept], full[kept])
-    assert int((~kept).sum()) > 0
-    again = model(next(iter(gas.HaloLoader(data, 1)))).t()
-    assert not torch.equal(again, out)
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: pyg.GCNConv(C, C),
-        lambda: pyg.GATConv(C, C),
-        lambda: pyg.GATv2Conv(C, C, heads=2, concat=False),
-        lambda: pyg.SGConv(C, C, K=2),
-        lambda: pyg.GraphConv(C, C),
-    ],
-    ids=["GCN", "GAT", "GATv2", "SG", "Graph"],
-)
-@pytest.mark.parametrize("num_parts", [1, 4])
-def test_edge_dropout_works_for_any_layer(layer: Callable[[], Any], num_parts: int) -> None:
-    data = odd_graph()
-    model = gas.autoscale(Stack([layer(), layer()]), data, edge_dropout=0.5).train()
-    for batch in gas.HaloLoader(data, num_parts):
-        out = model(batch)
-        out.square().sum().backward()
-        assert bool(torch.isfinite(out).all())
-
-
-@pytest.mark.parametrize("layer", [pyg.GATConv, pyg.GATv2Conv, pyg.TransformerConv])
-@pytest.mark.parametrize("num_parts", [1, 4])
-def test_edge_dropout_keeps_edge_features_with_their_edges(layer: Callable[..., Any], num_parts: int) -> None:
-    data = odd_graph()
-    make = [layer(C, C, edge_dim=EDGE_CHANNELS) for _ in range(2)]
-    model = gas.autoscale(Stack(make, ("edge_attr",)), data, edge_dropout=0.5).train()
-    for batch in gas.HaloLoader(data, num_parts):
-        model(batch).square().sum().backward()
-
-
-def test_edge_dropout_works_on_derived_edges_or_is_refused() -> None:
-    class Looped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = pyg.GraphConv(C, C)
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Any:
-            return self.conv(x, add_self_loops(edge_index, num_nodes=x.size(0))[0])
-
-    data = undirected_graph()
-    model = gas.autoscale(Looped(), data, edge_dropout=0.9).train()
-    batch = first_batch(data)
-    try:
-        first, second = model(batch), model(batch)
-    except InputError:
-        return
-    assert not torch.equal(first, second)
-
-
-def test_edge_dropout_works_with_learned_weights() -> None:
-    class Learned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weigh, self.conv = nn.Linear(EDGE_CHANNELS, 1), pyg.GraphConv(C, C)
-
-        def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Any:
-            return self.conv(x, edge_index, self.weigh(edge_attr).squeeze(-1))
-
-    data = odd_graph()
-    model = gas.autoscale(Learned(), data, edge_dropout=0.5).train()
-    for batch in gas.HaloLoader(data, 3):
-        model(batch).square().sum().backward()
-    assert model.weigh.weight.grad is not None
-    assert bool((model.weigh.weight.grad != 0).all())
 
 
 # torch.compile #######################################################################################################

@@ -35,7 +35,7 @@ from gnnautoscale.errors import InputError, StaleHistoryWarning, UnsupportedMode
 from gnnautoscale.forward.exchange import HistoryStore
 from gnnautoscale.forward.session import Session
 from gnnautoscale.models import build_model
-from support.layers import ALL_LAYERS, INITIAL_LAYERS, LAYERS, TWO_WAY_LAYERS, three_layers
+from support.layers import ALL_LAYERS, INITIAL_LAYERS, LAYERS, ONE_OF_EACH, TWO_WAY_LAYERS, three_layers
 
 C = CHANNELS
 
@@ -126,8 +126,16 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
 # Exactness ###########################################################################################################
 
 
-@pytest.mark.parametrize("name", ["gcn", "graphsage", "gin", "gat", "appnp", "gcnii", "pna", "pna-jk"])
-@pytest.mark.parametrize("make", [undirected_graph, odd_graph])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("gcn", odd_graph),
+        ("gin", undirected_graph),
+        ("appnp", odd_graph),
+        ("gcnii", undirected_graph),
+        ("pna-jk", odd_graph),
+    ],
+)
 def test_models_are_exact(name: str, make: Callable[[], Data]) -> None:
     data = make()
     keep = ["x", "edge_index", *(["edge_weight"] if name in ("gcn", "appnp", "gcnii") else [])]
@@ -141,19 +149,11 @@ def test_models_are_exact(name: str, make: Callable[[], Data]) -> None:
 
 
 # PyG's median takes no batch without edges, such as one of new nodes that have none.
-@pytest.mark.parametrize("name", [name for name in ALL_LAYERS if name != "SAGE several"])
+@pytest.mark.parametrize("name", [name for name in ONE_OF_EACH if name != "SAGE several"])
 def test_layers_are_exact(name: str) -> None:
     data = odd_graph()
     model, plain, loader = refreshed(three_layers(name), data, 4, bidirectional=name in TWO_WAY_LAYERS)
     loader = gas.grow(model, loader, some_growth(data))
-    check_exact(model, plain, loader)
-
-
-@pytest.mark.parametrize("name", TWO_WAY_LAYERS)
-def test_two_way_layers_are_exact_on_an_undirected_graph(name: str) -> None:
-    data = undirected_graph()
-    model, plain, loader = refreshed(three_layers(name), data)
-    loader = gas.grow(model, loader, some_growth(data, both=True))
     check_exact(model, plain, loader)
 
 
@@ -165,9 +165,10 @@ READY: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", READY)
-@pytest.mark.parametrize("num_parts", [1, 5])
-@pytest.mark.parametrize("storage", ["device", "host"])
+@pytest.mark.parametrize(
+    ("name", "num_parts", "storage"),
+    [("GCN", 1, "device"), ("GraphSAGE", 5, "host"), ("GAT", 1, "host"), ("GIN", 5, "device")],
+)
 def test_several_growths(name: str, num_parts: int, storage: Literal["device", "host"]) -> None:
     data = undirected_graph()
     model = READY[name]()
@@ -182,7 +183,7 @@ def test_several_growths(name: str, num_parts: int, storage: Literal["device", "
     assert attached(model).memory.storage == storage
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_growth_of_any_graph(seed: int) -> None:
     """Random graphs in random parts under different layers; features, weights and edge attributes change too."""
     generator = torch.Generator().manual_seed(seed)
@@ -224,15 +225,14 @@ class DerivesEdges(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("change", ["nodes", "weights"])
-def test_edges_that_the_model_derives(change: str) -> None:
+def test_edges_that_the_model_derives() -> None:
     data = odd_graph()
     model, plain, loader = refreshed(DerivesEdges(), data)
-    grown = some_growth(data) if change == "nodes" else data.clone()
-    grown.edge_weight[5] *= 3.0
-    loader = gas.grow(model, loader, grown)
-    assert not attached(model).memory.records
-    check_exact(model, plain, loader)
+    for grown in (data.clone(), some_growth(data)):  # first other weights, then nodes too
+        grown.edge_weight[5] *= 3.0
+        loader = gas.grow(model, loader, grown)
+        assert not attached(model).memory.records
+        check_exact(model, plain, loader)
 
 
 class Explicit(gas.ScalableGNN):
@@ -251,20 +251,20 @@ class Explicit(gas.ScalableGNN):
         return out
 
 
-@pytest.mark.parametrize("change", ["nodes", "attributes"])
-def test_models_that_name_their_histories(change: str) -> None:
+def test_models_that_name_their_histories() -> None:
     data = odd_graph()
     model = Explicit(data.num_nodes)
     plain = gas.detach(Explicit(data.num_nodes))
     plain.load_state_dict(model.state_dict())
     loader = gas.HaloLoader(data, 4, partition="random")
     gas.refresh(model, loader)
-    grown = some_growth(data) if change == "nodes" else data.clone()
-    grown.edge_attr[3] += 2.0
-    loader = gas.grow(model, loader, grown)
-    assert model.num_nodes == grown.num_nodes
-    expected = plain.eval()(grown.x, grown.edge_index, grown.edge_attr, torch.arange(grown.num_nodes)).detach()
-    assert_same(gas.predict(model, loader, torch.arange(grown.num_nodes)), expected)
+    for grown in (data.clone(), some_growth(data)):  # first other attributes, then nodes too
+        grown.edge_attr[3] += 2.0
+        loader = gas.grow(model, loader, grown)
+        assert model.num_nodes == grown.num_nodes
+        nodes = torch.arange(grown.num_nodes)
+        expected = plain.eval()(grown.x, grown.edge_index, grown.edge_attr, nodes).detach()
+        assert_same(gas.predict(model, loader, nodes), expected)
 
 
 def test_own_way_to_call_the_model() -> None:
@@ -323,12 +323,8 @@ def stack(name: str) -> Stack:
 # A node more, 100, beside node 50 of a path: which other nodes are reached at each level.
 REACHED: dict[str, list[range]] = {
     "SAGE mean": [range(50, 51), range(49, 52), range(48, 53)],
-    "GIN": [range(50, 51), range(49, 52), range(48, 53)],
     "GAT": [range(50, 51), range(49, 52), range(48, 53)],
-    "PNA": [range(50, 51), range(49, 52), range(48, 53)],
-    "GraphConv": [range(50, 51), range(49, 52), range(48, 53)],
     "GCN": [range(49, 52), range(48, 53), range(47, 54)],  # its weights depend on the degree of both ends
-    "GCN weighted": [range(49, 52), range(48, 53), range(47, 54)],
     "GCN2": [range(49, 52), range(48, 53), range(47, 54)],
 }
 
@@ -336,7 +332,7 @@ REACHED: dict[str, list[range]] = {
 @pytest.mark.parametrize("name", REACHED)
 def test_only_what_is_reached_is_recomputed(name: str, pushed: dict[str, list[int]]) -> None:
     data = path()
-    model, plain, loader = refreshed(stack(name.replace("GraphConv", "Graph")), data, 10)
+    model, plain, loader = refreshed(stack(name), data, 10)
     before = history_rows(model)
     pushed.clear()
     grown = plus(data, 1, [(50, 100)], both=True)
@@ -353,7 +349,7 @@ def test_only_what_is_reached_is_recomputed(name: str, pushed: dict[str, list[in
     check_exact(model, plain, loader)
 
 
-def test_propagations_inside_of_a_layer(pushed: dict[str, list[int]]) -> None:
+def test_propagations_in_a_layer(pushed: dict[str, list[int]]) -> None:
     data = path()
     model, plain, loader = refreshed(Stack([pyg.APPNP(K=4, alpha=0.1)]), data, 10)
     pushed.clear()
@@ -366,10 +362,8 @@ def test_propagations_inside_of_a_layer(pushed: dict[str, list[int]]) -> None:
     ("name", "pair", "expected"),
     [
         ("SAGE mean", (100, 7), [{100, 7}, {100, 7, 8}, {100, 7, 8, 9}]),
-        ("SAGE mean", (7, 100), [{100}, {100}, {100}]),
         ("GCN", (100, 7), [{100, 7, 8}, {100, 7, 8, 9}, {100, 7, 8, 9, 10}]),
         ("GCN", (7, 100), [{100}, {100}, {100}]),
-        ("SAGE target_to_source", (100, 7), [{100}, {100}, {100}]),
         ("SAGE target_to_source", (7, 100), [{100, 7}, {100, 7, 6}, {100, 7, 6, 5}]),
     ],
 )
@@ -477,8 +471,10 @@ def test_batches_are_as_large_as_before(monkeypatch: pytest.MonkeyPatch) -> None
 # Histories ###########################################################################################################
 
 
-@pytest.mark.parametrize("storage", ["device", "host"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, None])
+@pytest.mark.parametrize(
+    ("storage", "dtype"),
+    [("device", torch.float16), ("host", torch.bfloat16), ("device", torch.float64), ("host", None)],
+)
 def test_kind_of_histories_stays(storage: Literal["device", "host"], dtype: torch.dtype | None) -> None:
     data = path()
     model = stack("SAGE mean")
@@ -599,7 +595,7 @@ def test_batches_of_the_old_graph_are_refused() -> None:
     data = undirected_graph()
     model, _, loader = refreshed(READY["GCN"](), data)
     gas.grow(model, loader, some_growth(data))
-    with pytest.raises(InputError, match="graph that its histories belong to, which has 46 nodes"):
+    with pytest.raises(InputError, match="takes batches of its training graph, which has 46 nodes"):
         model(next(iter(loader)))
 
 
@@ -616,9 +612,9 @@ def test_loader_keeps_its_settings() -> None:
     assert torch.equal(grown.labels[:40], loader.labels)
 
 
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [
+def test_parts_of_new_nodes() -> None:
+    labels = torch.tensor([0, 0, 1, 1, 2, 2])
+    for pairs, expected in [
         ([(6, 0)], [0]),
         ([(0, 6)], [0]),
         ([(6, 0), (6, 2), (3, 6)], [1]),  # most neighbours
@@ -628,12 +624,9 @@ def test_loader_keeps_its_settings() -> None:
         ([(6, 6)], [0]),  # alone
         ([(6, 7), (7, 8), (8, 6)], [0, 1, 2]),  # together, but nothing leads there
         ([(6, 0), (7, 0), (8, 0), (9, 0), (9, 1)], [0, 0, 1, 0]),  # room for three: those with most neighbours first
-    ],
-)
-def test_parts_of_new_nodes(pairs: list[tuple[int, int]], expected: list[int]) -> None:
-    labels = torch.tensor([0, 0, 1, 1, 2, 2])
-    parts = grown_parts(labels, torch.tensor(pairs).t(), 6 + len(expected))
-    assert parts.tolist() == [*labels.tolist(), *expected]
+    ]:
+        parts = grown_parts(labels, torch.tensor(pairs).t(), 6 + len(expected))
+        assert parts.tolist() == [*labels.tolist(), *expected], pairs
 
 
 def test_second_choice_when_the_first_part_is_full() -> None:
@@ -676,42 +669,45 @@ def replaced(data: Data, **values: Any) -> Data:
     return data
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda data: data.x, "one torch_geometric.data.Data, but got Tensor"),
-        (lambda data: data.subgraph(torch.arange(39)), "begin with the 40 old nodes, in their order, but got 39 nodes"),
-        (lambda data: replaced(data, x=data.x[:, :5]), r"x must have rows of shape \(8,\) and torch.float32 as before"),
-        (lambda data: replaced(data, x=data.x.double()), r"but got rows of shape \(8,\) and torch.float64"),
-        (lambda data: without(data, "x"), r"node-level attributes of the old one \(x\), but got none"),
-        (lambda data: replaced(data, pos=data.x), r"node-level attributes of the old one \(x\), but got pos, x"),
-        (
-            lambda data: without(data, "edge_weight"),
-            r"edge-level attributes of the old one \(edge_attr, edge_type, edge_weight\), but got edge_attr, edge_type",
-        ),
-        (
-            lambda data: replaced(data, edge_index=data.edge_index.clone().index_fill_(1, torch.tensor([0]), 7)),
-            "all edges of the old one, but got 1 edges that are missing, one of them from",
-        ),
-        (
-            lambda data: replaced(data, edge_index=torch.cat([data.edge_index[:, 1:], torch.tensor([[0], [0]])], 1)),
-            "must have all edges of the old one",
-        ),
-        (lambda data: replaced(data, x=data.x / 0), "x must be finite"),
-    ],
-)
-def test_what_is_no_growth_is_refused(make: Callable[[Data], Any], message: str) -> None:
+NO_GROWTH: list[tuple[Callable[[Data], Any], str]] = [
+    (lambda data: data.x, "must be a torch_geometric.data.Data, but got Tensor"),
+    (lambda data: data.subgraph(torch.arange(39)), "begin with the 40 old nodes, in their order, but got 39 nodes"),
+    (
+        lambda data: replaced(data, x=data.x[:, :5]),
+        r"x must still have rows of shape \(8,\) and type torch.float32, but got rows of shape \(5,\)",
+    ),
+    (lambda data: replaced(data, x=data.x.double()), r"but got rows of shape \(8,\) and type torch.float64"),
+    (lambda data: without(data, "x"), r"node-level attributes of the old one \(x\), but got none"),
+    (lambda data: replaced(data, pos=data.x), r"node-level attributes of the old one \(x\), but got pos, x"),
+    (
+        lambda data: without(data, "edge_weight"),
+        r"edge-level attributes of the old one \(edge_attr, edge_type, edge_weight\), but got edge_attr, edge_type",
+    ),
+    (
+        lambda data: replaced(data, edge_index=data.edge_index.clone().index_fill_(1, torch.tensor([0]), 7)),
+        "all edges of the old one, but got 1 missing edges, one of them from",
+    ),
+    (
+        lambda data: replaced(data, edge_index=torch.cat([data.edge_index[:, 1:], torch.tensor([[0], [0]])], 1)),
+        "must have all edges of the old one",
+    ),
+    (lambda data: replaced(data, x=data.x / 0), "x must be finite"),
+]
+
+
+def test_what_is_no_growth_is_refused() -> None:
     data = undirected_graph()
     model, plain, loader = refreshed(READY["GCN"](), data)
-    with pytest.raises(InputError, match=message):
-        gas.grow(model, loader, make(data))
+    for make, message in NO_GROWTH:
+        with pytest.raises(InputError, match=message):
+            gas.grow(model, loader, make(data))
     check_exact(model, plain, loader)
 
 
 def test_double_edges_are_counted() -> None:
     data = Data(x=torch.rand(3, C), edge_index=torch.tensor([[0, 0, 1], [1, 1, 2]]))
     model, _, loader = refreshed(READY["GCN"](), data, 3)
-    with pytest.raises(InputError, match="1 edges that are missing, one of them from 0 to 1"):
+    with pytest.raises(InputError, match="1 missing edges, one of them from 0 to 1"):
         gas.grow(model, loader, replaced(data, edge_index=torch.tensor([[0, 1, 2], [1, 2, 0]])))
 
 
@@ -719,16 +715,16 @@ def test_writing_into_the_old_graph_is_noticed() -> None:
     data = undirected_graph()
     model, _, loader = refreshed(READY["GCN"](), data)
     data.x[3] += 1.0
-    with pytest.raises(InputError, match="tensors must be as they were"):
+    with pytest.raises(InputError, match="tensors must be unchanged"):
         gas.grow(model, loader, data)
 
 
 def test_plain_model_and_other_graphs_are_refused() -> None:
     data = undirected_graph()
-    with pytest.raises(InputError, match="needs an autoscaled model"):
+    with pytest.raises(InputError, match="must be autoscaled"):
         gas.grow(READY["GCN"](), gas.HaloLoader(data, 4), data)
     model, _, _ = refreshed(READY["GCN"](), data)
-    with pytest.raises(InputError, match="graph that its histories belong to"):
+    with pytest.raises(InputError, match="takes batches of its training graph"):
         gas.grow(model, gas.HaloLoader(odd_graph(), 4), data)
 
 

@@ -14,7 +14,6 @@ from torch_geometric.data import Data, InMemoryDataset  # type: ignore[import-un
 
 from gnnautoscale.data import datasets
 from gnnautoscale.data.datasets import Dataset, from_file, load, names
-from gnnautoscale.data.files import check_data
 from gnnautoscale.errors import InputError
 
 ROOT = os.environ.get("GNNAUTOSCALE_DATA")
@@ -37,9 +36,10 @@ def assert_plain(dataset: Dataset) -> None:
         assert all(value.is_contiguous() for value in data.to_dict().values())
         assert data.x.dtype == torch.float32
         assert data.x.size(1) == dataset.num_features
-        assert data.y.dtype == (torch.float32 if dataset.multilabel else torch.int64)
+        assert data.y.dtype == (torch.float32 if data.y.dim() == 2 else torch.int64)
         assert all(data[name].dtype == torch.bool for name in MASKS)
-    check_data(dataset.train)
+    dataset.check()
+    assert bool(dataset.train.train_mask.any())
     assert bool(dataset.val.val_mask.any())
     assert bool(dataset.test.test_mask.any())
 
@@ -107,7 +107,7 @@ def test_no_files_and_no_network(name: str, tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr("urllib.request.urlopen", refuse)
     monkeypatch.setattr("torch_geometric.io.fs.cp", refuse)
-    with pytest.raises(InputError, match=rf"must lie in {tmp_path}/\w+.* but got OSError: no network. Put the raw"):
+    with pytest.raises(InputError, match=rf"must lie in {tmp_path}/\w+.* but got OSError: no network. Put"):
         load(name, tmp_path)
 
 
@@ -116,7 +116,7 @@ def test_damaged_files(tmp_path: Path) -> None:
     raw.mkdir(parents=True)
     for content in (b"", b"no archive"):
         (raw / "amazon_electronics_photo.npz").write_bytes(content)
-        with pytest.raises(InputError, match=rf"must lie in {raw.parent} or be at hand"):
+        with pytest.raises(InputError, match=rf"must lie in {raw.parent} or be available"):
             load("amazon-photo", tmp_path)
 
 
@@ -177,7 +177,7 @@ def test_own_splits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     stand_in(monkeypatch, name, one_graph(x=x.clone(), y=y))
     dataset = load(name)
     assert_plain(dataset)
-    assert dataset.multilabel == (name == "Yelp")
+    assert dataset.train.y.dim() == (2 if name == "Yelp" else 1)
     assert dataset.num_classes == (3 if name == "Yelp" else 6)
     scaled = [[-1, 0], [1, 0], [2, 2]]  # training nodes have mean (2, 5) and deviation (2, 0)
     assert dataset.train.x[:3].tolist() == (x[:3].tolist() if name == "Flickr" else scaled)
@@ -192,7 +192,7 @@ def test_ppi(monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = load("ppi")
     assert_plain(dataset)
     assert dataset.inductive
-    assert dataset.multilabel
+    assert dataset.train.y.dim() == 2
     assert dataset.num_classes == 4
     assert dataset.train.graph_id.tolist() == [0, 0, 0, 1, 1]
     assert dataset.train.edge_index.tolist() == [[0, 3], [1, 4]]
@@ -309,7 +309,6 @@ def test_from_file_draws_a_split(tmp_path: Path) -> None:
     path = own_file(tmp_path, y=np.ones((10, 4)), edge_weight=[1.0, 2.0])
     first, again, other = (from_file(path, split=split) for split in (0, 0, 1))
     assert_plain(first)
-    assert first.multilabel
     assert first.num_classes == 4
     assert first.train.edge_weight.tolist() == [1, 2]
     assert counts(first.train) == [6, 2, 2]
@@ -317,9 +316,11 @@ def test_from_file_draws_a_split(tmp_path: Path) -> None:
     assert not torch.equal(first.train.test_mask, other.train.test_mask)
 
 
-def test_from_file_refuses(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="must hold at least one node"):
-        from_file(own_file(tmp_path, y=np.zeros(10, dtype=int), split=[2] * 10))
+def test_graphs_of_a_data_set_must_match(tmp_path: Path) -> None:
+    narrow, wide = (one_graph(x=torch.ones(6, width)) for width in (1, 2))
+    Dataset("same", narrow, narrow, narrow.clone()).check()
+    with pytest.raises(InputError, match="must have 1 features, but got 2 in the test graph"):
+        Dataset("other", narrow, narrow, wide).check()
 
 
 @pytest.mark.data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from conftest import (
     NUM_RELATIONS,
     Stack,
     assert_same,
-    call_whole,
     history_rows,
     odd_graph,
     spread_norms,
@@ -38,9 +37,15 @@ from gnnautoscale.forward.plan import Plan
 from gnnautoscale.models import build_model, model_options
 
 C = CHANNELS
-GRAPHS = pytest.mark.parametrize("make_data", [undirected_graph, odd_graph])
 ALL = {"pair", "short", "fused"}
 Make = Callable[[], Any]
+GRAPHS = [undirected_graph, odd_graph]
+
+
+def in_turn(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Each case on one of the graphs, in turn."""
+    cases = [(name, GRAPHS[place % 2]) for place, name in enumerate(names)]
+    return pytest.mark.parametrize(("name", "make_data"), cases)
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -118,14 +123,21 @@ def check_same(
     *,
     run: Callable[[nn.Module, Data], Any] = lambda model, batch: model(batch),
     tolerance: float = 1e-5,
-    num_parts: int = 4,
+    infers: bool = False,
     **options: Any,
 ) -> Plan:
-    """Compare training steps with and without shortcuts; returns the plan with them."""
-    loader = parts(data, num_parts)
+    """Compare training steps, and inference, with and without shortcuts; returns the plan with them."""
+    loader = parts(data)
     model = prepared(make, data, loader, **options)
     state = copy.deepcopy(model.state_dict())
     plan = plan_of(model)
+    if infers:
+        plain = make().to(data.x.dtype)
+        plain.load_state_dict(state)
+        for out, exact in zip(flat(gas.infer(model, loader)), flat(whole(plain, data)), strict=True):
+            assert_same(out, exact, tolerance)
+        reset(model, state)
+        model.train()
     calls = {name: replace(call, constant_halo=set(call.constant_halo)) for name, call in plan.calls.items()}
     found = Plan(calls=calls, short_tail=plan.short_tail, ignores_edges=plan.ignores_edges)
     quick = observed(model, loader, run)
@@ -225,8 +237,15 @@ def stack(name: str) -> Stack:
     return Stack(layers, arguments, initial=name.startswith("GCN2"))
 
 
-@GRAPHS
-@pytest.mark.parametrize("name", LAYERS)
+def twins(name: str, data: Data, loader: gas.HaloLoader) -> tuple[nn.Module, nn.Module]:
+    """The same model with shortcuts and without."""
+    quick = prepared(lambda: stack(name), data, loader)
+    plain = copy.deepcopy(quick)
+    switch_off(plain)
+    return quick, plain
+
+
+@in_turn(LAYERS)
 def test_shortcuts_change_nothing(name: str, make_data: Callable[..., Data]) -> None:
     plan = check_same(lambda: stack(name), make_data(dtype=torch.float64), tolerance=1e-10)
     expected = LAYERS[name][2]
@@ -237,7 +256,7 @@ def test_shortcuts_change_nothing(name: str, make_data: Callable[..., Data]) -> 
         assert plan.ignores_edges
 
 
-@pytest.mark.parametrize("name", ["GCN", "SAGE max", "GIN", "Graph mean weighted", "APPNP", "GINE"])
+@pytest.mark.parametrize("name", ["SAGE max", "Graph mean weighted", "APPNP"])
 def test_inference_is_exact_with_shortcuts(name: str) -> None:
     data = odd_graph(dtype=torch.float64)
     model = stack(name).double()
@@ -254,7 +273,7 @@ def test_inference_is_exact_with_shortcuts(name: str) -> None:
     assert_same(gas.infer(model, loader), expected, 1e-10)
 
 
-@pytest.mark.parametrize("name", ["GCN", "SAGE max", "GIN", "Graph mean weighted", "APPNP", "DirGNN"])
+@pytest.mark.parametrize("name", ["GCN", "APPNP", "DirGNN"])
 def test_second_graph_that_is_directed(name: str) -> None:
     """What was found out on a symmetric graph holds on another one."""
     data, other = undirected_graph(dtype=torch.float64), odd_graph(dtype=torch.float64)
@@ -266,7 +285,7 @@ def test_second_graph_that_is_directed(name: str) -> None:
     assert_same(gas.infer(model, parts(other)), expected[1], 1e-10)
 
 
-@pytest.mark.parametrize("name", ["GCN", "SAGE mean", "SAGE max", "GIN", "Graph add weighted", "APPNP", "RGCN", "GAT"])
+@pytest.mark.parametrize("name", ["GCN", "SAGE max", "APPNP", "RGCN", "GAT"])
 def test_graph_without_edges(name: str) -> None:
     data = undirected_graph(dtype=torch.float64)
     for key in ("edge_index", "edge_weight", "edge_attr", "edge_type"):
@@ -288,7 +307,7 @@ class Listing(gas.ScalableGNN):
         return self.lins[-1](self.convs[-1](x, edge_index))
 
 
-@pytest.mark.parametrize("name", ["GCN", "SAGE mean", "GIN", "SAGE max"])
+@pytest.mark.parametrize("name", ["GCN", "GIN"])
 def test_models_that_name_their_own_slots(name: str) -> None:
     data = undirected_graph(dtype=torch.float64)
     loader = parts(data)
@@ -358,9 +377,8 @@ class Checkpointed(nn.Module):
         return checkpoint(self.lin, x, use_reentrant=self.reentrant)
 
 
-@GRAPHS
 @pytest.mark.parametrize(
-    ("middle", "inward"),
+    ("middle", "constant"),
     [
         (nn.Identity, True),
         (nn.Tanh, True),
@@ -375,11 +393,11 @@ class Checkpointed(nn.Module):
     ],
 )
 def test_halo_gradients_are_left_out_only_where_no_weight_needs_them(
-    middle: Callable[[], nn.Module], inward: bool, make_data: Callable[..., Data]
+    middle: Callable[[], nn.Module], constant: bool
 ) -> None:
-    plan = check_same(lambda: Between(middle()), make_data(dtype=torch.float64), tolerance=1e-10)
+    plan = check_same(lambda: Between(middle()), odd_graph(dtype=torch.float64), tolerance=1e-10)
     assert plan.calls["first"].constant_halo == {0}
-    assert plan.calls["second"].constant_halo == ({0} if inward else set())
+    assert plan.calls["second"].constant_halo == ({0} if constant else set())
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
@@ -407,9 +425,8 @@ class Embedded(nn.Module):
 def test_learned_embeddings_of_the_halo_get_their_gradient(at_input: bool) -> None:
     data = undirected_graph(dtype=torch.float64)
     plan = check_same(lambda: Embedded(at_input), data, tolerance=1e-10)
-    assert (plan.calls["first"].constant_halo, plan.calls["second"].constant_halo) == (
-        (set(), {0}) if at_input else ({0}, set())
-    )
+    found = plan.calls["first"].constant_halo, plan.calls["second"].constant_halo
+    assert found == ((set(), {0}) if at_input else ({0}, set()))
     model = prepared(lambda: Embedded(at_input), data, loader := parts(data))
     batch = next(iter(loader))
     model(batch).square().sum().backward()
@@ -466,22 +483,17 @@ def test_weights_may_be_frozen_at_first(part: str) -> None:
         assert_same(got, expected, 1e-10)
 
 
-@GRAPHS
-@pytest.mark.parametrize("name", ["SAGE sum", "SAGE max", "GIN", "GCN", "LG", "APPNP", "Graph mean weighted"])
-@pytest.mark.parametrize("whole_batch", [False, True])
-def test_gradients_of_features_are_right_for_the_halo_too(
-    name: str, make_data: Callable[..., Data], whole_batch: bool
-) -> None:
+@in_turn(["SAGE sum", "SAGE max", "GIN", "GCN", "LG", "APPNP", "Graph mean weighted"])
+def test_gradients_of_features_are_right_for_the_halo_too(name: str, make_data: Callable[..., Data]) -> None:
     data = make_data(dtype=torch.float64)
     loader = parts(data)
-    quick, plain = (prepared(lambda: stack(name), data, loader) for _ in range(2))
-    switch_off(plain)
-    for batch in loader:
+    quick, plain = twins(name, data, loader)
+    for number, batch in enumerate(loader):
         grads = []
         for model in (quick, plain):
             batch.x = batch.x.detach().clone().requires_grad_()
             arguments = {key: batch[key] for key in ("x", "edge_index", *LAYERS[name][1])}
-            (model(batch) if whole_batch else model(**arguments)).square().sum().backward()
+            (model(batch) if number % 2 else model(**arguments)).square().sum().backward()
             grads.append(batch.x.grad)
         assert_same(grads[0], grads[1], 1e-10)
         assert bool(grads[0][: batch.batch_size].abs().max() > 0)
@@ -490,8 +502,7 @@ def test_gradients_of_features_are_right_for_the_halo_too(
 def test_gradients_flow_into_what_made_the_features() -> None:
     data = undirected_graph(dtype=torch.float64)
     loader = parts(data)
-    quick, plain = (prepared(lambda: stack("SAGE sum"), data, loader) for _ in range(2))
-    switch_off(plain)
+    quick, plain = twins("SAGE sum", data, loader)
     encoder = nn.Linear(C, C).double()
     for batch in loader:
         grads = []
@@ -656,19 +667,11 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[Plan], bool]]] = {
 }
 
 
-@GRAPHS
-@pytest.mark.parametrize("name", BROKEN)
+@in_turn(BROKEN)
 def test_shortcuts_are_dropped_where_they_would_change_something(name: str, make_data: Callable[..., Data]) -> None:
     make, expected = BROKEN[name]
-    data = make_data(dtype=torch.float64)
-    plan = check_same(make, data, tolerance=1e-10)
+    plan = check_same(make, make_data(dtype=torch.float64), tolerance=1e-10, infers=True)
     assert expected(plan), plan
-    model = make().double()
-    spread_norms(model)
-    exact = whole(model, data)
-    gas.autoscale(model, data)
-    for got, wanted in zip(flat(gas.infer(model, parts(data))), flat(exact), strict=True):
-        assert_same(got, wanted, 1e-10)
 
 
 class Refusing(MessagePassing):  # type: ignore[misc]
@@ -708,7 +711,7 @@ class Asserting(nn.Module):
         return self.conv(x, edge_index)
 
 
-def test_models_may_refuse_bare_edges_by_an_assertion() -> None:
+def test_models_may_refuse_empty_edges_by_an_assertion() -> None:
     plan = check_same(Asserting, undirected_graph(dtype=torch.float64), tolerance=1e-10)
     assert not plan.ignores_edges
 
@@ -820,7 +823,7 @@ def test_pooled_output_is_refused_for_a_single_node_too() -> None:
         model(parts(data).batch_for(torch.tensor([3])))
 
 
-@pytest.mark.parametrize("layer", [lambda: pyg.SAGEConv(C, C), lambda: pyg.GCNConv(C, C), lambda: pyg.GINConv(mlp())])
+@pytest.mark.parametrize("layer", [lambda: pyg.GCNConv(C, C), lambda: pyg.GINConv(mlp())])
 def test_single_nodes_and_no_nodes_at_all(layer: Make) -> None:
     data = odd_graph(dtype=torch.float64)
     model = Residual(layer).double()
@@ -835,57 +838,10 @@ def test_single_nodes_and_no_nodes_at_all(layer: Make) -> None:
         out.sum().backward()
 
 
-# Hooks and switches of PyG ###########################################################################################
-
-
-def double_messages(_: Any, __: Any, out: Tensor) -> Tensor:
-    return 2 * out
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_message_hooks_are_called(late: bool) -> None:
-    data = undirected_graph(dtype=torch.float64)
-    plain, model = (pyg.SAGEConv(C, C).double() for _ in range(2))
-    model.load_state_dict(plain.state_dict())
-    plain.register_message_forward_hook(double_messages)
-    expected = whole(plain, data)
-    if not late:
-        model.register_message_forward_hook(double_messages)
-    gas.autoscale(model, data)
-    if late:
-        gas.infer(model, parts(data))
-        model.register_message_forward_hook(double_messages)
-    assert_same(gas.infer(model, parts(data)), expected, 1e-10)
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: pyg.GCNConv(C, C),
-        lambda: pyg.SAGEConv(C, C),
-        lambda: pyg.GINConv(nn.Linear(C, C)),
-    ],
-)
-def test_fusing_may_be_switched_off_later(layer: Make) -> None:
-    """Where PyG does not fuse, the layer must see edges, or say that there are none."""
-    data = undirected_graph(dtype=torch.float64)
-    model = Stack([layer()]).double()
-    expected = whole(model, data)
-    gas.autoscale(model, data)
-    loader = parts(data)
-    assert_same(gas.infer(model, loader), expected, 1e-10)
-    setattr(model.layers[0], "fuse", False)  # noqa: B010
-    try:
-        out = gas.infer(model, loader)
-    except RuntimeError:
-        return
-    assert_same(out, expected, 1e-10)
-
-
 # The rest of the library #############################################################################################
 
 
-@pytest.mark.parametrize("name", ["GCN", "SAGE mean", "GIN", "APPNP", "GINE", "GAT", "SAGE max", "DirGNN"])
+@pytest.mark.parametrize("name", ["GCN", "GIN", "APPNP", "GAT", "DirGNN"])
 def test_penalty_is_the_same(name: str) -> None:
     values = []
 
@@ -900,7 +856,7 @@ def test_penalty_is_the_same(name: str) -> None:
     assert values[: len(values) // 2] == pytest.approx(values[len(values) // 2 :])
 
 
-@pytest.mark.parametrize("name", ["GCN", "SAGE mean", "GIN", "Graph mean weighted", "APPNP", "LG", "RGCN"])
+@pytest.mark.parametrize("name", ["GCN", "GIN", "Graph mean weighted", "APPNP", "RGCN"])
 def test_edge_dropout_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     matmul = FusedEdges.matmul
@@ -923,24 +879,12 @@ def test_edge_dropout_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert used
 
 
-@pytest.mark.parametrize("probability", [0.2, 0.7])
-def test_edge_dropout_leaves_out_its_share(probability: float) -> None:
-    data = undirected_graph(100, 2000, dtype=torch.float64)
-    data.x = torch.ones(data.num_nodes, 1, dtype=torch.float64)
-    model = gas.autoscale(pyg.SimpleConv(aggr="sum"), data, edge_dropout=probability).train()
-    kept = sum(float(model(batch.x, batch.edge_index).sum()) for batch in parts(data))
-    assert kept / data.edge_index.size(1) == pytest.approx(1 - probability, abs=0.05)
-    model.eval()
-    total = sum(float(model(batch.x, batch.edge_index).sum()) for batch in parts(data))
-    assert total == data.edge_index.size(1)
-
-
-@pytest.mark.parametrize("make", [Parallel, Mixed, Residual, lambda: pyg.GIN(C, C, 3, 4, jk="cat")])
+@pytest.mark.parametrize("make", [Mixed, Residual])
 def test_edge_dropout_with_several_last_layers(make: Callable[[], nn.Module]) -> None:
     check_same(make, undirected_graph(dtype=torch.float64), tolerance=1e-10, edge_dropout=0.5)
 
 
-@pytest.mark.parametrize("name", ["GCN", "SAGE mean", "SAGE max", "GIN linear", "Graph mean weighted", "GCN2", "APPNP"])
+@pytest.mark.parametrize("name", ["GCN", "SAGE max", "GIN linear", "Graph mean weighted", "APPNP"])
 def test_autocast(name: str) -> None:
     def run(model: nn.Module, batch: Data) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -948,8 +892,7 @@ def test_autocast(name: str) -> None:
 
     data = undirected_graph()
     loader = parts(data)
-    quick, plain = (prepared(lambda: stack(name), data, loader) for _ in range(2))
-    switch_off(plain)
+    quick, plain = twins(name, data, loader)
     for got, expected in zip(observed(quick, loader, run), observed(plain, loader, run), strict=True):
         assert got.keys() == expected.keys()
         for key in got:
@@ -958,7 +901,7 @@ def test_autocast(name: str) -> None:
             assert float(error) <= 0.05 * float(torch.linalg.vector_norm(expected[key].double())) + 1e-6, key
 
 
-@pytest.mark.parametrize("name", ["GCN", "SAGE mean", "SAGE max", "GIN", "Graph mean weighted"])
+@pytest.mark.parametrize("name", ["GCN", "GIN"])
 def test_autocast_in_the_first_call(name: str) -> None:
     data = undirected_graph()
     model = gas.autoscale(stack(name), data)
@@ -969,12 +912,11 @@ def test_autocast_in_the_first_call(name: str) -> None:
     assert all(bool(value.grad.isfinite().all()) for value in model.parameters() if value.grad is not None)
 
 
-@pytest.mark.parametrize("num_parts", [1, 4])
-def test_autocast_with_batch_norm(num_parts: int) -> None:
+def test_autocast_with_batch_norm() -> None:
     data = undirected_graph()
     model = gas.autoscale(pyg.GraphSAGE(C, C, 3, 4, norm="batch_norm"), data)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for batch in gas.HaloLoader(data, num_parts):
+        for batch in [*gas.HaloLoader(data, 4), *gas.HaloLoader(data, 1)]:
             assert bool(model(batch).isfinite().all())
 
 
@@ -987,16 +929,15 @@ def test_other_precisions(dtype: torch.dtype) -> None:
 # Modes of autograd ###################################################################################################
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", ["GCN", "SAGE mean", "SAGE max", "GIN", "Graph mean weighted", "APPNP", "GAT"])
-def test_training_after_a_first_call_without_gradients(mode: Any, name: str) -> None:
+@pytest.mark.parametrize("name", ["GCN", "GIN", "APPNP", "GAT"])
+def test_training_after_a_first_call_without_gradients(name: str) -> None:
     data = odd_graph(dtype=torch.float64)
     loader = parts(data)
     grads = []
-    for first in (False, True):
+    for mode in (None, torch.no_grad, torch.inference_mode):
         torch.manual_seed(3)
         model = gas.autoscale(stack(name).double(), data).eval()
-        if first:
+        if mode is not None:
             with mode():
                 for batch in loader:
                     model(batch)
@@ -1005,46 +946,34 @@ def test_training_after_a_first_call_without_gradients(mode: Any, name: str) -> 
         for batch in loader:
             model(batch).square().sum().backward()
         grads.append([value.grad for value in model.parameters() if value.grad is not None])
-    assert len(grads[0]) == len(grads[1])
-    for got, expected in zip(grads[1], grads[0], strict=True):
-        assert_same(got, expected, 1e-10)
+    assert grads[0]
+    for other in grads[1:]:
+        for got, expected in zip(other, grads[0], strict=True):
+            assert_same(got, expected, 1e-10)
 
 
-@pytest.mark.parametrize("of", ["features", "weights"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "GAT",
-        "SAGE sum",
-        "SAGE mean",
-        "GCN",
-        "GIN",
-        "Graph mean weighted",
-        "APPNP",
-        "SAGE max",
-    ],
-)
-def test_gradients_of_gradients(name: str, of: str) -> None:
-    """A penalty on the gradient, as in adversarial training and meta-learning."""
+@pytest.mark.parametrize("name", ["GAT", "SAGE sum", "SAGE max", "GCN", "GIN", "Graph mean weighted", "APPNP"])
+def test_gradients_of_gradients(name: str) -> None:
+    """A penalty on the gradient of features or weights, as in adversarial training and meta-learning."""
     data = odd_graph(dtype=torch.float64)
     loader = parts(data)
-    model = prepared(lambda: stack(name), data, loader)
-    state = copy.deepcopy(model.state_dict())
     batch = next(iter(loader))
-    grads = []
-    for quick in (True, False):
-        if not quick:
-            switch_off(model)
-        reset(model, state)
-        model.zero_grad()
-        batch.x = batch.x.detach().requires_grad_(of == "features")
-        inputs = [batch.x] if of == "features" else [weight for weight in model.parameters() if weight.requires_grad]
-        slopes = torch.autograd.grad(model(batch).square().sum(), inputs, create_graph=True, allow_unused=True)
-        torch.stack([slope.square().sum() for slope in slopes if slope is not None]).sum().backward()  # type: ignore[no-untyped-call]
-        grads.append([value.grad for value in model.parameters() if value.grad is not None])
-    assert grads[0]
-    for got, expected in zip(grads[0], grads[1], strict=True):
-        assert_same(got, expected, 1e-9)
+    models = twins(name, data, loader)
+    state = copy.deepcopy(models[0].state_dict())
+    for of in ("features", "weights"):
+        grads = []
+        for model in models:
+            reset(model, state)
+            model.zero_grad()
+            batch.x = batch.x.detach().requires_grad_(of == "features")
+            weights = [weight for weight in model.parameters() if weight.requires_grad]
+            inputs = [batch.x] if of == "features" else weights
+            slopes = torch.autograd.grad(model(batch).square().sum(), inputs, create_graph=True, allow_unused=True)
+            torch.stack([slope.square().sum() for slope in slopes if slope is not None]).sum().backward()  # type: ignore[no-untyped-call]
+            grads.append([value.grad for value in weights if value.grad is not None])
+        assert grads[0]
+        for got, expected in zip(*grads, strict=True):
+            assert_same(got, expected, 1e-9)
 
 
 def test_backward_twice_through_one_graph() -> None:
@@ -1060,29 +989,16 @@ def test_backward_twice_through_one_graph() -> None:
         assert_same(value.grad, 2 * grad, 1e-12)
 
 
-def test_one_part_has_the_gradients_of_the_whole_graph() -> None:
-    """Without a halo all shortcuts are on as well."""
-    data = odd_graph(dtype=torch.float64)
-    for name in ("GCN", "SAGE max", "GIN", "Graph mean weighted", "APPNP"):
-        model = stack(name).double()
-        call_whole(model, data).square().sum().backward()
-        expected = [value.grad.clone() for value in model.parameters() if value.grad is not None]
-        model.zero_grad()
-        gas.autoscale(model, data)
-        model(next(iter(gas.HaloLoader(data, 1)))).square().sum().backward()
-        for value, grad in zip([v for v in model.parameters() if v.grad is not None], expected, strict=True):
-            assert value.grad is not None
-            assert_same(value.grad, grad, 1e-10)
-
-
 def test_deep_copies_keep_their_shortcuts() -> None:
     data = undirected_graph(dtype=torch.float64)
-    model = prepared(lambda: stack("GIN"), data, loader := parts(data)).eval()
-    copied = copy.deepcopy(model)
-    switch_off(model)
+    model = prepared(lambda: stack("Graph mean weighted"), data, loader := parts(data)).eval()
+    copied, plain = copy.deepcopy(model), copy.deepcopy(model)
+    switch_off(plain)
     assert plan_of(copied).ignores_edges
     for batch in loader:
-        assert_same(copied(batch), model(batch), 1e-10)
+        expected = plain(batch)
+        assert_same(copied(batch), expected, 1e-10)
+        assert_same(model(batch), expected, 1e-10)
 
 
 def test_rows_of_a_fused_sum_by_hand() -> None:
@@ -1105,12 +1021,11 @@ def test_rows_of_a_fused_sum_by_hand() -> None:
         ("gat", set()),
     ],
 )
-@pytest.mark.parametrize("batch_norm", [False, True])
-def test_models_of_the_paper_take_shortcuts(name: str, shortcuts: set[str], batch_norm: bool) -> None:
+def test_models_of_the_paper_take_shortcuts(name: str, shortcuts: set[str]) -> None:
     """Batch norm makes some gradients cancel out, so that only rounding is left of them."""
     data = undirected_graph()
     del data.edge_weight, data.edge_attr, data.edge_type
-    norm = {"batch_norm": batch_norm} if "batch_norm" in model_options(name) else {}
+    norm = {"batch_norm": True} if "batch_norm" in model_options(name) else {}
     model = gas.autoscale(build_model(name, data, 3, layers=3, **norm), data)
     model(next(iter(gas.HaloLoader(data, num_parts=3))))
     plan = attached(model).plan

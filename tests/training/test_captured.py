@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCNConv, GraphConv  # type: ignore[import-untyped]
@@ -20,6 +19,7 @@ from gnnautoscale.data import generate
 from gnnautoscale.forward import GraphMemory
 from gnnautoscale.history import History
 from gnnautoscale.models import MODELS, build_model, model_options
+from gnnautoscale.tasks import NodeClassification
 from gnnautoscale.training import Engine, Feed, Optimization, captured, make_optimizer
 from gnnautoscale.training.captured import _watching
 from gnnautoscale.transfer import BatchRows, DirectTransfer
@@ -281,7 +281,8 @@ class Noted(DirectTransfer):
 
 def engine_of(data: Data) -> Engine:
     model = gas.autoscale(build_model("gcn", data, CLASSES, hidden=8, layers=2), data)
-    return Engine(model, make_optimizer(model, Optimization(lr=0.01)), Feed(model, fixed=True), F.cross_entropy)
+    feed = Feed(model, NodeClassification(CLASSES), fixed=True)
+    return Engine(model, make_optimizer(model, Optimization(lr=0.01)), feed)
 
 
 def test_every_step_makes_the_same_calls(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:

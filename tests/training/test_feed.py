@@ -15,10 +15,12 @@ import gnnautoscale as gas
 from conftest import CHANNELS, assert_same, odd_graph, undirected_graph
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.forward.record import BatchEdges
+from gnnautoscale.tasks import NodeClassification
 from gnnautoscale.training.feed import Feed, _Package, plain_item
 from gnnautoscale.transfer import BatchRows
 
 CPU = torch.device("cpu")
+TASK = NodeClassification(4)
 
 
 class TakesTheBatch(nn.Module):
@@ -68,7 +70,7 @@ def test_a_packed_batch_trains_as_it_did(name: str) -> None:
     loader = gas.HaloLoader(data, num_parts=3)
     for batch in loader:
         model(batch)  # what happens with edges is known afterwards, and histories are not empty
-    feed = Feed(model, fixed=True)
+    feed = Feed(model, TASK, fixed=True)
     for ready in loader.ready_batches():
         batch = ready.tagged_copy()
         out = model(batch)
@@ -85,7 +87,7 @@ def test_a_packed_batch_trains_as_it_did(name: str) -> None:
         assert_same(got.detach(), expected[0], 1e-6)
         for one, other in zip(grads(model, got), expected[1], strict=True):
             assert_same(one, other, 1e-6)
-        assert torch.equal(item.y, batch.y[: batch.batch_size][batch.train_mask[: batch.batch_size]])
+        assert torch.equal(item.targets, batch.y[: batch.batch_size][batch.train_mask[: batch.batch_size]])
         package.displace()
         assert rows.on(CPU) is rows.index
         assert all(ready.info.placed(event) is None for event in feed._events)
@@ -97,10 +99,10 @@ def test_only_what_is_needed_is_packed() -> None:
     loader = gas.HaloLoader(data, num_parts=3)
     ready = next(loader.ready_batches())
     model(ready.tagged_copy().x, ready.tagged_copy().edge_index)
-    names = Feed(model)._tensors(ready.tagged_copy(), ready.info)
+    names = Feed(model, TASK)._tensors(ready.tagged_copy(), ready.info)
     kinds = {name if isinstance(name, str) else name[1] for name in names}
     # The edges as they are, and masks, stay where they are; fused edges with their transpose come along.
-    assert kinds >= {"n_id", "places", "y", "rows", "x", "fused"}
+    assert kinds >= {"n_id", "places", "targets", "rows", "x", "fused"}
     assert "constant" not in kinds
     assert names["batch", "edge_index"].numel() == 0
     assert not any("mask" in str(name) for name in names)
@@ -113,7 +115,7 @@ def test_edges_stay_as_they_are_for_edge_dropout() -> None:
     ready = next(loader.ready_batches())
     batch = ready.tagged_copy()
     model(batch.x, batch.edge_index)
-    names = Feed(model)._tensors(batch, ready.info)
+    names = Feed(model, TASK)._tensors(batch, ready.info)
     assert any(not isinstance(name, str) and name[1] == "edge_index" for name in names)
     assert not any(not isinstance(name, str) and name[1] == "fused" for name in names)
 
@@ -134,9 +136,9 @@ def test_rows_to_train_on(share: float) -> None:
     data = undirected_graph()
     data.train_mask = torch.arange(40) < 40 * share
     batch = next(iter(gas.HaloLoader(data, num_parts=1)))
-    item = plain_item(batch, CPU)
+    item = plain_item(batch, TASK, CPU)
     mask = batch.train_mask[: batch.batch_size]
-    assert torch.equal(item.y, batch.y[mask])
+    assert torch.equal(item.targets, batch.y[mask])
     assert (item.rows is None) == (share == 1.0)
     if item.rows is not None:
         assert torch.equal(item.rows, mask.nonzero().squeeze(1))
@@ -146,7 +148,7 @@ def test_on_a_cpu_batches_are_passed_through() -> None:
     data = undirected_graph()
     model = gas.autoscale(MODELS["gcn"](), data)
     loader = gas.HaloLoader(data, num_parts=4)
-    items = list(Feed(model).items(loader.ready_batches()))
+    items = list(Feed(model, TASK).items(loader.ready_batches()))
     assert [item.info for item in items] == [ready.info for ready in loader.ready_batches()]
     assert all(item.version is None for item in items)
 

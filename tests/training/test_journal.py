@@ -20,6 +20,7 @@ from gnnautoscale.data import generate
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import GAT, GCN, build_model
 from gnnautoscale.runs.folder import RunFolder, RunRecord, read_run
+from gnnautoscale.tasks import NodeClassification
 from gnnautoscale.training.journal import describe_parts
 
 FEATURES, CLASSES = 6, 3
@@ -176,6 +177,10 @@ def test_what_a_run_is(data: Data, tmp_path: Path) -> None:
         "edges": data.num_edges,
         "features": FEATURES,
         "classes": CLASSES,
+        "multi-label": False,
+        "train nodes in split": 24,
+        "val nodes in split": 12,
+        "test nodes in split": 12,
     }
     assert run["model"] == {"name": "GCN", "parameters": sum(weight.numel() for weight in model.parameters())}
     assert run["versions"].keys() == {"python", "torch", "torch-geometric", "gnnautoscale"}
@@ -271,7 +276,7 @@ def test_by_default_they_are_measured_while_that_is_cheap(
         _Way(),  # type: ignore[arg-type]
         nn.Linear(1, 1),
         gas.HaloLoader(data, 4),
-        torch.nn.functional.cross_entropy,
+        NodeClassification(CLASSES),
         what=["staleness"],
         every="auto",
     )

@@ -17,14 +17,13 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCNConv, GraphConv  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
-import gnnautoscale.training.loop as train_module
 import gnnautoscale.training.strategies as modes_module
 from conftest import history_rows
 from gnnautoscale.data import datasets, generate
 from gnnautoscale.graph.partitioning import partition
 from gnnautoscale.models import GAT, GCN, GIN, MODELS, GraphSAGE, build_model
 from gnnautoscale.runs.result import Epoch, FitResult
-from gnnautoscale.tasks.node import score
+from gnnautoscale.tasks import NodeClassification
 from gnnautoscale.training.loop import fit
 from support.communities import (
     CLASSES,
@@ -69,12 +68,17 @@ def run(model: nn.Module | None = None, data: Data | gas.Dataset | None = None, 
     return Run(model, result, weights)
 
 
+def score(out: Tensor, data: Data, split: str) -> float:
+    """The score that the data's own task gives."""
+    return NodeClassification.of(gas.Dataset.of(data)).score(out, data, split)
+
+
 def exact_scores(model: nn.Module, data: Data) -> dict[str, float]:
     """Scores of the model on a graph, by calling it on all of it at once."""
     plain = gas.detach(model).eval()
     with torch.no_grad():
         out = plain(data.x, data.edge_index)
-    return {split: score(out, data.y, data[f"{split}_mask"]) for split in ("train", "val", "test")}
+    return {split: score(out, data, split) for split in ("train", "val", "test")}
 
 
 # Full batch ##########################################################################################################
@@ -262,7 +266,7 @@ def test_every_model_trains_as_a_baseline(baseline: str, name: str) -> None:
 def exact_scores_plain(model: nn.Module, data: Data) -> dict[str, float]:
     with torch.no_grad():
         out = model.eval()(data.x, data.edge_index)
-    return {split: score(out, data.y, data[f"{split}_mask"]) for split in ("train", "val", "test")}
+    return {split: score(out, data, split) for split in ("train", "val", "test")}
 
 
 @each_baseline
@@ -352,7 +356,7 @@ def test_baselines_take_inductive_data(baseline: str) -> None:
     model.eval()
     with torch.no_grad():
         for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
-            expected = score(model(graph.x, graph.edge_index), graph.y, graph[f"{split}_mask"])
+            expected = score(model(graph.x, graph.edge_index), graph, split)
             assert result.scores[split] == pytest.approx(expected), split
 
 
@@ -572,7 +576,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
         value = next(left)
         return {"train": 0.0, "val": value, "test": value / 2}
 
-    monkeypatch.setattr(train_module, "evaluate", evaluate)
+    monkeypatch.setattr(NodeClassification, "evaluate", evaluate)
 
 
 @pytest.mark.parametrize(
@@ -627,7 +631,7 @@ def test_inductive_data_are_evaluated_on_their_own_graphs() -> None:
     plain = gas.detach(model).eval()
     with torch.no_grad():
         for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
-            expected = score(plain(graph.x, graph.edge_index), graph.y, graph[f"{split}_mask"])
+            expected = score(plain(graph.x, graph.edge_index), graph, split)
             assert result.scores[split] == pytest.approx(expected, abs=0.2), split
     assert result.steps == 8
 
@@ -658,28 +662,6 @@ def test_first_loss_of_several_labels_by_hand() -> None:
     y = data.y[data.train_mask]
     expected = -(y * F.logsigmoid(out) + (1 - y) * F.logsigmoid(-out)).mean()
     assert fit(model, data, mode="full", epochs=1).epochs[0].loss == pytest.approx(float(expected), abs=1e-6)
-
-
-def test_micro_f1_by_hand() -> None:
-    out = torch.tensor([[1.0, -1.0, 2.0], [-1.0, 3.0, -2.0], [5.0, 5.0, 5.0]])
-    y = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-    some = torch.tensor([True, True, False])
-    # Two hits, one false alarm and one miss.
-    assert score(out, y, some) == pytest.approx(100 * 2 * 2 / (2 * 2 + 1 + 1))
-    # Three false alarms more.
-    assert score(out, y, torch.tensor([True, True, True])) == pytest.approx(100 * 2 * 2 / (2 * 2 + 4 + 1))
-
-
-@pytest.mark.parametrize(("mask", "expected"), [([1, 1, 1, 1], 75.0), ([1, 0, 0, 1], 50.0), ([0, 1, 0, 0], 100.0)])
-def test_accuracy_by_hand(mask: list[int], expected: float) -> None:
-    out = torch.tensor([[2.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.5, 0.4]])
-    assert score(out, torch.tensor([0, 1, 1, 1]), torch.tensor(mask).bool()) == expected
-
-
-def test_no_nodes_have_no_score() -> None:
-    nothing = torch.tensor([False])
-    assert math.isnan(score(torch.zeros(1, 2), torch.tensor([0]), nothing))
-    assert math.isnan(score(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]), nothing))
 
 
 # Schedules and epochs ################################################################################################
@@ -895,7 +877,7 @@ def _with(name: str, make: Callable[[Data], Any]) -> Callable[[Data], None]:
         (_without("val_mask"), "^val_mask must"),
         (_with("val_mask", lambda data: torch.zeros(48, dtype=torch.bool)), "^val_mask must hold"),
         (_with("train_mask", lambda data: torch.zeros(48, dtype=torch.bool)), "^train_mask must hold"),
-        (_with("train_mask", lambda data: data.train_mask[:47]), "^train_mask must be bool, "),
+        (_with("train_mask", lambda data: data.train_mask[:47]), "^train_mask must have one row for each of the 48"),
         (_with("test_mask", lambda data: data.test_mask.float()), "^test_mask must be bool, "),
         (_with("x", lambda data: data.x.masked_fill(data.x > 0, math.nan)), "^x must be finite"),
         (_with("x", lambda data: data.x.masked_fill(data.x > 0, math.inf)), "^x must be finite"),

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
-import gnnautoscale.training.loop as train_module
 import gnnautoscale.training.resume as resume_module
 from conftest import history_rows
 from gnnautoscale.attach.autoscaler import attached
@@ -29,6 +28,7 @@ from gnnautoscale.attach.inference import infer_from_histories
 from gnnautoscale.data import generate
 from gnnautoscale.models import GCN, build_model
 from gnnautoscale.runs.result import Epoch, FitResult
+from gnnautoscale.tasks import NodeClassification
 from gnnautoscale.training.checkpoint import latest_checkpoint, load_latest, save_checkpoint
 from gnnautoscale.training.resume import stop_requests
 from support.communities import CLASSES, FEATURES, community_graph, multilabel_graph, same_bits, weights_of
@@ -238,7 +238,7 @@ def test_a_run_that_has_ended_gives_the_same_again(
     options = {"checkpoint_dir": str(tmp_path / "saved"), "checkpoint_every": 2, **options}
     first = Trained(history_dir=str(tmp_path / "first"), **options)
     found = steps_of(tmp_path / "saved")
-    monkeypatch.setattr(train_module, "evaluate", None)  # nothing is to be done
+    monkeypatch.setattr(NodeClassification, "evaluate", None)  # nothing is to be done
 
     def never(epoch: Epoch) -> None:
         raise AssertionError

@@ -23,11 +23,12 @@ from gnnautoscale.data import generate
 from gnnautoscale.data.datasets import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import GCN
+from gnnautoscale.tasks import NodeClassification, task_for
 from gnnautoscale.training.options import FitOptions
 from gnnautoscale.tuning import advice as tune
 from gnnautoscale.tuning import trials
 from gnnautoscale.tuning.advice import Candidate, choose, consider, part_counts
-from gnnautoscale.tuning.trials import Cut, Place, Trial, Trials, class_skew, interpolate
+from gnnautoscale.tuning.trials import Cut, Place, Trial, Trials, interpolate
 
 TINY = ["--data", "communities", "--nodes", "400", "--degree", "4", "--features", "5", "--classes", "3"]
 DEVICE = Place("device", "same", "it fits")
@@ -172,7 +173,7 @@ def test_joins_parts_if_batches_become_better_samples_and_fit() -> None:
     known.skew = 0.39
     assert tune._join(two, DEVICE, known) == (
         {"num_parts": 20, "batch_size": 10},
-        "the classes of a part are off from the graph's by 0.50 (total variation), those of 10 out of 20 parts by "
+        "the targets of a part are off from the graph's by 0.50 (total variation), those of 10 out of 20 parts by "
         "0.39, with 3.00 halo nodes per node instead of 0.20",
     )
     known.rows = 2000  # and not 500: 10 units beside those of histories become 40
@@ -206,18 +207,6 @@ def test_a_gpu_captures_batches_that_come_back() -> None:
     assert tune._join(two, replace(DEVICE, keep=False), known)[0]["batch_size"] == 10
 
 
-def test_skew_of_classes() -> None:
-    y, mask = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([True, True, True, True, False, True])
-    # Shares 2/5, 2/5, 1/5; the parts have 1, 0, 0 | 0, 1, 0 | 0, 0, 1.
-    assert class_skew(y, y, mask) == pytest.approx((2 * 0.6 + 2 * 0.6 + 0.8) / 5)
-    assert class_skew(torch.zeros(6, dtype=torch.long), y, mask) == 0.0
-    assert class_skew(torch.tensor([0, 0, 1, 1, 2, 3]), y, mask) == class_skew(y, y, mask)
-    several = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [1.0, 1.0]])
-    everywhere = torch.ones(4, dtype=torch.bool)
-    # Labels 3 : 3; the parts have 2 : 1 and 1 : 2.
-    assert class_skew(torch.tensor([0, 0, 1, 1]), several, everywhere) == pytest.approx(2 / 3 - 1 / 2)
-
-
 # Estimates ###########################################################################################################
 
 
@@ -237,7 +226,7 @@ def test_looks_at_a_cut() -> None:
     edges = torch.tensor([[0, 1, 2, 3, 4, 5, 2, 3], [1, 2, 0, 4, 5, 3, 3, 2]])
     data = Data(x=torch.zeros(6, 2), edge_index=edges, y=torch.tensor([0, 0, 0, 1, 1, 1]))
     data.train_mask = torch.tensor([True, False, True, True, False, True])
-    cut = Cut.of(data, torch.tensor([0, 0, 0, 1, 1, 1]))
+    cut = Cut.of(data, torch.tensor([0, 0, 0, 1, 1, 1]), NodeClassification(2))
     assert cut.connectivity == pytest.approx(1 / 3)
     assert (cut.rows, cut.work) == (4, (8 + 8) / 2)
     assert cut.kept == 8 * (2 * 4 + 8 + 1) + 8 * 16
@@ -246,7 +235,8 @@ def test_looks_at_a_cut() -> None:
 
 
 def trials_of(data: Data, memory: int | None = None, counts: Sequence[int] = (1, 2, 4), **options: Any) -> Trials:
-    return Trials(lambda: GCN(5, 3, hidden=16, layers=3), Dataset.of(data), list(counts), memory, FitOptions(**options))
+    dataset, given = Dataset.of(data), FitOptions(**options)
+    return Trials(lambda: GCN(5, 3, hidden=16, layers=3), dataset, task_for(dataset), list(counts), memory, given)
 
 
 def test_knows_how_much_histories_take() -> None:

@@ -25,11 +25,12 @@ from gnnautoscale._util import map_tensors, tensors_in, undisturbed
 from gnnautoscale.analysis.bounds import LayerConstants, LayerErrors, MessageEdges, measure, theorem1_by_node
 from gnnautoscale.analysis.lipschitz import jacobian_norm, lipschitz_constant
 from gnnautoscale.attach import CallModel, attached, call_with_batch, device_of, to_model_device
+from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import HistoryStore, LayerRun, Observer, Plan, StoreExchange, evaluating
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.models import Stack
-from gnnautoscale.tasks import Objective, class_loss
+from gnnautoscale.tasks import Task, task_for
 
 Diagnostic = Literal["staleness", "gradients", "lipschitz"]
 DIAGNOSTICS: tuple[Diagnostic, ...] = get_args(Diagnostic)
@@ -47,23 +48,23 @@ def diagnose(
     what: Sequence[Diagnostic] = ("staleness",),
     *,
     ages: Tensor | None = None,
-    objective: Objective | None = None,
+    task: Task | None = None,
     call: CallModel = call_with_batch,
 ) -> dict[str, dict[str, Any]]:
     r"""Measure the errors of a model with its current weights and histories.
 
     Every batch is computed as if it came next, in evaluation mode. ``"staleness"`` compares the rows of histories and
     of batches with exact ones, layer by layer, and with the bound of Theorem 1 if the model's constants are known.
-    ``"gradients"`` compares the gradient of the mean loss over all training nodes, summed over batches, with that of
-    the whole graph. ``"lipschitz"`` finds the largest factor by which each layer amplifies a small change of its
+    ``"gradients"`` compares the gradient of the mean loss over all targets, summed over batches, with that of the
+    whole graph. ``"lipschitz"`` finds the largest factor by which each layer amplifies a small change of its
     inputs on the whole graph, and the constants of its messages and its update if these are known.
 
     Args:
         model: An autoscaled model.
-        loader: Makes the batches of the training graph; ``"gradients"`` needs its ``y`` and ``train_mask``.
+        loader: Makes the batches of the training graph.
         what: The diagnostics to run.
         ages: Number of steps since each node's rows were written, ``[num_nodes]``, -1 for never; optional.
-        objective: Computes the mean loss of some rows from outputs and labels; by default that of :func:`fit`.
+        task: Gives the loss for ``"gradients"``; by default node classification, which needs ``y`` and ``train_mask``.
         call: Calls the model with a batch, if ``model(batch)`` does not fit.
 
     Returns:
@@ -86,7 +87,7 @@ def diagnose(
     check_diagnostics(what)
     probes: dict[str, Callable[..., dict[str, Any]]] = {
         "staleness": partial(_staleness, ages=ages),
-        "gradients": partial(_gradients, objective=objective or _class_loss),
+        "gradients": partial(_gradients, task=task),
         "lipschitz": _lipschitz,
     }
     found: dict[str, dict[str, Any]] = {}
@@ -102,7 +103,7 @@ def check_diagnostics(what: Sequence[str]) -> None:
     """Refuse unknown diagnostics."""
     if isinstance(what, str) or not set(what) <= set(DIAGNOSTICS):
         raise InputError(
-            f"diagnose must be a list of {', '.join(DIAGNOSTICS)}", got=repr(what), fix="Name them in a list."
+            f"diagnose must be some of {', '.join(DIAGNOSTICS)}", got=repr(what), fix="Name them in a list."
         )
 
 
@@ -226,28 +227,25 @@ def layer_constants(layer: Any) -> LayerConstants | None:
 # Gradients ###########################################################################################################
 
 
-def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, objective: Objective) -> dict[str, Any]:
+def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, task: Task | None) -> dict[str, Any]:
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    missing = [name for name in ("y", "train_mask") if name not in loader.data]
-    if missing or not weights or not bool(loader.data.train_mask.any()):
-        raise InputError(
-            "'gradients' needs weights, labels and training nodes",
-            got=f"data without {', '.join(missing) or 'training nodes'}, or a model without weights",
-            fix="Set data.y and data.train_mask.",
-        )
-    count = int(loader.data.train_mask.sum())
+    if not weights:
+        raise InputError("'gradients' needs weights", got="a model without any to train", fix="Leave gradients out.")
+    learned = task_for(Dataset.of(loader.data)) if task is None else task
+    learned.check(loader.data, ["train"])
+    count = learned.targets_of_graph(loader.data)[1].size(0)
+    device = device_of(model)
 
     def summed(batches: Iterator[Data]) -> list[Tensor]:
         total = [torch.zeros_like(weight, dtype=torch.double) for weight in weights.values()]
         for batch in batches:
-            mask, y = batch.train_mask[: batch.batch_size], batch.y[: batch.batch_size]
-            if not bool(mask.any()):
+            rows, targets = learned.targets(batch)
+            if not targets.size(0):
                 continue
             with attached(model).running(StoreExchange(HistoryStore(writes=False))):
                 out = call(model, to_model_device(batch, model))
-            share = int(mask.sum()) / count
-            mask, y = mask.to(device_of(model)), y.to(device_of(model))
-            loss = share * objective(out[mask], y[mask])
+            out = out if rows is None else out[rows.to(device)]
+            loss = targets.size(0) / count * learned.loss(out, targets.to(device))
             pieces = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             for sum_, piece in zip(total, pieces, strict=True):
                 sum_ += 0.0 if piece is None else piece
@@ -330,10 +328,6 @@ def _norm(function: Callable[[Tensor], Any], x: Tensor) -> float | None:
 
 
 # Helpers #############################################################################################################
-
-
-def _class_loss(out: Any, y: Tensor) -> Tensor:
-    return class_loss(out.size(1) if isinstance(out, Tensor) and out.dim() == 2 else 0, out, y)
 
 
 def _whole(loader: HaloLoader) -> Data:

@@ -34,7 +34,7 @@ from gnnautoscale.graph import HaloLoader, connectivity
 from gnnautoscale.graph import partition as cut
 from gnnautoscale.models import build_model, check_model_options
 from gnnautoscale.runs import FitResult, free_folder
-from gnnautoscale.tasks import score
+from gnnautoscale.tasks import task_for
 from gnnautoscale.training import OPTIONS, FitOptions, fit, latest_checkpoint, open_checkpoint, pick_device
 
 app = typer.Typer(
@@ -70,7 +70,7 @@ def train(
         dataset = _dataset({**options, "split": options["split"] + run})
         seed = training.seed + run
         torch.manual_seed(seed)
-        model = build_model(model_name, dataset.train, dataset.num_classes, **built)
+        model = build_model(model_name, dataset.train, task_for(dataset).num_outputs, **built)
         if run == 0 and "edge_attr" in dataset.train and not quiet:
             errors.print("note: none of these models uses edge features (edge_attr)", soft_wrap=True)
         title = f"{dataset.name} {model_name} {training.mode} seed {seed}"
@@ -139,7 +139,7 @@ def infer(
     *,
     num_parts: Annotated[int, typer.Option(help="Number of batches to compute in.")] = 8,
     device: Annotated[str, typer.Option(help=OPTIONS["device"].help)] = "auto",
-    output: Annotated[Path | None, typer.Option(help="File for scores and classes, as .npz.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for predictions, as .npz.")] = None,
     json: Json = False,
 ) -> None:
     """Run a trained model on all nodes of a graph, exactly, in batches."""
@@ -147,20 +147,17 @@ def infer(
     OPTIONS["num_parts"].check(num_parts)
     _check_target("--output", output)
     dataset = _dataset(options)
-    graph = dataset.test
-    trained = load_model(model, graph, dataset.num_classes).to(device)
+    task, graph = task_for(dataset), dataset.test
+    trained = load_model(model, graph, task.num_outputs).to(device)
     scaled = autoscale(trained, graph, storage="host")
     start = time.perf_counter()
     out = run_inference(scaled, HaloLoader(graph, min(num_parts, graph.num_nodes)))
     facts: dict[str, Any] = {"nodes": graph.num_nodes, "seconds": time.perf_counter() - start}
     splits = ("test",) if dataset.inductive else ("train", "val", "test")
     for split in splits:
-        facts[f"{'micro-F1' if dataset.multilabel else 'accuracy'} {split}"] = score(
-            out, graph.y, graph[f"{split}_mask"]
-        )
+        facts[f"{task.metric} {split}"] = task.score(out, graph, split)
     if output is not None:
-        classes = out > 0 if dataset.multilabel else out.argmax(dim=1)
-        arrays = {"scores": out.numpy(), "classes": classes.numpy()}
+        arrays: dict[str, Any] = {name: value.numpy() for name, value in task.predictions(out).items()}
         write_atomically(output, lambda stream: np.savez(stream, **arrays), rule="--output must be writable")
     _show_facts(f"{options['data']} · {model.name}", facts, json)
 
@@ -179,9 +176,7 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
     for prefix, graph in graphs.items():
         facts[f"{prefix}nodes"] = graph.num_nodes
         facts[f"{prefix}directed edges"] = graph.num_edges
-    facts |= {"features": dataset.num_features, "classes": dataset.num_classes, "multi-label": dataset.multilabel}
-    for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
-        facts[f"{split} nodes in split"] = int(graph[f"{split}_mask"].sum())
+    facts |= {"features": dataset.num_features, **task_for(dataset).describe(dataset)}
     _show_facts(options["data"], facts, json)
 
 

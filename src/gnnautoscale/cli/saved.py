@@ -30,13 +30,13 @@ def save_model(path: Path, model: nn.Module, options: dict[str, Any]) -> None:
     write_atomically(path, lambda stream: torch.save(content, stream), rule="the model's file must be writable")
 
 
-def load_model(path: Path, data: Data, num_classes: int) -> nn.Module:
+def load_model(path: Path, data: Data, num_outputs: int) -> nn.Module:
     """Build a saved model for a graph and load its weights.
 
     Args:
         path: A file that :func:`save_model` wrote.
         data: A graph with the same features as in training.
-        num_classes: Number of outputs per node.
+        num_outputs: Number of outputs per node.
     """
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
@@ -51,13 +51,13 @@ def load_model(path: Path, data: Data, num_classes: int) -> nn.Module:
             got=f"{path} ({reason})",
             fix="Train it again.",
         ) from None
-    model = build_model(name, data, num_classes, **options)
+    model = build_model(name, data, num_outputs, **options)
     try:
         model.load_state_dict(weights)
     except RuntimeError:
         raise InputError(
             "a saved model needs a graph with the features and classes that it was trained on",
-            got=f"{data.num_features} features and {num_classes} classes",
+            got=f"{data.num_features} features and {num_outputs} classes",
             fix="Use the data of its training, or train it again.",
         ) from None
     return model

@@ -4,6 +4,5 @@ The paper's data sets by name, a user's own files, and generated graphs. It know
 """
 
 from gnnautoscale.data.datasets import Dataset, load
-from gnnautoscale.data.files import check_data
 
-__all__ = ["Dataset", "check_data", "load"]
+__all__ = ["Dataset", "load"]

@@ -1,12 +1,12 @@
-"""Names to data: the data sets of the paper with its splits and its preparation of features.
+"""Data sets by name, with the paper's splits and preparation of features, and a user's own graph from a file.
 
 Every graph that leaves this module is a plain ``Data`` with ``x`` [N, F] float32, ``edge_index`` [2, E], ``y`` ([N]
-int64, or [N, C] float32 when a node has several labels) and ``train_mask``, ``val_mask``, ``test_mask`` [N].
+int64, or [N, C] float32 if a node has several labels) and ``train_mask``, ``val_mask``, ``test_mask`` [N]. Only a
+user's file may lack ``y``, or hold other targets in it.
 """
 
 from __future__ import annotations
 
-import copy
 import difflib
 import importlib
 import pickle
@@ -15,7 +15,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch_geometric.utils import index_to_mask, to_undirected  # type: ignore[i
 
 from gnnautoscale.data import files, generate
 from gnnautoscale.errors import InputError
+from gnnautoscale.graph import Graph
 
 
 @dataclass(frozen=True)
@@ -35,59 +36,95 @@ class Dataset:
 
     Args:
         name: As given to `load`, or the name of the user's file.
-        train: The graph to train on, with ``train_mask``.
-        val: The graph to validate on, with ``val_mask``: the same object unless the data set is inductive.
-        test: The graph to test on, with ``test_mask``: likewise.
-        num_features: Columns of ``x``.
-        num_classes: Classes, or labels when a node has several.
-        multilabel: Whether a node can have several labels: then ``y`` is [N, C].
+        train: The graph to train on.
+        val: The graph to validate on: the same object unless the data set is inductive.
+        test: The graph to test on: likewise.
     """
 
     name: str
     train: Data
     val: Data
     test: Data
-    num_features: int
-    num_classes: int
-    multilabel: bool
-
-    @property
-    def inductive(self) -> bool:
-        """Whether validation and test nodes are unseen while training."""
-        return not self.train is self.val is self.test
 
     @staticmethod
     def of(data: Data, name: str = "data") -> Dataset:
-        """A single graph with ``train_mask``, ``val_mask`` and, if there is one, ``test_mask`` as a data set.
+        """Make a data set of a single graph.
 
         Example:
-            >>> mask = torch.tensor([True, False])
             >>> edges = torch.tensor([[0, 1], [1, 0]])
-            >>> data = Data(x=torch.eye(2), edge_index=edges, y=torch.tensor([0, 1]), train_mask=mask, val_mask=~mask)
-            >>> Dataset.of(data).num_classes
-            2
+            >>> dataset = Dataset.of(Data(x=torch.eye(2), edge_index=edges, y=torch.tensor([0, 2])))
+            >>> dataset.num_features, dataset.num_classes
+            (2, 3)
         """
-        files.check_data(data, splits=("train", "val"))
-        graph = copy.copy(data)  # everything else that a model may use stays
-        if "test_mask" not in graph:
-            graph.test_mask = torch.zeros_like(graph.train_mask)
-        graph.y = graph.y.float() if graph.y.dim() == 2 else graph.y.long()
-        multilabel = graph.y.dim() == 2
-        num_classes = graph.y.size(1) if multilabel else int(graph.y.max()) + 1
-        return Dataset(name, graph, graph, graph, graph.x.size(1), num_classes, multilabel)
+        return Dataset(name, data, data, data)
+
+    @property
+    def inductive(self) -> bool:
+        """Whether validation and test nodes are unseen in training."""
+        return not self.train is self.val is self.test
+
+    @property
+    def num_features(self) -> int:
+        """Columns of ``x``."""
+        return int(self.train.x.size(1))
+
+    @cached_property
+    def num_classes(self) -> int:
+        """Number of classes if ``y`` [N] holds classes from 0, or of columns if it is [N, C]."""
+        if self.train.y.dim() == 2:
+            return int(self.train.y.size(1))
+        return max(int(graph.y.max()) for graph, _ in self.graphs()) + 1
+
+    def graphs(self) -> list[tuple[Data, tuple[str, ...]]]:
+        """Each graph once, with its splits.
+
+        Example:
+            >>> [splits for _, splits in load("cluster", graphs=2).graphs()]
+            [('train',), ('val',), ('test',)]
+        """
+        found: dict[int, tuple[Data, tuple[str, ...]]] = {}
+        for split, graph in (("train", self.train), ("val", self.val), ("test", self.test)):
+            found[id(graph)] = graph, (*found.get(id(graph), (graph, ()))[1], split)
+        return list(found.values())
+
+    def check(self) -> None:
+        """Refuse graphs that no model can be trained on; targets and splits are checked by the task.
+
+        Example:
+            >>> Dataset.of(Data(x=torch.ones(2, 1), edge_index=torch.tensor([[0], [5]]))).check()
+            Traceback (most recent call last):
+            ...
+            gnnautoscale.errors.InputError: edge_index must hold indices from 0 to 1, but got values from 0 to 5...
+        """
+        for graph, splits in self.graphs():
+            x = getattr(graph, "x", None)
+            if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
+                raise InputError(
+                    "x must be floating, [nodes, features]",
+                    got=f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}",
+                    fix="Use x.float(), one row per node.",
+                )
+            Graph.of(graph)
+            if x.size(1) != self.num_features:
+                raise InputError(
+                    f"all graphs of a data set must have {self.num_features} features",
+                    got=f"{x.size(1)} in the {splits[0]} graph",
+                    fix="Prepare all graphs in the same way.",
+                )
 
 
 def load(name: str, root: str | Path = "data", *, split: int = 0, seed: int = 0, **options: Any) -> Dataset:
     """Load or generate a data set by name.
 
-    Files are looked for below ``root`` where PyG and OGB put them (``root/Planetoid``, ``root/Amazon``, ``root/ogb``,
-    ...) and downloaded if they are not there.
+    Files are looked up below ``root`` where PyG and OGB put them (``root/Planetoid``, ``root/Amazon``, ``root/ogb``,
+    ...), and downloaded if they are missing.
 
     Args:
         name: One of `names`, in upper or lower case.
         root: The folder of all data sets.
-        split: Which of several splits: 20 training and 30 validation nodes per class at random, with this seed, for
-            Coauthor and Amazon; one of the 20 published splits for Wiki-CS. All others have one split and ignore it.
+        split: Which of several splits: a random one with this seed for Coauthor and Amazon (20 training and 30
+            validation nodes per class); one of the 20 published ones for Wiki-CS. All others have one split and ignore
+            it.
         seed: For generated data: ``cluster``, ``pattern``, ``communities``.
         options: ``graphs`` (training graphs) for ``cluster`` and ``pattern``; ``nodes``, ``degree``, ``features``,
             ``classes`` and ``homophily`` for ``communities``.
@@ -102,15 +139,15 @@ def load(name: str, root: str | Path = "data", *, split: int = 0, seed: int = 0,
         close = difflib.get_close_matches(key, _LOADERS, n=1)
         fix = f"Did you mean {close[0]}?" if close else "Use from_file for a graph of your own."
         raise InputError(f"a data set is one of {', '.join(_LOADERS)}", got=name, fix=fix)
-    known = _OPTIONS.get(key, ())
+    known = getattr(_LOADERS[key], "__kwdefaults__", None) or ()  # those of generators
     unknown = [option for option in options if option not in known]
     if unknown:
         fix = f"Choose from {', '.join(known)}." if known else "Leave it out."
-        rule = f"{key} has {len(known) or 'no'} options"
-        raise InputError(rule, got=", ".join(unknown), fix=fix)
+        raise InputError(f"{key} has {len(known) or 'no'} options", got=", ".join(unknown), fix=fix)
     if split < 0 or seed < 0:
         raise InputError("split and seed must be at least 0", got=f"{split} and {seed}", fix="Count from 0.")
-    return _dataset(key, *_LOADERS[key](root=Path(root), split=split, seed=seed, **options))
+    graphs = [_plain(data) for data in _LOADERS[key](root=Path(root), split=split, seed=seed, **options)]
+    return Dataset(key, graphs[0], graphs[len(graphs) // 2], graphs[-1])
 
 
 def names() -> tuple[str, ...]:
@@ -132,15 +169,31 @@ def from_file(
     max_features: int | None = None,
     split: int = 0,
 ) -> Dataset:
-    """A user's own graph, trained, validated and tested on as a whole.
+    """Read a graph of N nodes, E edges and F features from a user's file, to train, validate and test on.
+
+    ``.npz`` holds the arrays ``edge_index`` [2, E] (integers) and ``x`` [N, F], which may be a sparse matrix instead:
+    ``x_indptr`` [N + 1], ``x_indices``, ``x_shape`` (N, F) and ``x_data`` (all ones if left out). Edges may have
+    ``edge_weight`` [E], ``edge_attr`` [E, D] and ``edge_type`` [E]. The task says what else it needs; for node
+    classification that is ``y`` [N] (classes from 0) or [N, C] (0 or 1, several labels), and optionally a split:
+    ``split`` [N] (0 training, 1 validation, 2 test), or ``train_mask``, ``val_mask`` and ``test_mask`` [N]. Other
+    names are ignored; one that looks like a typo (``edge_weights``) is refused.
+
+    ``.pt`` is a PyG ``Data`` with the same attributes (no sparse ``x``, no ``split``), saved with ``torch.save``.
+
+    ``.csv`` and ``.parquet`` are a table of nodes and need ``edges``, a table of either kind. Nodes: ``id`` (integers
+    or strings; the row number if left out), ``y`` or ``label``, ``split`` (train, val, test or 0, 1, 2); all other
+    columns are features, in order. Edges: ``source`` and ``target`` (ids), ``weight``; all other columns form
+    ``edge_attr``.
 
     Args:
-        path: See `gnnautoscale.data.files.load_file`, also for the other options.
+        path: The file; its suffix says which kind it is.
         edges: The table of edges, for a table of nodes.
-        features_file: A ``.npy`` file of the features, which is memory-mapped.
-        undirected: Add the reverse of every edge.
-        max_features: Keep the first features only.
-        split: Where the file has no split, the seed of a random one: 60% training, 20% validation, 20% test nodes.
+        features_file: A ``.npy`` file of ``x``, if the other file has none. It is memory-mapped and may be larger than
+            the memory: train with ``keep_batches=False``, or pass ``keep=False`` to loaders.
+        undirected: Add the reverse of every edge, with the same edge attributes, and keep one edge per ordered pair of
+            nodes: the first in the file.
+        max_features: Keep only the first columns of ``x``.
+        split: Seed of a random split, if the file has none: 60% training, 20% validation, 20% test nodes.
 
     Example:
         >>> import numpy as np
@@ -151,7 +204,7 @@ def from_file(
         >>> dataset.name, dataset.num_classes, int(dataset.train.train_mask.sum())
         ('ring', 2, 3)
     """
-    data = files.load_file(
+    data = files.read_graph(
         path, edges=edges, features_file=features_file, undirected=undirected, max_features=max_features
     )
     if "train_mask" not in data:
@@ -159,27 +212,13 @@ def from_file(
         place = torch.randperm(n, generator=torch.Generator().manual_seed(split)) * 10
         data.train_mask, data.test_mask = place < 6 * n, place >= 8 * n
         data.val_mask = ~(data.train_mask | data.test_mask)
-    files.check_data(data)
-    return _dataset(Path(path).stem, data)
-
-
-def _dataset(name: str, train: Data, val: Data | None = None, test: Data | None = None) -> Dataset:
-    """One graph (transductive) or three (inductive) as a data set of plain ``Data``."""
-    graphs = [_plain(data) for data in (train, val, test) if data is not None]
-    y = graphs[0].y
-    return Dataset(
-        name,
-        train=graphs[0],
-        val=graphs[len(graphs) // 2],
-        test=graphs[-1],
-        num_features=graphs[0].x.size(1),
-        num_classes=y.size(1) if y.dim() == 2 else max(int(data.y.max()) for data in graphs) + 1,
-        multilabel=y.dim() == 2,
-    )
+    dataset = Dataset.of(data, Path(path).stem)
+    dataset.check()
+    return dataset
 
 
 def _plain(data: Data) -> Data:
-    """Only what the library uses, in its types; masks that do not apply are all False."""
+    """Keep only what the library uses, in its types; add empty masks where there are none."""
     kept = {name: data[name] for name in ("graph_id", *files.EDGE_LEVEL) if name in data}
     nothing = torch.zeros(data.x.size(0), dtype=torch.bool)
     masks = {name: data[name] if name in data else nothing.clone() for name in files.MASKS}
@@ -189,7 +228,7 @@ def _plain(data: Data) -> Data:
 
 
 def _read(make: Callable[[], Any], folder: Path) -> Any:
-    """What ``make`` gives; it reads or downloads the files of a data set below ``folder``."""
+    """Call ``make``, which reads or downloads a data set below ``folder``, and explain its errors."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         return make()
@@ -197,12 +236,12 @@ def _read(make: Callable[[], Any], folder: Path) -> Any:
         fix = f"Run: pip install {error.name}"
         raise InputError("PyG needs a package to read this data set", got=str(error), fix=fix) from error
     except (OSError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        if missing:  # folders that were made for a download that did not come
+        if missing:  # folders made for a download that failed
             shutil.rmtree(missing[-1], ignore_errors=True)
         raise InputError(
-            f"the files of this data set must lie in {folder} or be at hand to download",
+            f"the files of this data set must lie in {folder} or be available for download",
             got=f"{type(error).__name__}: {error}",
-            fix="Put the raw files there, in the layout of PyG or OGB (whole ones), or run it once with a network.",
+            fix="Put the complete raw files there, in the layout of PyG or OGB, or run this once with a network.",
         ) from error
 
 
@@ -214,11 +253,11 @@ def _planetoid(root: Path, split: int, seed: int, *, title: str) -> list[Data]:
 
 
 def _few_labels(root: Path, split: int, seed: int, *, source: str, title: str) -> list[Data]:
-    """Coauthor and Amazon: 20 training and 30 validation nodes of each class, the rest for test."""
+    """Coauthor and Amazon: 20 training and 30 validation nodes per class, the rest for testing."""
     folder = root / source
     data = _read(lambda: getattr(pyg, source)(str(folder), title)[0], folder / title)
     order = torch.randperm(data.y.numel(), generator=torch.Generator().manual_seed(split))
-    order = order[data.y[order].argsort(stable=True)]  # by class, at random inside
+    order = order[data.y[order].argsort(stable=True)]  # by class, in random order within each
     count = data.y.bincount()
     rank = torch.empty_like(order)
     rank[order] = torch.arange(order.numel()) - (count.cumsum(0) - count)[data.y[order]]
@@ -231,13 +270,13 @@ def _wiki_cs(root: Path, split: int, seed: int) -> list[Data]:
     data = _read(lambda: pyg.WikiCS(str(folder), is_undirected=True)[0], folder)
     if split >= data.train_mask.size(1):
         rule = f"wiki-cs has {data.train_mask.size(1)} splits"
-        raise InputError(rule, got=f"split {split}", fix="Splits are numbered from 0.")
+        raise InputError(rule, got=f"split {split}", fix="Count splits from 0.")
     data.train_mask, data.val_mask = data.train_mask[:, split], data.val_mask[:, split]
     return [data]
 
 
 def _own_split(root: Path, split: int, seed: int, *, source: str, standardize: bool) -> list[Data]:
-    """Reddit, Flickr and Yelp come with masks."""
+    """Reddit, Flickr and Yelp, which come with masks."""
     folder = root / source
     data = _read(lambda: getattr(pyg, source)(str(folder))[0], folder)
     if standardize:
@@ -246,7 +285,7 @@ def _own_split(root: Path, split: int, seed: int, *, source: str, standardize: b
 
 
 def _standardized(x: Tensor, train_mask: Tensor) -> Tensor:
-    """Columns with mean 0 and deviation 1 on the training nodes; constant ones are centred only."""
+    """Give columns mean 0 and deviation 1 on the training nodes; constant ones are only centred."""
     std, mean = torch.std_mean(x[train_mask], dim=0, correction=0)
     return (x - mean) / torch.where(std > 0, std, torch.ones_like(std))
 
@@ -258,13 +297,13 @@ def _ppi(root: Path, split: int, seed: int) -> list[Data]:
 
 
 def _join(graphs: Iterable[Data]) -> Data:
-    """Several graphs side by side as one; ``graph_id`` [N] says which one a node is from."""
+    """Put several graphs side by side as one; ``graph_id`` [N] is the graph of each node."""
     batch = Batch.from_data_list(list(graphs))
     return Data(x=batch.x, edge_index=batch.edge_index, y=batch.y, graph_id=batch.batch)
 
 
 def _inductive(graphs: Iterable[Data]) -> list[Data]:
-    """Graphs for training, validation and test: all nodes of each serve that one purpose."""
+    """Graphs for training, validation and test: each uses all of its nodes."""
     made = list(graphs)
     for data, mask in zip(made, files.MASKS, strict=True):
         data[mask] = torch.ones(data.x.size(0), dtype=torch.bool)
@@ -304,7 +343,7 @@ def _ogbn(root: Path, split: int, seed: int, *, title: str) -> list[Data]:
     except ImportError as error:
         fix = "Run: pip install 'gnnautoscale[ogb]'"
         raise InputError(f"{title} needs the package ogb", got="an environment without it", fix=fix) from error
-    # OGB saves `Data` and opens it with torch's defaults, and makes tensors of arrays that pandas locks.
+    # OGB opens a saved `Data` with torch's defaults, and makes tensors of read-only pandas arrays.
     with torch.serialization.safe_globals(files.DATA_PARTS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         source = _read(lambda: ogb.PygNodePropPredDataset(title, root=str(folder)), folder / title.replace("-", "_"))
@@ -312,7 +351,7 @@ def _ogbn(root: Path, split: int, seed: int, *, title: str) -> list[Data]:
     data.y = data.y.squeeze(1)
     for name, part in zip(files.MASKS, ("train", "valid", "test"), strict=True):
         data[name] = index_to_mask(index[part], size=data.y.numel())
-    if title == "ogbn-arxiv":  # published with one direction only
+    if title == "ogbn-arxiv":  # published in one direction only
         data.edge_index = to_undirected(data.edge_index, num_nodes=data.y.numel())
     return [data]
 
@@ -335,10 +374,4 @@ _LOADERS: dict[str, Callable[..., list[Data]]] = {
     "ogbn-arxiv": partial(_ogbn, title="ogbn-arxiv"),
     "ogbn-products": partial(_ogbn, title="ogbn-products"),
     "communities": _communities,
-}
-
-_OPTIONS: dict[str, tuple[str, ...]] = {
-    "cluster": ("graphs",),
-    "pattern": ("graphs",),
-    "communities": ("nodes", "degree", "features", "classes", "homophily"),
 }

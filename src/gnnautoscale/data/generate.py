@@ -1,7 +1,6 @@
-"""Graphs by recipe: the two stochastic block model sets of the paper, and a large graph for scale tests.
+"""Generated graphs: the two stochastic block model data sets of the paper, and large graphs for scale tests.
 
-Every function draws from its own ``numpy`` generator, so the same arguments give the same graph, whatever else
-the process has drawn before.
+The same arguments always give the same graph: every function has its own ``numpy`` generator.
 """
 
 import math
@@ -16,24 +15,24 @@ from gnnautoscale.errors import InputError
 _Ints = npt.NDArray[np.int64]
 _Pattern = tuple[npt.NDArray[np.bool_], _Ints]  # adjacency [n, n] and features [n]
 
-SMALLEST, LARGEST = 5, 34  # sizes of a block and of a pattern
+SMALLEST, LARGEST = 5, 34  # nodes of a block or a pattern
 NUM_PATTERNS = 100
-REACH = 8  # how many times `degree` a ring neighbour may be away at most
+REACH = 8  # ring neighbours are at most this many times `degree` places away
 
 
 def cluster(num_graphs: int, *, seed: int = 0) -> Data:
-    r"""CLUSTER: find the blocks of a graph when one node of each is known.
+    """CLUSTER: find the blocks of a graph, given one node of each.
 
-    A graph has 6 blocks of 5 to 34 nodes each. Two nodes are joined with probability 0.55 inside a block and 0.25
-    across. One node of each block carries the block's number as its feature, all others carry 0.
+    A graph has 6 blocks of 5 to 34 nodes. Two nodes are joined with probability 0.55 within a block and 0.25 across
+    blocks. One node of each block has the block's number as its feature; all others have 0.
 
     Args:
-        num_graphs: How many small graphs to draw.
-        seed: Other seeds give other graphs.
+        num_graphs: Number of small graphs.
+        seed: Seed of the graphs.
 
     Returns:
-        All graphs side by side as one: ``x`` [N, 7] one-hot, ``edge_index`` [2, E] with both directions, ``y`` [N] in
-        0..5, and ``graph_id`` [N], the small graph that a node belongs to.
+        All graphs side by side as one: ``x`` [N, 7] one-hot, ``edge_index`` [2, E] in both directions, ``y`` [N] in
+        0..5, and ``graph_id`` [N], the small graph of each node.
 
     Example:
         >>> data = cluster(10)
@@ -57,20 +56,20 @@ def cluster(num_graphs: int, *, seed: int = 0) -> Data:
 
 
 def pattern(num_graphs: int, *, seed: int = 0, pattern_seed: int = 0) -> Data:
-    r"""PATTERN: find the nodes of a planted pattern.
+    """PATTERN: find the nodes of a planted pattern.
 
-    There are 100 patterns, random graphs of 5 to 34 nodes (edge probability 0.5) with features in {0, 1, 2}; graph
-    number i holds pattern i mod 100. Around it lie 5 blocks of 5 to 34 nodes, joined with probability 0.5 inside a
-    block and 0.35 across, with random features. A pattern node and a block node are joined with probability 0.5.
+    There are 100 patterns, random graphs of 5 to 34 nodes (edge probability 0.5) with features in {0, 1, 2}; graph i
+    holds pattern i mod 100. Around it are 5 blocks of 5 to 34 nodes with random features, joined with probability 0.5
+    within a block and 0.35 across blocks. A pattern node and a block node are joined with probability 0.5.
 
     Args:
-        num_graphs: How many small graphs to draw.
-        seed: Other seeds give other graphs around the same patterns.
-        pattern_seed: Other seeds give other patterns. Training, validation and test graphs must share it.
+        num_graphs: Number of small graphs.
+        seed: Seed of the graphs around the patterns.
+        pattern_seed: Seed of the patterns; training, validation and test graphs must share it.
 
     Returns:
-        All graphs side by side as one: ``x`` [N, 3] one-hot, ``edge_index`` [2, E] with both directions, ``y`` [N] (1
-        on pattern nodes, else 0), and ``graph_id`` [N], the small graph that a node belongs to.
+        All graphs side by side as one: ``x`` [N, 3] one-hot, ``edge_index`` [2, E] in both directions, ``y`` [N] (1 on
+        pattern nodes, else 0), and ``graph_id`` [N], the small graph of each node.
 
     Example:
         >>> data = pattern(10)
@@ -79,7 +78,7 @@ def pattern(num_graphs: int, *, seed: int = 0, pattern_seed: int = 0) -> Data:
     """
     _at_least("num_graphs", num_graphs, 1)
     rng = np.random.default_rng(seed)
-    patterns = _patterns(np.random.default_rng((pattern_seed, NUM_PATTERNS)))  # another stream than rng's
+    patterns = _patterns(np.random.default_rng((pattern_seed, NUM_PATTERNS)))  # independent of rng
 
     def draw(planted: _Pattern) -> _Small:
         inner, inner_feature = planted
@@ -108,24 +107,24 @@ def communities(
     homophily: float = 0.8,
     seed: int = 0,
 ) -> Data:
-    r"""A random graph of any size that cuts well, drawn in time and memory :math:`\mathcal{O}(N F + E)`.
+    r"""A random graph of any size that partitions well, drawn in time and memory :math:`\mathcal{O}(N F + E)`.
 
-    The nodes of a class sit on a ring of their own. A share ``homophily`` of the edges joins a node to one at most
-    ``8 * degree`` places further on its ring, so that a piece of a ring is a good part; the other edges join any two
-    nodes. The feature of a node is the centroid of its class plus noise that leaves the class uncertain, until
-    neighbours are averaged. Node numbers are shuffled: nothing can be read from them.
+    Each class has its nodes on a ring. A share ``homophily`` of the edges joins a node to one at most ``8 * degree``
+    places further along its ring, so an arc of a ring makes a good part; the other edges join any two nodes. A node's
+    feature is the centroid of its class plus noise: one node alone leaves the class uncertain, an average over
+    neighbours does not. Nodes are numbered at random.
 
     Args:
         num_nodes: N.
-        degree: Mean number of neighbours, expected (the graph drawn differs a little).
+        degree: Expected mean number of neighbours.
         num_features: F.
-        num_classes: Number of classes, all of the same size give or take one node.
+        num_classes: Number of classes; their sizes differ by at most one node.
         homophily: Share of edges drawn on a ring, between 0 and 1.
-        seed: Other seeds give other graphs.
+        seed: Seed of the graph.
 
     Returns:
-        ``x`` [N, F] float32, ``edge_index`` [2, E] with both directions of every edge and neither duplicates nor
-        self-loops, ``y`` [N], and ``train_mask``, ``val_mask``, ``test_mask`` [N] of 50, 25 and 25% of the nodes.
+        ``x`` [N, F] float32, ``edge_index`` [2, E] in both directions, without duplicates and self-loops, ``y`` [N],
+        and ``train_mask``, ``val_mask``, ``test_mask`` [N] of 50, 25 and 25% of the nodes.
 
     Example:
         >>> data = communities(1000, degree=10, num_features=16, num_classes=4)
@@ -138,11 +137,10 @@ def communities(
     if not 0 <= homophily <= 1:
         raise InputError("homophily must lie between 0 and 1", got=str(homophily), fix="It is the share of ring edges.")
     if not 0 <= degree < num_nodes:
-        raise InputError(
-            "degree must lie between 0 and num_nodes", got=str(degree), fix="It is the mean of neighbours."
-        )
+        fix = "It is the mean number of neighbours."
+        raise InputError("degree must lie between 0 and num_nodes", got=str(degree), fix=fix)
     rng = np.random.default_rng(seed)
-    class_of = np.arange(num_nodes) * num_classes // num_nodes  # by place: classes lie one after the other
+    class_of = np.arange(num_nodes) * num_classes // num_nodes  # by place: one class after the other
     sizes = np.bincount(class_of)
     reach = max(1, min(math.ceil(REACH * degree), (int(sizes.min()) - 1) // 2))
     edges = num_nodes * degree / 2
@@ -172,19 +170,14 @@ def communities(
     centroid = rng.standard_normal((num_classes, num_features), dtype=np.float32) * 3 / math.sqrt(num_features)
     x = rng.standard_normal((num_nodes, num_features), dtype=np.float32)
     x += centroid.astype(np.float32)[y]
-    fold = rng.permutation(num_nodes) * 4 // num_nodes  # quarters
-    return Data(
-        x=torch.from_numpy(x),
-        edge_index=torch.from_numpy(edge_index),
-        y=torch.from_numpy(y),
-        train_mask=torch.from_numpy(fold < 2),
-        val_mask=torch.from_numpy(fold == 2),
-        test_mask=torch.from_numpy(fold == 3),
-    )
+    quarter = rng.permutation(num_nodes) * 4 // num_nodes
+    masks = {"train_mask": quarter < 2, "val_mask": quarter == 2, "test_mask": quarter == 3}
+    arrays = {"x": x, "edge_index": edge_index, "y": y, **masks}
+    return Data(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 class _Small:
-    """One small graph, kept compact until all are joined: adjacency [n, n] becomes edges."""
+    """A small graph, kept compact until all are joined: adjacency [n, n] becomes edges."""
 
     def __init__(self, adjacency: npt.NDArray[np.bool_], feature: _Ints, label: _Ints) -> None:
         self.edges = np.stack(np.nonzero(adjacency)).astype(np.uint8)  # n is at most 6 * 34 = 204
@@ -192,7 +185,7 @@ class _Small:
 
 
 def _join(graphs: list[_Small], *, num_features: int) -> Data:
-    """The graphs side by side as one, with the feature one-hot."""
+    """Put the graphs side by side as one, with one-hot features."""
     nodes = np.array([graph.label.size for graph in graphs])
     edges = np.array([graph.edges.shape[1] for graph in graphs])
     edge_index = np.concatenate([graph.edges for graph in graphs], axis=1).astype(np.int64)
@@ -211,7 +204,7 @@ def _sizes(rng: np.random.Generator, count: int) -> _Ints:
 
 
 def _blocks(rng: np.random.Generator, block: _Ints, *, inside: float, across: float) -> npt.NDArray[np.bool_]:
-    """A directed draw [n, n] of the block model; its upper triangle is an undirected one."""
+    """Draw a directed block model [n, n]; its upper triangle is an undirected one."""
     chance = np.where(block[:, None] == block, np.float32(inside), np.float32(across))
     return rng.random(chance.shape, dtype=np.float32) < chance
 
@@ -222,11 +215,11 @@ def _patterns(rng: np.random.Generator) -> list[_Pattern]:
 
 
 def _num_draws(wanted: float, possible: int) -> int:
-    """How often to draw one of ``possible`` pairs, with repetition, to see ``wanted`` different ones on average."""
+    """Number of draws, with repetition, that hit ``wanted`` different ones of ``possible`` pairs on average."""
     if wanted >= possible:
         raise InputError(
             "degree must leave room for different neighbours",
-            got=f"a degree that needs {wanted:.0f} edges where {possible} pairs are in reach",
+            got=f"a degree that needs {wanted:.0f} edges among {possible} pairs",
             fix="Ask for a smaller degree, more nodes or fewer classes.",
         )
     return round(-math.log1p(-wanted / possible) * possible)
@@ -234,4 +227,4 @@ def _num_draws(wanted: float, possible: int) -> int:
 
 def _at_least(name: str, value: int, least: int) -> None:
     if not isinstance(value, int) or value < least:
-        raise InputError(f"{name} must be an integer, at least {least}", got=repr(value), fix="Ask for more.")
+        raise InputError(f"{name} must be an integer, at least {least}", got=repr(value), fix="Choose a larger one.")

@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCN, GIN  # type: ignore[import-untyped]
 
 from gnnautoscale._util import PeakMemory
 from gnnautoscale.attach import Autoscaler, autoscale
+from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import GraphMemory
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import DiskHistory, Storage
 from gnnautoscale.kernels import gather_rows, scatter_rows
+from gnnautoscale.tasks import NodeClassification
 from gnnautoscale.training import Engine, Feed, Optimization, Placement, make_optimizer
 
 #: What a benchmark measured, by name.
@@ -141,9 +142,10 @@ def time_epochs(
         PyTorch allocated and reserved on the GPU, ``None`` on a CPU; ``"how"``, whether steps were captured.
     """
     count = len(loader) if batches is None else batches
-    feed = Feed(model, placement=placement, fixed=loader.is_fixed, num_batches=count)
+    task = NodeClassification.of(Dataset.of(loader.data))
+    feed = Feed(model, task, placement=placement, fixed=loader.is_fixed, num_batches=count)
     optimizer = make_optimizer(model, Optimization(lr=0.001))
-    engine = Engine(model, optimizer, feed, F.cross_entropy, precision="tf32", capture=capture)
+    engine = Engine(model, optimizer, feed, precision="tf32", capture=capture)
     device, cuda = feed.device, feed.device.type == "cuda"
     free_memory(device)
     if cuda:

@@ -47,6 +47,10 @@ class BatchEdges:
     fused: dict[Any, FusedEdges] = field(default_factory=dict)
     kept: Tensor | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchEdges:
+        # Copies of a model share it: nothing changes it, and PyG's copies of fused edges break the original.
+        return self
+
     def to(self, device: torch.device) -> BatchEdges:
         """Copy to another device."""
         constants = {name: value.to(device) for name, value in self.constants.items()}

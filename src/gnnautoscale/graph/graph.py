@@ -66,7 +66,7 @@ class Graph:
         edge_index = data.edge_index
         if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.size(0) != 2:
             raise InputError(
-                "the graph needs data.edge_index of shape [2, num_edges]",
+                "edge_index must be a tensor of shape [2, num_edges]",
                 got="no edge_index" if edge_index is None else _describe(edge_index),
                 fix="Store sources and targets as two rows; torch_geometric.utils.to_edge_index converts a matrix.",
             )
@@ -155,6 +155,9 @@ class Graph:
         return found
 
 
+# Attributes that must have one row per edge; any other is one of edges if it happens to.
+_EDGE_LEVEL = ("edge_weight", "edge_attr", "edge_type")
+
 # The graph of each Data object in use, by its id, so that a loader, a model and a training run share it.
 _KNOWN: dict[int, Graph] = {}
 
@@ -168,7 +171,8 @@ def check_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
     """Refuse anything but a tensor of node indices, ``[count]``; returns it in host memory."""
     if not isinstance(nodes, Tensor) or nodes.dtype != torch.long or nodes.dim() != 1:
         got = f"{nodes.dtype} {tuple(nodes.shape)}" if isinstance(nodes, Tensor) else type(nodes).__name__
-        raise InputError("nodes must be a one-dimensional tensor of int64", got=got, fix="Use nodes.long().")
+        rule = "nodes must be a tensor of node indices, int64 and one-dimensional"
+        raise InputError(rule, got=got, fix="Use nodes.long().")
     _check_range("nodes", nodes, num_nodes, fix="Check the node numbering.")
     return nodes.cpu()
 
@@ -182,19 +186,26 @@ def check_distinct_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
 
 
 def _check_range(name: str, indices: Tensor, num_nodes: int, *, fix: str) -> None:
-    if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= num_nodes):
-        got = f"values from {int(indices.min())} to {int(indices.max())}"
+    low, high = (int(end) for end in torch.aminmax(indices)) if indices.numel() else (0, 0)
+    if low < 0 or high >= num_nodes:
+        got = f"values from {low} to {high}"
         raise InputError(f"{name} must hold indices from 0 to {num_nodes - 1}", got=got, fix=fix)
 
 
 def _check_attributes(data: Data, num_nodes: int, edge_attributes: dict[str, Tensor]) -> None:
     for name, value in data:
-        node_level = isinstance(value, Tensor) and (name in ("x", "y") or name.endswith("_mask"))
-        if node_level and (value.dim() == 0 or value.size(0) != num_nodes):
+        if not isinstance(value, Tensor):
+            continue
+        of_nodes, of_edges = name in ("x", "y") or name.endswith("_mask"), name in _EDGE_LEVEL
+        if (of_nodes or of_edges) and value.layout != torch.strided:
+            raise InputError(f"{name} must be a dense tensor", got=str(value.layout), fix=f"Use {name}.to_dense().")
+        rows = num_nodes if of_nodes else data.num_edges
+        if (of_nodes or of_edges) and (value.dim() == 0 or value.size(0) != rows):
+            kind = "node" if of_nodes else "edge"
             raise InputError(
-                f"{name} must have one row for each of the {num_nodes} nodes",
+                f"{name} must have one row for each of the {rows} {kind}s",
                 got=_describe(value),
-                fix="Give it one row per node, in node order.",
+                fix=f"Give it one row per {kind}, in {kind} order.",
             )
     for name, value in (*edge_attributes.items(), ("x", data.x)):
         if not isinstance(value, Tensor) or not value.is_floating_point():

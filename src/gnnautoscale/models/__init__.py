@@ -83,13 +83,13 @@ def check_model_options(name: str, options: Iterable[str]) -> None:
         )
 
 
-def build_model(name: str, data: Data, num_classes: int, **options: Any) -> nn.Module:
+def build_model(name: str, data: Data, num_outputs: int, **options: Any) -> nn.Module:
     """Build one of the paper's models for a graph.
 
     Args:
         name: One of ``MODELS``.
         data: The training graph: its features give the input width, and its degrees scale PNA.
-        num_classes: Number of outputs per node.
+        num_outputs: Number of outputs per node.
         options: Options of the model; see :func:`model_options`.
 
     Returns:
@@ -105,7 +105,7 @@ def build_model(name: str, data: Data, num_classes: int, **options: Any) -> nn.M
     if MODELS[name] is PNA:
         in_degree = torch.bincount(data.edge_index[1].cpu(), minlength=data.num_nodes)
         from_graph = {"jumping_knowledge": name == "pna-jk", "degrees": torch.bincount(in_degree)}
-    model = MODELS[name](data.num_features, num_classes, **options, **from_graph)
+    model = MODELS[name](data.num_features, num_outputs, **options, **from_graph)
     vars(model)["built_from"] = {"model": name, **options}
     return model
 

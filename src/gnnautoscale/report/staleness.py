@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from gnnautoscale.report.markup import (
@@ -81,16 +82,8 @@ def error_section(runs: Sequence[ReportedRun]) -> Section | None:
 
 def gradient_section(runs: Sequence[ReportedRun]) -> Section | None:
     """Distance of gradients from those of full batch."""
-    found = []
-    for name, title, y_title in (
-        ("cosine", "Cosine with the exact gradient", "cosine"),
-        ("relative_error", "Relative error of the gradient", "error"),
-    ):
-
-        def curve(run: ReportedRun, name: str = name) -> list[Point]:
-            return run.curve((name,), run.record.gradients)
-
-        found += curves(runs, title, curve, y_title)
+    found = curves(runs, "Cosine with the exact gradient", partial(_gradient, name="cosine"), "cosine")
+    found += curves(runs, "Relative error of the gradient", partial(_gradient, name="relative_error"), "error")
     rows = _last_layers(runs, "gradients", ("cosine", "relative_error"))
     last = table(["weights", "run", "cosine", "relative error"], rows, caption="Gradients at the last measurement")
     how = (
@@ -114,6 +107,10 @@ def lipschitz_section(runs: Sequence[ReportedRun]) -> Section | None:
         "make deep models sensitive to stale histories; weight decay and the Lipschitz penalty keep them small."
     )
     return plot_section("lipschitz", "Lipschitz constants", how, found, folded("Messages and updates", last))
+
+
+def _gradient(run: ReportedRun, name: str) -> list[Point]:
+    return run.curve((name,), run.record.gradients)
 
 
 def _layers(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

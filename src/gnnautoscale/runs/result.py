@@ -34,7 +34,7 @@ class FitResult:
         epochs: The curves.
         best_epoch: The epoch with the best validation score; the model has its weights.
         scores: Scores of that epoch on ``"train"``, ``"val"`` and ``"test"``.
-        metric: ``"accuracy"`` or ``"micro-F1"``.
+        metric: Name of the score, such as ``"accuracy"``.
         steps: Number of optimizer steps.
         seconds: Time spent on ``"partition"``, ``"train"``, ``"refresh"``, ``"evaluate"`` and ``"checkpoint"``.
         peak_memory: Peak of training in bytes, or ``None`` if it cannot be measured. It includes evaluations, except in

@@ -4,6 +4,7 @@ A task is one object: targets, loss, score, evaluation, and what the data must h
 steps run.
 """
 
-from gnnautoscale.tasks.node import Objective, class_loss, evaluate, score
+from gnnautoscale.tasks.node import NodeClassification, task_for
+from gnnautoscale.tasks.task import Task
 
-__all__ = ["Objective", "class_loss", "evaluate", "score"]
+__all__ = ["NodeClassification", "Task", "task_for"]

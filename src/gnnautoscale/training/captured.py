@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from gnnautoscale.attach import LocalLipschitz, attached
 from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, ReadyBatch
-from gnnautoscale.tasks import Objective
 from gnnautoscale.training.feed import Feed, Item, plain_item
 from gnnautoscale.training.steps import Precision, Steps
 from gnnautoscale.transfer import Transfer
@@ -39,8 +38,7 @@ class Engine(Steps):
     Args:
         model: The autoscaled model.
         optimizer: Updates its weights; with ``capturable=True`` on a GPU.
-        feed: Gives the batches.
-        objective: Computes the loss of training rows from the model's output and their labels.
+        feed: Gives the batches and their targets.
         grad_norm: Norm that gradients are clipped to.
         penalty: Local Lipschitz penalty.
         penalty_weight: Its weight in the loss.
@@ -53,7 +51,6 @@ class Engine(Steps):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         feed: Feed,
-        objective: Objective,
         *,
         grad_norm: float | None = None,
         penalty: LocalLipschitz | None = None,
@@ -64,7 +61,7 @@ class Engine(Steps):
         super().__init__(
             model,
             optimizer,
-            objective,
+            feed.task,
             feed.device,
             grad_norm=grad_norm,
             penalty=penalty,
@@ -81,7 +78,7 @@ class Engine(Steps):
         # The whole graph as a batch, if it is the same every time. With and without a refresh: the number of passes
         # over it so far, and a captured pass.
         self._whole: weakref.ref[BatchInfo] | None = None
-        self._whole_feed = Feed(model, fixed=True)
+        self._whole_feed = Feed(model, feed.task, fixed=True)
         self._passes: Counter[bool] = Counter()
         self._captured: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._why_no_pass = None if capture and self.on_gpu else "it is not wanted, or there is no GPU"
@@ -172,7 +169,7 @@ class Engine(Steps):
 
     def _uncaptured(self, item: Item) -> None:
         """Run a step without capturing it; the last one before the first capture is watched for obstacles."""
-        trains = item.y.size(0) > 0
+        trains = item.targets.size(0) > 0
         last_of_warm_up = self._warm_up == 1 and trains
         self._warm_up = max(self._warm_up - trains, 0)
         if self._why_not is None and last_of_warm_up:
@@ -247,7 +244,7 @@ class Engine(Steps):
             refresh: Whether to write all histories on the way, which must be in device memory then.
 
         Returns:
-            The output on the model's device, ``[num_nodes, num_classes]``; the next call overwrites it.
+            The output on the model's device, ``[num_nodes, num_outputs]``; the next call overwrites it.
         """
         comes_back = self._whole is not None and self._whole() is batch.info
         if not comes_back:
@@ -260,7 +257,7 @@ class Engine(Steps):
                 self._scaler.running(StepExchange(push_all=refresh)),
             ):
                 memory.mark_changed()  # nobody asks during training, and checksums take a while
-                unpacked = [] if comes_back else [plain_item(batch.tagged_copy(), self.device)]
+                unpacked = [] if comes_back else [plain_item(batch.tagged_copy(), self.task, self.device)]
                 for item in unpacked or self._whole_feed.items([batch]):
                     self._passes[refresh] += 1
                     resident = item.version is not None and self._whole_feed.resident

@@ -20,6 +20,7 @@ from gnnautoscale.attach import attached
 from gnnautoscale.forward import BatchEdges, EdgeRecord
 from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, tagged_copies
 from gnnautoscale.kernels import Adjacency
+from gnnautoscale.tasks import Task
 from gnnautoscale.transfer import BatchRows
 
 Placement = Literal["auto", "device", "host"]
@@ -38,14 +39,14 @@ class Item:
 
     Attributes:
         batch: The model's argument.
-        rows: The batch's rows to train on, ``[count]``, or ``None`` for all.
-        y: The labels of these rows, ``[count, ...]``.
+        rows: The rows of the model's output that the loss takes, ``[num_rows]``, or ``None`` for all own nodes.
+        targets: Their targets, ``[num_targets, ...]``.
         version: The feed's version when the batch was placed, or ``None`` if it is not packed.
     """
 
     batch: Data
     rows: Tensor | None
-    y: Tensor
+    targets: Tensor
     version: int | None = None
 
     @property
@@ -55,21 +56,16 @@ class Item:
         return info
 
 
-def plain_item(batch: Data, device: torch.device) -> Item:
+def plain_item(batch: Data, task: Task, device: torch.device) -> Item:
     """Move a batch without packing it.
 
     Args:
-        batch: A batch of a training graph, with ``y`` and ``train_mask``.
+        batch: A batch of a training graph.
+        task: Selects what to train on.
         device: The compute device.
     """
-    rows, y = _training_rows(batch)
-    return Item(batch.to(str(device)), None if rows is None else rows.to(device), y.to(device))
-
-
-def _training_rows(batch: Data) -> tuple[Tensor | None, Tensor]:
-    mask, y = batch.train_mask[: batch.batch_size], batch.y[: batch.batch_size]
-    rows = mask.nonzero().squeeze(1)
-    return (None, y) if rows.numel() == batch.batch_size else (rows, y[rows])
+    rows, targets = task.targets(batch)
+    return Item(batch.to(str(device)), None if rows is None else rows.to(device), targets.to(device))
 
 
 @dataclass(eq=False)
@@ -120,14 +116,16 @@ class Feed:
 
     Args:
         model: The autoscaled model, on the compute device.
+        task: Selects what to train on.
         placement: Where packed batches live: ``"device"``, ``"host"``, or ``"auto"`` for the device if they fit.
         fixed: Whether the same batches come back every epoch.
         num_batches: Number of batches of an epoch.
     """
 
     def __init__(
-        self, model: nn.Module, *, placement: Placement = "auto", fixed: bool = False, num_batches: int = 1
+        self, model: nn.Module, task: Task, *, placement: Placement = "auto", fixed: bool = False, num_batches: int = 1
     ) -> None:
+        self.task = task
         self.device = device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self.fixed = fixed
         self._scaler = attached(model)
@@ -154,7 +152,7 @@ class Feed:
         batches = iter(batches)
         # On a GPU the first is not packed: what the model does with edges is known only once it has run.
         unpacked = None if self.device.type != "cuda" else int(not self._scaler.memory.records)
-        yield from (plain_item(batch, self.device) for batch in tagged_copies(islice(batches, unpacked)))
+        yield from (plain_item(batch, self.task, self.device) for batch in tagged_copies(islice(batches, unpacked)))
         following = self._next(batches)
         while following is not None:
             package, item = following, self._arrive(following)
@@ -237,8 +235,9 @@ class Feed:
 
     def _tensors(self, batch: Data, info: BatchInfo) -> dict[Any, Tensor]:
         """Everything that a training step reads, by name."""
-        rows, y = _training_rows(batch)
-        tensors: dict[Any, Tensor] = {"n_id": info.n_id, "places": self._scaler.memory.rows_of(info).index, "y": y}
+        rows, targets = self.task.targets(batch)
+        places = self._scaler.memory.rows_of(info).index
+        tensors: dict[Any, Tensor] = {"n_id": info.n_id, "places": places, "targets": targets}
         if rows is not None:
             tensors["rows"] = rows
         for name in self._scaler.attributes(batch):
@@ -276,7 +275,7 @@ class Feed:
                 tensors = {name[3]: value for name, value in views.items() if name[:3] == (event, "fused", weight)}
                 adjacencies[weight] = Adjacency.of(tensors, info.num_rows)
             info.place(event, BatchEdges(edge_index, constants, adjacencies))
-        return Item(batch, views.get("rows"), views["y"], self.version)
+        return Item(batch, views.get("rows"), views["targets"], self.version)
 
     @property
     def _events(self) -> dict[EdgeRecord, tuple[frozenset[str | None], bool]]:

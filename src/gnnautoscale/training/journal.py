@@ -20,7 +20,7 @@ from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import Epoch, FitResult, RunFolder
-from gnnautoscale.tasks import Objective
+from gnnautoscale.tasks import Task
 from gnnautoscale.training.strategies import HistoryStrategy, SubgraphStrategy
 
 # The share of the training time that measuring errors may take if nobody says how often to.
@@ -39,7 +39,7 @@ class Journal:
         strategy: How the run is trained.
         model: The model.
         loader: Cuts the training graph into batches with a halo; ``None`` in modes that have none.
-        objective: Computes the loss.
+        task: What is learned.
         what: What to measure besides what each epoch takes and moves.
         every: When to: "auto", "never", or a number of epochs.
         board: Where numbers are written for TensorBoard too.
@@ -51,14 +51,14 @@ class Journal:
         strategy: HistoryStrategy | SubgraphStrategy,
         model: nn.Module,
         loader: HaloLoader | None,
-        objective: Objective,
+        task: Task,
         *,
         what: Sequence[Diagnostic],
         every: str | int,
         board: Board | None = None,
     ) -> None:
         self._folder, self._strategy, self._model, self._loader = folder, strategy, model, loader
-        self._objective, self._every, self._board = objective, str(every), board
+        self._task, self._every, self._board = task, str(every), board
         # One batch of all nodes pulls nothing that could be stale.
         halo = loader is not None and len(loader) > 1
         able = folder is not None and loader is not None
@@ -88,7 +88,7 @@ class Journal:
         flow = getattr(self._strategy, "flow", None)
         ages = None if flow is None else flow.ages()
         try:
-            found = diagnose(self._model, self._loader, self._what, ages=ages, objective=self._objective)
+            found = diagnose(self._model, self._loader, self._what, ages=ages, task=self._task)
         except (RuntimeError, MemoryError) as error:  # such as a lack of memory: no reason to end a run of days
             warnings.warn(f"errors of histories are not measured any more, since that failed: {error}", stacklevel=2)
             self._what = []
@@ -159,13 +159,14 @@ def epoch_record(epoch: Epoch) -> dict[str, Any]:
 
 
 def describe_run(
-    options: dict[str, Any], dataset: Dataset, model: nn.Module, loader: HaloLoader | None
+    options: dict[str, Any], dataset: Dataset, task: Task, model: nn.Module, loader: HaloLoader | None
 ) -> dict[str, Any]:
     """What a run is, as plain values.
 
     Args:
         options: The options of training.
         dataset: What it is trained on.
+        task: What is learned.
         model: The model.
         loader: Cuts the training graph into parts, if there is a halo.
     """
@@ -180,7 +181,7 @@ def describe_run(
             "nodes": graph.num_nodes,
             "edges": graph.num_edges,
             "features": dataset.num_features,
-            "classes": dataset.num_classes,
+            **task.describe(dataset),
         },
         "model": {"name": type(model).__name__, "parameters": sum(weight.numel() for weight in model.parameters())},
         "versions": _versions(),

@@ -17,11 +17,11 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import PeakMemory, describe_arguments
 from gnnautoscale.attach import LocalLipschitz, autoscale, is_autoscaled
-from gnnautoscale.data import Dataset, check_data
+from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import Epoch, FitResult, check_run_dir
-from gnnautoscale.tasks import Objective, class_loss, evaluate
+from gnnautoscale.tasks import Task, task_for
 from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.checkpoint import Checkpoint
 from gnnautoscale.training.clock import Clock
@@ -49,14 +49,21 @@ from gnnautoscale.training.strategies import (
 
 
 def fit(  # noqa: D417 - the options are filled in below
-    model: nn.Module, data: Data | Dataset, *, callback: Callable[[Epoch], None] | None = None, **options: Any
+    model: nn.Module,
+    data: Data | Dataset,
+    *,
+    task: Task | None = None,
+    callback: Callable[[Epoch], None] | None = None,
+    **options: Any,
 ) -> FitResult:
-    """Train a model for node classification and leave it with the weights of its best epoch.
+    """Train a model and leave it with the weights of its best epoch.
 
     Args:
-        model: Any module of PyG layers that returns one row of class scores per node. It is autoscaled, unless the
-            mode has no histories.
-        data: The graph, with ``x``, ``y`` and masks, or a data set.
+        model: Any module of PyG layers that returns one row of outputs per node. It is autoscaled, unless the mode has
+            no histories.
+        data: The graph, with ``x`` and what the task needs, or a data set.
+        task: What to learn and how to score it; by default the one that fits the data: node classification, which
+            needs ``y`` and masks.
         {options}
         callback: Called after each epoch.
 
@@ -77,18 +84,26 @@ def fit(  # noqa: D417 - the options are filled in below
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
         )
     dataset = data if isinstance(data, Dataset) else Dataset.of(data)
-    _check_dataset(dataset, given)
-    return _train(model, dataset, given, callback)
+    dataset.check()
+    task = task_for(dataset) if task is None else task
+    task.check_dataset(dataset)
+    if given.evaluation == "histories" and dataset.inductive:
+        raise InputError(
+            "evaluation from histories needs the validation nodes in the training graph",
+            got="a data set with graphs of its own for validation",
+            fix="Use evaluation='exact'.",
+        )
+    return _train(model, dataset, task, given, callback)
 
 
 def _signature() -> inspect.Signature:
     """The arguments of ``fit`` with one keyword for each option."""
-    *own, callback, _ = inspect.signature(fit).parameters.values()
+    *own, task, callback, _ = inspect.signature(fit).parameters.values()
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
         for name, option in OPTIONS.items()
     ]
-    return inspect.Signature([*own, *options, callback], return_annotation=FitResult)
+    return inspect.Signature([*own, task, *options, callback], return_annotation=FitResult)
 
 
 fit.__signature__ = _signature()  # type: ignore[attr-defined]
@@ -96,7 +111,7 @@ describe_arguments(fit, {name: option.help for name, option in OPTIONS.items()})
 
 
 def _train(
-    model: nn.Module, dataset: Dataset, given: FitOptions, callback: Callable[[Epoch], None] | None
+    model: nn.Module, dataset: Dataset, task: Task, given: FitOptions, callback: Callable[[Epoch], None] | None
 ) -> FitResult:
     options, device = given.in_effect(), torch.device(given.device)
     checkpoint = None if options.resume is None else open_checkpoint(Path(options.resume))
@@ -107,9 +122,8 @@ def _train(
         check_run_dir(Path(options.run_dir))
 
     torch.manual_seed(options.seed)
-    result = FitResult(metric="micro-F1" if dataset.multilabel else "accuracy", options=given.to_dict())
+    result = FitResult(metric=task.metric, options=given.to_dict())
     clock = Clock(result.seconds, device)
-    objective = partial(class_loss, dataset.num_classes)
     optimizer = make_optimizer(model.to(device), options)
     rate = LearningRate(optimizer, options.schedule, options.epochs)
     strategy: HistoryStrategy | SubgraphStrategy
@@ -120,12 +134,12 @@ def _train(
             loaders = halo_loaders(dataset, options, labels)
         loader = loaders["train"]
         if checkpoint is not None:
-            check_same_run(checkpoint, given, data_key(loader), model)
-        strategy = _with_histories(model, dataset, loaders, optimizer, objective, options)
+            check_same_run(checkpoint, given, data_key(loader, task), model)
+        strategy = _with_histories(model, dataset, loaders, optimizer, task, options)
     else:
         with clock("partition"):
-            subgraphs = subgraph_loader(dataset.train, options)
-        strategy = SubgraphStrategy(model, subgraphs, dataset, optimizer, objective, options)
+            subgraphs = subgraph_loader(dataset.train, task, options)
+        strategy = SubgraphStrategy(model, subgraphs, dataset, optimizer, task, options)
     if options.run_dir is not None:
         strategy.watch()
     run = RunState(model, optimizer, rate, strategy, result, device)
@@ -141,7 +155,7 @@ def _train(
         if checkpoint is not None:
             run.load(checkpoint)
         result.connectivity = strategy.connectivity
-        journal = files.enter_context(_open_journal(given, dataset, run, loader, objective, checkpoint))
+        journal = files.enter_context(_open_journal(given, dataset, task, run, loader, checkpoint))
 
         def save() -> None:
             if folder is not None:
@@ -166,7 +180,7 @@ def _train(
                 # Right after a refresh the histories are exact, and one layer is less work than all of them.
                 fresh = options.refresh_every == "epoch" and not dataset.inductive and not strategy.at_once
                 how = "histories" if fresh else options.evaluation
-                return evaluate(dataset, partial(strategy.output, evaluation=how))
+                return task.evaluate(dataset, partial(strategy.output, evaluation=how))
 
         def keep_if_best(epoch: Epoch) -> None:
             if epoch.scores and not epoch.scores["val"] <= result.scores.get("val", -math.inf):
@@ -230,7 +244,7 @@ def _with_histories(
     dataset: Dataset,
     loaders: dict[str, HaloLoader],
     optimizer: torch.optim.Optimizer,
-    objective: Objective,
+    task: Task,
     options: FitOptions,
 ) -> HistoryStrategy:
     """Attach histories to the model and train it with them."""
@@ -246,8 +260,7 @@ def _with_histories(
     engine = Engine(
         model,
         optimizer,
-        Feed(model, placement=options.batches_on, fixed=loader.is_fixed, num_batches=loader.num_batches),
-        objective,
+        Feed(model, task, placement=options.batches_on, fixed=loader.is_fixed, num_batches=loader.num_batches),
         grad_norm=options.grad_norm,
         penalty=LocalLipschitz(model, options.lipschitz_radius) if options.lipschitz else None,
         penalty_weight=options.lipschitz,
@@ -263,36 +276,16 @@ def _with_histories(
 def _open_journal(
     options: FitOptions,
     dataset: Dataset,
+    task: Task,
     run: RunState,
     loader: HaloLoader | None,
-    objective: Objective,
     checkpoint: Checkpoint | None,
 ) -> Journal:
     """Open the run's folder, if it has one."""
     folder, board = None, None
     if options.run_dir is not None:
-        about = describe_run(options.to_dict(), dataset, run.model, loader)
+        about = describe_run(options.to_dict(), dataset, task, run.model, loader)
         folder = open_run_folder(options, about, checkpoint, run.result)
         board = Board(folder.path, len(run.result.epochs) + 1) if options.tensorboard else None
     what, every = options.diagnose, options.diagnose_every
-    return Journal(folder, run.strategy, run.model, loader, objective, what=what, every=every, board=board)
-
-
-def _check_dataset(dataset: Dataset, options: FitOptions) -> None:
-    if dataset.inductive:
-        for split, graph in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
-            check_data(graph, splits=(split,))
-            if graph.x.size(1) != dataset.num_features:
-                raise InputError(
-                    f"all graphs of a data set must have {dataset.num_features} features",
-                    got=f"{graph.x.size(1)} in the {split} graph",
-                    fix="Prepare all graphs in the same way.",
-                )
-    else:
-        check_data(dataset.train, splits=("train", "val"))
-    if options.evaluation == "histories" and dataset.inductive:
-        raise InputError(
-            "evaluation from histories needs the validation nodes in the training graph",
-            got="a data set with graphs of its own for validation",
-            fix="Use evaluation='exact'.",
-        )
+    return Journal(folder, run.strategy, run.model, loader, task, what=what, every=every, board=board)

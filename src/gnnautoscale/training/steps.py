@@ -11,7 +11,7 @@ from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import LocalLipschitz
-from gnnautoscale.tasks import Objective
+from gnnautoscale.tasks import Task
 from gnnautoscale.training.feed import Item
 from gnnautoscale.transfer import Times
 
@@ -24,7 +24,7 @@ class Steps:
     Args:
         model: The model.
         optimizer: Updates its weights.
-        objective: Computes the loss of training rows from the model's output and their labels.
+        task: Computes the loss.
         device: Where the model and its batches are.
         call: Calls the model with a batch and returns the rows of the batch's own nodes; the model itself by default.
         grad_norm: Norm that gradients are clipped to.
@@ -37,7 +37,7 @@ class Steps:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        objective: Objective,
+        task: Task,
         device: torch.device,
         *,
         call: Callable[[Data], Any] | None = None,
@@ -46,12 +46,12 @@ class Steps:
         penalty_weight: float = 0.0,
         precision: Precision = "float32",
     ) -> None:
-        self._model, self._optimizer, self._objective = model, optimizer, objective
+        self._model, self._optimizer, self.task = model, optimizer, task
         self._call: Callable[[Data], Any] = model if call is None else call
         self._grad_norm, self._penalty, self._penalty_weight = grad_norm, penalty, penalty_weight
         self._precision: Precision = precision
         self.device = device
-        # The summed loss of this epoch's training rows so far, and their number.
+        # The summed loss of this epoch's targets so far, and their number.
         self._total = torch.zeros((), device=device)
         self._count = 0
         #: Number of optimizer steps so far.
@@ -78,14 +78,14 @@ class Steps:
             after_step: Called with each of them after its step.
 
         Returns:
-            The mean loss over all training rows, without the penalty.
+            The mean loss over all targets, without the penalty.
         """
         try:
             items = iter(items)
             while (item := self._next(items)) is not None:
                 self._run(item)
-                self._count += item.y.size(0)
-                self.steps += item.y.size(0) > 0
+                self._count += item.targets.size(0)
+                self.steps += item.targets.size(0) > 0
                 if after_step is not None:
                     after_step(item)
             return float(self._total) / max(self._count, 1)
@@ -110,7 +110,7 @@ class Steps:
         self._step(item)
 
     def _step(self, item: Item) -> None:
-        if not item.y.size(0):
+        if not item.targets.size(0):
             # Nothing to learn, but histories move on.
             with torch.no_grad(), self._autocast():
                 self._call(item.batch)
@@ -118,7 +118,7 @@ class Steps:
         self._optimizer.zero_grad()
         with self._penalty if self._penalty is not None else nullcontext(), self._autocast():
             out = self._call(item.batch)
-        loss = self._objective(out if item.rows is None else out[item.rows], item.y)
+        loss = self.task.loss(out if item.rows is None else out[item.rows], item.targets)
         if not loss.is_cuda and not bool(torch.isfinite(loss)):  # on a GPU the host would wait
             raise FloatingPointError(f"the loss is {float(loss.detach())}")
         total = loss if self._penalty is None else loss + self._penalty_weight * self._penalty.value()
@@ -127,7 +127,7 @@ class Steps:
         if self._grad_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._grad_norm)
         self._optimizer.step()
-        self._total += loss.detach() * item.y.size(0)
+        self._total += loss.detach() * item.targets.size(0)
 
     def _autocast(self) -> torch.autocast:
         # Casts are not cached, since a captured step must make its own.

@@ -20,7 +20,7 @@ from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import describe, evaluating
 from gnnautoscale.graph import BatchInfo, ClusterLoader, HaloLoader, SampleLoader, fingerprint
-from gnnautoscale.tasks import Objective
+from gnnautoscale.tasks import Task
 from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.feed import Item, plain_item
 from gnnautoscale.training.flow import Flow
@@ -91,7 +91,7 @@ class HistoryStrategy:
 
     @cached_property
     def _key(self) -> str:
-        return data_key(self._loader)
+        return data_key(self._loader, self._engine.task)
 
     @property
     def how(self) -> str:
@@ -173,7 +173,7 @@ class HistoryStrategy:
             refresh(self._model, loader)
 
     def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
-        """The model's output for all nodes of a split's graph, ``[num_nodes, num_classes]``, in host memory."""
+        """The model's output for all nodes of a split's graph, ``[num_nodes, num_outputs]``, in host memory."""
         out: Tensor
         if evaluation == "histories":
             out = infer_from_histories(self._model, self._loaders[split])
@@ -199,7 +199,7 @@ class SubgraphStrategy:
         loader: Yields the subgraphs of an epoch in host memory, each with its own nodes first.
         dataset: The graphs to evaluate on.
         optimizer: Updates the weights.
-        objective: Computes the loss.
+        task: What is learned.
         options: Device, clipping and precision.
     """
 
@@ -215,7 +215,7 @@ class SubgraphStrategy:
         loader: ClusterLoader | SampleLoader,
         dataset: Dataset,
         optimizer: torch.optim.Optimizer,
-        objective: Objective,
+        task: Task,
         options: FitOptions,
     ) -> None:
         _refuse_cached(model)
@@ -225,7 +225,7 @@ class SubgraphStrategy:
         self._steps = Steps(
             model,
             optimizer,
-            objective,
+            task,
             self._device,
             call=self._call,
             grad_norm=options.grad_norm,
@@ -264,8 +264,8 @@ class SubgraphStrategy:
             self.between = False
 
         self.between = False
-        items = (plain_item(batch, self._device) for batch in islice(self._loader, most))
-        loss = self._steps.train((item for item in items if item.y.size(0)), after_step)
+        items = (plain_item(batch, self._steps.task, self._device) for batch in islice(self._loader, most))
+        loss = self._steps.train((item for item in items if item.targets.size(0)), after_step)
         self.done, self.between = 0, True
         return loss
 
@@ -282,7 +282,7 @@ class SubgraphStrategy:
 
     @torch.no_grad()
     def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
-        """The model's output for all nodes of a split's graph, ``[num_nodes, num_classes]``, in host memory."""
+        """The model's output for all nodes of a split's graph, ``[num_nodes, num_outputs]``, in host memory."""
         graph = self._graphs[split]
         whole = copy.copy(graph)
         whole.n_id, whole.e_id = torch.arange(graph.num_nodes), torch.arange(graph.num_edges)
@@ -318,12 +318,9 @@ def _refuse_cached(model: nn.Module) -> None:
             )
 
 
-def data_key(loader: HaloLoader) -> str:
-    """Fingerprint of everything that a run learns from: graph, labels and splits."""
-    data = loader.data
-    return fingerprint(
-        data.y, *(data.get(f"{split}_mask") for split in ("train", "val", "test")), graph=loader.graph.key
-    )
+def data_key(loader: HaloLoader, task: Task) -> str:
+    """Fingerprint of everything that a run learns from: the graph, and what the task takes from its data."""
+    return fingerprint(*task.identity(loader.data), graph=loader.graph.key)
 
 
 def halo_loaders(dataset: Dataset, options: FitOptions, labels: Tensor | None = None) -> dict[str, HaloLoader]:
@@ -350,7 +347,7 @@ def halo_loaders(dataset: Dataset, options: FitOptions, labels: Tensor | None = 
     return {split: made[id(graph)] for split, graph in graphs.items()}
 
 
-def subgraph_loader(graph: Data, options: FitOptions) -> ClusterLoader | SampleLoader:
+def subgraph_loader(graph: Data, task: Task, options: FitOptions) -> ClusterLoader | SampleLoader:
     """A loader of joined parts, or with a fan-out of sampled neighbourhoods of the training nodes.
 
     Both have the same number of batches in an epoch.
@@ -359,5 +356,6 @@ def subgraph_loader(graph: Data, options: FitOptions) -> ClusterLoader | SampleL
     if options.fan_out is None:
         common |= {"partition": options.partition, "cache_dir": options.cache_dir}
         return ClusterLoader(graph, options.num_parts, batch_size=options.batch_size, shuffle=True, **common)
-    nodes = graph.train_mask.nonzero().squeeze(1)
+    rows, _ = task.targets_of_graph(graph)
+    nodes = torch.arange(graph.num_nodes) if rows is None else rows
     return SampleLoader(graph, nodes, options.fan_out, -(-options.num_parts // options.batch_size), **common)

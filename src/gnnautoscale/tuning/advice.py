@@ -18,6 +18,7 @@ from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.history import Medium
 from gnnautoscale.models import build_model
+from gnnautoscale.tasks import Task, task_for
 from gnnautoscale.training import OPTIONS, FitOptions, HistoryDtype, Output, options_of
 from gnnautoscale.tuning.trials import Place, Trials, with_margin
 
@@ -103,6 +104,7 @@ def tune(
     model: str | Callable[[], nn.Module],
     data: Data | Dataset,
     *,
+    task: Task | None = None,
     memory: int | None = None,
     model_options: dict[str, Any] | None = None,
     **options: Any,
@@ -112,6 +114,7 @@ def tune(
     Args:
         model: The name of one of the library's models, or a function that builds a model of your own.
         data: The graph to train on, or a data set.
+        task: What to learn; by default the task that fits the data.
         memory: Bytes to train in, of the GPU's memory where there is one; by default all that is free.
         model_options: Options of the named model.
         options: Other options of :func:`gnnautoscale.fit`, such as ``device`` or ``grad_norm``.
@@ -138,16 +141,19 @@ def tune(
     if memory is not None and memory <= 0:
         raise InputError("memory must be a positive number of bytes", got=str(memory), fix="Change it.")
     dataset = data if isinstance(data, Dataset) else Dataset.of(data)
+    dataset.check()
+    learned = task_for(dataset) if task is None else task
+    learned.check_dataset(dataset)
     if dataset.train.num_nodes < 2:
         raise InputError("a graph to cut has at least two nodes", got="fewer", fix="Train on it as it is.")
 
     def build() -> nn.Module:
         if isinstance(model, str):
-            return build_model(model, dataset.train, dataset.num_classes, **(model_options or {}))
+            return build_model(model, dataset.train, learned.num_outputs, **(model_options or {}))
         return model()
 
     with undisturbed(torch.device(given.device)):
-        return _advise(Trials(build, dataset, part_counts(dataset.train.num_nodes), memory, given))
+        return _advise(Trials(build, dataset, learned, part_counts(dataset.train.num_nodes), memory, given))
 
 
 def part_counts(num_nodes: int) -> list[int]:
@@ -297,7 +303,7 @@ def _join(chosen: Candidate, place: Place, trials: Trials) -> tuple[dict[str, An
         return {"batch_size": 1}, f"{parts} parts, to join {JOINED} of them into a batch, would be too small"
     single, joined = trials.cuts[chosen.num_parts], trials.joined(parts, JOINED)
     compared = (
-        f"the classes of a part are off from the graph's by {single.skew:.2f} (total variation), those of {JOINED} out "
+        f"the targets of a part are off from the graph's by {single.skew:.2f} (total variation), those of {JOINED} out "
         f"of {parts} parts by {joined.skew:.2f}, with {joined.connectivity:.2f} halo nodes per node instead of "
         f"{single.connectivity:.2f}"
     )

@@ -17,6 +17,7 @@ from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader, connectivity, partition
 from gnnautoscale.history import Medium, choose_medium, codec_for
+from gnnautoscale.tasks import Task
 from gnnautoscale.training import OPTIONS, FitOptions, HistoryDtype, fit
 
 # Memory to leave free: a fresh process loads code, allocators keep pieces, other seeds give other parts.
@@ -59,7 +60,7 @@ class Cut:
         work: Mean number of nodes, halo nodes and edges of a part.
         kept: Bytes of the attributes of all parts and their halos.
         largest: Those of the largest part alone.
-        skew: How far the classes of a part are from those of the graph, see :func:`class_skew`.
+        skew: How far the targets of a part are from those of the graph, see :meth:`gnnautoscale.tasks.Task.skew`.
     """
 
     labels: Tensor
@@ -71,7 +72,7 @@ class Cut:
     skew: float = 0.0
 
     @staticmethod
-    def of(graph: Data, labels: Tensor) -> Cut:
+    def of(graph: Data, labels: Tensor, task: Task) -> Cut:
         """Measure the parts of a graph."""
         ratio, sizes = connectivity(graph.edge_index, labels), torch.bincount(labels)
         rows = sizes + (ratio * sizes).round().long()
@@ -83,7 +84,7 @@ class Cut:
             elif isinstance(value, Tensor) and graph.is_edge_attr(name):
                 taken += edges * (value.nbytes // max(graph.num_edges, 1))
         work = float((rows + edges).double().mean())
-        skew = class_skew(labels, graph.y, graph.train_mask)
+        skew = task.skew(graph, labels)
         return Cut(labels, float(ratio.mean()), int(rows.max()), work, int(taken.sum()), int(taken.max()), skew)
 
 
@@ -108,6 +109,7 @@ class Trials:
     Args:
         build: Builds the model.
         dataset: The graph to train on.
+        task: What to learn.
         counts: Numbers of parts, ascending.
         memory: Bytes to train in; ``None`` for all that is free.
         options: Options of ``fit`` that the user chose.
@@ -117,11 +119,12 @@ class Trials:
         self,
         build: Callable[[], nn.Module],
         dataset: Dataset,
+        task: Task,
         counts: list[int],
         memory: int | None,
         options: FitOptions,
     ) -> None:
-        self._build, self._dataset, self._options = build, dataset, options
+        self._build, self._dataset, self._task, self._options = build, dataset, task, options
         self._graph, self._device = dataset.train, torch.device(options.device)
         free = torch.cuda.mem_get_info(self._device)[0] if self.on_gpu else available_memory()
         if free is None and memory is None:
@@ -157,13 +160,13 @@ class Trials:
         """Cut the graph as ``gas train`` would."""
         seed, cache = self._options.seed, self._options.cache_dir
         labels = partition(self._graph.edge_index, self._graph.num_nodes, parts, seed=seed, cache_dir=cache)
-        return Cut.of(self._graph, labels)
+        return Cut.of(self._graph, labels, self._task)
 
     def joined(self, parts: int, together: int) -> Cut:
         """Batches of several parts, drawn at random."""
         labels = self.cut(parts).labels
         order = torch.randperm(parts, generator=torch.Generator().manual_seed(self._options.seed))
-        return Cut.of(self._graph, (order // together)[labels])
+        return Cut.of(self._graph, (order // together)[labels], self._task)
 
     def _probe(self) -> tuple[list[tuple[int, torch.dtype]], int, float]:
         """Widths and types of all histories, their depth, and bytes that autograd keeps per row."""
@@ -261,7 +264,7 @@ class Trials:
         options |= {"epochs": EPOCHS, "steps_per_epoch": batches, **changed}
         model = self._model()
         try:
-            result = fit(model, self._dataset, **options)
+            result = fit(model, self._dataset, task=self._task, **options)
         finally:
             if is_autoscaled(model):
                 detach(model)  # frees the folder of histories
@@ -303,34 +306,6 @@ class Trials:
     def _batches(self, count: int) -> int:
         """Number of steps in an epoch of a trial. A GPU captures each batch when it first appears."""
         return count if self.on_gpu else min(count, STEPS)
-
-
-def class_skew(labels: Tensor, y: Tensor, train_mask: Tensor) -> float:
-    """How far the classes of a part are from those of the graph: total variation, the mean over training nodes.
-
-    Args:
-        labels: The part of each node, ``[num_nodes]``.
-        y: The class of each node, ``[num_nodes]``, or which of several it has, ``[num_nodes, num_classes]``.
-        train_mask: The nodes that count, ``[num_nodes]``.
-
-    Returns:
-        0 if all parts have the classes of the graph; towards 1 if each has one of many classes.
-
-    Example:
-        >>> y, everywhere = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
-        >>> class_skew(torch.tensor([0, 0, 1, 1]), y, everywhere), class_skew(torch.tensor([0, 1, 0, 1]), y, everywhere)
-        (0.5, 0.0)
-    """
-    labels, y, parts = labels[train_mask.cpu()], y[train_mask].cpu(), int(labels.max()) + 1
-    if y.dim() == 1:
-        classes = int(y.max()) + 1
-        counts = torch.bincount(labels * classes + y, minlength=parts * classes).view(parts, classes).double()
-    else:
-        counts = torch.zeros(parts, y.size(1), dtype=torch.double).index_add_(0, labels, y.double())
-    sizes = counts.sum(dim=1)
-    shares = counts / sizes.clamp(min=1).unsqueeze(1)
-    apart = 0.5 * (shares - counts.sum(dim=0) / sizes.sum().clamp(min=1)).abs().sum(dim=1)
-    return float((apart * sizes).sum() / sizes.sum().clamp(min=1))
 
 
 def with_margin(memory: int) -> int:

@@ -11,7 +11,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
@@ -22,6 +21,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.experiments.bench import free_memory
 from gnnautoscale.graph import HaloLoader, Subgraphs, whole_neighbourhood
 from gnnautoscale.models import build_model
+from gnnautoscale.tasks import NodeClassification, Task
 from gnnautoscale.training import Engine, Feed, Optimization, Steps, make_optimizer, plain_item
 
 # Untimed epochs: they build the batches that return, compile kernels and capture steps.
@@ -86,8 +86,9 @@ def measure_steps(
         held = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
     torch.manual_seed(seed)
-    model = build_model("gcn", graph, dataset.num_classes, layers=layers, hidden=hidden).to(device)
-    training = _METHODS[method](model, loader, layers, count, device)
+    task = NodeClassification.of(dataset)
+    model = build_model("gcn", graph, task.num_outputs, layers=layers, hidden=hidden).to(device)
+    training = _METHODS[method](model, task, loader, layers, count, device)
     memory: int | None = None
     with training.running:
         model.train()
@@ -123,10 +124,12 @@ class _Training:
     batches: Callable[[], Iterable[Data]]
 
 
-def _with_histories(model: nn.Module, loader: HaloLoader, hops: int, count: int, device: torch.device) -> _Training:
+def _with_histories(
+    model: nn.Module, task: Task, loader: HaloLoader, hops: int, count: int, device: torch.device
+) -> _Training:
     autoscale(model, loader.data, storage="host")
-    feed = Feed(model, placement="host", fixed=loader.is_fixed, num_batches=count)
-    engine = Engine(model, make_optimizer(model, Optimization(lr=0.001)), feed, F.cross_entropy)
+    feed = Feed(model, task, placement="host", fixed=loader.is_fixed, num_batches=count)
+    engine = Engine(model, make_optimizer(model, Optimization(lr=0.001)), feed)
 
     def epoch() -> float:
         engine.epoch(islice(loader.ready_batches(), count), then=loader.first_of_next_epoch)  # waits for the loss
@@ -135,7 +138,9 @@ def _with_histories(model: nn.Module, loader: HaloLoader, hops: int, count: int,
     return _Training(engine.running(), epoch, lambda: islice(loader, count))
 
 
-def _on_neighbourhoods(model: nn.Module, loader: HaloLoader, hops: int, count: int, device: torch.device) -> _Training:
+def _on_neighbourhoods(
+    model: nn.Module, task: Task, loader: HaloLoader, hops: int, count: int, device: torch.device
+) -> _Training:
     subgraphs = Subgraphs(loader.data, loader.graph)
     parts = [loader.nodes_of(group) for group in loader.draw()[:count]]
     building = 0.0
@@ -154,10 +159,10 @@ def _on_neighbourhoods(model: nn.Module, loader: HaloLoader, hops: int, count: i
     def epoch() -> float:
         nonlocal building
         building = 0.0
-        trainer.train(plain_item(batch, device) for batch in batches())
+        trainer.train(plain_item(batch, task, device) for batch in batches())
         return building
 
-    trainer = Steps(model, make_optimizer(model, Optimization(lr=0.001)), F.cross_entropy, device, call=call)
+    trainer = Steps(model, make_optimizer(model, Optimization(lr=0.001)), task, device, call=call)
     return _Training(trainer.running(), epoch, batches)
 
 

@@ -16,6 +16,7 @@ from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
 from gnnautoscale.graph import connectivity, partition
 from gnnautoscale.models import build_model
 from gnnautoscale.runs import jsonable
+from gnnautoscale.tasks import task_for
 from gnnautoscale.training import describe_machine, fit
 
 Work = Mapping[str, Any]
@@ -48,7 +49,7 @@ def perform(work: Work, *, root: str, device: str, run_dir: Path | None = None) 
 def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str, Any]:
     dataset = _dataset(work["dataset"], root, work["seed"], **work["data"])
     torch.manual_seed(work["seed"])
-    model = build_model(work["model"], dataset.train, dataset.num_classes, **work["options"])
+    model = build_model(work["model"], dataset.train, task_for(dataset).num_outputs, **work["options"])
     fitted = fit(
         model,
         dataset,
