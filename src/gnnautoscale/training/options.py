@@ -39,11 +39,7 @@ class Batches(OptionGroup):
         "capture, and evaluate on the whole graph at once.",
     )
     num_parts: int = option(8, "Number of parts to cut the graph into.", least=1)
-    batch_size: int = option(
-        1,
-        'Number of parts in a batch. Mode "sage" draws its training nodes into the same number of batches.',
-        least=1,
-    )
+    batch_size: int = option(1, 'Number of parts in a batch; mode "sage" has as many batches.', least=1)
     partition: Partitioner = option("metis", 'How to cut the graph: "metis" or "random".')
     drawings: int | None = option(
         None,
@@ -53,9 +49,7 @@ class Batches(OptionGroup):
         needs_histories=True,
     )
     fan_out: tuple[int, ...] | None = option(
-        None,
-        'Number of neighbours that mode "sage" draws for a node, one per layer, starting at the training nodes; -1 '
-        "takes all.",
+        None, 'Number of neighbours that mode "sage" draws, per layer, from the training nodes outwards; -1 takes all.'
     )
     batches_on: Placement = option(
         "auto",
@@ -92,15 +86,11 @@ class Optimization(OptionGroup):
         "weight_decay.",
         least=0,
     )
-    weight_decay_other: float | None = option(
-        None, "Weight decay of all other weights, in place of weight_decay.", least=0
-    )
+    weight_decay_other: float | None = option(None, "Weight decay of the other weights, likewise.", least=0)
     grad_norm: float | None = option(None, "Norm to clip gradients to.", above=0)
     lipschitz: float = option(0.0, "Weight of the local Lipschitz penalty.", least=0, needs_histories=True)
     lipschitz_radius: float = option(0.1, "Radius of the penalty's perturbations.", above=0)
-    edge_dropout: float = option(
-        0.0, "Share of edges to drop at random in each training step.", least=0, below=1, needs_histories=True
-    )
+    edge_dropout: float = option(0.0, "Share of edges dropped in each step.", least=0, below=1, needs_histories=True)
     seed: int = option(0, "Seed of everything random.", least=0)
 
 
@@ -117,8 +107,7 @@ class Histories(OptionGroup):
     )
     storage: Storage = option(
         "device",
-        'Where histories live: in "device" or "host" memory, on "disk", or "auto": the first of these with enough '
-        "room.",
+        'Where histories live: in "device" or "host" memory, on "disk", or "auto": the first of these with room.',
         may_change=True,
     )
     history_dir: str | None = option(None, "Folder for histories on disk; one run at a time uses it.", may_change=True)
@@ -146,10 +135,7 @@ class Evaluation(OptionGroup):
         least=1,
     )
     patience: int | None = option(
-        None,
-        "Number of evaluations without a better validation score after which training stops.",
-        least=1,
-        may_change=True,
+        None, "Stop after this many evaluations without a better validation score.", least=1, may_change=True
     )
 
 
@@ -163,9 +149,7 @@ class Execution(OptionGroup):
     precision: Precision = option(
         "float32", 'Precision of matrix products: "float32", "tf32" (on a GPU) or "bfloat16" (autocast).'
     )
-    capture: bool = option(
-        True, "Whether to capture a GPU's training steps as CUDA graphs where possible.", may_change=True
-    )
+    capture: bool = option(True, "Whether to capture steps on a GPU as CUDA graphs if possible.", may_change=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,10 +164,7 @@ class Output(OptionGroup):
         needs_histories=True,
     )
     checkpoint_every: Literal["epoch"] | int = option(
-        "epoch",
-        'When to write a checkpoint: after each "epoch", or after a number of steps.',
-        least=1,
-        may_change=True,
+        "epoch", 'When to write one: after each "epoch", or after a number of steps.', least=1, may_change=True
     )
     resume: str | None = option(
         None,
