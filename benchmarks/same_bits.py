@@ -64,6 +64,7 @@ def checksum(dataset: gas.Dataset, model: str, options: dict[str, Any], cache: P
     """Train, and digest what came out."""
     folder = Path(mkdtemp())
     options = {"num_parts": 8, "batch_size": 2, "grad_norm": 1.0, "cache_dir": str(cache), "epochs": EPOCHS} | options
+    options["device"] = "cpu"
     if options.get("storage") == "disk":
         options["history_dir"] = str(folder / "histories")
     resume = options.pop("resume", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
 import re
 import textwrap
 from typing import Any
@@ -43,5 +45,26 @@ class Docstrings(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for every module, class, function and attribute that is read."""
-        if obj.docstring is not None:
-            obj.docstring.value = to_markdown(obj.docstring.value)
+        if obj.docstring is None:
+            return
+        if "{options}" in obj.docstring.value:
+            _fill_in_options(obj, obj.docstring)
+        obj.docstring.value = to_markdown(obj.docstring.value)
+
+
+def _fill_in_options(obj: griffe.Object, docstring: griffe.Docstring) -> None:
+    """Take a docstring and a signature as they are at run time, with all options."""
+    value: Any = pydoc.locate(obj.path)
+    docstring.value = inspect.getdoc(value) or ""
+    if isinstance(obj, griffe.Function):
+        obj.parameters = griffe.Parameters(
+            *(
+                griffe.Parameter(
+                    parameter.name,
+                    annotation=inspect.formatannotation(parameter.annotation).strip("'"),
+                    kind=griffe.ParameterKind(parameter.kind.description),
+                    default=None if parameter.default is parameter.empty else repr(parameter.default),
+                )
+                for parameter in inspect.signature(value).parameters.values()
+            )
+        )

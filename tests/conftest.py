@@ -22,6 +22,12 @@ EDGE_CHANNELS = 3
 NUM_RELATIONS = 3
 
 
+@pytest.fixture(autouse=True)
+def _cpu_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests expect a CPU's bits wherever they name no device, on machines with a GPU too."""
+    monkeypatch.setattr("gnnautoscale.training.options.default_device", lambda: "cpu")
+
+
 def with_attributes(edge_index: Tensor, num_nodes: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Data:
     """A graph with every kind of attribute a layer may want."""
     generator = torch.Generator().manual_seed(seed)

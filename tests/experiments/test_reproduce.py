@@ -23,8 +23,8 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import bench
 from gnnautoscale.experiments.reproduce import (
     Experiment,
+    Job,
     Report,
-    Run,
     Store,
     config,
     load,
@@ -34,15 +34,14 @@ from gnnautoscale.experiments.reproduce import (
     published,
     run_all,
     tables,
-    write_report,
+    write_files,
 )
 from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
 from gnnautoscale.experiments.reproduce.work import perform
 from gnnautoscale.models import check_model_options
 from gnnautoscale.runs.folder import read_run
 from gnnautoscale.training.journal import describe_machine
-from gnnautoscale.training.loop import fit
-from gnnautoscale.training.options import check_options
+from gnnautoscale.training.options import FitOptions
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -50,6 +49,7 @@ else:
     import tomli as tomllib
 
 HYPERPARAMETERS = Path(__file__).parents[3] / "shared" / "paper" / "hyperparameters.toml"
+PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "reproduction"
 CPU = torch.device("cpu")
 # Two cells of two runs each that take no time.
 TINY = """
@@ -89,8 +89,8 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return configure
 
 
-def some_runs(count: int, kind: str = "connectivity") -> list[Run]:
-    return [Run("cell", "variant", seed, {"kind": kind, "seed": seed}) for seed in range(count)]
+def some_runs(count: int, kind: str = "connectivity") -> list[Job]:
+    return [Job("cell", "variant", seed, {"kind": kind, "seed": seed}) for seed in range(count)]
 
 
 def call(*arguments: str | Path) -> Any:
@@ -119,16 +119,13 @@ def test_every_experiment_has_a_configuration_and_a_report() -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_all_runs_of_a_configuration_can_be_done(name: str) -> None:
-    for run in load(name).runs():
+    for run in load(name).jobs():
         check = {"train": check_train, "connectivity": check_connectivity, "neighbourhood": check_neighbourhood}
         check.get(run.work["kind"], check_step)(run.work)
 
 
 def check_train(work: Mapping[str, Any]) -> None:
-    defaults = {key: value.default for key, value in inspect.signature(fit).parameters.items()}
-    options = {key: value for key, value in defaults.items() if key not in ("model", "data", "callback")}
-    assert work["train"].keys() <= options.keys()
-    check_options({**options, **work["train"], "seed": work["seed"]})
+    FitOptions.of({**work["train"], "seed": work["seed"], "device": "cpu"})
     check_model_options(work["model"], work["options"])
     assert "file" in work["data"] or work["dataset"] in datasets.names()
     if work["train"]["mode"] == "sage":
@@ -157,7 +154,7 @@ def check_step(work: Mapping[str, Any]) -> None:
 @pytest.mark.skipif(not HYPERPARAMETERS.exists(), reason="needs the paper's hyperparameters")
 @pytest.mark.parametrize(("name", "size"), [("table1", "small"), ("table5", "large")])
 def test_hyperparameters_are_the_published_ones(name: str, size: str) -> None:
-    renamed = {"parts_per_batch": "batch_size", "steps_per_epoch_at_most": "steps_per_epoch"}
+    renamed = {"parts": "num_parts", "parts_per_batch": "batch_size", "steps_per_epoch_at_most": "steps_per_epoch"}
     ours = load(name).cells
     paper = tomllib.loads(HYPERPARAMETERS.read_text())[size]
     theirs = {f"{model}.{dataset}": options for model, by in paper.items() for dataset, options in by.items()}
@@ -188,15 +185,25 @@ def test_unknown_experiments_and_keys_are_refused(configured: Callable[..., None
 # Runs ################################################################################################################
 
 
+def test_published_results_belong_to_jobs() -> None:
+    lines = [json.loads(line) for line in (PUBLISHED / "runs.jsonl").read_text().splitlines()]
+    stored = {line["key"] for line in lines}
+    assert all(line["key"] == Job("", "", 0, line["work"]).key for line in lines)
+    machines = sorted({line["machine"] for line in lines})
+    known = {job.key for name in names() for machine in machines for job in load(name).jobs(device=machine)}
+    # Two results are of jobs that the configurations no longer have.
+    assert (len(stored), len(stored & known)) == (768, 766)
+
+
 def test_equal_work_has_an_equal_key() -> None:
-    first = Run("a", "b", 0, {"x": 1, "y": {"z": [1, 2]}})
-    assert first.key == Run("c", "d", 1, {"y": {"z": [1, 2]}, "x": 1}).key
-    assert first.key != Run("a", "b", 0, {"x": 1, "y": {"z": [2, 1]}}).key
+    first = Job("a", "b", 0, {"x": 1, "y": {"z": [1, 2]}})
+    assert first.key == Job("c", "d", 1, {"y": {"z": [1, 2]}, "x": 1}).key
+    assert first.key != Job("a", "b", 0, {"x": 1, "y": {"z": [2, 1]}}).key
 
 
 def test_full_batch_runs_of_tables_1_and_2_are_the_same() -> None:
     first, second = (
-        {str(run): run.key for run in load(name).runs(only=["gcnii.*/full"], seeds=2)} for name in ("table1", "table2")
+        {str(run): run.key for run in load(name).jobs(only=["gcnii.*/full"], seeds=2)} for name in ("table1", "table2")
     )
     assert first == second
     assert len(first) == 16
@@ -212,7 +219,7 @@ def test_full_batch_does_not_depend_on_what_belongs_to_batches() -> None:
         {"full": {"mode": "full"}, "gas": {"grad_norm": "none", "model": {"layers": 3}}},
         {"mode": "gas", "storage": "host"},
     )
-    full, gas = (run.work for run in experiment.runs())
+    full, gas = (run.work for run in experiment.jobs())
     assert full["train"] == {"mode": "full", "lr": 0.1}
     assert full["options"] == {}
     assert gas["train"]["num_parts"] == 4
@@ -223,13 +230,13 @@ def test_full_batch_does_not_depend_on_what_belongs_to_batches() -> None:
 
 
 def test_a_fan_out_is_kept_for_sampling_only() -> None:
-    runs = {run.variant: run.work["train"] for run in load("wordnet").runs(only=["gcnii.*"])}
+    runs = {run.variant: run.work["train"] for run in load("wordnet").jobs(only=["gcnii.*"])}
     assert [variant for variant, train in runs.items() if "fan_out" in train] == ["sage"]
 
 
 def test_the_device_belongs_to_times_only() -> None:
     for name in names():
-        here, there = ([run.key for run in load(name).runs(seeds=1, device=device)] for device in ("here", "there"))
+        here, there = ([run.key for run in load(name).jobs(seeds=1, device=device)] for device in ("here", "there"))
         assert (here != there) == (name in ("table4", "figure4")), name
 
 
@@ -246,12 +253,12 @@ def test_the_device_belongs_to_times_only() -> None:
     ],
 )
 def test_patterns_choose_cells_and_variants(patterns: list[str], count: int) -> None:
-    assert len(load("table1").runs(only=patterns)) == count
+    assert len(load("table1").jobs(only=patterns)) == count
 
 
 def test_a_pattern_that_chooses_nothing_is_refused() -> None:
     with pytest.raises(InputError, match=r"such as gcn\.cora, or .* such as gcn\.cora/full, but got gcn/cora, x"):
-        load("table1").runs(only=["gcn/cora", "x"])
+        load("table1").jobs(only=["gcn/cora", "x"])
 
 
 # The store ###########################################################################################################
@@ -307,7 +314,7 @@ def performed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_only_what_is_missing_is_done_and_failures_are_tried_again(tmp_path: Path, performed: list[int]) -> None:
     store, runs, said = Store(tmp_path / "runs.jsonl"), some_runs(4), list[str]()
 
-    def go(wanted: Sequence[Run]) -> list[Run]:
+    def go(wanted: Sequence[Job]) -> list[Job]:
         said.clear()
         return run_all(wanted, store, root="", device="cpu", show=said.append)
 
@@ -329,7 +336,7 @@ def test_only_what_is_missing_is_done_and_failures_are_tried_again(tmp_path: Pat
 def test_long_runs_come_first(tmp_path: Path, performed: list[int]) -> None:
     trains = [{"epochs": 5}, {"epochs": 50}, {"epochs": 5, "num_parts": 40, "batch_size": 2}]
     runs = [
-        Run("cell", "variant", 10 + n, {"kind": "train", "train": train, "options": {}, "seed": 10 + n})
+        Job("cell", "variant", 10 + n, {"kind": "train", "train": train, "options": {}, "seed": 10 + n})
         for n, train in enumerate(trains)
     ]
     run_all(runs, Store(tmp_path / "runs.jsonl"), root="", device="cpu", show=lambda _: None)
@@ -341,17 +348,17 @@ def test_times_are_not_taken_side_by_side(
 ) -> None:
     monkeypatch.setattr(pool, "_side_by_side", None)
     store = Store(tmp_path / "runs.jsonl")
-    run_all(some_runs(1, "step"), store, root="", device="cpu", jobs=2, show=lambda _: None)
+    run_all(some_runs(1, "step"), store, root="", device="cpu", processes=2, show=lambda _: None)
     assert performed == [0]
 
 
 def test_several_processes_give_the_same_results(tmp_path: Path, configured: Callable[..., None]) -> None:
     configured(table1=TINY)
-    runs = load("table1").runs()
+    runs = load("table1").jobs()
     found = []
     for jobs in (1, 2):
         store = Store(tmp_path / f"{jobs}" / "runs.jsonl")
-        assert run_all(runs, store, root=str(tmp_path), device="cpu", jobs=jobs, show=lambda _: None) == []
+        assert run_all(runs, store, root=str(tmp_path), device="cpu", processes=jobs, show=lambda _: None) == []
         found.append([timeless(store.get(run)) for run in runs])
     assert found[0] == found[1]
     assert found[0][0]["curve"]["epoch"] == [1, 2]
@@ -395,7 +402,7 @@ Results = dict[tuple[str, str], list[dict[str, Any]]]
 def report_of(tmp_path: Path, name: str, results: Results) -> Report:
     """A report from made-up results."""
     experiment, store = load(name), Store(tmp_path / "runs.jsonl")
-    runs = experiment.runs(seeds=max(map(len, results.values())))
+    runs = experiment.jobs(seeds=max(map(len, results.values())))
     for run in runs:
         of_cell = results.get((run.cell, run.variant), [])
         if run.seed < len(of_cell) and store.get(run) is None:
@@ -507,7 +514,7 @@ CURVE = {"epoch": [1, 2, 4], "loss": [3.0, 2.0, 1.0], "train": [1, 2, 3], "val":
 
 def test_table7_shows_all_splits_and_draws_curves(tmp_path: Path) -> None:
     report = report_of(tmp_path, "table7", {("gin.cluster", "metis"): [{**scored(57.0)[0], "curve": CURVE}]})
-    assert "metis" in write_report(report, tmp_path, "table7")[2].read_text()
+    assert "metis" in write_files(report, tmp_path, "table7")[2].read_text()
     assert report.rows[0] == ["full batch", "- (60.49)", "- (58.17)", "- (58.49)"]
     assert report.rows[2] == ["metis", "90.00 (58.97)", "80.00 (57.79)", "57.00 (57.82)"]
 
@@ -516,7 +523,7 @@ def test_figure3_draws_curves(tmp_path: Path) -> None:
     results = [{**scored(82.0)[0], "curve": CURVE}]
     report = report_of(tmp_path, "figure3", {("gcn.cora", "full"): results, ("gcnii.cora", "gas"): results})
     assert report.rows == [["gcn.cora", "82.00", "-", "-"], ["gcnii.cora", "-", "-", "82.00"]]
-    files = write_report(report, tmp_path, "figure3")
+    files = write_files(report, tmp_path, "figure3")
     assert [file.name for file in files] == ["figure3.md", "figure3.json", "figure3.svg"]
     assert "gcnii.cora" in files[2].read_text()
 
@@ -537,7 +544,7 @@ def test_figure4_compares_ratios_and_draws_the_benchmark(tmp_path: Path) -> None
     ]
     assert report.columns[6:] == ["computation", "I/O host fp32", "I/O host bf16", "I/O host fp32, serial"]
     assert "up to 350 %" in report.notes[0]
-    plot = write_report(report, tmp_path, "figure4")[-1].read_text()
+    plot = write_files(report, tmp_path, "figure4")[-1].read_text()
     assert "a fine GPU" in plot
     assert "I/O overhead (%)" in plot
 
@@ -558,11 +565,11 @@ def test_wordnet_shows_accuracy_time_and_memory(tmp_path: Path) -> None:
 
 def test_a_report_needs_results(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a report needs results"):
-        make_report(load("table1"), load("table1").runs(seeds=1), Store(tmp_path / "runs.jsonl"))
+        make_report(load("table1"), load("table1").jobs(seeds=1), Store(tmp_path / "runs.jsonl"))
 
 
 def test_numbers_that_are_not_there_become_null(tmp_path: Path) -> None:
-    files = write_report(Report("A", ["b", "c"], [["d", "e"]], [], {"x": math.nan}), tmp_path, "made")
+    files = write_files(Report("A", ["b", "c"], [["d", "e"]], [], {"x": math.nan}), tmp_path, "made")
     assert [file.name for file in files] == ["made.md", "made.json"]
     assert json.loads(files[1].read_text()) == {"x": None}
     assert files[0].read_text() == "### A\n\n| b | c |\n|---|---:|\n| d | e |\n"
@@ -632,8 +639,8 @@ def test_neighbourhoods_are_measured_by_work(tmp_path: Path) -> None:
     ("arguments", "rule"),
     [
         (["table9"], "an experiment is one of"),
-        (["table1", "--jobs", "0"], "--jobs and --seeds are at least 1"),
-        (["table1", "--seeds", "0"], "--jobs and --seeds are at least 1"),
+        (["table1", "--jobs", "0"], "--jobs and --seeds must be at least 1"),
+        (["table1", "--seeds", "0"], "--jobs and --seeds must be at least 1"),
         (["table1", "--only", "nothing"], "--only names cells of table1"),
         (["table1", "--device", "nowhere"], "device must be one that PyTorch can use here"),
     ],

@@ -16,6 +16,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 import gnnautoscale as gas
 from gnnautoscale.models import APPNP, GAT, GCN, GCNII, GIN, MODELS, build_model, model_options
 from gnnautoscale.training.optimizer import make_optimizer
+from gnnautoscale.training.options import Optimization
 
 FEATURES, CLASSES, NODES = 5, 3, 12
 WEIGHTED = {"gcn", "gcnii", "appnp"}
@@ -529,7 +530,7 @@ def test_one_part_gives_the_gradients_of_the_whole_graph(name: str, options: dic
 
 def decayed(model: nn.Module) -> set[str]:
     """Names of the weights in the first group."""
-    groups = make_optimizer(model, 0.01, 0.5, 0.0).param_groups
+    groups = make_optimizer(model, Optimization(weight_decay_conv=0.5)).param_groups
     in_first = {id(weight) for group in groups if group["weight_decay"] == 0.5 for weight in group["params"]}
     in_rest = {id(weight) for group in groups if group["weight_decay"] == 0.0 for weight in group["params"]}
     names = {id(weight): name for name, weight in model.named_parameters()}

@@ -312,7 +312,7 @@ def test_command(tmp_path: Path) -> None:
         folder.finish({**QUIET, "connectivity": 3.0})
     said = CliRunner().invoke(cli.app, ["explain", str(tmp_path / "run")])
     assert said.stdout.startswith("1. A part has 3.0 halo nodes for each of its own.")
-    assert "staleness was not measured" in said.stderr
+    assert "did not measure staleness" in said.stderr
     found = json.loads(CliRunner().invoke(cli.app, ["explain", str(tmp_path / "run"), "--json"]).stdout)
     assert [finding["name"] for finding in found["findings"]] == ["connectivity"]
     assert found["findings"][0]["times"] == 3.0

@@ -20,7 +20,7 @@ from gnnautoscale.forward import GraphMemory
 from gnnautoscale.history import History
 from gnnautoscale.models import MODELS, build_model, model_options
 from gnnautoscale.tasks import NodeClassification
-from gnnautoscale.training import Engine, Feed, captured, make_optimizer
+from gnnautoscale.training import Engine, Feed, Optimization, captured, make_optimizer
 from gnnautoscale.training.captured import _watching
 from gnnautoscale.transfer import BatchRows, DirectTransfer
 
@@ -281,7 +281,9 @@ class Noted(DirectTransfer):
 
 def engine_of(data: Data) -> Engine:
     model = gas.autoscale(build_model("gcn", data, CLASSES, hidden=8, layers=2), data)
-    return Engine(model, make_optimizer(model, 0.01, 0.0, 0.0), Feed(model, NodeClassification(CLASSES), fixed=True))
+    return Engine(
+        model, make_optimizer(model, Optimization(lr=0.01)), Feed(model, NodeClassification(CLASSES), fixed=True)
+    )
 
 
 def test_every_step_makes_the_same_calls(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:

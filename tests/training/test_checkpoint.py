@@ -462,7 +462,7 @@ def refusal(path: Path) -> str:
 
 
 def test_what_is_not_there_or_not_readable_is_refused(tmp_path: Path) -> None:
-    assert f"{tmp_path / 'gone'} (it is not there)" in refusal(tmp_path / "gone")
+    assert f"{tmp_path / 'gone'} (it does not exist)" in refusal(tmp_path / "gone")
     assert "(it cannot be read: [Errno 21] Is a directory" in refusal(tmp_path)
 
 
@@ -572,7 +572,7 @@ def test_an_edited_header_is_refused_and_the_good_one_before_it_named(
     assert message.startswith(f"the newest checkpoint must be whole, but got {newest} ({reason}")
     assert message.endswith(f"The newest good one is {good}: resume from that file by its path.")
     good.write_bytes(b"junk")
-    with pytest.raises(InputError, match=r"There is no older one that is good: start again\.$"):
+    with pytest.raises(InputError, match=r"No older one is good either: start again\.$"):
         load_latest(tmp_path)
 
 

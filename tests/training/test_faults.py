@@ -30,6 +30,7 @@ from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.runs.result import Epoch
 from gnnautoscale.training.checkpoint import latest_checkpoint, load_latest
 from gnnautoscale.training.loop import fit
+from gnnautoscale.training.options import FitOptions
 from gnnautoscale.training.strategies import HistoryStrategy, SubgraphStrategy
 from support.communities import CLASSES, FEATURES, community_graph
 
@@ -276,10 +277,8 @@ def test_too_little_memory_says_what_to_lower(
     error: BaseException, said: str, options: dict[str, Any], in_training: bool, advice: str
 ) -> None:
     strategy: Any = Strategy(between=not in_training, at_once=options.get("mode") == "cluster")
-    sizes = {"num_parts": 6, "batch_size": 2, "evaluate_parts": None, **options}
-    if sizes.pop("mode", None) == "full":
-        sizes.update(num_parts=1, batch_size=1)
-    with pytest.raises(MemoryError) as caught, faults_module.explained(strategy, 2, **sizes):
+    sizes = FitOptions(**{"num_parts": 6, "batch_size": 2, "device": "cpu", **options}).in_effect()
+    with pytest.raises(MemoryError) as caught, faults_module.explained(strategy, 2, sizes):
         raise error
     assert str(caught.value) == f"There is not enough memory ({said}). {advice}"
     assert caught.value.__cause__ is error
@@ -348,7 +347,10 @@ def test_memory_that_really_is_not_there_is_noticed() -> None:
 def test_advice_for_odd_amounts(monkeypatch: pytest.MonkeyPatch, said: str, free: int, parts: int) -> None:
     monkeypatch.setattr(faults_module, "available_memory", lambda: free)
     expected = f"There is not enough memory ({said or 'MemoryError'}). Raise num_parts from 10 to {parts}."
-    assert faults_module._smaller(MemoryError(said), 10, 1) == expected
+    strategy: Any = Strategy(between=False, at_once=False)
+    with pytest.raises(MemoryError) as caught, faults_module.explained(strategy, 2, FitOptions(num_parts=10)):
+        raise MemoryError(said)
+    assert str(caught.value) == expected
 
 
 def test_a_gpu_counts_what_is_in_use_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,8 +359,13 @@ def test_a_gpu_counts_what_is_in_use_too(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2 * 2**30)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * 2**30)
     # 4 GiB could be used, and 2 and 2 more are wanted.
-    advice = faults_module._smaller(torch.OutOfMemoryError(OUT_OF_GPU), 8, 10)
-    assert advice.endswith("Lower batch_size from 10 to 9, or raise num_parts.")
+    strategy: Any = Strategy(between=False, at_once=False)
+    options = FitOptions(num_parts=10, batch_size=10, device="cpu")
+    with (
+        pytest.raises(MemoryError, match=r"Lower batch_size from 10 to 9, or raise num_parts\.$"),
+        faults_module.explained(strategy, 2, options),
+    ):
+        raise torch.OutOfMemoryError(OUT_OF_GPU)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("odd"), ValueError("odd"), gas.InputError("a", got="b", fix="c")])
@@ -416,7 +423,7 @@ def test_a_worker_that_dies_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, n
 
     monkeypatch.setattr(BatchBuilder, "from_parts", die)
     model = Fragile()
-    expected = r"has died in epoch 1 \(DataLoader worker .*\)\. Most often .* lower num_workers\.$"
+    expected = r"died in epoch 1 \(DataLoader worker .*\)\. The system may .* lower num_workers\.$"
     with pytest.raises(RuntimeError, match=expected):
         fit(model, community_graph(), num_workers=1, **OPTIONS)
     assert not hasattr(model, "_autoscaler")

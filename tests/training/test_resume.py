@@ -265,6 +265,18 @@ def test_fewer_epochs_than_are_done_do_nothing(tmp_path: Path) -> None:
     assert_same_run(whole, Trained(epochs=1, resume=str(tmp_path)))
 
 
+@pytest.mark.usefixtures("keep_all")
+@pytest.mark.parametrize("refresh_every", ["never", "epoch"])
+def test_a_run_without_epochs_left_is_evaluated_if_it_never_was(tmp_path: Path, refresh_every: str) -> None:
+    options: dict[str, Any] = {"evaluate_every": 4, "refresh_every": refresh_every}
+    Trained(epochs=4, checkpoint_dir=str(tmp_path), **options)
+    after_two = file_of(tmp_path, 6)
+    assert_same_run(Trained(epochs=2, **options), Trained(epochs=2, resume=after_two, **options))
+    fewer = Trained(epochs=1, resume=after_two, **options).result
+    assert (len(fewer.epochs), fewer.best_epoch) == (2, 2)
+    assert fewer.scores == fewer.epochs[1].scores != {}
+
+
 def test_times_add_up(tmp_path: Path) -> None:
     first = Trained(epochs=2, checkpoint_dir=str(tmp_path)).result
     second = Trained(epochs=3, checkpoint_dir=str(tmp_path), resume=str(tmp_path)).result
@@ -394,7 +406,7 @@ def test_a_damaged_checkpoint_is_refused_and_a_good_one_named(tmp_path: Path, da
 
 def test_what_is_no_checkpoint_of_a_run_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(gas.InputError, match=r"there must be a checkpoint|it is not there"):
+        with pytest.raises(gas.InputError, match=r"resume needs a checkpoint|it does not exist"):
             Trained(resume=str(path))
     save_checkpoint(tmp_path, 3, {"something": "else"}, {})
     with pytest.raises(gas.InputError, match=r"checkpoint of a run, but got .*checkpoint-000000003"):

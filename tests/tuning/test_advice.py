@@ -24,6 +24,7 @@ from gnnautoscale.data.datasets import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import GCN
 from gnnautoscale.tasks import NodeClassification, task_for
+from gnnautoscale.training.options import FitOptions
 from gnnautoscale.tuning import advice as tune
 from gnnautoscale.tuning import trials
 from gnnautoscale.tuning.advice import Candidate, choose, consider, part_counts
@@ -83,7 +84,7 @@ class Known(Trials):
         self.done = {(parts, DEVICE): Trial(memory, step, 0.0) for parts, (step, memory) in measured.items()}
         self._failed = set()
         self._device = torch.device("cpu")
-        self._options = {}
+        self._options = FitOptions(device="cpu")
         self._rows = [(1, torch.float32)]
         self._saved = 0.0
         self._graph = Data(num_nodes=5 * UNIT)  # histories of 40 units, with a second set for evaluation
@@ -133,7 +134,7 @@ def test_histories_move_before_there_are_more_parts() -> None:
 
 
 def test_says_what_is_needed_if_nothing_fits() -> None:
-    with pytest.raises(InputError, match=r"got 5.9 GB. Pass at least 6 GB as memory: 4 parts"):
+    with pytest.raises(InputError, match=r"got 5.9 GB. Pass at least 6 GB as memory, which 4 parts"):
         tune._advise(Known({1: (1.0, 100 * UNIT), 4: (1.0, 50 * UNIT)}, 59 * UNIT))
 
 
@@ -180,7 +181,7 @@ def test_joins_parts_if_batches_become_better_samples_and_fit() -> None:
     known.rows = 2500
     options, why = tune._join(two, DEVICE, known)
     assert options == {"batch_size": 1}
-    assert why.endswith("is expected to take 9 GB")
+    assert why.endswith("should take 9 GB")
     known.rows, known.skew = 500, 0.41
     assert tune._join(two, DEVICE, known)[0] == {"batch_size": 1}
     assert "too small" in tune._join(twenty, DEVICE, known)[1]
@@ -235,7 +236,8 @@ def test_looks_at_a_cut() -> None:
 
 def trials_of(data: Data, memory: int | None = None, counts: Sequence[int] = (1, 2, 4), **options: Any) -> Trials:
     dataset = Dataset.of(data)
-    return Trials(lambda: GCN(5, 3, hidden=16, layers=3), dataset, task_for(dataset), list(counts), memory, options)
+    chosen = FitOptions(**options)
+    return Trials(lambda: GCN(5, 3, hidden=16, layers=3), dataset, task_for(dataset), list(counts), memory, chosen)
 
 
 def test_knows_how_much_histories_take() -> None:
@@ -365,7 +367,8 @@ def test_leaves_random_numbers_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_parts": 4}, "got num_parts"),
+        ({"num_parts": 4}, "got num_parts, which it decides itself"),
+        ({"num_worker": 4}, "got 'num_worker'. Did you mean 'num_workers'?"),
         ({"memory": 0}, "positive number of bytes"),
         ({"device": "abacus"}, "device must be one"),
         ({"memory": 1}, r"Pass at least [\d.]+ MB"),
@@ -380,7 +383,7 @@ def test_refuses_an_autoscaled_model_and_a_single_node() -> None:
     def build() -> nn.Module:
         return autoscale(GCN(5, 3, hidden=4), graph())
 
-    with pytest.raises(InputError, match="a plain model is tuned"):
+    with pytest.raises(InputError, match="tune needs a plain model"):
         tune.tune(build, graph())
     mask = torch.tensor([True])
     one = Data(x=torch.ones(1, 2), edge_index=torch.zeros(2, 0, dtype=torch.long), y=torch.tensor([0]))
@@ -449,5 +452,5 @@ def test_trial_ends_are_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     known = trials_of(graph(), epochs=900, patience=3, evaluate_every=50, grad_norm=2.0)
     assert known.attempt(4, known.places[0])
     assert (asked["epochs"], asked["steps_per_epoch"], asked["grad_norm"]) == (trials.EPOCHS, 4, 2.0)
-    assert not {"patience", "evaluate_every"} & asked.keys()
+    assert (asked["patience"], asked["evaluate_every"]) == (None, 1)
     assert not known.attempt(4, known.places[0])

@@ -4,6 +4,7 @@ Atomic files, random states, available and peak memory, nested tensors. It knows
 """
 
 from gnnautoscale._util.atomic import write_atomically
+from gnnautoscale._util.docstrings import describe_arguments
 from gnnautoscale._util.memory import available_memory
 from gnnautoscale._util.nested import map_tensors, tensors_in
 from gnnautoscale._util.peak_memory import PeakMemory
@@ -13,6 +14,7 @@ __all__ = [
     "PeakMemory",
     "RandomState",
     "available_memory",
+    "describe_arguments",
     "map_tensors",
     "random_states",
     "set_random_states",

@@ -24,7 +24,7 @@ from gnnautoscale.cli.display import epochs_shown, errors, megabytes, percent, p
 from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
 from gnnautoscale.cli.saved import load_model, save_model
-from gnnautoscale.cli.schema import DATA, FILE_OPTIONS, GENERATOR_OPTIONS, PARTITION, TRAIN, fit_options, with_options
+from gnnautoscale.cli.schema import DATA, MODEL, PARTITION, TRAIN, Files, Generators, chosen, with_options
 from gnnautoscale.data import Dataset, datasets
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader, connectivity
@@ -32,7 +32,7 @@ from gnnautoscale.graph import partition as cut
 from gnnautoscale.models import build_model, check_model_options
 from gnnautoscale.runs import FitResult, free_folder
 from gnnautoscale.tasks import task_for
-from gnnautoscale.training import check_device, check_options, fit, latest_checkpoint, open_checkpoint
+from gnnautoscale.training import OPTIONS, FitOptions, fit, latest_checkpoint, open_checkpoint, pick_device
 
 app = typer.Typer(
     help="Train graph neural networks on graphs that do not fit a GPU, with historical embeddings.",
@@ -46,54 +46,48 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 def train(
     options: dict[str, Any],
     *,
-    save: Annotated[Path | None, typer.Option(help="Where to write the trained model.")] = None,
+    save: Annotated[Path | None, typer.Option(help="File for the trained model.")] = None,
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
-    """Train a model on a graph, with histories, in full batch, or as one of the baselines."""
-    if options["runs"] < 1:
-        raise InputError("runs must be at least 1", got=str(options["runs"]), fix="Change this option.")
+    """Train a model on a graph: with histories, in full batch, or with a baseline."""
     if options["runs"] > 1 and (options["checkpoint_dir"] or options["resume"]):
         raise InputError(
-            "checkpoints are of one run", got=f"--runs {options['runs']}", fix="Leave --runs out, and use --seed."
+            "checkpoints belong to one run", got=f"--runs {options['runs']}", fix="Leave --runs out, and use --seed."
         )
-    model_name = options["model"]
-    chosen = {
-        option.name: options[option.name]
-        for option in TRAIN
-        if option.panel == "Model" and option.name != "model" and options[option.name] is not None
-    }
-    check_model_options(model_name, chosen)
+    built = chosen(MODEL, options)
+    model_name = built.pop("model")
+    check_model_options(model_name, built)
     _check_target("--save", save)
-    training = {option.name: options[option.name] for option in fit_options()}
-    check_options({**training, "run_dir": None if options["run_dir"] == "none" else "runs"})
+    given = {name: options[name] for name in OPTIONS}
+    training = FitOptions.of({**given, "run_dir": None if options["run_dir"] == "none" else "runs"})
     results: list[FitResult] = []
     model: nn.Module | None = None
     for run in range(options["runs"]):
         dataset = _dataset({**options, "split": options["split"] + run})
-        seed = training["seed"] + run
+        seed = training.seed + run
         torch.manual_seed(seed)
-        model = build_model(model_name, dataset.train, task_for(dataset).num_outputs, **chosen)
+        model = build_model(model_name, dataset.train, task_for(dataset).num_outputs, **built)
         if run == 0 and "edge_attr" in dataset.train and not quiet:
             errors.print("note: none of these models uses edge features (edge_attr)", soft_wrap=True)
-        title = f"{dataset.name} {model_name} {training['mode']} seed {seed}"
-        with epochs_shown(title, training["epochs"], quiet=quiet) as show:
+        title = f"{dataset.name} {model_name} {training.mode} seed {seed}"
+        with epochs_shown(title, training.epochs, quiet=quiet) as show:
             try:
-                run_dir = _run_dir(options, f"{dataset.name}-{model_name}-{training['mode']}-seed{seed}", seed)
-                results.append(fit(model, dataset, callback=show, **{**training, "seed": seed, "run_dir": run_dir}))
+                run_dir = _run_dir(options, f"{dataset.name}-{model_name}-{training.mode}-seed{seed}", seed)
+                results.append(fit(model, dataset, callback=show, **{**given, "seed": seed, "run_dir": run_dir}))
             except KeyboardInterrupt:
-                if training["checkpoint_dir"] is None:
+                if training.checkpoint_dir is None:
                     raise
-                _say_how_to_go_on(training["checkpoint_dir"])
+                _say_how_to_resume(training.checkpoint_dir)
     if save is not None and model is not None:
-        save_model(save, model, options={"model": model_name, **chosen})
+        save_model(save, model, options={"model": model_name, **built})
     if json:
         print_json({"options": options, "runs": [result.to_dict() for result in results]})
     else:
-        _show_results(f"{options['data']} · {model_name} · {training['mode']}", results)
-    if training["device"] != "cpu" and not quiet:
+        _show_results(f"{options['data']} · {model_name} · {training.mode}", results)
+    if training.device != "cpu" and not quiet:
         errors.print(f"steps: {results[-1].how}", soft_wrap=True)
-    if training["storage"] == "auto" and not quiet:
+    if training.storage == "auto" and not quiet:
         errors.print(f"histories: {results[-1].storage}", soft_wrap=True)
     if results[-1].options["run_dir"] is not None and not quiet:
         folders = ", ".join(str(result.options["run_dir"]) for result in results)
@@ -103,10 +97,10 @@ def train(
 def partition(
     options: dict[str, Any],
     *,
-    output: Annotated[Path | None, typer.Option(help="Where to write the part of each node, as .npy.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for the part of each node, as .npy.")] = None,
     json: Json = False,
 ) -> None:
-    """Cut a graph into parts and show how well they are connected inside."""
+    """Cut a graph into parts and show how many edges stay inside them."""
     _check_target("--output", output)
     graph = _dataset(options).train
     start = time.perf_counter()
@@ -138,18 +132,17 @@ def partition(
 
 def infer(
     options: dict[str, Any],
-    model: Annotated[Path, typer.Argument(help="What `gas train --save` wrote.")],
+    model: Annotated[Path, typer.Argument(help="File that `gas train --save` wrote.")],
     *,
     num_parts: Annotated[int, typer.Option(help="Number of batches to compute in.")] = 8,
-    device: Annotated[str, typer.Option(help="Where to compute.")] = "cpu",
-    output: Annotated[Path | None, typer.Option(help="Where to write predictions, as .npz.")] = None,
+    device: Annotated[str, typer.Option(help=OPTIONS["device"].help)] = "auto",
+    output: Annotated[Path | None, typer.Option(help="File for predictions, as .npz.")] = None,
     json: Json = False,
 ) -> None:
     """Run a trained model on all nodes of a graph, exactly, in batches."""
-    check_device(device)
+    device = pick_device(device)
+    OPTIONS["num_parts"].check(num_parts)
     _check_target("--output", output)
-    if num_parts < 1:
-        raise InputError("num_parts must be at least 1", got=str(num_parts), fix="Change this option.")
     dataset = _dataset(options)
     task, graph = task_for(dataset), dataset.test
     trained = load_model(model, graph, task.num_outputs).to(device)
@@ -167,7 +160,7 @@ def infer(
 
 
 def data(options: dict[str, Any], *, json: Json = False) -> None:
-    """Show a graph's size and splits, or, without --data, the names of all data sets."""
+    """Show size and splits of a graph, or without --data the names of all data sets."""
     if options["data"] is None:
         if json:
             print_json(list(datasets.names()))
@@ -187,10 +180,12 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
 def tune(
     options: dict[str, Any],
     *,
-    memory: Annotated[str | None, typer.Option(help="Memory to train in, like 8GB; by default what is free.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory to train in, like 8GB; by default all that is free.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Propose how to train on a graph on this machine, from short trials, and print the command that does it."""
+    """Propose from short trials how to train on a graph on this machine, and print the command for it."""
     check_model_options(options["model"], [])
     advice_commands.tune(_dataset(options), options, memory, json=json)
 
@@ -209,7 +204,7 @@ app.command()(advice_commands.explain)
 
 
 def main() -> None:
-    """Run the command line; bad input ends with a sentence, not a traceback."""
+    """Run the command line; errors in the input end with one sentence instead of a traceback."""
     try:
         app()
     except (InputError, FloatingPointError, MemoryError) as error:
@@ -218,16 +213,15 @@ def main() -> None:
 
 
 def _dataset(options: dict[str, Any]) -> Dataset:
-    """The data set that the options name."""
+    """Load the data set that the options name."""
     source = options["data"]
     if source is None:
         raise InputError(
-            "--data names what to work on",
+            "--data must name a data set or a file",
             got="nothing",
             fix="Pass a data set's name (`gas data` lists them) or a file.",
         )
-    of_file = {name: options[name] for name in FILE_OPTIONS if options[name] is not None}
-    of_generator = {name: options[name] for name in GENERATOR_OPTIONS if options[name] is not None}
+    of_file, of_generator = chosen(Files, options), chosen(Generators, options)
     is_file = source.lower() not in datasets.names() and (Path(source).suffix != "" or Path(source).exists())
     misplaced = of_generator if is_file else of_file
     if misplaced:
@@ -243,7 +237,7 @@ def _dataset(options: dict[str, Any]) -> Dataset:
 
 
 def _run_dir(options: dict[str, Any], name: str, seed: int) -> str | None:
-    """The folder of a run: the one that was named, that of the run that goes on, or a new one."""
+    """The folder of a run: the given one, that of the resumed run, or a new one."""
     given: str | None = options["run_dir"]
     if given == "none":
         return None
@@ -256,10 +250,10 @@ def _run_dir(options: dict[str, Any], name: str, seed: int) -> str | None:
     return str(free_folder(Path("runs"), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
-def _say_how_to_go_on(folder: str) -> NoReturn:
+def _say_how_to_resume(folder: str) -> NoReturn:
     latest = latest_checkpoint(Path(folder))
     if latest is not None:
-        errors.print(f"stopped; the same command with --resume {folder} goes on from {latest.name}", soft_wrap=True)
+        errors.print(f"stopped; the same command with --resume {folder} continues from {latest.name}", soft_wrap=True)
     raise typer.Exit(130)
 
 
@@ -301,6 +295,6 @@ def _text(value: bool | float) -> str:
 
 
 def _check_target(flag: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written before there is anything to write."""
+    """Refuse a file that cannot be written before any work is done."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise InputError(f"{flag} names a file in an existing folder", got=str(path), fix="Check the path.")

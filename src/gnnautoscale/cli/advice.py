@@ -10,16 +10,17 @@ from typing import Annotated, Any
 import typer
 
 from gnnautoscale.cli.display import errors, print_json, print_table
-from gnnautoscale.cli.schema import DATA, MODEL, fit_options
+from gnnautoscale.cli.schema import DATA, MODEL, chosen
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.runs import explain as find
 from gnnautoscale.runs import read_run
-from gnnautoscale.tuning import PASSED, Advice, amount
+from gnnautoscale.training import OPTIONS
+from gnnautoscale.tuning import PASSED, Advice, Candidate, amount
 from gnnautoscale.tuning import tune as propose
 
-#: What ``gas tune`` takes: the options of ``gas train`` but for those that it proposes.
-TUNE = [*DATA, *MODEL, *(option for option in fit_options() if option.name in PASSED)]
+#: Options of ``gas tune``: those of ``gas train`` that it does not propose.
+TUNE = [*DATA, *MODEL, *(OPTIONS[name] for name in PASSED)]
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
@@ -27,15 +28,12 @@ _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", sta
 
 
 def tune(dataset: Dataset, options: dict[str, Any], memory: str | None, *, json: bool) -> None:
-    """Propose how to train, and print the command that does it."""
-    of_model = {
-        option.name: options[option.name]
-        for option in MODEL
-        if option.name != "model" and options[option.name] is not None
-    }
-    of_training = {name: options[name] for name in PASSED}
+    """Propose how to train, and print the command for it."""
+    built = chosen(MODEL, options)
+    name = built.pop("model")
+    training = {name: options[name] for name in PASSED}
     budget = None if memory is None else parse_memory(memory)
-    advice = propose(options["model"], dataset, memory=budget, model_options=of_model, **of_training)
+    advice = propose(name, dataset, memory=budget, model_options=built, **training)
     command = train_command(options, advice.options)
     if json:
         print_json({**advice.to_dict(), "command": command})
@@ -45,7 +43,7 @@ def tune(dataset: Dataset, options: dict[str, Any], memory: str | None, *, json:
 
 
 def explain(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, as `gas train` wrote it.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run, as `gas train` wrote it.")],
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of sentences.")] = False,
 ) -> None:
     """Say what limits a training run, and what to change."""
@@ -59,14 +57,14 @@ def explain(
     if not findings:
         print("Nothing stands out.")
     if not record.staleness:
-        errors.print("note: staleness was not measured in this run", soft_wrap=True)
+        errors.print("note: this run did not measure staleness", soft_wrap=True)
 
 
 def train_command(given: dict[str, Any], proposed: dict[str, Any]) -> str:
-    """The command line that trains with what was given and what is proposed.
+    """The command line that trains with given and proposed options.
 
     Args:
-        given: Values of the options in ``TUNE``; those that are as by default are left out.
+        given: Values of the options in ``TUNE``; defaults are left out.
         proposed: Further options of ``gas train``.
 
     Example:
@@ -87,7 +85,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def parse_memory(text: str) -> int:
-    """The bytes that a text names.
+    """The number of bytes in a text.
 
     Example:
         >>> parse_memory("8GB"), parse_memory("1.5 GiB"), parse_memory("1000")
@@ -99,7 +97,7 @@ def parse_memory(text: str) -> int:
             return int(float(found[1]) * _UNITS[found[2].upper()])
     except (ValueError, KeyError):
         pass
-    raise InputError("--memory is a number of bytes, KB, MB, GB or TB", got=repr(text), fix="Write it like 8GB.")
+    raise InputError("--memory must be a number of bytes, KB, MB, GB or TB", got=repr(text), fix="Write it like 8GB.")
 
 
 def _show(advice: Advice, title: str) -> None:
@@ -116,16 +114,18 @@ def _show(advice: Advice, title: str) -> None:
             f"{1000 * each.step_seconds:.1f}",
             f"{1000 * each.epoch_seconds:.0f}",
             "measured" if each.measured else "estimated",
-            "proposed"
-            if each.num_parts == advice.chosen.num_parts
-            else "does not fit"
-            if not each.fits
-            else f"slower than {each.slower_than}"
-            if each.slower_than
-            else "",
+            _verdict(each, advice.chosen),
         ]
         for each in advice.candidates
     ]
     print_table(f"{title} in {amount(advice.budget)}", heads, rows)
     for name, value in advice.options.items():
         print(f"{' '.join(_flag(name, value))}: {advice.reasons[name]}.")
+
+
+def _verdict(candidate: Candidate, best: Candidate) -> str:
+    if candidate.num_parts == best.num_parts:
+        return "proposed"
+    if not candidate.fits:
+        return "does not fit"
+    return f"slower than {candidate.slower_than}" if candidate.slower_than else ""

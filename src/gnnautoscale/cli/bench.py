@@ -15,7 +15,7 @@ from gnnautoscale._util import write_atomically
 from gnnautoscale.cli.display import megabytes, print_json, print_table
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import bench, figure
-from gnnautoscale.training import check_device, describe_machine
+from gnnautoscale.training import describe_machine, pick_device
 
 app = typer.Typer(help="Measure steps, transfers, epochs and storage on this machine.", no_args_is_help=True)
 Nodes = Annotated[int, typer.Option(help="Rows of a history.")]
@@ -47,7 +47,7 @@ def step(
     json: Json = False,
 ) -> None:
     """Time a GIN's training step for growing halos, with histories on the GPU and in host memory (Figure 4)."""
-    check_device(device)
+    device = pick_device(device)
     graph = bench.BenchGraph(nodes, batch_nodes, batches, degree, degree, width, width)
     numbers = _numbers(ratios)
     graph.check(*numbers, layers=layers, epochs=epochs)
@@ -62,7 +62,7 @@ def step(
 @app.command()
 def io(device: Device = "cuda", output: Output = None, json: Json = False) -> None:
     """Compare pulls and pushes of random rows with plain copies over the bus."""
-    check_device(device)
+    device = pick_device(device)
     rows = bench.bench_io(torch.device(device))
     table = [
         [row["what"], row["dtype"], f"{row['GB/s']:.1f}", f"{row['copy GB/s']:.1f}", f"{100 * row['share']:.0f} %"]
@@ -84,7 +84,7 @@ def epoch(
     json: Json = False,
 ) -> None:
     """Time an epoch of a GCN on a graph as large as ogbn-products, with batches on the GPU and in host memory."""
-    check_device(device)
+    device = pick_device(device)
     graph = replace(bench.PRODUCTS, nodes=num_parts * part_nodes, batch_nodes=part_nodes, batches=num_parts)
     graph.check(ratio, layers=layers, width=width)
     rows = bench.bench_epoch(graph, ratio, torch.device(device), layers=layers, width=width)
@@ -109,7 +109,7 @@ def storage(
     json: Json = False,
 ) -> None:
     """Time a GIN's training step with histories in device memory, host memory and on disk, in every precision."""
-    check_device(device)
+    device = pick_device(device)
     graph = bench.BenchGraph(nodes, batch_nodes, batches, degree, degree, width, width)
     graph.check(ratio, layers=layers, epochs=epochs)
     rows = bench.bench_storage(graph, ratio, torch.device(device), folder, layers=layers, epochs=epochs)

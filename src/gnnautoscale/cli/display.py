@@ -1,4 +1,4 @@
-"""How commands speak: bars and tables on a terminal, plain lines when piped, JSON for machines."""
+"""Output of the commands: bars and tables on a terminal, plain lines when piped, JSON for programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ errors = Console(stderr=True)
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON; numbers that JSON does not have become null."""
+    """Print a value as JSON, with null for NaN and infinity."""
     print(json.dumps(jsonable(value)))
 
 
@@ -39,7 +39,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 @contextmanager
 def epochs_shown(title: str, epochs: int, *, quiet: bool) -> Iterator[Callable[[Epoch], None]]:
-    """Show training as it goes on; gives what to call after each epoch. Goes to the error stream."""
+    """Show the progress of training on the error stream; yields a function to call after each epoch."""
     if quiet:
         yield lambda _: None
     elif not errors.is_terminal:

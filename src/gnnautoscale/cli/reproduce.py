@@ -10,7 +10,7 @@ import typer
 from gnnautoscale.cli.display import errors, print_json, print_table
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import reproduce as paper
-from gnnautoscale.training import check_device, describe_machine
+from gnnautoscale.training import OPTIONS, describe_machine, pick_device
 
 
 def reproduce(
@@ -20,10 +20,10 @@ def reproduce(
         list[str] | None, typer.Option(help="Cells such as 'gcn.cora', '*.cora' or 'gcn.cora/full'; repeatable.")
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="Number of seeds, instead of the configuration's.")] = None,
-    device: Annotated[str, typer.Option(help="Where to compute.")] = "cpu",
+    device: Annotated[str, typer.Option(help=OPTIONS["device"].help)] = "auto",
     jobs: Annotated[int, typer.Option(help="Number of parallel processes.")] = 1,
-    root: Annotated[str, typer.Option(help="Where data sets are kept.")] = "data",
-    output: Annotated[Path, typer.Option(help="The folder for results.")] = Path("reproduction"),
+    root: Annotated[str, typer.Option(help="Folder of the published data sets.")] = "data",
+    output: Annotated[Path, typer.Option(help="Folder for results.")] = Path("reproduction"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Run an experiment of the paper and show its results beside the published ones.
@@ -32,19 +32,19 @@ def reproduce(
     has a folder below `runs` with the measurements of its epochs.
     """
     if jobs < 1 or (seeds is not None and seeds < 1):
-        raise InputError("--jobs and --seeds are at least 1", got=f"{jobs} and {seeds}", fix="Increase them.")
-    check_device(device)
+        raise InputError("--jobs and --seeds must be at least 1", got=f"{jobs} and {seeds}", fix="Increase them.")
+    device = pick_device(device)
     store = paper.Store(output / "runs.jsonl")
     failed = []
     for name in paper.names() if experiment == "all" else [experiment]:
         described = paper.load(name)
-        runs = described.runs(only=only or (), seeds=seeds, device=describe_machine(device))
+        listed = described.jobs(only=only or (), seeds=seeds, device=describe_machine(device))
         folder = output / "runs"
-        failed += paper.run_all(runs, store, root=root, device=device, jobs=jobs, runs_dir=folder, show=_say)
-        if not any(store.get(run) for run in runs):
+        failed += paper.run_all(listed, store, root=root, device=device, processes=jobs, runs_dir=folder, show=_say)
+        if not any(store.get(job) for job in listed):
             continue
-        report = paper.make_report(described, runs, store)
-        files = paper.write_report(report, output, name)
+        report = paper.make_report(described, listed, store)
+        files = paper.write_files(report, output, name)
         if json:
             print_json(report.values)
         else:

@@ -1,4 +1,4 @@
-"""Trained models on disk: weights and what is needed to build the model again, and nothing that can run."""
+"""Trained models on disk: weights and the options to build the model again, without any code."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def save_model(path: Path, model: nn.Module, options: dict[str, Any]) -> None:
 
 
 def load_model(path: Path, data: Data, num_outputs: int) -> nn.Module:
-    """Build a saved model for a graph and give it its weights.
+    """Build a saved model for a graph and load its weights.
 
     Args:
-        path: What :func:`save_model` wrote.
-        data: A graph with the features that the model was trained on.
+        path: A file that :func:`save_model` wrote.
+        data: A graph with the same features as in training.
         num_outputs: Number of outputs per node.
     """
     try:
@@ -47,15 +47,17 @@ def load_model(path: Path, data: Data, num_outputs: int) -> nn.Module:
     except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            "a model's file is one that `gas train --save` wrote", got=f"{path} ({reason})", fix="Train it again."
+            "a saved model must be a file that `gas train --save` wrote",
+            got=f"{path} ({reason})",
+            fix="Train it again.",
         ) from None
     model = build_model(name, data, num_outputs, **options)
     try:
         model.load_state_dict(weights)
     except RuntimeError:
         raise InputError(
-            "a model runs on graphs with as many features and classes as it was trained on",
+            "a saved model needs a graph with the features and classes that it was trained on",
             got=f"{data.num_features} features and {num_outputs} classes",
-            fix="Use the data that it was trained on, or train it again.",
+            fix="Use the data of its training, or train it again.",
         ) from None
     return model

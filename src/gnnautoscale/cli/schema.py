@@ -1,25 +1,19 @@
-"""One schema for flags and configuration files, read off the functions that take the options.
-
-The options of ``gas train`` are the arguments of :func:`gnnautoscale.fit`, of the models' classes and of
-:func:`gnnautoscale.load`: names, types, defaults and help come from there.
-"""
+"""Flags and configuration files, both generated from the declared options of data, model and training."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import MODELS, model_options
-from gnnautoscale.training import fit
+from gnnautoscale.training import OPTIONS, Option, OptionGroup, check_names, option, options_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,153 +21,154 @@ else:
     import tomli as tomllib
 
 
-@dataclass(frozen=True)
-class Option:
-    """An option by its name in configuration files; its flag has dashes instead of underscores.
+@dataclass(frozen=True, kw_only=True)
+class Data(OptionGroup):
+    """The graph to work on."""
 
-    Attributes:
-        name: Its name.
-        kind: Its type: ``bool``, ``int``, ``float``, ``str``, ``list`` (of words; its flag may be given several times)
-            or ``tuple`` (of integers; its flag takes them with commas between).
-        help: What it is for.
-        panel: The group it is shown in.
-        default: What it is if nobody says anything; ``None`` leaves it to the function that takes it.
-    """
-
-    name: str
-    kind: type
-    help: str
-    panel: str
-    default: Any = None
+    data: str | None = option(None, "Name of a data set, or a file: .npz, .pt, or a table of nodes (.csv, .parquet).")
+    root: str = option("data", "Folder of the published data sets.")
+    split: int = option(0, "Number of the split, where a data set has several; each run takes the next.")
 
 
-DATA = [
-    Option("data", str, "A data set's name, or a file: .npz, .pt, or a table of nodes (.csv, .parquet).", "Data"),
-    Option("edges", str, "The table of edges that belongs to a table of nodes.", "Data"),
-    Option("features_file", str, "A .npy file of features, which may be larger than the memory.", "Data"),
-    Option("root", str, "Where the published data sets are kept.", "Data", "data"),
-    Option("split", int, "Number of the split where a data set has several; each run takes the next.", "Data", 0),
-    Option("undirected", bool, "Add the reverse of every edge of a file.", "Data"),
-    Option("max_features", int, "Keep only so many features of a file.", "Data"),
-    Option("graphs", int, "Number of training graphs of cluster and pattern.", "Data"),
-    Option("nodes", int, "Number of nodes of communities.", "Data"),
-    Option("degree", float, "Mean degree of communities.", "Data"),
-    Option("features", int, "Number of features of communities.", "Data"),
-    Option("classes", int, "Number of classes of communities.", "Data"),
-    Option("homophily", float, "Share of edges inside a community.", "Data"),
-]
-FILE_OPTIONS = ("edges", "features_file", "undirected", "max_features")
-GENERATOR_OPTIONS = ("graphs", "nodes", "degree", "features", "classes", "homophily")
+@dataclass(frozen=True, kw_only=True)
+class Files(OptionGroup):
+    """Options of graphs in files."""
+
+    edges: str | None = option(None, "Table of edges that belongs to a table of nodes.")
+    features_file: str | None = option(None, "A .npy file of features, which may exceed the memory.")
+    undirected: bool | None = option(None, "Add the reverse of every edge of a file.")
+    max_features: int | None = option(None, "Keep only this many features of a file.")
 
 
-# How flags take what is no plain value.
-_FLAG_TYPES: dict[type, Any] = {list: list[str], tuple: str}
-_TYPE_NAMES: dict[type, str] = {tuple: "list of integers"}
+@dataclass(frozen=True, kw_only=True)
+class Generators(OptionGroup):
+    """Options of generated graphs."""
+
+    graphs: int | None = option(None, "Number of training graphs of cluster and pattern.")
+    nodes: int | None = option(None, "Number of nodes of communities.")
+    degree: float | None = option(None, "Mean degree of communities.")
+    features: int | None = option(None, "Number of features of communities.")
+    classes: int | None = option(None, "Number of classes of communities.")
+    homophily: float | None = option(None, "Share of edges inside a community.")
 
 
-def fit_options() -> list[Option]:
-    """The keyword arguments of ``fit``."""
-    described = _described_arguments(fit.__doc__ or "")
-    hints = get_type_hints(fit)
-    options = []
-    for name, parameter in inspect.signature(fit).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY and name not in ("task", "callback"):
-            options.append(Option(name, _kind(hints[name]), described[name], "Training", parameter.default))
-    return options
-
-
-def every_model_option() -> list[Option]:
-    """The options of all models together."""
-    found: dict[str, Option] = {}
+def _of_models() -> dict[str, Option]:
+    """The options of all models together; what is not given is left to the model."""
+    found = {"model": Option("model", str, "gcn", f"One of {', '.join(MODELS)}.", "Model")}
     for model, cls in MODELS.items():
-        described = _described_arguments(cls.__doc__ or "")
-        hints = get_type_hints(cls.__init__)
-        for name in model_options(model):
-            if name not in found:
-                found[name] = Option(name, _kind(hints[name]), described[name], "Model")
-    return list(found.values())
+        types = get_type_hints(cls)
+        for name, text in model_options(model).items():
+            found.setdefault(name, Option(name, types[name], None, text, "Model"))
+    return found
+
+
+DATA = [each for group in (Data, Files, Generators) for each in options_of(group).values()]
+MODEL = list(_of_models().values())
+TRAIN = [
+    *(*DATA, *MODEL, *OPTIONS.values()),
+    Option("runs", int, 1, "Number of runs, each with the next seed.", "Runs", least=1),
+]
+PARTITION = [*DATA, *(OPTIONS[name] for name in ("num_parts", "partition", "seed", "cache_dir"))]
+
+
+def chosen(group: type[OptionGroup] | list[Option], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The given values of a group's options."""
+    names = [each.name for each in group] if isinstance(group, list) else options_of(group)
+    return {name: options[name] for name in names if options[name] is not None}
 
 
 def with_options(options: list[Option], command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the flags of the options; it is called with their values and its own arguments.
+    """Add flags for options to a command.
 
-    The command takes the resolved options as its first argument. ``--config`` names a TOML file with the same keys;
-    flags win over the file, the file over defaults.
+    Args:
+        options: The options. ``--config`` names a TOML file with the same keys; flags win over the file, and the file
+            wins over defaults.
+        command: Takes the values by name as its first argument, then its own arguments.
     """
-    own = list(inspect.signature(command).parameters.values())[1:]
     hints = get_type_hints(command, include_extras=True)
+    own = [
+        parameter.replace(annotation=hints[name])
+        for name, parameter in list(inspect.signature(command).parameters.items())[1:]
+    ]
 
     def run(**values: Any) -> None:
-        given = {option.name: values.pop(option.name) for option in options}
-        file = values.pop("config")
-        command(resolve(options, given, file), **values)
+        given = {each.name: values.pop(each.name) for each in options}
+        command(resolve(options, given, values.pop("config")), **values)
 
-    parameters = [
-        inspect.Parameter(
-            option.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=typer.Option(
-                None,
-                help=option.help + _default_in_words(option.default),
-                metavar="N,N,..." if option.kind is tuple else None,
-                rich_help_panel=option.panel,
-                show_default=False,
-            ),
-            annotation=_FLAG_TYPES.get(option.kind, option.kind) | None,
-        )
-        for option in options
+    config = typer.Option(None, help="A TOML file with the same keys as the flags, which win over it.")
+    signature = [
+        *(parameter for parameter in own if parameter.kind is not parameter.KEYWORD_ONLY),
+        *(_parameter(each.name, _flag_type(each), _flag(each)) for each in options),
+        _parameter("config", Path, config),
+        *(parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY),
     ]
-    config = inspect.Parameter(
-        "config",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=typer.Option(None, help="A TOML file with the same keys as the flags, which win over it."),
-        annotation=Path | None,
-    )
-    own = [parameter.replace(annotation=hints[parameter.name]) for parameter in own]
-    signature = [*(p for p in own if p.kind is not p.KEYWORD_ONLY), *parameters, config]
-    signature += [p for p in own if p.kind is p.KEYWORD_ONLY]
     run.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     return run
 
 
-def resolve(options: list[Option], given: dict[str, Any], file: Path | None) -> dict[str, Any]:
-    """The values of options: what was given, else what the file says, else the default.
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind | None)
+
+
+def _flag(each: Option) -> Any:
+    default = ", ".join(each.default) if isinstance(each.default, tuple) else each.default
+    return typer.Option(
+        None,
+        help=each.help if default is None else f"{each.help} (default: {default})",
+        metavar="N,N,..." if _is_integers(each) else None,
+        rich_help_panel=each.group,
+        show_default=False,
+    )
+
+
+def _flag_type(each: Option) -> Any:
+    """What typer makes of a flag: words with numbers beside them, choices and lists of numbers stay text."""
+    (kind, *others) = each.kinds
+    if get_origin(kind) in (tuple, Sequence):
+        return str if _is_integers(each) else list[str]
+    return str if others or get_origin(kind) is Literal else kind
+
+
+def _is_integers(each: Option) -> bool:
+    return get_args(each.kinds[0])[:1] == (int,)
+
+
+def resolve(options: Iterable[Option], given: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
+    """The values of options: those given, else those of a file, else the defaults.
 
     Args:
-        options: All options there are.
-        given: Values by name; ``None`` and empty lists count as not given.
+        options: All options.
+        given: Values of flags by name; ``None`` and empty lists count as not given.
         file: A TOML file with further values.
 
     Example:
-        >>> resolve([Option("lr", float, "", "", 0.01), Option("num_parts", int, "", "", 8)], {"lr": 0.1}, None)
+        >>> resolve([OPTIONS["lr"], OPTIONS["num_parts"]], {"lr": 0.1, "num_parts": None}, None)
         {'lr': 0.1, 'num_parts': 8}
     """
-    configured = _read_config(options, file) if file is not None else {}
-    given = {name: value for name, value in given.items() if value not in (None, [])}
-    for option in options:
-        if option.kind is tuple and option.name in given:
-            given[option.name] = _integers(option.name, given[option.name])
-    return {option.name: given.get(option.name, configured.get(option.name, option.default)) for option in options}
+    known = {each.name: each for each in options}
+    values = {name: each.default for name, each in known.items()}
+    if file is not None:
+        for name, value in _read(file, known).items():
+            values[name] = known[name].check(value, fix=f"Change it in {file.name}.")
+    for name, value in given.items():
+        if _is_integers(known[name]) and isinstance(value, str):
+            values[name] = known[name].check(_integers(value), fix="Write them like 10,10.")
+        elif value not in (None, []):
+            values[name] = known[name].check(value)
+    return values
 
 
-def _integers(name: str, text: str) -> list[int]:
-    """The integers that a flag's text names.
-
-    Example:
-        >>> _integers("fan_out", "10,-1")
-        [10, -1]
-    """
+def _integers(text: str) -> list[int] | str:
+    """The integers between the commas of a text, or the text itself if these are none."""
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise InputError(
-            f"{name} must be integers with commas between", got=repr(text), fix="Write them like 10,10."
-        ) from None
+        return text
 
 
-def _read_config(options: list[Option], file: Path) -> dict[str, Any]:
+def _read(file: Path, known: Iterable[str]) -> dict[str, Any]:
     try:
         with file.open("rb") as stream:
             read = tomllib.load(stream)
@@ -183,75 +178,8 @@ def _read_config(options: list[Option], file: Path) -> dict[str, Any]:
         ) from None
     values = {name.replace("-", "_"): value for name, value in read.items()}
     if len(values) < len(read):
-        raise InputError("a key may stand in a file once", got="one with dashes and underscores", fix="Remove one.")
-    known = {option.name: option for option in options}
-    for name, value in values.items():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise InputError(
-                f"{file.name} may hold this command's options for data, model and training",
-                got=f"the key '{name}'",
-                fix=f"Did you mean '{close[0]}'?" if close else "See --help for the keys.",
-            )
-        kind = known[name].kind
-        # In TOML, 1 is a fine way to write 1.0; words may stand for numbers nowhere else.
-        fits = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
-        if kind in (list, tuple):
-            items = str if kind is list else int
-            fits = isinstance(value, list) and all(type(item) is items for item in value)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            values[name] = float(value)
-        elif name.endswith("_every") and kind is str and isinstance(value, int) and not isinstance(value, bool):
-            values[name] = str(value)
-        elif not fits:
-            raise InputError(
-                f"{name} must be of type {_TYPE_NAMES.get(kind, kind.__name__)}",
-                got=repr(value),
-                fix=f"Change it in {file.name}.",
-            )
+        raise InputError(
+            f"{file.name} must hold each key once", got="one with dashes and with underscores", fix="Remove one."
+        )
+    check_names(values, known, f"keys of {file.name} must be options of this command", "See --help for the keys.")
     return values
-
-
-def _default_in_words(default: Any) -> str:
-    if default is None:
-        return ""
-    return f" (default: {', '.join(map(str, default)) if isinstance(default, tuple) else default})"
-
-
-def _kind(hint: Any) -> type:
-    """The plain type behind an annotation."""
-    text = str(hint)
-    if hint in (bool, int, float, str):
-        return hint  # type: ignore[no-any-return]
-    if "Sequence" in text:
-        return tuple if "int" in text else list
-    if "Literal" in text:
-        return str
-    if "float" in text:
-        return float
-    return int if "int" in text and "str" not in text else str
-
-
-def _described_arguments(docstring: str) -> dict[str, str]:
-    """What a docstring says about each argument."""
-    section = re.search(r"Args:\n(.*?)(\n\s*\n|\Z)", inspect.cleandoc(docstring), re.DOTALL)
-    entries = re.findall(
-        r"^    (\w+): (.*?)(?=^    \w+:|\Z)", section[1] + "\n" if section else "", re.DOTALL | re.MULTILINE
-    )
-    return {name: " ".join(text.split()).replace("``", "") for name, text in entries}
-
-
-MODEL = [
-    Option("model", str, f"One of {', '.join(MODELS)}.", "Model", "gcn"),
-    *every_model_option(),
-]
-TRAIN = [
-    *DATA,
-    *MODEL,
-    *fit_options(),
-    Option("runs", int, "Number of runs, each with the next seed.", "Training", 1),
-]
-PARTITION = [
-    *DATA,
-    *(option for option in fit_options() if option.name in ("num_parts", "partition", "seed", "cache_dir")),
-]

@@ -26,7 +26,7 @@ from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import DiskHistory, Storage
 from gnnautoscale.kernels import gather_rows, scatter_rows
 from gnnautoscale.tasks import NodeClassification
-from gnnautoscale.training import Engine, Feed, Placement, make_optimizer
+from gnnautoscale.training import Engine, Feed, Optimization, Placement, make_optimizer
 
 #: What a benchmark measured, by name.
 Numbers = dict[str, Any]
@@ -144,7 +144,7 @@ def time_epochs(
     count = len(loader) if batches is None else batches
     task = NodeClassification.of(Dataset.of(loader.data))
     feed = Feed(model, task, placement=placement, fixed=loader.is_fixed, num_batches=count)
-    optimizer = make_optimizer(model, 0.001, 0.0, 0.0)
+    optimizer = make_optimizer(model, Optimization(lr=0.001))
     engine = Engine(model, optimizer, feed, precision="tf32", capture=capture)
     device, cuda = feed.device, feed.device.type == "cuda"
     free_memory(device)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import describe_arguments
 from gnnautoscale.errors import InputError
 from gnnautoscale.models.operators import APPNP, GAT, GCN, GCNII, GIN, PNA, GraphSAGE
-from gnnautoscale.models.stack import Stack
+from gnnautoscale.models.stack import PaperModel, Stack
 
 __all__ = [
     "APPNP",
@@ -30,7 +31,7 @@ __all__ = [
 ]
 
 #: Model classes by their name in commands and configuration files.
-MODELS: dict[str, type[nn.Module]] = {
+MODELS: dict[str, type[PaperModel]] = {
     "gcn": GCN,
     "graphsage": GraphSAGE,
     "gin": GIN,
@@ -42,20 +43,20 @@ MODELS: dict[str, type[nn.Module]] = {
 }
 
 # The name or the graph determines these.
-_GIVEN = {"self", "in_channels", "out_channels", "degrees", "jumping_knowledge"}
+_GIVEN = {"in_channels", "out_channels", "degrees", "jumping_knowledge"}
 
 
-def model_options(name: str) -> dict[str, inspect.Parameter]:
-    """The options of a model, by name.
+def model_options(name: str) -> dict[str, str]:
+    """The options of a model by name, and what each does.
 
     Example:
-        >>> sorted(model_options("appnp"))
-        ['alpha', 'dropout', 'hidden', 'layers']
+        >>> model_options("appnp")["layers"]
+        'Number of propagations.'
     """
     if name not in MODELS:
         raise InputError(f"a model is one of {', '.join(MODELS)}", got=repr(name), fix="Choose one of these.")
-    parameters = inspect.signature(MODELS[name].__init__).parameters
-    return {key: value for key, value in parameters.items() if key not in _GIVEN}
+    model = MODELS[name]
+    return {each.name: _text(model, each.name) for each in fields(model) if each.name not in _GIVEN}
 
 
 def check_model_options(name: str, options: Iterable[str]) -> None:
@@ -99,3 +100,13 @@ def build_model(name: str, data: Data, num_outputs: int, **options: Any) -> nn.M
     model = MODELS[name](data.num_features, num_outputs, **options, **from_graph)
     vars(model)["built_from"] = {"model": name, **options}
     return model
+
+
+def _text(model: type[PaperModel], name: str) -> str:
+    """What an option does, from the closest class that says so; a class may change the default alone."""
+    declared = (vars(base).get("__dataclass_fields__", {}).get(name) for base in model.__mro__)
+    return next(str(field.metadata["help"]) for field in declared if field is not None and field.metadata)
+
+
+for _name, _model in MODELS.items():
+    describe_arguments(_model, model_options(_name))

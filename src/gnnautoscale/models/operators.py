@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.models.stack import PaperModel, Stack
+from gnnautoscale.models.stack import PaperModel, Stack, option
+
+_AGGREGATORS = ("mean", "min", "max", "std", "var", "sum")
+_SCALERS = ("identity", "amplification", "attenuation")
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -20,13 +23,7 @@ class GCN(Stack):
     Args:
         in_channels: Width of the input features.
         out_channels: Width of the output.
-        hidden: Width of hidden layers.
-        layers: Number of layers.
-        dropout: Probability of dropout.
-        drop_input: Whether dropout also acts on the input features.
-        batch_norm: Whether batch norm follows each layer.
-        residual: Whether layers of equal input and output width have a residual connection.
-        linear: Whether linear layers come before the first and after the last layer.
+        {options}
 
     Example:
         >>> GCN(8, 3, hidden=16, layers=2).convs[1]
@@ -34,7 +31,7 @@ class GCN(Stack):
     """
 
     drop_input: bool = True
-    linear: bool = False
+    linear: bool = option(False, "Whether linear layers come before the first and after the last layer.")
 
     takes_edge_weight = True
     _layer_class = pyg.GCNConv
@@ -45,7 +42,12 @@ class GCN(Stack):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GraphSAGE(GCN):
-    r"""GraphSAGE: :math:`h_v = W_1 h_v + W_2 \, \textrm{mean}_w h_w`, with the options of :class:`GCN`.
+    r"""GraphSAGE: :math:`h_v = W_1 h_v + W_2 \, \textrm{mean}_w h_w`.
+
+    Args:
+        in_channels: Width of the input features.
+        out_channels: Width of the output.
+        {options}
 
     Example:
         >>> GraphSAGE(8, 3, hidden=16, layers=2).convs[1]
@@ -60,12 +62,12 @@ class GraphSAGE(GCN):
 class GIN(Stack):
     r"""Graph isomorphism network: :math:`h_v = \textrm{MLP}((1 + \epsilon) h_v + \sum_w h_w)`, as expressive as WL.
 
-    Linear layers come first and last. The other options are those of :class:`GCN`.
+    Linear layers come first and last.
 
     Args:
-        batch_norm: Whether each layer's MLP has batch norm between its two linear layers.
-        track_running_stats: Whether batch norm keeps running averages for evaluation. The paper's does not: it uses
-            the statistics of the current batch in evaluation too.
+        in_channels: Width of the input features.
+        out_channels: Width of the output.
+        {options}
 
     Example:
         >>> GIN(8, 3, hidden=16, layers=4).last
@@ -74,8 +76,12 @@ class GIN(Stack):
 
     layers: int = 4
     dropout: float = 0.0
-    batch_norm: bool = True
-    track_running_stats: bool = True
+    batch_norm: bool = option(True, "Whether each layer's MLP has batch norm between its two linear layers.")
+    track_running_stats: bool = option(
+        True,
+        "Whether batch norm keeps running averages for evaluation. The paper's does not: it uses the statistics of the "
+        "current batch in evaluation too.",
+    )
     residual: bool = True
 
     def _make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
@@ -93,13 +99,12 @@ class GCNII(Stack):
     r"""Deep GCN with initial residual and identity mapping.
 
     :math:`h_v = (\alpha h^{(0)}_v + (1 - \alpha) \sum_w \frac{1}{c_{w,v}} h_w) ((1 - \beta) I + \beta W)` with
-    :math:`\beta = \log(\theta / \ell + 1)` in layer :math:`\ell`. Linear layers come first and last. The other
-    options are those of :class:`GCN`.
+    :math:`\beta = \log(\theta / \ell + 1)` in layer :math:`\ell`. Linear layers come first and last.
 
     Args:
-        alpha: Strength of the initial residual.
-        theta: Strength of the weights.
-        shared_weights: Whether the initial residual shares the weights of the neighbours.
+        in_channels: Width of the input features.
+        out_channels: Width of the output.
+        {options}
 
     Example:
         >>> len(GCNII(8, 3, hidden=16, layers=64).convs)
@@ -107,9 +112,9 @@ class GCNII(Stack):
     """
 
     layers: int = 16
-    alpha: float = 0.1
-    theta: float = 0.5
-    shared_weights: bool = True
+    alpha: float = option(0.1, "Strength of the initial residual.")
+    theta: float = option(0.5, "Strength of the weights.")
+    shared_weights: bool = option(True, "Whether the initial residual shares the weights of the neighbours.")
     drop_input: bool = True
 
     takes_edge_weight = True
@@ -133,12 +138,11 @@ class GCNII(Stack):
 class PNA(Stack):
     r"""Principal neighbourhood aggregation: several aggregators, each scaled by functions of the degree.
 
-    The other options are those of :class:`GCN`.
-
     Args:
+        in_channels: Width of the input features.
+        out_channels: Width of the output.
         degrees: Number of nodes of each in-degree, ``[max_degree + 1]``.
-        aggregators: Any of ``"mean"``, ``"min"``, ``"max"``, ``"std"``, ``"var"``, ``"sum"``.
-        scalers: Any of ``"identity"``, ``"amplification"``, ``"attenuation"``.
+        {options}
         jumping_knowledge: Whether linear layers come first and last, and the last reads the outputs of all layers.
 
     Example:
@@ -149,18 +153,14 @@ class PNA(Stack):
 
     degrees: Tensor
     layers: int = 3
-    aggregators: Sequence[str] = ("mean", "min", "max")
-    scalers: Sequence[str] = ("identity", "amplification", "attenuation")
+    aggregators: Sequence[str] = option(("mean", "min", "max"), f"Any of {', '.join(_AGGREGATORS)}.")
+    scalers: Sequence[str] = option(_SCALERS, f"Any of {', '.join(_SCALERS)}.")
     jumping_knowledge: bool = False
     batch_norm: bool = True
 
     def _check(self) -> None:
         super()._check()
-        known = {
-            "aggregators": ("mean", "min", "max", "std", "var", "sum"),
-            "scalers": ("identity", "amplification", "attenuation"),
-        }
-        for name, choices in known.items():
+        for name, choices in (("aggregators", _AGGREGATORS), ("scalers", _SCALERS)):
             given = getattr(self, name)
             if not given or not set(given) <= set(choices):
                 rule = f"{name} must be one or more of {', '.join(choices)}"
@@ -181,21 +181,17 @@ class GAT(PaperModel):
     Args:
         in_channels: Width of the input features.
         out_channels: Width of the output.
-        hidden: Width of each head of hidden layers.
-        layers: Number of layers.
-        heads: Number of heads, side by side.
-        out_heads: Number of heads of the last layer, averaged.
-        dropout: Probability of dropout, on inputs and on attention.
+        {options}
 
     Example:
         >>> GAT(8, 3, hidden=4, heads=2).convs[1]
         GATConv(8, 3, heads=1)
     """
 
-    hidden: int = 8
-    heads: int = 8
-    out_heads: int = 1
-    dropout: float = 0.6
+    hidden: int = option(8, "Width of each head of hidden layers.")
+    heads: int = option(8, "Number of heads, side by side.")
+    out_heads: int = option(1, "Number of heads of the last layer, averaged.")
+    dropout: float = option(0.6, "Probability of dropout, on inputs and on attention.")
 
     def _build(self) -> None:
         *widths, last = [self.in_channels, *[self.hidden * self.heads] * (self.layers - 1)]
@@ -225,18 +221,16 @@ class APPNP(PaperModel):
     Args:
         in_channels: Width of the input features.
         out_channels: Width of the output.
-        hidden: Width of the MLP's hidden layer.
-        layers: Number of propagations.
-        alpha: Probability of teleporting back.
-        dropout: Probability of dropout.
+        {options}
 
     Example:
         >>> APPNP(8, 3, hidden=16, layers=10).propagation
         APPNP(K=10, alpha=0.1)
     """
 
-    layers: int = 10
-    alpha: float = 0.1
+    hidden: int = option(64, "Width of the MLP's hidden layer.")
+    layers: int = option(10, "Number of propagations.")
+    alpha: float = option(0.1, "Probability of teleporting back.")
 
     takes_edge_weight = True
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,19 +21,24 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
+def option(default: Any, text: str) -> Any:
+    """A dataclass field that declares an option of a model: its default, and what it does."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(eq=False, repr=False)
 class PaperModel(nn.Module):
-    """A model whose options are the fields of a dataclass; :class:`GCN` describes those that all models share.
+    """A model whose options are the fields of a dataclass, each declared with :func:`option`.
 
-    A subclass adds fields, creates its modules in ``_build``, and computes in ``forward``.
+    A subclass adds fields or changes their defaults, creates its modules in ``_build``, and computes in ``forward``.
     """
 
     in_channels: int
     out_channels: int
     _: KW_ONLY
-    hidden: int = 64
-    layers: int = 2
-    dropout: float = 0.5
+    hidden: int = option(64, "Width of hidden layers.")
+    layers: int = option(2, "Number of layers.")
+    dropout: float = option(0.5, "Probability of dropout.")
 
     #: Whether the layers use edge weights.
     takes_edge_weight = False
@@ -43,14 +49,14 @@ class PaperModel(nn.Module):
         self._build()
 
     def _check(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" and (type(value) is not int or value < 1):
-                raise InputError(f"{field.name} must be a positive integer", got=repr(value), fix="Pass a count.")
-            if field.type == "float":
-                rule, holds = _RANGES[field.name]
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "int" and (type(value) is not int or value < 1):
+                raise InputError(f"{each.name} must be a positive integer", got=repr(value), fix="Pass a count.")
+            if each.type == "float":
+                rule, holds = _RANGES[each.name]
                 if not holds(value):
-                    raise InputError(f"{field.name} must be {rule}", got=f"{value}", fix="Change it.")
+                    raise InputError(f"{each.name} must be {rule}", got=f"{value}", fix="Change it.")
 
     def _build(self) -> None:
         raise NotImplementedError
@@ -80,9 +86,9 @@ class Stack(PaperModel):
     """
 
     _: KW_ONLY
-    drop_input: bool = False
-    batch_norm: bool = False
-    residual: bool = False
+    drop_input: bool = option(False, "Whether dropout also acts on the input features.")
+    batch_norm: bool = option(False, "Whether batch norm follows each layer.")
+    residual: bool = option(False, "Whether layers of equal input and output width have a residual connection.")
 
     #: Whether linear layers come first and last.
     linear = True

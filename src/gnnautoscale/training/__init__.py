@@ -10,26 +10,42 @@ from gnnautoscale.training.feed import Feed, Item, Placement, plain_item
 from gnnautoscale.training.journal import describe_machine
 from gnnautoscale.training.loop import fit
 from gnnautoscale.training.optimizer import make_optimizer
-from gnnautoscale.training.options import HistoryDtype, Partitioner, Schedule, check_device, check_options
+from gnnautoscale.training.option import Option, OptionGroup, check_names, option, options_of
+from gnnautoscale.training.options import (
+    OPTIONS,
+    FitOptions,
+    HistoryDtype,
+    Optimization,
+    Output,
+    Partitioner,
+    pick_device,
+)
 from gnnautoscale.training.resume import open_checkpoint
 from gnnautoscale.training.steps import Precision, Steps
 
 __all__ = [
+    "OPTIONS",
     "Engine",
     "Feed",
+    "FitOptions",
     "HistoryDtype",
     "Item",
+    "Optimization",
+    "Option",
+    "OptionGroup",
+    "Output",
     "Partitioner",
     "Placement",
     "Precision",
-    "Schedule",
     "Steps",
-    "check_device",
-    "check_options",
+    "check_names",
     "describe_machine",
     "fit",
     "latest_checkpoint",
     "make_optimizer",
     "open_checkpoint",
+    "option",
+    "options_of",
+    "pick_device",
     "plain_item",
 ]

@@ -1,7 +1,7 @@
-"""Checkpoints of a run on disk: files that cannot run code and are never half written.
+"""Checkpoints on disk: files that hold no code and are never half written.
 
-A checkpoint is one file in the safetensors format. Its metadata holds the format's name, the step, the state as JSON,
-and a SHA-256 of the whole file, in which the 64 digits of the checksum itself count as zeros.
+A checkpoint is one file in the safetensors format. Its metadata holds the name of the format, the step, the state as
+JSON, and a SHA-256 of the whole file, computed with zeros in place of its own 64 digits.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from gnnautoscale.errors import InputError
 _FORMAT = "gnnautoscale checkpoint 1"
 _NAME = re.compile(r"checkpoint-([0-9]{9})\.safetensors")
 _LARGEST_STEP = 10**9 - 1
-_CHUNK = 64 * 2**20  # bytes that are in memory at once
-_LARGEST_HEADER = 100_000_000  # safetensors reads no larger one
+_CHUNK = 64 * 2**20  # bytes in memory at a time
+_LARGEST_HEADER = 100_000_000  # the limit of safetensors
 _NO_CHECKSUM = b"0" * 64
 _CHECKSUM_AT = 8 + len('{"__metadata__":{"checksum":"')
 
@@ -54,30 +54,29 @@ _CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# Two numbers in one byte, each of which counts in the format's shapes; new in PyTorch 2.8.
+# Two numbers per byte, each of which counts in the shapes of the format; new in PyTorch 2.8.
 _PAIRS: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
 if _PAIRS is not None:
     _CODES[_PAIRS] = "F4"
-# Copies of these work for every layout, which those of the narrow types do not.
+# Unlike the narrow types, these can be copied in every layout.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _DICTS: dict[str, type[dict[Any, Any]]] = {"$dict": dict, "$OrderedDict": OrderedDict, "$Counter": Counter}
 
 
 class _DefectError(Exception):
-    """Why a file is no checkpoint."""
+    """Why a file is not a checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
         path: Its file.
-        step: The step at which it was taken.
-        state: The plain values.
-        tensors: The tensors, on the CPU. They are read from the file as they are used; writing to them does not
-            change it.
+        step: The step of the run.
+        state: Plain values.
+        tensors: Tensors on the CPU, read from the file when they are used. Writing to them does not change the file.
     """
 
     path: Path
@@ -89,15 +88,14 @@ class Checkpoint:
 def save_checkpoint(
     folder: Path, step: int, state: dict[str, Any], tensors: Mapping[str, Tensor], *, keep: int = 2
 ) -> Path:
-    """Write a checkpoint, and then remove the oldest ones. Only one run may save to a folder at a time.
+    """Write a checkpoint, then remove the oldest ones. Only one run may save to a folder at a time.
 
     Args:
-        folder: Where the checkpoints are; it is made if it is not there.
-        step: The step of the run. A checkpoint of the same step is replaced, and those of later steps are left alone.
-        state: Values that JSON gives back as they were; :func:`split_tensors` makes them of anything else.
-        tensors: The tensors by name, on any device. They are written piece by piece, so that they may be larger than
-            the memory.
-        keep: How many checkpoints to keep, with this one.
+        folder: Folder of the checkpoints; it is created if needed.
+        step: The step of the run. A checkpoint of the same step is replaced; those of later steps stay.
+        state: Values that JSON preserves; :func:`split_tensors` makes them from others.
+        tensors: Tensors by name, on any device. They are written piece by piece, so they may exceed the memory.
+        keep: Number of checkpoints to keep, including this one.
 
     Returns:
         The file.
@@ -116,10 +114,10 @@ def save_checkpoint(
             f"step must be a whole number from 0 to {_LARGEST_STEP}", got=repr(step), fix="Pass the step of the run."
         )
     if keep < 1:
-        raise InputError("keep must be at least 1", got=str(keep), fix="Pass how many checkpoints to keep.")
+        raise InputError("keep must be at least 1", got=str(keep), fix="Pass a number of checkpoints.")
     for name, tensor in tensors.items():
         _check_tensor(name, tensor)
-    # The widest come first, as in safetensors' own files, so that each begins at a multiple of its width.
+    # The widest first, as safetensors itself does, so that each begins at a multiple of its width.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header = _header(step, _json(state), ordered)
     rule = "a folder of checkpoints must be writable"
@@ -134,10 +132,10 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint, after checking every byte of it.
+    """Read a checkpoint and check every byte of it.
 
     Args:
-        path: What :func:`save_checkpoint` wrote.
+        path: A file that :func:`save_checkpoint` wrote.
     """
     try:
         return _read(path)
@@ -150,21 +148,21 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """Find the newest checkpoint by its step, without reading it; none if there is none.
+    """Find the checkpoint of the latest step without reading it, or return ``None``.
 
     Args:
-        folder: Where the checkpoints are.
+        folder: Folder of the checkpoints.
     """
     return next(iter(_checkpoints(folder)), None)
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """Read the newest checkpoint; none if there is none.
+    """Read the newest checkpoint, or return ``None``.
 
-    If it is damaged, that is an error, which names the newest good one: a run never goes back further unasked.
+    A damaged one is an error that names the newest good one: a run never goes back further without being asked to.
 
     Args:
-        folder: Where the checkpoints are.
+        folder: Folder of the checkpoints.
     """
     paths = _checkpoints(folder)
     if not paths:
@@ -177,21 +175,21 @@ def load_latest(folder: Path) -> Checkpoint | None:
     raise InputError(
         "the newest checkpoint must be whole",
         got=f"{paths[0]} ({reason})",
-        fix="There is no older one that is good: start again."
+        fix="No older one is good either: start again."
         if good is None
         else f"The newest good one is {good}: resume from that file by its path.",
     )
 
 
 def split_tensors(prefix: str, nested: object) -> tuple[Any, dict[str, Tensor]]:
-    """Take a nested state apart, such as that of an optimizer, into values for JSON and tensors with names.
+    """Split a nested state, such as that of an optimizer, into values for JSON and named tensors.
 
     Args:
-        prefix: What the names of the tensors begin with.
-        nested: Dicts with texts or whole numbers as keys, lists, tuples, numbers, texts, ``None`` and tensors.
+        prefix: Prefix of the tensors' names.
+        nested: Dicts with strings or integers as keys, lists, tuples, numbers, strings, ``None`` and tensors.
 
     Returns:
-        What :func:`join_tensors` takes.
+        The arguments of :func:`join_tensors`.
 
     Example:
         >>> plain, tensors = split_tensors("optimizer", {"lr": 0.1, "mean": torch.ones(1), "betas": (0.9, 0.99)})
@@ -207,7 +205,7 @@ def split_tensors(prefix: str, nested: object) -> tuple[Any, dict[str, Tensor]]:
 
 
 def join_tensors(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Put together what :func:`split_tensors` took apart, exactly as it was.
+    """Undo :func:`split_tensors` exactly.
 
     Args:
         plain: The values.
@@ -277,7 +275,7 @@ def _inside(where: str, key: object) -> str:
 
 
 def _check_tensor(name: object, tensor: object) -> None:
-    """Refuse what the format cannot hold."""
+    """Refuse tensors that the format cannot hold."""
     try:
         is_name = isinstance(name, str) and name.encode() not in (b"", b"__metadata__")
     except UnicodeEncodeError:
@@ -298,7 +296,7 @@ def _check_tensor(name: object, tensor: object) -> None:
 
 
 def _json(state: dict[str, Any]) -> str:
-    """Write a state as JSON, or refuse it if it would not come back as it was."""
+    """Write a state as JSON, or refuse one that JSON would change."""
     try:
         text = json.dumps(state, allow_nan=False)
         if isinstance(state, dict) and json.loads(text) == state:
@@ -314,7 +312,7 @@ def _json(state: dict[str, Any]) -> str:
 
 
 def _header(step: int, state: str, tensors: Mapping[str, Tensor]) -> bytes:
-    """Make what comes before the tensors' bytes, with zeros for the checksum."""
+    """The bytes before those of the tensors, with zeros for the checksum."""
     metadata = {"checksum": _NO_CHECKSUM.decode(), "format": _FORMAT, "step": str(step), "state": state}
     entries: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -349,7 +347,7 @@ def _write(stream: BinaryIO, header: bytes, tensors: Mapping[str, Tensor]) -> No
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Cut a tensor into views that are small enough for the memory, in the order of its values."""
+    """Cut a tensor into small views, in the order of its values."""
     if tensor.dim() == 0 or tensor.numel() * tensor.element_size() <= _CHUNK:
         yield tensor
         return
@@ -364,7 +362,7 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor; those of the tensor itself if they are in order and on the CPU."""
+    """The bytes of a tensor, without a copy if it is contiguous and on the CPU."""
     whole = tensor.detach().resolve_conj().resolve_neg()
     whole = whole.view(_INTEGERS[tensor.element_size()]).contiguous().cpu()
     flat = whole.as_strided((whole.numel(),), (1,))  # a dimension of size 1 may have any stride
@@ -385,7 +383,7 @@ def _read(path: Path) -> Checkpoint:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
             return Checkpoint(path, int(metadata["step"]), state, tensors)
     except FileNotFoundError:
-        raise _DefectError("it is not there") from None
+        raise _DefectError("it does not exist") from None
     except OSError as error:
         raise _DefectError(f"it cannot be read: {error}") from None
     except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -393,7 +391,7 @@ def _read(path: Path) -> Checkpoint:
 
 
 def _opened(path: Path) -> Any:
-    """Have safetensors open a file, which checks the header, and that the file has the length that it says."""
+    """Open a file with safetensors, which checks its header and its length."""
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -440,7 +438,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _tidy(folder: Path, step: int, keep: int) -> None:
-    """Remove old checkpoints, and what interrupted writes left; what cannot be removed stays until the next time."""
+    """Remove old checkpoints and remains of interrupted writes; whatever cannot be removed waits for the next time."""
     newest = folder / f"checkpoint-{step:09d}.safetensors"
     old = [path for path in _checkpoints(folder) if path <= newest][keep:]
     for path in [*old, *folder.glob("checkpoint-*.safetensors.*.part")]:

@@ -1,118 +1,303 @@
-"""What the options of training may be, checked before any work is done."""
+"""The options of training, each declared once.
+
+The arguments of :func:`gnnautoscale.fit`, the flags of ``gas train``, configuration files, run folders and checkpoints
+all follow from these dataclasses.
+"""
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 
+from gnnautoscale.analysis import Diagnostic
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import check_fan_out
 from gnnautoscale.history import Storage, check_storage
 from gnnautoscale.training.feed import Placement
+from gnnautoscale.training.option import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale.training.steps import Precision
 
 Mode = Literal["gas", "full", "history", "cluster", "sage"]
 Schedule = Literal["constant", "plateau", "cosine"]
-Evaluation = Literal["exact", "histories"]
+HowToEvaluate = Literal["exact", "histories"]
 Partitioner = Literal["metis", "random"]
 HistoryDtype = Literal["same", "float32", "bfloat16", "float16", "int8", "float8"]
 
-#: The modes that train a plain model on subgraphs, without histories.
-ON_SUBGRAPHS: tuple[Mode, ...] = ("cluster", "sage")
-# What these modes have no use for, and what it must be left at.
-_WITH_HISTORIES = {
-    "lipschitz": 0.0,
-    "edge_dropout": 0.0,
-    "refresh_every": "never",
-    "evaluation": "exact",
-    "drawings": None,
-    "checkpoint_dir": None,
-    "resume": None,
-}
 
-_CHOICES = {
-    "mode": get_args(Mode),
-    "partition": get_args(Partitioner),
-    "schedule": get_args(Schedule),
-    "evaluation": get_args(Evaluation),
-    "storage": get_args(Storage),
-    "history_dtype": get_args(HistoryDtype),
-    "precision": get_args(Precision),
-    "batches_on": get_args(Placement),
-}
+@dataclass(frozen=True, kw_only=True)
+class Batches(OptionGroup):
+    """What a step trains on."""
 
-
-def check_options(options: dict[str, Any]) -> None:
-    """Refuse options that cannot work, before any work is done."""
-
-    def need(holds: bool, name: str, rule: str) -> None:
-        if not holds:
-            raise InputError(f"{name} must be {rule}", got=repr(options[name]), fix="Change this option.")
-
-    def whole(name: str, least: int) -> None:
-        value = options[name]
-        need(
-            isinstance(value, int) and not isinstance(value, bool) and value >= least, name, f"an integer from {least}"
-        )
-
-    def real(name: str, *, positive: bool = False) -> None:
-        value = options[name]
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        need(number and (value > 0 if positive else value >= 0), name, "positive" if positive else "at least 0")
-
-    for name, choices in _CHOICES.items():
-        need(options[name] in choices, name, f"one of {', '.join(choices)}")
-    for name in ("num_parts", "batch_size", "epochs", "evaluate_every"):
-        whole(name, 1)
-    for name in ("num_workers", "seed"):
-        whole(name, 0)
-    for name in ("steps_per_epoch", "patience", "evaluate_parts", "drawings"):
-        if options[name] is not None:
-            whole(name, 1)
-    for name in ("lr", "lipschitz_radius"):
-        real(name, positive=True)
-    for name in ("weight_decay_conv", "weight_decay_other", "lipschitz", "edge_dropout"):
-        real(name)
-    if options["grad_norm"] is not None:
-        real("grad_norm", positive=True)
-    need(options["edge_dropout"] < 1, "edge_dropout", "at least 0 and below 1")
-    for name, words, unit in (
-        ("refresh_every", ("never", "epoch"), "steps"),
-        ("checkpoint_every", ("epoch",), "steps"),
-        ("diagnose_every", ("auto", "never"), "epochs"),
-    ):
-        every = str(options[name])
-        # Other characters than these may be decimal digits too, but no integers.
-        count = every.isascii() and every.isdecimal() and int(every) > 0
-        need(every in words or count, name, f"{', '.join(words)}, or a number of {unit}")
-    need(not options["tensorboard"] or options["run_dir"] is not None, "tensorboard", "off without a run_dir")
-    check_storage(options["storage"], options["history_dir"])
-    need(options["mode"] == "full" or options["batch_size"] <= options["num_parts"], "batch_size", "at most num_parts")
-    _check_mode(options)
-    check_device(options["device"])
+    mode: Mode = option(
+        "gas",
+        '"gas"; "full" for full batch (one part, no penalty); "history" for the naive baseline (random parts, no '
+        'penalty, no clipping); "cluster" for Cluster-GCN (parts without edges between batches); "sage" for '
+        "GraphSAGE's neighbour sampling. The last two have no histories, ignore storage, history_dtype, batches_on and "
+        "capture, and evaluate on the whole graph at once.",
+    )
+    num_parts: int = option(8, "Number of parts to cut the graph into.", least=1)
+    batch_size: int = option(
+        1,
+        'Number of parts in a batch. Mode "sage" draws its training nodes into the same number of batches.',
+        least=1,
+    )
+    partition: Partitioner = option("metis", 'How to cut the graph: "metis" or "random".')
+    drawings: int | None = option(
+        None,
+        "Draw parts into batches this many times, then reuse these drawings in random order, so that batches are kept "
+        "and a GPU captures their steps. By default every epoch draws anew.",
+        least=1,
+        needs_histories=True,
+    )
+    fan_out: tuple[int, ...] | None = option(
+        None,
+        'Number of neighbours that mode "sage" draws for a node, one per layer, starting at the training nodes; -1 '
+        "takes all.",
+    )
+    batches_on: Placement = option(
+        "auto",
+        'Where batches for a GPU live: on the "device", in "host" memory (copied ahead of their step), or "auto": on '
+        "the device if they fit. Batches drawn anew every epoch are always copied.",
+        may_change=True,
+    )
+    keep_batches: bool = option(
+        True,
+        "Whether to keep recurring batches in host memory. Without it, memory-mapped features may exceed the memory, "
+        "and steps are not captured.",
+        may_change=True,
+    )
+    num_workers: int = option(0, "Number of processes that prepare batches.", least=0, may_change=True)
+    cache_dir: str | None = option(None, "Folder that keeps partitions between runs.", may_change=True)
 
 
-def _check_mode(options: dict[str, Any]) -> None:
-    """Refuse options that belong to other modes."""
-    mode, fan_out = options["mode"], options["fan_out"]
-    if mode in ON_SUBGRAPHS:
-        for name, default in _WITH_HISTORIES.items():
-            if options[name] != default:
+@dataclass(frozen=True, kw_only=True)
+class Optimization(OptionGroup):
+    """How weights are updated."""
+
+    epochs: int = option(200, "Number of passes over the training graph.", least=1, may_change=True)
+    steps_per_epoch: int | None = option(None, "Number of batches after which an epoch ends early.", least=1)
+    lr: float = option(0.01, "Learning rate of Adam.", above=0)
+    schedule: Schedule = option(
+        "constant",
+        'Learning rate schedule: "constant"; "plateau" halves the rate after 10 evaluations without a better '
+        'validation score; "cosine" lowers it to zero over all epochs.',
+    )
+    weight_decay: float = option(0.0, "Weight decay of all weights.", least=0)
+    weight_decay_conv: float | None = option(
+        None,
+        "Weight decay of the message-passing layers, or of what the model's decayed_modules() returns, in place of "
+        "weight_decay.",
+        least=0,
+    )
+    weight_decay_other: float | None = option(
+        None, "Weight decay of all other weights, in place of weight_decay.", least=0
+    )
+    grad_norm: float | None = option(None, "Norm to clip gradients to.", above=0)
+    lipschitz: float = option(0.0, "Weight of the local Lipschitz penalty.", least=0, needs_histories=True)
+    lipschitz_radius: float = option(0.1, "Radius of the penalty's perturbations.", above=0)
+    edge_dropout: float = option(
+        0.0, "Share of edges to drop at random in each training step.", least=0, below=1, needs_histories=True
+    )
+    seed: int = option(0, "Seed of everything random.", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histories(OptionGroup):
+    """How histories are stored and refreshed."""
+
+    refresh_every: Literal["never", "epoch"] | int = option(
+        "never",
+        'When to recompute all histories with the current weights: "never", after each "epoch", or after a number of '
+        "steps.",
+        least=1,
+        needs_histories=True,
+    )
+    storage: Storage = option(
+        "device",
+        'Where histories live: in "device" or "host" memory, on "disk", or "auto": the first of these with enough '
+        "room.",
+        may_change=True,
+    )
+    history_dir: str | None = option(None, "Folder for histories on disk; one run at a time uses it.", may_change=True)
+    history_dtype: HistoryDtype = option(
+        "same",
+        'Type of stored histories: the "same" as the embeddings, "float32", "bfloat16" or "float16"; or "int8" or '
+        '"float8" with one scale per row.',
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(OptionGroup):
+    """When and how scores are computed."""
+
+    evaluation: HowToEvaluate = option(
+        "exact",
+        '"exact" inference, which leaves the histories alone, or "histories": the last layer on top of the histories.',
+        needs_histories=True,
+    )
+    evaluate_every: int = option(1, "Number of epochs between evaluations.", least=1)
+    evaluate_parts: int | None = option(
+        None,
+        "Number of batches to evaluate and refresh in; fewer are faster and take more memory. By default those of "
+        "training.",
+        least=1,
+    )
+    patience: int | None = option(
+        None,
+        "Number of evaluations without a better validation score after which training stops.",
+        least=1,
+        may_change=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution(OptionGroup):
+    """What computes, and how."""
+
+    device: str = option(
+        "auto", 'Device to compute on, such as "cpu" or "cuda"; "auto" takes a GPU if there is one.', may_change=True
+    )
+    precision: Precision = option(
+        "float32", 'Precision of matrix products: "float32", "tf32" (on a GPU) or "bfloat16" (autocast).'
+    )
+    capture: bool = option(
+        True, "Whether to capture a GPU's training steps as CUDA graphs where possible.", may_change=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output(OptionGroup):
+    """What a run leaves behind. Nothing of it changes the training itself."""
+
+    checkpoint_dir: str | None = option(
+        None,
+        "Folder for checkpoints; the newest two are kept. With it, Ctrl-C ends training after the current step and a "
+        "last checkpoint.",
+        may_change=True,
+        needs_histories=True,
+    )
+    checkpoint_every: Literal["epoch"] | int = option(
+        "epoch",
+        'When to write a checkpoint: after each "epoch", or after a number of steps.',
+        least=1,
+        may_change=True,
+    )
+    resume: str | None = option(
+        None,
+        "Checkpoint, or folder with checkpoints, to continue from as if training had never stopped.",
+        may_change=True,
+        needs_histories=True,
+    )
+    run_dir: str | None = option(
+        None,
+        "New folder for the run's settings and measurements, epoch by epoch; a resumed run continues its old one. The "
+        'command line makes one below ./runs unless this is "none".',
+        may_change=True,
+    )
+    diagnose: tuple[Diagnostic, ...] = option(
+        ("staleness",),
+        'What else to measure for that folder: "staleness" of histories, error of "gradients", and constants of layers '
+        '("lipschitz"). The last two run the model on the whole graph at once.',
+        may_change=True,
+    )
+    diagnose_every: Literal["auto", "never"] | int = option(
+        "auto",
+        'When to measure it: "auto" after the first and the last epoch, and in between for at most about 2 % of the '
+        'training time; "never"; or a number of epochs.',
+        least=1,
+        may_change=True,
+    )
+    tensorboard: bool = option(False, "Whether to write the folder's numbers for TensorBoard as well.", may_change=True)
+
+
+GROUPS = (Batches, Optimization, Histories, Evaluation, Execution, Output)
+#: All options of training by name, in the order in which they are shown.
+OPTIONS: Mapping[str, Option] = {name: each for group in GROUPS for name, each in options_of(group).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output):
+    """All options of one training run, checked; ``device`` is a real one.
+
+    Example:
+        >>> options = FitOptions.of({"num_parts": 4, "refresh_every": "5", "device": "cpu"})
+        >>> options.num_parts, options.refresh_every, options.lr
+        (4, 5, 0.01)
+    """
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> FitOptions:
+        """Make options from values by name; the others keep their defaults."""
+        check_names(given, OPTIONS, "options of training have the names in the documentation of gnnautoscale.fit")
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_storage(self.storage, self.history_dir)
+        if self.tensorboard and self.run_dir is None:
+            raise InputError("tensorboard needs a run_dir", got="none", fix="Pass run_dir, or leave tensorboard out.")
+        if self.mode != "full" and self.batch_size > self.num_parts:
+            raise InputError(
+                f"batch_size must be at most num_parts, {self.num_parts}", got=str(self.batch_size), fix="Lower it."
+            )
+        if not self.has_histories:
+            self._refuse_options_of_histories()
+        if self.mode == "sage":
+            check_fan_out(self.fan_out)
+        elif self.fan_out is not None:
+            raise InputError("fan_out belongs to mode 'sage'", got=f"it with mode {self.mode!r}", fix="Leave it out.")
+        object.__setattr__(self, "device", pick_device(self.device))
+
+    def _refuse_options_of_histories(self) -> None:
+        for name, each in OPTIONS.items():
+            if each.needs_histories and getattr(self, name) != each.default:
                 raise InputError(
-                    f"{name} must be {default!r} with mode {mode!r}, which has no histories",
-                    got=repr(options[name]),
+                    f"{name} must be {each.default!r} with mode {self.mode!r}, which has no histories",
+                    got=repr(getattr(self, name)),
                     fix="Leave it out, or choose another mode.",
                 )
-    if mode == "sage":
-        check_fan_out(fan_out)
-    elif fan_out is not None:
-        raise InputError("fan_out belongs to mode 'sage'", got=f"it with mode {mode!r}", fix="Leave it out.")
+
+    @property
+    def has_histories(self) -> bool:
+        """Whether the mode trains with histories."""
+        return self.mode not in ("cluster", "sage")
+
+    def in_effect(self) -> FitOptions:
+        """The options with what the mode decides."""
+        if self.mode == "full":
+            return replace(self, num_parts=1, batch_size=1, lipschitz=0.0)
+        if self.mode == "history":
+            return replace(self, partition="random", lipschitz=0.0, grad_norm=None)
+        return self
+
+    def may_change(self) -> set[str]:
+        """Names of the options that may have another value when the run resumes."""
+        names = {name for name, each in OPTIONS.items() if each.may_change}
+        return names - {"epochs"} if self.schedule == "cosine" else names  # the schedule depends on the last epoch
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options as plain values, for JSON."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in OPTIONS}
 
 
-def check_device(device: str) -> None:
-    """Refuse a device that PyTorch does not know or cannot use here."""
+def default_device() -> str:
+    """A GPU if there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pick_device(device: str) -> str:
+    """Check the name of a device; ``"auto"`` becomes a real one.
+
+    Example:
+        >>> pick_device("cpu")
+        'cpu'
+    """
+    if device == "auto":
+        device = default_device()
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
@@ -120,3 +305,4 @@ def check_device(device: str) -> None:
         raise InputError(
             "device must be one that PyTorch can use here", got=f"{device!r} ({reason})", fix="Use 'cpu'."
         ) from None
+    return device

@@ -1,4 +1,4 @@
-"""All that a training run changes, to a checkpoint and back."""
+"""The state of a training run: to a checkpoint and back, and whether a checkpoint fits a run."""
 
 from __future__ import annotations
 
@@ -29,27 +29,23 @@ from gnnautoscale.training.checkpoint import (
 )
 from gnnautoscale.training.journal import epoch_record
 from gnnautoscale.training.optimizer import LearningRate
+from gnnautoscale.training.options import FitOptions
 from gnnautoscale.training.strategies import HistoryStrategy, SubgraphStrategy
 
-# Options that say how fast or how long to train, not what is trained: they may change when a run goes on.
-FREE = {
-    "epochs", "patience", "storage", "history_dir", "batches_on", "keep_batches", "capture", "device", "num_workers",
-    "cache_dir", "checkpoint_dir", "checkpoint_every", "resume", "run_dir", "diagnose", "diagnose_every", "tensorboard",
-}  # fmt: skip
-_SAME_DATA = "Use the data that the run began with."
+_SAME_DATA = "Use the data of the first run."
 
 
 @dataclass
-class Run:
-    """A training run in progress.
+class RunState:
+    """Everything that changes during a training run.
 
     Attributes:
         model: The model.
         optimizer: Updates its weights.
-        rate: Moves the learning rate on.
-        strategy: How it is trained.
-        result: What it gave so far.
-        device: Where it computes.
+        rate: Updates the learning rate.
+        strategy: Trains.
+        result: The results so far.
+        device: Where the model is.
         best_weights: The weights of the best epoch so far.
         batches: Number of batches so far.
     """
@@ -68,10 +64,10 @@ class Run:
         if not all(bool(torch.isfinite(weight).all()) for weight in self.model.parameters()):
             raise FloatingPointError("the weights are not finite any more")
         self.result.steps = self.strategy.steps
-        gave = asdict(self.result)
+        result = asdict(self.result)
         nested = {
-            "options": gave.pop("options"),
-            "result": gave,
+            "options": result.pop("options"),
+            "result": result,
             "batches": self.batches,
             "model": dict(self.model.state_dict()),
             "best_weights": self.best_weights,
@@ -84,7 +80,7 @@ class Run:
         return save_checkpoint(folder, self.batches, state, tensors)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint that :func:`check_same_run` has approved of."""
+        """Restore a checkpoint that passed :func:`check_same_run`."""
         state = join_tensors(checkpoint.state, checkpoint.tensors)
         epochs = [Epoch(**epoch) for epoch in state["result"].pop("epochs")]
         self.result.seconds.update(state["result"].pop("seconds"))
@@ -96,7 +92,7 @@ class Run:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            if isinstance(rate, Tensor):  # captured steps read it where it is
+            if isinstance(rate, Tensor):  # captured steps read it in place
                 group["lr"] = rate.copy_(group["lr"])
         self.rate.load_state_dict(state["rate"])
         self.strategy.load_state_dict(state["strategy"], self.device)
@@ -107,18 +103,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint.
 
     Args:
-        path: Its file, or a folder whose newest one is meant.
+        path: Its file, or a folder, for the newest one in it.
     """
     found = load_latest(path) if path.is_dir() else load_checkpoint(path)
     if found is None:
-        raise InputError(
-            "there must be a checkpoint to resume from", got=f"{path}, which has none", fix="Start without resume."
-        )
+        raise InputError("resume needs a checkpoint", got=f"{path}, which has none", fix="Start without resume.")
     return found
 
 
 def check_fresh(folder: Path) -> None:
-    """Refuse to begin a new run where an earlier one has its checkpoints, or where none can be written."""
+    """Refuse a folder for the checkpoints of a new run that cannot be written or already has checkpoints."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)
@@ -131,12 +125,12 @@ def check_fresh(folder: Path) -> None:
         raise InputError(
             "a new run needs a folder without checkpoints",
             got=f"{folder}, which has {latest.name}",
-            fix="Resume from it, choose another folder, or remove what is there.",
+            fix="Resume from it, choose another folder, or remove its checkpoints.",
         )
 
 
 def labels_of(checkpoint: Checkpoint, num_nodes: int) -> Tensor:
-    """The part of each node in the run that a checkpoint is of, ``[num_nodes]``."""
+    """The part of each node in the run of a checkpoint, ``[num_nodes]``."""
     if "strategy" not in checkpoint.state:
         raise InputError(
             "a run resumes from a checkpoint of a run", got=str(checkpoint.path), fix="Choose another one."
@@ -147,24 +141,24 @@ def labels_of(checkpoint: Checkpoint, num_nodes: int) -> Tensor:
     return labels
 
 
-def check_same_run(checkpoint: Checkpoint, options: dict[str, Any], key: str, model: nn.Module) -> None:
+def check_same_run(checkpoint: Checkpoint, options: FitOptions, key: str, model: nn.Module) -> None:
     """Refuse a checkpoint of another run: other options, another graph, or another model.
 
     Args:
         checkpoint: The checkpoint.
         options: The options of training.
-        key: The key of the data to train on.
+        key: Fingerprint of the data to train on.
         model: The model to train.
     """
     state = join_tensors(checkpoint.state, checkpoint.tensors)
     if state["strategy"]["graph"] != key:
         raise _other_run(checkpoint, "graph: its edges, features, labels or masks differ", _SAME_DATA)
-    free = FREE - {"epochs"} if options["schedule"] == "cosine" else FREE  # which ends with the last epoch
+    given, may_change = options.to_dict(), options.may_change()
     for name, value in state["options"].items():
-        if name not in free and options.get(name) != value:
+        if name not in may_change and given.get(name) != value:
             raise _other_run(
                 checkpoint,
-                f"option: {name} was {value!r} and is {options.get(name)!r}",
+                f"option: {name} was {value!r} and is {given.get(name)!r}",
                 "Give the options of the first run.",
             )
     if _shapes(state["model"]) != _shapes(model.state_dict()):
@@ -174,20 +168,21 @@ def check_same_run(checkpoint: Checkpoint, options: dict[str, Any], key: str, mo
 
 
 def open_run_folder(
-    path: Path, about: Mapping[str, Any], checkpoint: Checkpoint | None, result: FitResult
+    options: FitOptions, about: Mapping[str, Any], checkpoint: Checkpoint | None, result: FitResult
 ) -> RunFolder:
-    """The folder for what is measured in a run: a new one, or that of the run that goes on.
+    """The folder for the measurements of a run: a new one, or that of the resumed run.
 
     Args:
-        path: The folder.
+        options: Name the folder.
         about: What the run is.
-        checkpoint: Where it goes on from, if it does.
-        result: What the run gave until then.
+        checkpoint: The checkpoint that the run resumes from.
+        result: The results until then.
     """
+    path = Path(str(options.run_dir))
     if checkpoint is not None and (path / RUN).exists():
-        return RunFolder.reopen(path, about, epoch=len(result.epochs), free=FREE)
+        return RunFolder.reopen(path, about, epoch=len(result.epochs), free=options.may_change())
     folder = RunFolder.create(path, about)
-    for epoch in result.epochs:  # of a run that goes on in a new folder
+    for epoch in result.epochs:  # of a run that resumes with a new folder
         folder.append(epoch_record(epoch))
     return folder
 
@@ -201,18 +196,18 @@ def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.
 
 
 @contextmanager
-def stop_requests(wished_for: bool) -> Iterator[threading.Event]:
-    """An event that is set by Ctrl-C, so that a run can end cleanly; a second Ctrl-C ends it at once.
+def stop_requests(enabled: bool) -> Iterator[threading.Event]:
+    """An event that Ctrl-C sets, so that a run can end cleanly; a second Ctrl-C ends it at once.
 
     Args:
-        wished_for: Whether Ctrl-C is to be caught; if not, or outside of the main thread, it does what it always does.
-            A process that ignores it, such as one in the background of a script, goes on ignoring it.
+        enabled: Whether to catch Ctrl-C. Outside of the main thread, and in a process that ignores Ctrl-C, such as one
+            in the background of a script, nothing changes.
     """
     wanted = threading.Event()
     before = signal.getsignal(signal.SIGINT)
     in_main = threading.current_thread() is threading.main_thread()
-    # None is a handler that is not Python's, and could not be put back.
-    if not wished_for or not in_main or before in (signal.SIG_IGN, None):
+    # None stands for a handler outside of Python, which could not be restored.
+    if not enabled or not in_main or before in (signal.SIG_IGN, None):
         yield wanted
         return
 

@@ -1,10 +1,10 @@
-"""What the modes of training differ in: where batches come from, what a step runs, and how to evaluate."""
+"""How the modes of training differ: where batches come from, what a step runs, and how to evaluate."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import islice
@@ -24,19 +24,19 @@ from gnnautoscale.tasks import Task
 from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.feed import Item, plain_item
 from gnnautoscale.training.flow import Flow
-from gnnautoscale.training.options import Evaluation, Partitioner
-from gnnautoscale.training.steps import Precision, Steps
+from gnnautoscale.training.options import FitOptions, HowToEvaluate
+from gnnautoscale.training.steps import Steps
 from gnnautoscale.transfer import times_for
 
 
 class HistoryStrategy:
-    """An autoscaled model on batches with their halo: GAS, and as special cases full batch and naive histories.
+    """Trains an autoscaled model on batches with their halo: GAS, full batch and naive histories.
 
     Args:
         model: The autoscaled model.
         loaders: A loader for each split, see :func:`halo_loaders`.
         engine: Runs the steps.
-        evaluate_parts: Number of batches to evaluate and refresh in; ``None`` for those of training.
+        evaluate_parts: Number of batches to evaluate and refresh in; by default those of training.
     """
 
     #: Whether an evaluation needs memory for the whole graph at once.
@@ -48,27 +48,27 @@ class HistoryStrategy:
         self._model, self._loaders, self._engine = model, loaders, engine
         self._loader = loaders["train"]
         self._exact_loaders = loaders
-        #: Whether the training graph is evaluated in one pass, which a GPU captures.
+        #: Whether one batch evaluates the whole training graph, which a GPU captures.
         self.at_once = evaluate_parts == 1
         if evaluate_parts is not None:
             made = {loader: HaloLoader(loader.data, evaluate_parts, keep=loader.keep) for loader in loaders.values()}
             self._exact_loaders = {split: made[loader] for split, loader in loaders.items()}
         self.connectivity = self._loader.connectivity
-        #: Number of batches of this epoch that are done.
+        #: Number of batches done in this epoch.
         self.done = 0
-        #: Whether no batch is being trained on just now.
+        #: Whether no training step is running.
         self.between = True
-        #: Follows the rows that steps pull and push, if it was asked for and there is a halo.
+        #: Follows the rows that steps pull and push; see :meth:`watch`.
         self.flow: Flow | None = None
 
     def watch(self) -> None:
-        """Measure from now on what training steps take and move."""
+        """Start to measure the time that training steps take and the rows they move."""
         self._engine.times = times_for(self._engine.device)
         if len(self._loader) > 1:
             self.flow = Flow(self._loader.labels)
 
     def measured(self) -> dict[str, Any]:
-        """What the steps since the last call took and moved."""
+        """Times and moved rows of the steps since the last call."""
         codecs = [history.codec for history in attached(self._model).memory.histories.values()]
         row_bytes = sum(codec.raw_width * codec.raw_dtype.itemsize for codec in codecs)
         moved = {} if self.flow is None else self.flow.taken(row_bytes)
@@ -80,7 +80,7 @@ class HistoryStrategy:
             self.flow.step(info, skips_shared=transfer.skips_shared)
 
     def make_room_to_evaluate(self) -> None:
-        """Count the second set of histories that exact evaluation in batches takes, when their place is chosen."""
+        """Reserve room for the second set of histories that exact evaluation in batches needs."""
         if len(self._exact_loaders["train"]) > 1:
             attached(self._model).memory.reserve_second_set()
 
@@ -95,26 +95,26 @@ class HistoryStrategy:
 
     @property
     def how(self) -> str:
-        """How steps are run, in words."""
+        """How steps run, in words."""
         return self._engine.how
 
     @property
     def storage(self) -> str:
-        """Where histories live, and why there, in words."""
+        """Where histories live and why, in words."""
         memory = attached(self._model).memory
         return f"{memory.medium or memory.storage}: {memory.why}"
 
     @property
     def history_bytes(self) -> int:
-        """Bytes that the histories take."""
+        """Bytes of all histories."""
         return sum(history.num_bytes for history in attached(self._model).memory.histories.values())
 
     def running(self) -> AbstractContextManager[None]:
-        """The context that all training happens in."""
+        """The context for all training."""
         return self._engine.running()
 
     def epoch(self, most: int | None, after_batch: Callable[[], None]) -> float:
-        """Train for an epoch, or for its first batches; gives the mean loss."""
+        """Train for an epoch, or for its first ``most`` batches; returns the mean loss."""
 
         def after_step(item: Item) -> None:
             self._follow(item.info)
@@ -129,11 +129,11 @@ class HistoryStrategy:
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on from here, also in the middle of an epoch: histories, parts, order and loss."""
+        """State for a checkpoint, even within an epoch: histories, parts, order and loss."""
         memory = attached(self._model).memory
         memory.settle()
         if self._engine.on_gpu:
-            torch.cuda.synchronize(self._engine.device)  # the host itself reads rows that the GPU has written
+            torch.cuda.synchronize(self._engine.device)  # the host reads rows that the GPU wrote
         return {
             "graph": self._key,
             "labels": self._loader.labels,
@@ -147,7 +147,7 @@ class HistoryStrategy:
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on from there, on a device; the loader has the same parts."""
+        """Restore the state of a checkpoint; the loader must have the same parts."""
         memory = attached(self._model).memory
         if self.flow is not None:
             self.flow.load_state_dict(state.get("flow"))
@@ -172,7 +172,7 @@ class HistoryStrategy:
         else:
             refresh(self._model, loader)
 
-    def output(self, split: str, evaluation: Evaluation) -> Tensor:
+    def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
         """The model's output for all nodes of a split's graph, ``[num_nodes, num_outputs]``, in host memory."""
         out: Tensor
         if evaluation == "histories":
@@ -185,25 +185,22 @@ class HistoryStrategy:
         return out
 
     def give_up(self) -> None:
-        """Leave the model as it came."""
+        """Detach histories from the model after a failure."""
         detach(self._model)
 
 
 class SubgraphStrategy:
-    """A plain model on plain subgraphs: Cluster-GCN and neighbour sampling.
+    """Trains a plain model on plain subgraphs: Cluster-GCN and neighbour sampling.
 
-    A batch without training nodes teaches nothing, so no step is made of it. Evaluation runs the model on a whole
-    graph at once.
+    Batches without training nodes are skipped. Evaluation runs the model on a whole graph at once.
 
     Args:
         model: The model, on the compute device.
-        loader: Gives the subgraphs of an epoch in host memory, each with its own nodes first.
+        loader: Yields the subgraphs of an epoch in host memory, each with its own nodes first.
         dataset: The graphs to evaluate on.
         optimizer: Updates the weights.
-        task: What is learned.
-        device: The compute device.
-        grad_norm: Norm that gradients are clipped to.
-        precision: Of matrix products.
+        task: What to learn.
+        options: Device, clipping and precision.
     """
 
     evaluates_at_once = True
@@ -219,31 +216,34 @@ class SubgraphStrategy:
         dataset: Dataset,
         optimizer: torch.optim.Optimizer,
         task: Task,
-        *,
-        device: str,
-        grad_norm: float | None,
-        precision: Precision,
+        options: FitOptions,
     ) -> None:
         _refuse_cached(model)
-        self._model, self._loader, self._device = model, loader, torch.device(device)
+        self._model, self._loader, self._device = model, loader, torch.device(options.device)
         self._graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
         self._signature = inspect.signature(model.forward)
         self._steps = Steps(
-            model, optimizer, task, self._device, call=self._call, grad_norm=grad_norm, precision=precision
+            model,
+            optimizer,
+            task,
+            self._device,
+            call=self._call,
+            grad_norm=options.grad_norm,
+            precision=options.precision,
         )
-        #: How steps are run, in words.
+        #: How steps run, in words.
         self.how = f"uncaptured: a plain model on {loader.kind}"
-        #: Number of batches of this epoch that are done.
+        #: Number of batches done in this epoch.
         self.done = 0
-        #: Whether no batch is being trained on just now.
+        #: Whether no training step is running.
         self.between = True
 
     def watch(self) -> None:
-        """Measure from now on what training steps take."""
+        """Start to measure the time that training steps take."""
         self._steps.times = times_for(self._device)
 
     def measured(self) -> dict[str, Any]:
-        """What the steps since the last call took."""
+        """Times of the steps since the last call."""
         return {"time": self._steps.times.taken()}
 
     @property
@@ -252,11 +252,11 @@ class SubgraphStrategy:
         return self._steps.steps
 
     def running(self) -> AbstractContextManager[None]:
-        """The context that all training happens in."""
+        """The context for all training."""
         return self._steps.running()
 
     def epoch(self, most: int | None, after_batch: Callable[[], None]) -> float:
-        """Train for an epoch, or for its first batches; gives the mean loss."""
+        """Train for an epoch, or for its first ``most`` batches; returns the mean loss."""
 
         def after_step(_: Item) -> None:
             self.done, self.between = self.done + 1, True
@@ -270,7 +270,7 @@ class SubgraphStrategy:
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """There is none: these modes write no checkpoints."""
+        """Refuse: these modes have no checkpoints."""
         raise InputError("checkpoints belong to modes with histories", got="another mode", fix="Train without them.")
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -278,23 +278,23 @@ class SubgraphStrategy:
         self.state_dict()
 
     def refresh(self) -> None:
-        """There are no histories to recompute."""
+        """Nothing to do without histories."""
 
     @torch.no_grad()
-    def output(self, split: str, evaluation: Evaluation) -> Tensor:
+    def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
         """The model's output for all nodes of a split's graph, ``[num_nodes, num_outputs]``, in host memory."""
         graph = self._graphs[split]
         whole = copy.copy(graph)
         whole.n_id, whole.e_id = torch.arange(graph.num_nodes), torch.arange(graph.num_edges)
         whole.batch_size = graph.num_nodes
-        # Copied even if it is there already, since a model may write into its inputs.
+        # Copied even if it is on the device already: a model may write into its inputs.
         whole = whole.apply(lambda value: value.to(self._device, copy=True))
         with evaluating(self._model):
             out: Tensor = self._call(whole)
         return out.cpu()
 
     def give_up(self) -> None:
-        """Nothing was attached to the model."""
+        """Nothing to detach."""
 
     def _call(self, batch: Data) -> Any:
         args, kwargs = unpack_batch(self._signature, type(self._model).__name__, (batch,), {})
@@ -319,72 +319,43 @@ def _refuse_cached(model: nn.Module) -> None:
 
 
 def data_key(loader: HaloLoader, task: Task) -> str:
-    """A fingerprint of all that a run learns from: the loader's graph, and what the task takes from its data."""
+    """Fingerprint of everything that a run learns from: the graph, and what the task reads from its data."""
     return fingerprint(*task.identity(loader.data), graph=loader.graph.key)
 
 
-def halo_loaders(
-    dataset: Dataset,
-    num_parts: int,
-    batch_size: int,
-    partition: Partitioner,
-    drawings: int | None,
-    seed: int,
-    num_workers: int,
-    cache_dir: str | None,
-    keep: bool,
-    labels: Tensor | None = None,
-) -> dict[str, HaloLoader]:
-    """A loader for each split; splits of the same graph share one. The parts of the training graph may be given."""
-    made: dict[int, HaloLoader] = {}
-    for graph in (dataset.train, dataset.val, dataset.test):
+def halo_loaders(dataset: Dataset, options: FitOptions, labels: Tensor | None = None) -> dict[str, HaloLoader]:
+    """One loader for each split; splits of the same graph share it.
+
+    Args:
+        dataset: The graphs.
+        options: How to cut them into batches.
+        labels: The part of each node of the training graph, ``[num_nodes]``, if it is already cut.
+    """
+    common: dict[str, Any] = {
+        name: getattr(options, name) for name in ("partition", "seed", "num_workers", "cache_dir")
+    } | {"keep": options.keep_batches}
+    train = {**common, "batch_size": options.batch_size, "shuffle": True, "drawings": options.drawings}
+    if labels is not None:
+        train["partition"] = labels
+    made = {id(dataset.train): HaloLoader(dataset.train, None if labels is not None else options.num_parts, **train)}
+    graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
+    for graph in graphs.values():
         if id(graph) not in made:
-            train = graph is dataset.train
             # Batches of other graphs have about as many nodes as those of the training graph.
             share = graph.num_nodes / dataset.train.num_nodes
-            given = labels if train else None
-            made[id(graph)] = HaloLoader(
-                graph,
-                None if given is not None else num_parts if train else max(1, round(num_parts / batch_size * share)),
-                partition=partition if given is None else given,
-                batch_size=batch_size if train else 1,
-                shuffle=train,
-                drawings=drawings if train else None,
-                seed=seed,
-                num_workers=num_workers,
-                keep=keep,
-                cache_dir=cache_dir,
-            )
-    graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
+            made[id(graph)] = HaloLoader(graph, max(1, round(options.num_parts / options.batch_size * share)), **common)
     return {split: made[id(graph)] for split, graph in graphs.items()}
 
 
-def subgraph_loader(
-    graph: Data,
-    task: Task,
-    num_parts: int,
-    batch_size: int,
-    partition: Partitioner,
-    fan_out: Sequence[int] | None,
-    seed: int,
-    num_workers: int,
-    cache_dir: str | None,
-) -> ClusterLoader | SampleLoader:
-    """A loader of sampled neighbourhoods of the training nodes, or without a fan-out of joined parts.
+def subgraph_loader(graph: Data, task: Task, options: FitOptions) -> ClusterLoader | SampleLoader:
+    """A loader of joined parts, or with a fan-out of sampled neighbourhoods of the training nodes.
 
-    An epoch has as many batches either way.
+    Both have the same number of batches in an epoch.
     """
-    if fan_out is None:
-        return ClusterLoader(
-            graph,
-            num_parts,
-            partition=partition,
-            batch_size=batch_size,
-            shuffle=True,
-            seed=seed,
-            num_workers=num_workers,
-            cache_dir=cache_dir,
-        )
+    common: dict[str, Any] = {"seed": options.seed, "num_workers": options.num_workers}
+    if options.fan_out is None:
+        common |= {"partition": options.partition, "cache_dir": options.cache_dir}
+        return ClusterLoader(graph, options.num_parts, batch_size=options.batch_size, shuffle=True, **common)
     rows, _ = task.targets_of_graph(graph)
     nodes = torch.arange(graph.num_nodes) if rows is None else rows
-    return SampleLoader(graph, nodes, fan_out, -(-num_parts // batch_size), seed=seed, num_workers=num_workers)
+    return SampleLoader(graph, nodes, options.fan_out, -(-options.num_parts // options.batch_size), **common)

@@ -1,6 +1,6 @@
-"""Proposes how to train on a graph here: number of parts, storage and precision of histories, and refresh.
+"""Proposes how to train on a graph: number of parts, storage and precision of histories, and refresh.
 
-``docs/tune.md`` has the rules, and how far estimates were from what was measured.
+``docs/tune.md`` has the rules, and compares estimates with measurements.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.history import Medium
 from gnnautoscale.models import build_model
 from gnnautoscale.tasks import Task, task_for
-from gnnautoscale.training import HistoryDtype, check_device
+from gnnautoscale.training import OPTIONS, FitOptions, HistoryDtype, Output, options_of
 from gnnautoscale.tuning.trials import Place, Trials, with_margin
 
-# Fewer parts have less halo, so that others have to be faster by more than this.
+# Fewer parts have smaller halos, so more parts must be faster by more than this.
 FASTER = 0.2
-# Smaller batches leave a processor little to do in a step.
+# Smaller batches leave a processor little to do.
 LEAST_NODES = 50
 MOST_COUNTS = 10
-# How many parts are joined into a batch if that brings its classes closer to the graph's by so much, and how often they
-# are drawn on a GPU, which captures what comes back. On WordNet, where it was tried, they come closer by 0.24.
+# Parts to join into a batch if that brings its classes closer to the graph's by SKEW (0.24 on WordNet), and how often a
+# GPU draws them: it captures recurring batches.
 JOINED, SKEW, DRAWINGS = 10, 0.1, 4
-# Halo nodes per batch node, times the histories that build on each other: errors enter with each halo row and each
-# layer. At 1 a batch of a 2-layer model pulls as many rows as it computes.
+# Halo nodes per batch node, times the histories on top of each other: errors enter with each halo row and each layer.
+# At 1, a batch of a 2-layer model pulls as many rows as it computes.
 RISK = 1.0
-# What a refresh in every epoch may add to the time of an epoch with its evaluation.
+# Share that a refresh in every epoch may add to the time of an epoch with its evaluation.
 REFRESH_COST = 0.25
 
-#: What ``fit`` takes and this leaves to the user.
-PASSED = (
-    *("epochs", "evaluate_every", "evaluate_parts", "patience", "lr", "schedule", "weight_decay_conv"),
-    *("weight_decay_other", "grad_norm", "lipschitz", "lipschitz_radius", "edge_dropout", "history_dir", "precision"),
-    *("batches_on", "keep_batches", "capture", "device", "num_workers", "seed", "cache_dir"),
-)
+_DECIDED = {
+    *("mode", "num_parts", "batch_size", "partition", "drawings", "fan_out", "steps_per_epoch"),
+    *("refresh_every", "storage", "history_dtype", "evaluation", *options_of(Output)),
+}
+#: Options of ``fit`` that ``tune`` leaves to the user.
+PASSED = tuple(name for name in OPTIONS if name not in _DECIDED)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train, and what is expected of it.
+    """A number of parts, and what training with it takes.
 
     Attributes:
         num_parts: Number of parts; 1 is full batch.
         connectivity: Halo nodes per batch node, the mean over the parts.
         rows: Nodes and halo of the largest batch.
-        storage: Where histories would be.
-        history_dtype: The type they would be kept in.
-        keep: Whether batches would be kept, in the memory that is counted.
+        storage: Where its histories live.
+        history_dtype: Their type.
+        keep: Whether batches are kept in the memory that is counted.
         memory: Bytes at the peak, as ``FitResult.peak_memory`` counts them.
         step_seconds: Seconds of a training step.
         epoch_seconds: Seconds of the steps of an epoch.
-        measured: Whether memory and times are from a trial, and not estimated from those of others.
+        measured: Whether memory and times come from a trial rather than an estimate.
         fits: Whether the memory suffices, with a margin.
-        slower_than: A larger number of parts that needs no more memory and is faster, if there is one.
+        slower_than: A larger number of parts that is faster and needs no more memory, if there is one.
     """
 
     num_parts: int
@@ -82,9 +82,9 @@ class Advice:
     """How to train.
 
     Attributes:
-        options: What to call :func:`gnnautoscale.fit` with.
-        reasons: For each of these options, why.
-        chosen: What is expected.
+        options: Options for :func:`gnnautoscale.fit`.
+        reasons: The reason for each of them.
+        chosen: What training takes with them.
         candidates: All numbers of parts that were considered.
         budget: Bytes of memory to train in.
     """
@@ -109,18 +109,18 @@ def tune(
     model_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Advice:
-    """Propose how to train a model on a graph, on the machine that this runs on.
+    """Propose how to train a model on a graph, on this machine.
 
     Args:
         model: The name of one of the library's models, or a function that builds a model of your own.
         data: The graph to train on, or a data set.
         task: What to learn; by default the task that fits the data.
-        memory: Bytes to train in; by default what is free, on a GPU of its own memory.
+        memory: Bytes to train in, of the GPU's memory where there is one; by default all that is free.
         model_options: Options of the named model.
-        options: Options of :func:`gnnautoscale.fit` that are decided already, such as ``device`` or ``grad_norm``.
+        options: Other options of :func:`gnnautoscale.fit`, such as ``device`` or ``grad_norm``.
 
     Raises:
-        InputError: If nothing fits into the memory; the message says how much is needed.
+        InputError: If nothing fits into the memory; the message says how much it takes.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -130,15 +130,16 @@ def tune(
         >>> [candidate.num_parts for candidate in advice.candidates]
         [1, 2]
     """
-    unknown = sorted(set(options) - set(PASSED))
-    if unknown:
+    given = FitOptions.of(options)
+    proposed = sorted(set(options) & _DECIDED)
+    if proposed:
         raise InputError(
-            f"what is decided already can be {', '.join(PASSED)}", got=", ".join(unknown), fix="Leave these out."
+            f"tune takes the options {', '.join(PASSED)}",
+            got=f"{', '.join(proposed)}, which it decides itself",
+            fix="Leave these out.",
         )
     if memory is not None and memory <= 0:
         raise InputError("memory must be a positive number of bytes", got=str(memory), fix="Change it.")
-    device = options.get("device", "cpu")
-    check_device(device)
     dataset = data if isinstance(data, Dataset) else Dataset.of(data)
     dataset.check()
     learned = task_for(dataset) if task is None else task
@@ -151,8 +152,8 @@ def tune(
             return build_model(model, dataset.train, learned.num_outputs, **(model_options or {}))
         return model()
 
-    with undisturbed(torch.device(device)):
-        return _advise(Trials(build, dataset, learned, part_counts(dataset.train.num_nodes), memory, options))
+    with undisturbed(torch.device(given.device)):
+        return _advise(Trials(build, dataset, learned, part_counts(dataset.train.num_nodes), memory, given))
 
 
 def part_counts(num_nodes: int) -> list[int]:
@@ -168,10 +169,10 @@ def part_counts(num_nodes: int) -> list[int]:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The candidate with the fewest parts that fits, without those that are slower than one with more parts.
+    """The candidate with the fewest parts that fits and is not slower than one with more parts.
 
-    Whatever fits and is slower than another one needs at least as much memory, so that the other one fits too. With
-    less memory there are never fewer parts.
+    A candidate that is slower than another one needs at least as much memory, so the other one fits too. With less
+    memory there are never fewer parts.
 
     Returns:
         The choice, or ``None`` if nothing fits.
@@ -181,11 +182,11 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def consider(trials: Trials) -> list[Candidate]:
-    """All numbers of parts, each with its histories in the first place where it fits."""
+    """All numbers of parts, each with its histories at the first place where they fit."""
     usual = {parts: trials.expect(parts, trials.places[0]) for parts in trials.cuts}
     candidates = []
     for parts, cut in trials.cuts.items():
-        # Compared where histories usually are, so that the memory to train in has no say in it.
+        # Compared at the usual place of histories, so that the result does not depend on the memory to train in.
         faster = (
             other
             for other, expected in usual.items()
@@ -216,11 +217,11 @@ def consider(trials: Trials) -> list[Candidate]:
 
 
 def _advise(trials: Trials) -> Advice:
-    """Try some numbers of parts, choose, and try the choice too if that was not done."""
+    """Try some numbers of parts, choose one, and try that one too."""
     counts = list(trials.cuts)
     room = (place for place in trials.places if trials.fits(trials.known_bytes(counts[-1], place)))
     first = next(room, trials.places[-1])
-    # The smallest batches first: what they take says whether larger ones may be tried.
+    # The smallest batches first: they tell whether larger ones may be tried.
     for parts in dict.fromkeys([counts[-1], counts[len(counts) // 2], counts[0]]):
         trials.attempt(parts, first)
     while True:
@@ -246,13 +247,13 @@ def _advise(trials: Trials) -> Advice:
     options["storage"], reasons["storage"] = place.storage, place.why
     options["history_dtype"] = place.history_dtype
     reasons["history_dtype"] = (
-        "histories have room as they are"
+        "there is room for histories as they are"
         if place.history_dtype == "same"
-        else "half of the bytes have room where all of them have not, and hardly anything is lost"
+        else "half of the bytes fit where all of them do not, at hardly any loss"
     )
     for name, value in trials.batch_options(place).items():
         options[name] = value
-        reasons[name] = f"all batches together take {amount(trials.cuts[chosen.num_parts].kept)}, too much to keep them"
+        reasons[name] = f"all batches together take {amount(trials.cuts[chosen.num_parts].kept)}, too much to keep"
     options["refresh_every"], reasons["refresh_every"] = _refresh(chosen, place, trials)
     return Advice(options, reasons, chosen, candidates, trials.budget)
 
@@ -268,9 +269,9 @@ def _nothing_fits(trials: Trials) -> InputError:
     }
     least = min(needed)
     return InputError(
-        "some number of parts must fit into the memory",
+        "some number of parts must fit into memory",
         got=amount(trials.budget),
-        fix=f"Pass at least {amount(least)} as memory: {needed[least]} parts are expected to take that, with a margin.",
+        fix=f"Pass at least {amount(least)} as memory, which {needed[least]} parts should take, with a margin.",
     )
 
 
@@ -279,7 +280,7 @@ def _why_parts(chosen: Candidate, candidates: Sequence[Candidate], trials: Trial
     larger = [each for each in candidates if each.num_parts < chosen.num_parts]
     what = "the fewest that fit" + " and are not slow" * any(each.fits for each in larger) + ": they take"
     if chosen.num_parts == 1:
-        what = "no history is needed, so that nothing is stale, and the whole graph at once takes"
+        what = "it needs no histories, so nothing is stale, and the whole graph at once takes"
     memory, needed = amount(chosen.memory), amount(with_margin(chosen.memory))
     reasons = [f"{what} {memory} ({how}), {needed} with a margin, and there are {amount(trials.budget)}"]
     for each in larger[-1:]:
@@ -296,7 +297,7 @@ def _why_parts(chosen: Candidate, candidates: Sequence[Candidate], trials: Trial
 
 
 def _join(chosen: Candidate, place: Place, trials: Trials) -> tuple[dict[str, Any], str]:
-    """Whether batches of several small parts are better samples of the graph than larger parts are, and fit."""
+    """Whether batches of several small parts fit, and are better samples of the graph than larger parts."""
     parts = JOINED * chosen.num_parts
     if parts > max(trials.cuts):
         return {"batch_size": 1}, f"{parts} parts, to join {JOINED} of them into a batch, would be too small"
@@ -309,24 +310,24 @@ def _join(chosen: Candidate, place: Place, trials: Trials) -> tuple[dict[str, An
     if single.skew - joined.skew < SKEW:
         return {"batch_size": 1}, compared
     options: dict[str, Any] = {"num_parts": parts, "batch_size": JOINED}
-    # All but what batches take grows with the rows of a batch.
+    # Everything but the batches themselves grows with the rows of a batch.
     before = trials.known_bytes(chosen.num_parts, place)
     memory = before + int((chosen.memory - before) * max(joined.rows / single.rows, 1.0))
     if trials.on_gpu:
         options["drawings"] = DRAWINGS
         memory += DRAWINGS * joined.kept - single.kept if place.keep else 0
     if not trials.fits(memory):
-        return {"batch_size": 1}, f"{compared}, which would be better, but is expected to take {amount(memory)}"
+        return {"batch_size": 1}, f"{compared}, which would be better, but should take {amount(memory)}"
     return options, compared
 
 
 def _refresh(chosen: Candidate, place: Place, trials: Trials) -> tuple[str, str]:
-    """Whether to refresh histories in every epoch: if they are at risk to be stale, and if it costs little."""
+    """Whether to refresh histories in every epoch: if they risk being stale, and if it costs little."""
     risk = chosen.connectivity * trials.levels
     histories = "1 history" if trials.levels == 1 else f"{trials.levels} histories on top of each other"
     at_risk = f"{chosen.connectivity:.2f} halo nodes per batch node and {histories} make {risk:.2f}"
     if risk < RISK:
-        return "never", f"{at_risk}, less than {RISK:g}: staleness is no great risk"
+        return "never", f"{at_risk}, less than {RISK:g}: histories are hardly stale"
     if not chosen.measured:
         return "never", f"{at_risk}, {RISK:g} or more, but the cost of a refresh could not be measured"
     plain = trials.expect(chosen.num_parts, place)

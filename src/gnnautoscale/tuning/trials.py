@@ -1,4 +1,4 @@
-"""What a number of parts would take here: measured in short trials, and estimated between and beyond them."""
+"""What training takes with a number of parts: measured in short trials, estimated between and beyond them."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader, connectivity, partition
 from gnnautoscale.history import Medium, choose_medium, codec_for
 from gnnautoscale.tasks import Task
-from gnnautoscale.training import HistoryDtype, fit
+from gnnautoscale.training import OPTIONS, FitOptions, HistoryDtype, fit
 
-# What is left free: a fresh process loads code, allocators keep pieces, other seeds cut other parts.
+# Memory to leave free: a fresh process loads code, allocators keep pieces, other seeds give other parts.
 MARGIN, LEAST_MARGIN = 0.2, 30 * 10**6
-# A trial: so many epochs, of which the first warms up; so many steps each on a CPU; the longest that one may take.
+# A trial: its epochs, of which the first warms up; steps per epoch on a CPU; the longest it may take.
 EPOCHS, STEPS, SECONDS = 3, 16, 120.0
-# An estimate may be wrong by this factor before a trial runs out of the machine's memory.
+# A trial runs only if an estimate of its memory may be wrong by this factor.
 SAFETY = 2.0
-# Batches that are there at a time if none is kept: in use, copied, being cut, and evaluated. So it was measured.
+# Batches in memory if none is kept (measured): in use, being copied, being cut, and evaluated.
 AT_A_TIME = 4
 # Options that would make a trial longer or end it early.
-_LENGTH = ("epochs", "evaluate_every", "patience", "schedule")
+_LENGTH = ("evaluate_every", "patience", "schedule")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where histories and batches could be.
+    """A place for histories and batches.
 
     Attributes:
-        storage: Where histories are.
-        history_dtype: The type they are kept in.
-        why: Why they are there.
-        keep: Whether batches that come back are kept in the memory that is counted.
+        storage: Where histories live.
+        history_dtype: Their type.
+        why: Why they live there.
+        keep: Whether recurring batches are kept in the memory that is counted.
     """
 
     storage: Medium
@@ -51,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Cut:
-    """What is known about parts without training.
+    """What is known about a partition without training.
 
     Attributes:
         labels: The part of each node, ``[num_nodes]``.
@@ -73,7 +73,7 @@ class Cut:
 
     @staticmethod
     def of(graph: Data, labels: Tensor, task: Task) -> Cut:
-        """Look at the parts of a graph."""
+        """Measure the parts of a graph."""
         ratio, sizes = connectivity(graph.edge_index, labels), torch.bincount(labels)
         rows = sizes + (ratio * sizes).round().long()
         edges = torch.bincount(labels[graph.edge_index[1].cpu()], minlength=sizes.numel())
@@ -112,7 +112,7 @@ class Trials:
         task: What to learn.
         counts: Numbers of parts, ascending.
         memory: Bytes to train in; ``None`` for all that is free.
-        options: Options of ``fit`` that are decided already.
+        options: Options of ``fit`` that the user chose.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class Trials:
         task: Task,
         counts: list[int],
         memory: int | None,
-        options: dict[str, Any],
+        options: FitOptions,
     ) -> None:
         self._build, self._dataset, self._task, self._options = build, dataset, task, options
-        self._graph, self._device = dataset.train, torch.device(options.get("device", "cpu"))
+        self._graph, self._device = dataset.train, torch.device(options.device)
         free = torch.cuda.mem_get_info(self._device)[0] if self.on_gpu else available_memory()
         if free is None and memory is None:
             raise InputError(
@@ -139,7 +139,7 @@ class Trials:
         #: What is known about each number of parts.
         self.cuts = {count: self.cut(count) for count in counts}
         self._rows, self.levels, self._saved = self._probe()
-        #: Where histories could be: first what ``storage="auto"`` would choose, then what takes less memory.
+        #: Places for histories: first the choice of ``storage="auto"``, then those that take less memory.
         self.places = self._possible_places()
         #: What was measured.
         self.done: dict[tuple[int, Place], Trial] = {}
@@ -147,31 +147,31 @@ class Trials:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it would be trained on a GPU."""
+        """Whether trials run on a GPU."""
         return self._device.type == "cuda"
 
     def fits(self, memory: int) -> bool:
-        """Whether so many bytes at the peak leave a margin."""
+        """Whether a peak of that many bytes leaves a margin."""
         return with_margin(memory) <= self.budget
 
     # What is known without training ##################################################################################
 
     def cut(self, parts: int) -> Cut:
         """Cut the graph as ``gas train`` would."""
-        seed, cache = self._options.get("seed", 0), self._options.get("cache_dir")
+        seed, cache = self._options.seed, self._options.cache_dir
         labels = partition(self._graph.edge_index, self._graph.num_nodes, parts, seed=seed, cache_dir=cache)
         return Cut.of(self._graph, labels, self._task)
 
     def joined(self, parts: int, together: int) -> Cut:
         """Batches of several parts, drawn at random."""
         labels = self.cut(parts).labels
-        order = torch.randperm(parts, generator=torch.Generator().manual_seed(self._options.get("seed", 0)))
+        order = torch.randperm(parts, generator=torch.Generator().manual_seed(self._options.seed))
         return Cut.of(self._graph, (order // together)[labels], self._task)
 
     def _probe(self) -> tuple[list[tuple[int, torch.dtype]], int, float]:
-        """Widths and types of all histories, how many build on each other, and bytes kept of a row for gradients."""
+        """Widths and types of all histories, their depth, and bytes that autograd keeps per row."""
         labels = next(reversed(self.cuts.values())).labels
-        # The nodes of a single part: histories of all nodes might not have room.
+        # One part only: histories of all nodes might not fit.
         piece = self._graph.subgraph(labels == labels.bincount().argmax())
         model = autoscale(self._model(), piece)
         model.train()
@@ -197,21 +197,21 @@ class Trials:
         return rows, len(plan.levels), sum(saved.values()) / batch.num_nodes
 
     def _model(self) -> nn.Module:
-        torch.manual_seed(self._options.get("seed", 0))
+        torch.manual_seed(self._options.seed)
         model = self._build()
         if is_autoscaled(model):
-            raise InputError("a plain model is tuned", got="an autoscaled one", fix="Leave gas.autoscale out.")
+            raise InputError("tune needs a plain model", got="an autoscaled one", fix="Leave gas.autoscale out.")
         return model.to(self._device)
 
     def _history_bytes(self, dtype: HistoryDtype) -> int:
-        """Bytes of all histories, with the second set that an exact evaluation in batches takes."""
+        """Bytes of all histories, with the second set that exact evaluation in batches takes."""
         kept = [codec_for(torch.bfloat16 if dtype == "bfloat16" else own, width) for width, own in self._rows]
-        sets = 1 if self._options.get("evaluate_parts") == 1 else 2
+        sets = 1 if self._options.evaluate_parts == 1 else 2
         rows = sets * int(self._graph.num_nodes)
         return rows * sum(codec.raw_width * codec.raw_dtype.itemsize for codec in kept)
 
     def _possible_places(self) -> list[Place]:
-        disk = self._options.get("history_dir") is not None
+        disk = self._options.history_dir is not None
         dtypes: tuple[HistoryDtype, ...] = ("same", "bfloat16")
         places: list[Place] = []
         for dtype in dtypes:
@@ -219,25 +219,25 @@ class Trials:
                 medium, why = choose_medium(self._history_bytes(dtype), self._device, disk=disk)
             except InputError:
                 if dtype == dtypes[-1]:
-                    raise  # it says what has no room
+                    raise  # its message says what does not fit
                 continue
             places.append(Place(medium, dtype, why))
         if self.on_gpu and places[0].storage == "device":
-            # Host memory costs little time, so that it comes before fewer bits.
+            # Host memory costs little time, so it comes before fewer bits.
             why = "histories beside the batches would not fit into the memory to train in"
             places = [places[0], Place("host", "same", why), *(replace(place, storage="host") for place in places[1:])]
         if disk and all(place.storage != "disk" for place in places):
             places.append(Place("disk", "same", "histories in memory would not fit into the memory to train in"))
-        keep = self._options.get("keep_batches", True) and self._options.get("batches_on") != "host"
+        keep = self._options.keep_batches and self._options.batches_on != "host"
         return places * keep + [replace(place, keep=False) for place in places]
 
     # Trials and estimates ############################################################################################
 
     def attempt(self, parts: int, place: Place) -> bool:
-        """Train for a few epochs if memory and time are sure to suffice; says whether there is something new."""
+        """Train for a few epochs if memory and time suffice for certain; returns whether that told something new."""
         if (parts, place) in self.done or parts in self._failed:
             return False
-        if self.done:  # the first has the smallest batches
+        if self.done:  # the first trial has the smallest batches
             expected = self.expect(parts, place)
             too_long = EPOCHS * self._batches(parts) * expected.step_seconds > SECONDS
             if too_long or not self.fits(expected.memory) or SAFETY * expected.memory > self._free:
@@ -253,36 +253,34 @@ class Trials:
 
         Args:
             parts: Number of parts; 1 is full batch.
-            place: Where histories are.
+            place: Where histories live.
             batch_size: Number of parts in a batch.
             changed: Further options of ``fit``.
         """
         batches = self._batches(-(-parts // batch_size))
-        options = {name: value for name, value in self._options.items() if name not in _LENGTH}
+        options = self._options.to_dict() | {name: OPTIONS[name].default for name in _LENGTH}
+        options |= {"mode": "full" if parts == 1 else "gas", "num_parts": parts, "batch_size": batch_size}
         options |= {"storage": place.storage, "history_dtype": place.history_dtype, **self.batch_options(place)}
-        options |= {"epochs": EPOCHS, **changed}
-        options |= {"mode": "full" if parts == 1 else "gas", "steps_per_epoch": batches}
+        options |= {"epochs": EPOCHS, "steps_per_epoch": batches, **changed}
         model = self._model()
         try:
-            result = fit(model, self._dataset, task=self._task, num_parts=parts, batch_size=batch_size, **options)
+            result = fit(model, self._dataset, task=self._task, **options)
         finally:
             if is_autoscaled(model):
-                detach(model)  # a folder of histories is free again
+                detach(model)  # frees the folder of histories
         if result.peak_memory is None:
-            raise InputError(
-                "a trial needs a system that tells how much memory is in use", got="none", fix="Use Linux."
-            )
+            raise InputError("trials need a system that reports the memory in use", got="none", fix="Use Linux.")
         step = min(epoch.seconds for epoch in result.epochs[1:]) / batches
         other = sum(result.seconds.get(name, 0.0) for name in ("evaluate", "refresh")) / EPOCHS
         return Trial(result.peak_memory, step, other)
 
     def expect(self, parts: int, place: Place) -> Trial:
-        """What was measured, or an estimate: histories and kept batches are known, the rest grows with the batch."""
+        """A measurement or an estimate: histories and kept batches are known, the rest grows with the batch."""
         if (parts, place) in self.done:
             return self.done[parts, place]
         cut = self.cuts[parts]
         rest, steps, others = {}, {}, {}
-        # Beyond what was tried, a row takes what is kept of it for gradients, and as much again for these.
+        # Beyond the trials, a row takes what autograd keeps of it, and as much again for gradients.
         for (tried, where), trial in self.done.items():
             known = self.cuts[tried]
             rest[float(known.rows)] = float(max(trial.memory - self.known_bytes(tried, where), 0))
@@ -293,35 +291,35 @@ class Trials:
         return Trial(memory, interpolate(steps, cut.work), interpolate(others, cut.work))
 
     def known_bytes(self, parts: int, place: Place) -> int:
-        """Bytes of batches, and of histories where these are in the memory that is counted."""
+        """Bytes of batches, and of histories if they are in the memory that is counted."""
         cut = self.cuts[parts]
         histories = place.storage == "device" and parts > 1  # full batch has none
         batches = cut.kept if place.keep else min(cut.kept, AT_A_TIME * cut.largest)
         return batches + self._history_bytes(place.history_dtype) * histories
 
     def batch_options(self, place: Place) -> dict[str, Any]:
-        """The options of ``fit`` that keep batches out of the memory that is counted, if they are to be."""
+        """Options of ``fit`` that keep batches out of the memory that is counted, if the place does."""
         if place.keep:
             return {}
         return {"batches_on": "host"} if self.on_gpu else {"keep_batches": False}
 
     def _batches(self, count: int) -> int:
-        """Number of steps of a trial's epoch. A GPU's are captured when their batch comes for the first time."""
+        """Number of steps in an epoch of a trial. A GPU captures each batch when it first appears."""
         return count if self.on_gpu else min(count, STEPS)
 
 
 def with_margin(memory: int) -> int:
-    """The memory that has to be there if so many bytes are expected to be used."""
+    """The memory needed for an expected peak of that many bytes."""
     return memory + max(int(MARGIN * memory), LEAST_MARGIN)
 
 
 def interpolate(points: dict[float, float], place: float, *, least_slope: float = 0.0) -> float:
-    """The value at a place on straight lines through known points, which go on outside of them.
+    """The value at a place on straight lines through known points, extended beyond them.
 
     Args:
         points: Values by place, at least one. A single one is taken to grow in proportion.
-        place: Where the value is wanted.
-        least_slope: What the value grows by at least, beyond the points.
+        place: The place.
+        least_slope: The least slope beyond the points.
 
     Example:
         >>> interpolate({1.0: 10.0, 3.0: 14.0}, 2.0), interpolate({1.0: 10.0, 3.0: 14.0}, 5.0)

@@ -1,4 +1,4 @@
-"""Reads an experiment's configuration file and lists the runs it consists of."""
+"""Reads the configuration file of an experiment and lists its jobs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# How many names a cell has, and which tables of options a configuration may hold, by kind of experiment.
+# Number of names of a cell, by kind of experiment.
 _DEPTH = {"train": 2, "connectivity": 1, "neighbourhood": 1, "step": 1}
-# The kinds whose results are times, which belong to what they were taken on.
+# Kinds whose results are times, which depend on the machine.
 _TIMED = ("neighbourhood", "step")
 _KEYS = {"kind", "seeds", "cells", "cells_of", "only", "variants", "train"}
 
 
 @dataclass(frozen=True)
-class Run:
+class Job:
     """One piece of work of an experiment.
 
     Attributes:
-        cell: What is run, such as ``"gcn.cora"``.
-        variant: In which way, such as ``"full"``.
-        seed: With which seed.
-        work: Everything that decides about its result, as plain values.
+        cell: What it runs, such as ``"gcn.cora"``.
+        variant: How, such as ``"full"``.
+        seed: The seed.
+        work: Everything that its result depends on, as plain values.
     """
 
     cell: str
@@ -44,10 +44,10 @@ class Run:
 
     @cached_property
     def key(self) -> str:
-        """A name for the work, the same wherever it occurs.
+        """Hash of the work.
 
         Example:
-            >>> Run("a", "b", 0, {"x": 1}).key == Run("c", "d", 0, {"x": 1}).key
+            >>> Job("a", "b", 0, {"x": 1}).key == Job("c", "d", 0, {"x": 1}).key
             True
         """
         text = json.dumps(self.work, sort_keys=True)
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the result is a time, so that nothing else should run meanwhile."""
+        """Whether the result is a time, so that nothing else may run meanwhile."""
         return self.work["kind"] in _TIMED
 
     def __str__(self) -> str:
@@ -64,16 +64,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment of the paper as its configuration file describes it.
+    """An experiment of the paper, as in its configuration file.
 
     Attributes:
         name: Its name, such as ``"table1"``.
-        kind: What a run does: ``"train"``, ``"connectivity"``, ``"neighbourhood"`` or ``"step"``.
+        kind: What a job does: ``"train"``, ``"connectivity"``, ``"neighbourhood"`` or ``"step"``.
         seeds: Number of seeds, unless a cell says otherwise.
         cells: Options by cell.
-        variants: Options by variant; they win over a cell's. Where a model is trained, options of the model are in a
-            table of their own, ``model``.
-        train: Options of every run.
+        variants: Options by variant, which win over those of a cell. Options of a model are in a table of their own,
+            ``model``.
+        train: Options of every job.
     """
 
     name: str
@@ -83,21 +83,21 @@ class Experiment:
     variants: dict[str, dict[str, Any]]
     train: dict[str, Any]
 
-    def runs(self, *, only: Iterable[str] = (), seeds: int | None = None, device: str = "cpu") -> list[Run]:
-        """All runs, variant by variant of each cell.
+    def jobs(self, *, only: Iterable[str] = (), seeds: int | None = None, device: str = "cpu") -> list[Job]:
+        """All jobs, variant by variant of each cell.
 
         Args:
             only: Patterns such as ``"gcn.*"`` or ``"*.cora/full"`` for cells, or cells and variants; none for all.
             seeds: Number of seeds instead of the configuration's.
-            device: What computes, in words. Where times are measured, it is part of the work.
+            device: What computes, in words. It is part of the work where times are measured.
 
         Example:
-            >>> runs = load("table1").runs(only=["gcn.cora/full"], seeds=2)
-            >>> [str(run) for run in runs]
+            >>> jobs = load("table1").jobs(only=["gcn.cora/full"], seeds=2)
+            >>> [str(job) for job in jobs]
             ['gcn.cora full seed 0', 'gcn.cora full seed 1']
         """
         chosen = [
-            Run(cell, variant, seed, self._work(cell, variant, seed, device))
+            Job(cell, variant, seed, self._work(cell, variant, seed, device))
             for cell, options in self.cells.items()
             for variant in self.variants
             if _matches(cell, variant, only)
@@ -133,8 +133,8 @@ class Experiment:
         }
 
 
-# What is left out in other modes than these, whatever a cell says: full batch does not depend on it, so that runs that
-# differ in nothing else are one, or the mode does not take it.
+# Options that only these modes have or depend on. Other modes leave them out, so that jobs that differ in nothing else
+# are the same.
 _IN_BATCHES = ("gas", "history", "cluster", "sage")
 _OF_MODES = {
     **dict.fromkeys(
@@ -146,7 +146,7 @@ _OF_MODES = {
 
 
 def names() -> tuple[str, ...]:
-    """The experiments that there are configurations for.
+    """The experiments with a configuration.
 
     Example:
         >>> "table1" in names()

@@ -22,7 +22,7 @@ from gnnautoscale.experiments.bench import free_memory
 from gnnautoscale.graph import HaloLoader, Subgraphs, whole_neighbourhood
 from gnnautoscale.models import build_model
 from gnnautoscale.tasks import NodeClassification, Task
-from gnnautoscale.training import Engine, Feed, Steps, make_optimizer, plain_item
+from gnnautoscale.training import Engine, Feed, Optimization, Steps, make_optimizer, plain_item
 
 # Untimed epochs: they build the batches that return, compile kernels and capture steps.
 _WARM_UP = 2
@@ -129,7 +129,7 @@ def _with_histories(
 ) -> _Training:
     autoscale(model, loader.data, storage="host")
     feed = Feed(model, task, placement="host", fixed=loader.is_fixed, num_batches=count)
-    engine = Engine(model, make_optimizer(model, 0.001, 0.0, 0.0), feed)
+    engine = Engine(model, make_optimizer(model, Optimization(lr=0.001)), feed)
 
     def epoch() -> float:
         engine.epoch(islice(loader.ready_batches(), count), then=loader.first_of_next_epoch)  # waits for the loss
@@ -162,7 +162,7 @@ def _on_neighbourhoods(
         trainer.train(plain_item(batch, task, device) for batch in batches())
         return building
 
-    trainer = Steps(model, make_optimizer(model, 0.001, 0.0, 0.0), task, device, call=call)
+    trainer = Steps(model, make_optimizer(model, Optimization(lr=0.001)), task, device, call=call)
     return _Training(trainer.running(), epoch, batches)
 
 

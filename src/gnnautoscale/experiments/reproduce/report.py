@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gnnautoscale.experiments.figure import save_figure
-from gnnautoscale.experiments.reproduce.config import Run
+from gnnautoscale.experiments.reproduce.config import Job
 from gnnautoscale.experiments.reproduce.store import Result, Store
 from gnnautoscale.runs import jsonable
 
@@ -63,7 +63,7 @@ class Report:
 class Results:
     """The results so far, by cell and variant."""
 
-    def __init__(self, runs: Sequence[Run], store: Store) -> None:
+    def __init__(self, runs: Sequence[Job], store: Store) -> None:
         self._results: dict[tuple[str, str], list[Result]] = {}
         for run in runs:
             result = store.get(run)
@@ -93,7 +93,7 @@ class Results:
         return statistics.mean(values) if values else math.nan
 
 
-def write_report(report: Report, folder: Path, name: str) -> list[Path]:
+def write_files(report: Report, folder: Path, name: str) -> list[Path]:
     """Write the table as Markdown, the numbers as JSON, and with matplotlib the figure as SVG.
 
     Args:

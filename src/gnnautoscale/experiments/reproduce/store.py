@@ -12,7 +12,7 @@ import torch
 import torch_geometric  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.experiments.reproduce.config import Run
+from gnnautoscale.experiments.reproduce.config import Job
 
 Result = dict[str, Any]
 
@@ -28,7 +28,7 @@ class Store:
     Example:
         >>> from tempfile import mkdtemp
         >>> store = Store(Path(mkdtemp()) / "runs.jsonl")
-        >>> run = Run("gcn.cora", "full", 0, {"kind": "train"})
+        >>> run = Job("gcn.cora", "full", 0, {"kind": "train"})
         >>> store.add(run, {"test": 81.0}, seconds=1.0, machine="one core")
         >>> Store(store.path).get(run)
         {'test': 81.0}
@@ -55,12 +55,12 @@ class Store:
             with path.open("r+b") as stream:
                 stream.truncate(len(whole.encode()))
 
-    def get(self, run: Run) -> Result | None:
+    def get(self, run: Job) -> Result | None:
         """The result of a run, or ``None``."""
         line = self._lines.get(run.key)
         return None if line is None else line["result"]
 
-    def add(self, run: Run, result: Result, *, seconds: float, machine: str) -> None:
+    def add(self, run: Job, result: Result, *, seconds: float, machine: str) -> None:
         """Append the result of a run, with the time it took and the machine and versions that made it."""
         line = {
             "key": run.key,
@@ -75,7 +75,7 @@ class Store:
             stream.write(json.dumps(line) + "\n")
         self._lines[run.key] = line
 
-    def origin(self, runs: Iterable[Run]) -> dict[str, list[str]]:
+    def origin(self, runs: Iterable[Job]) -> dict[str, list[str]]:
         """The machines and versions behind the results of some runs."""
         lines = [self._lines[run.key] for run in runs if run.key in self._lines]
         return {

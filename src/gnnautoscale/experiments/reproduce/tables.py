@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import bench
-from gnnautoscale.experiments.reproduce.config import Experiment, Run, published
+from gnnautoscale.experiments.reproduce.config import Experiment, Job, published
 from gnnautoscale.experiments.reproduce.report import Report, Results, beside, number, spread
 from gnnautoscale.experiments.reproduce.store import Store
 
 _Curves: TypeAlias = dict[str, dict[str, Any]]
 
 
-def make_report(experiment: Experiment, runs: Sequence[Run], store: Store) -> Report:
+def make_report(experiment: Experiment, runs: Sequence[Job], store: Store) -> Report:
     """Summarize the results so far.
 
     Args:

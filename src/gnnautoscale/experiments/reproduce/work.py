@@ -1,4 +1,4 @@
-"""Does the work of one run, in this process."""
+"""Does the work of one job, in this process."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from gnnautoscale.training import describe_machine, fit
 
 Work = Mapping[str, Any]
 
-_MOST_POINTS = 100  # of a learning curve that are kept
+_MOST_POINTS = 100  # kept of a learning curve
 
 
 def perform(work: Work, *, root: str, device: str, run_dir: Path | None = None) -> dict[str, Any]:
-    """Do a run's work.
+    """Do the work of a job.
 
     Args:
-        work: What to do; see :class:`gnnautoscale.experiments.reproduce.config.Run`.
-        root: Where data sets are kept.
+        work: What to do; see :class:`gnnautoscale.experiments.reproduce.config.Job`.
+        root: Folder of the data sets.
         device: Where to compute.
-        run_dir: The folder for what is measured during training, if there is any.
+        run_dir: Folder for the measurements of training; by default there is none.
 
     Returns:
         The result as plain values.
@@ -93,7 +93,7 @@ def _step(work: Work, root: str, device: str) -> dict[str, Any]:
     return {"row": row, "setup": {**vars(graph), "layers": layers}, "machine": describe_machine(device)}
 
 
-@lru_cache(maxsize=4)  # runs come sorted by data set
+@lru_cache(maxsize=4)  # jobs come sorted by data set
 def _load(name: str, root: str, split: int, options: tuple[tuple[str, Any], ...]) -> Dataset:
     given = dict(options)
     if "file" in given:

@@ -1,0 +1,193 @@
+"""An option of training: name, type, default, help text and check, declared once as the field of a dataclass."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from gnnautoscale.errors import InputError
+
+# A value of each type in words, and several.
+_WORDS: dict[type, tuple[str, str]] = {
+    bool: ("true or false", "switches"),
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("text", "words"),
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        name: Its name in Python and in configuration files; its flag has dashes instead of underscores.
+        type: ``bool``, ``int``, ``float``, ``str``, a ``Literal``, a tuple or sequence of one of them, or a union.
+        default: Its value unless another one is given.
+        help: What it does.
+        group: The dataclass that declares it.
+        least: The smallest number allowed.
+        above: Numbers must be larger than this.
+        below: Numbers must be smaller than this.
+        may_change: Whether a run may resume with another value.
+        needs_histories: Whether it must keep its default in modes without histories.
+    """
+
+    name: str
+    type: Any
+    default: Any = None
+    help: str = ""
+    group: str = ""
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    may_change: bool = False
+    needs_histories: bool = False
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The alternatives of its type, without ``None``."""
+        union = get_origin(self.type) in (Union, types.UnionType)
+        return tuple(kind for kind in (get_args(self.type) if union else (self.type,)) if kind is not types.NoneType)
+
+    @property
+    def rule(self) -> str:
+        """What its value must be, in words.
+
+        Example:
+            >>> Option("refresh_every", Literal["never", "epoch"] | int, least=1).rule
+            'one of never, epoch, or an integer of at least 1'
+        """
+        bounds = {"of at least": self.least, "above": self.above, "below": self.below}
+        within = " and".join(f" {words} {bound}" for words, bound in bounds.items() if bound is not None)
+        return ", or ".join(_in_words(kind) + within * (kind in (int, float)) for kind in self.kinds)
+
+    def check(self, given: Any, fix: str = "Change this option.") -> Any:
+        """Convert a value to the option's type, or refuse it.
+
+        Args:
+            given: The value.
+            fix: What to do if it is refused.
+
+        Example:
+            >>> option = Option("refresh_every", Literal["never", "epoch"] | int, least=1)
+            >>> option.check("5"), option.check(5), option.check("epoch")
+            (5, 5, 'epoch')
+        """
+        if given is None and types.NoneType in get_args(self.type):
+            return None
+        value = given
+        if len(self.kinds) > 1 and isinstance(given, str) and given.isascii() and given.isdecimal():
+            value = int(given)  # a flag's number, where words are allowed too
+        for kind in self.kinds:
+            with suppress(TypeError, OverflowError):
+                converted = _convert(kind, value)
+                if kind not in (int, float) or self._within(converted):
+                    return converted
+        raise InputError(f"{self.name} must be {self.rule}", got=repr(given), fix=fix)
+
+    def _within(self, number: float) -> bool:
+        return (
+            math.isfinite(number)
+            and (self.least is None or number >= self.least)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+        )
+
+
+def option(default: Any, text: str, **facts: Any) -> Any:
+    """A dataclass field that declares an option.
+
+    Args:
+        default: Its default.
+        text: What it does.
+        facts: Further attributes of :class:`Option`.
+    """
+    return field(default=default, metadata={"help": text, **facts})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionGroup:
+    """Base of dataclasses whose fields are options: values are checked and converted when an instance is made.
+
+    Example:
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Cut(OptionGroup):
+        ...     num_parts: int = option(8, "Number of parts.", least=1)
+        >>> Cut(num_parts=0)
+        Traceback (most recent call last):
+        ...
+        gnnautoscale.errors.InputError: num_parts must be an integer of at least 1, but got 0. Change this option.
+    """
+
+    def __post_init__(self) -> None:
+        for name, declared in options_of(type(self)).items():
+            object.__setattr__(self, name, declared.check(getattr(self, name)))
+
+
+def options_of(group: type[Any]) -> Mapping[str, Option]:
+    """The options that a dataclass declares, by name."""
+    hints = get_type_hints(group)
+    return {
+        each.name: Option(each.name, hints[each.name], each.default, group=group.__name__, **each.metadata)
+        for each in fields(group)
+        if each.default is not MISSING
+    }
+
+
+def check_names(given: Iterable[str], known: Iterable[str], rule: str, otherwise: str = "Leave it out.") -> None:
+    """Refuse unknown names, with the closest known one as a hint.
+
+    Args:
+        given: The names.
+        known: All names there are.
+        rule: What the names must be.
+        otherwise: What to do if no known name is close.
+
+    Example:
+        >>> check_names(["epoch"], ["epochs", "lr"], "fit takes the options of its documentation")
+        Traceback (most recent call last):
+        ...
+        gnnautoscale.errors.InputError: fit takes the options of its documentation, but got 'epoch'. Did you mean \
+'epochs'?
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise InputError(rule, got=repr(name), fix=f"Did you mean '{close[0]}'?" if close else otherwise)
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) in (tuple, Sequence):
+        item = get_args(kind)[0]
+        return _in_words(item).replace("one", "some") if get_origin(item) is Literal else f"a list of {_WORDS[item][1]}"
+    return _WORDS[kind][0]
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    """A value as a type, or a ``TypeError``; booleans are no numbers."""
+    is_bool = isinstance(value, bool)
+    if get_origin(kind) is Literal:
+        if isinstance(value, str) and value in get_args(kind):
+            return value
+    elif get_origin(kind) in (tuple, Sequence):
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return tuple(_convert(get_args(kind)[0], item) for item in value)
+    elif kind is float:
+        if isinstance(value, (int, float)) and not is_bool:
+            return float(value)
+    elif kind is str:
+        if isinstance(value, (str, os.PathLike)):
+            return os.fspath(value)
+    elif isinstance(value, kind) and is_bool == (kind is bool):
+        return value
+    raise TypeError
