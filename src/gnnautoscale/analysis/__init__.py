@@ -4,6 +4,6 @@ Errors of rows and gradients, the paper's bounds on them, and Lipschitz constant
 changes nothing.
 """
 
-from gnnautoscale.analysis.diagnostics import Diagnostic, check_diagnostics, diagnose
+from gnnautoscale.analysis.diagnostics import Diagnostic, diagnose
 
-__all__ = ["Diagnostic", "check_diagnostics", "diagnose"]
+__all__ = ["Diagnostic", "diagnose"]

@@ -1,4 +1,7 @@
-"""The command ``gas``."""
+"""The command ``gas``: train, partition, infer, tune, report and more.
+
+It turns flags and configuration files into calls of the library and prints what they return. Nothing imports it.
+"""
 
 from __future__ import annotations
 

@@ -55,10 +55,9 @@ class Generators(OptionGroup):
 def _of_models() -> dict[str, Option]:
     """The options of all models together; what is not given is left to the model."""
     found = {"model": Option("model", str, "gcn", f"One of {', '.join(MODELS)}.", "Model")}
-    for model, cls in MODELS.items():
-        types = get_type_hints(cls)
-        for name, text in model_options(model).items():
-            found.setdefault(name, Option(name, types[name], None, text, "Model"))
+    for model in MODELS:
+        for name, (kind, text) in model_options(model).items():
+            found.setdefault(name, Option(name, kind, None, text, "Model"))
     return found
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
@@ -46,17 +46,25 @@ MODELS: dict[str, type[PaperModel]] = {
 _GIVEN = {"in_channels", "out_channels", "degrees", "jumping_knowledge"}
 
 
-def model_options(name: str) -> dict[str, str]:
-    """The options of a model by name, and what each does.
+def model_options(name: str) -> dict[str, tuple[Any, str]]:
+    """Type and description of the options of a model, by name.
 
     Example:
         >>> model_options("appnp")["layers"]
-        'Number of propagations.'
+        (<class 'int'>, 'Number of propagations.')
     """
     if name not in MODELS:
         raise InputError(f"a model is one of {', '.join(MODELS)}", got=repr(name), fix="Choose one of these.")
     model = MODELS[name]
-    return {each.name: _text(model, each.name) for each in fields(model) if each.name not in _GIVEN}
+    hints = get_type_hints(model)
+    described = {
+        each.name: each.metadata["help"]
+        for base in reversed(model.__mro__)
+        if is_dataclass(base)
+        for each in fields(base)
+        if "help" in each.metadata
+    }
+    return {key: (hints[key], text) for key, text in described.items() if key not in _GIVEN}
 
 
 def check_model_options(name: str, options: Iterable[str]) -> None:
@@ -102,11 +110,5 @@ def build_model(name: str, data: Data, num_outputs: int, **options: Any) -> nn.M
     return model
 
 
-def _text(model: type[PaperModel], name: str) -> str:
-    """What an option does, from the closest class that says so; a class may change the default alone."""
-    declared = (vars(base).get("__dataclass_fields__", {}).get(name) for base in model.__mro__)
-    return next(str(field.metadata["help"]) for field in declared if field is not None and field.metadata)
-
-
 for _name, _model in MODELS.items():
-    describe_arguments(_model, model_options(_name))
+    describe_arguments(_model, {key: text for key, (_, text) in model_options(_name).items()})

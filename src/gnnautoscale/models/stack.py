@@ -22,7 +22,7 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def option(default: Any, text: str) -> Any:
-    """A dataclass field that declares an option of a model: its default, and what it does."""
+    """A field of a model with a description. A subclass that only changes the default inherits the description."""
     return field(default=default, metadata={"help": text})
 
 
