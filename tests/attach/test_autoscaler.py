@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 from torch_geometric.data import Data  # type: ignore[import-untyped]
-from torch_geometric.utils import add_self_loops  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from conftest import (
     CHANNELS,
-    EDGE_CHANNELS,
-    Counted,
     Stack,
     assert_same,
     call_whole,
@@ -29,9 +26,7 @@ from conftest import (
 )
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward import edges as edges_module
 from gnnautoscale.forward import memory as memory_module
-from gnnautoscale.forward.record import keep_edges
 
 C = CHANNELS
 
@@ -288,36 +283,6 @@ def test_rows_of_the_batch_alone_are_refused() -> None:
         model(batch.x[: batch.batch_size], batch.edge_index)
 
 
-def test_other_arguments_than_at_first_are_refused() -> None:
-    data = undirected_graph()
-    model = gas.autoscale(gcn(), data)
-    batch = first_batch(data)
-    model(batch.x, batch.edge_index, edge_weight=batch.edge_weight)
-    with pytest.raises(UnsupportedModelError, match=r"GCNConv \('convs\.0'\) must be called the same way every time"):
-        model(batch.x, batch.edge_index)
-
-
-def test_other_weights_than_at_first_are_refused() -> None:
-    """What was recorded for one edge attribute must not stand in for another."""
-    data = undirected_graph()
-    data.edge_other = data.edge_weight.flip(0) * 3
-    model = gas.autoscale(gcn(), data)
-    batch = first_batch(data, 1)
-    model(batch.x, batch.edge_index, edge_weight=batch.edge_weight)
-    with pytest.raises(UnsupportedModelError, match=r"GCNConv \('convs\.0'\) must be called the same way every time"):
-        model(batch.x, batch.edge_index, edge_weight=batch.edge_other)
-
-
-def test_changed_edges_are_refused_later_too() -> None:
-    data = undirected_graph()
-    model = gas.autoscale(gcn(), data)
-    batch = first_batch(data)
-    model(batch)
-    batch.edge_weight.mul_(2.0)
-    with pytest.raises(UnsupportedModelError, match="that were modified"):
-        model(batch)
-
-
 def test_history_keeps_its_width() -> None:
     data = undirected_graph()
     model = gas.autoscale(Stack([pyg.SAGEConv(C, C), pyg.SAGEConv(C, C)]), data)
@@ -546,116 +511,6 @@ def test_number_of_nodes_is_enough() -> None:
     expected = whole(model, data)
     gas.autoscale(model, 40)
     assert_same(gas.infer(model, gas.HaloLoader(data, 4)), expected)
-
-
-# Edge dropout ########################################################################################################
-
-
-def test_edge_dropout_leaves_out_its_share_in_training_only() -> None:
-    data = undirected_graph(200, 2000)
-    layer = Counted()
-    model = gas.autoscale(Stack([layer]), data, edge_dropout=0.7)
-    loader = gas.HaloLoader(data, 4)
-    model.eval()
-    model(next(iter(loader)))
-    layer.num_edges = 0
-    for batch in loader:
-        model(batch)
-    assert layer.num_edges == data.num_edges
-    model.train()
-    layer.num_edges = 0
-    for batch in loader:
-        model(batch)
-    assert layer.num_edges / data.num_edges == pytest.approx(0.3, abs=0.04)
-    model.train(False)
-    assert_same(gas.infer(model, loader), gas.infer(model, gas.HaloLoader(data, 1)))
-
-
-def test_edge_dropout_keeps_self_loops_and_weights_with_their_edges() -> None:
-    """With weights that name their edge, the sum over the kept edges shows which were kept."""
-    num_nodes = 12
-    pairs = torch.cartesian_prod(torch.arange(num_nodes), torch.arange(num_nodes)).t()
-    data = Data(x=torch.eye(num_nodes), edge_index=pairs, edge_weight=torch.arange(1.0, pairs.size(1) + 1))
-    model = gas.autoscale(Stack([pyg.SimpleConv()], ("edge_weight",)), data, edge_dropout=0.6).train()
-    out = model(next(iter(gas.HaloLoader(data, 1)))).t()  # [source, target]: the weight of each kept edge
-    full = data.edge_weight.view(num_nodes, num_nodes)
-    kept = out != 0
-    assert bool(kept.diagonal().all())
-    assert torch.equal(out[kept], full[kept])
-    assert int((~kept).sum()) > 0
-    again = model(next(iter(gas.HaloLoader(data, 1)))).t()
-    assert not torch.equal(again, out)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: pyg.GATConv(C, C, edge_dim=EDGE_CHANNELS, add_self_loops=False),
-        lambda: pyg.GATv2Conv(C, C, edge_dim=EDGE_CHANNELS, add_self_loops=False),
-        lambda: pyg.TransformerConv(C, C, edge_dim=EDGE_CHANNELS),
-    ],
-    ids=["GAT", "GATv2", "Transformer"],
-)
-def test_edge_dropout_keeps_edge_features_with_their_edges(
-    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The layer gives what it gives on a graph that has only the kept edges, each with its own features."""
-    data = odd_graph()
-    features = torch.rand(data.num_nodes, data.num_nodes, EDGE_CHANNELS)  # those of an edge, by its ends
-    data.edge_attr = features[data.edge_index[0], data.edge_index[1]]
-    model = Stack([make()], ("edge_attr",))
-    plain = copy.deepcopy(model)
-    kept: list[Tensor] = []
-
-    def keep(edge_index: Tensor, dropout: float) -> Tensor:
-        positions = keep_edges(edge_index, dropout)
-        kept.append(edge_index[:, positions])
-        return positions
-
-    monkeypatch.setattr(edges_module, "keep_edges", keep)
-    gas.autoscale(model, data, edge_dropout=0.5).train()
-    for batch in gas.HaloLoader(data, 3):
-        out = model(batch)
-        nodes = batch.edge_index.info.n_id
-        source, target = nodes[kept[-1]]
-        assert source.numel() < batch.edge_index.size(1)
-        expected = plain(data.x, torch.stack([source, target]), edge_attr=features[source, target])
-        assert_same(out, expected[nodes[: batch.batch_size]])
-    assert len(kept) == 3
-
-
-def test_edge_dropout_works_on_derived_edges() -> None:
-    class Looped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = pyg.SimpleConv(aggr="sum")
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Any:
-            return self.conv(x, add_self_loops(edge_index, num_nodes=x.size(0))[0])
-
-    data = undirected_graph(100, 2000)
-    data.x = torch.ones(100, 1)
-    model = gas.autoscale(Looped(), data, edge_dropout=0.8).train()
-    counts = torch.cat([model(batch) for batch in gas.HaloLoader(data, 4)])
-    assert float(counts.min()) >= 1.0  # self-loops stay
-    assert float(counts.sum() - 100) / data.num_edges == pytest.approx(0.2, abs=0.04)
-
-
-def test_edge_dropout_works_with_learned_weights() -> None:
-    class Learned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weigh, self.conv = nn.Linear(EDGE_CHANNELS, 1), pyg.GraphConv(C, C)
-
-        def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Any:
-            return self.conv(x, edge_index, self.weigh(edge_attr).squeeze(-1))
-
-    data = odd_graph()
-    model = gas.autoscale(Learned(), data, edge_dropout=0.5).train()
-    for batch in gas.HaloLoader(data, 3):
-        model(batch).square().sum().backward()
-    assert model.weigh.weight.grad is not None
-    assert bool((model.weigh.weight.grad != 0).all())
 
 
 # torch.compile #######################################################################################################

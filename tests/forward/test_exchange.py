@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
+from torch_geometric.utils import scatter  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
-from conftest import Stack, history_rows
+from conftest import Stack, assert_same, history_rows, undirected_graph, whole
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.inference import plan_of
 from gnnautoscale.forward.edges import ActiveLayer
@@ -194,3 +197,33 @@ def test_observers_see_layers_and_may_run_them_again() -> None:
     assert seen.edges == [("layers.0", 0), ("layers.1", 0)]
     assert seen.again == [2.0 * value for value in (*FIRST[:2], *SECOND[:2])]
     assert history_rows(model)["layers.0"].flatten().tolist() == FIRST  # what ran again was not pushed
+
+
+def test_dropout_acts_after_the_pull() -> None:
+    """A history holds rows without dropout, and the halo's rows are dropped like the batch's."""
+    data = undirected_graph(24, 40)
+    model = Stack([pyg.SimpleConv(aggr="mean"), pyg.SimpleConv(aggr="mean")])
+    loader = gas.HaloLoader(data, 4, partition="random")
+    masks = []
+
+    class Dropped(Stack):
+        def forward(self, x: Tensor, edge_index: Tensor, *_: Any, **__: Any) -> Tensor:
+            h = self.layers[0](x, edge_index)
+            dropped = F.dropout(h, 0.5, self.training)
+            masks.append(dropped != 0)
+            out: Tensor = self.layers[1](dropped, edge_index)
+            return out
+
+    exact = whole(Stack([pyg.SimpleConv(aggr="mean")]), data)
+    dropping = gas.autoscale(Dropped(list(model.layers)), data)
+    for _ in range(2):
+        for batch in loader:
+            dropping.train()
+            masks.clear()
+            out = dropping(batch.x, batch.edge_index)
+            mask = masks[-1]
+    assert bool(mask[: batch.batch_size].any())
+    assert not bool(mask[batch.batch_size :].all())
+    rows = torch.where(mask, exact[batch.n_id] * 2, 0.0)
+    expected = scatter(rows[batch.edge_index.plain[0]], batch.edge_index.plain[1], 0, mask.size(0), "mean")
+    assert_same(out, expected[: batch.batch_size])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.utils import scatter  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
-from conftest import CHANNELS, assert_same, undirected_graph, whole
+from conftest import CHANNELS, EDGE_CHANNELS, assert_same, undirected_graph, whole, with_attributes
 from gnnautoscale.forward.norms import (
     normalize_by_constants,
     normalize_by_own_rows,
@@ -182,3 +183,82 @@ def test_fit_takes_them() -> None:
     assert result.epochs[-1].loss < result.epochs[0].loss
     with pytest.warns(UserWarning, match="evaluate_parts=1"):
         gas.fit(GIN(C, 3, hidden=8, layers=2, track_running_stats=False), data, num_parts=4, epochs=1)
+
+
+def test_batch_norm_takes_statistics_from_the_batch_only() -> None:
+    """In a batch, running statistics move towards the batch's own rows; the halo is normalized by them too."""
+    data = undirected_graph(24, 40)
+    norm = nn.BatchNorm1d(C, momentum=1.0)
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.conv = norm, pyg.SimpleConv(aggr="sum")
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            out: Tensor = self.conv(self.norm(x), edge_index)
+            return out
+
+    model = gas.autoscale(Normed(), data)
+    for batch in gas.HaloLoader(data, 4, partition="random"):
+        model.train()
+        out = model(batch)
+        inside = batch.x[: batch.batch_size]
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        assert_same(norm.running_mean, inside.mean(0))
+        assert_same(norm.running_var, inside.var(0))
+        normed = (data.x - inside.mean(0)) / (inside.var(0, correction=0) + norm.eps).sqrt()
+        expected = scatter(normed[data.edge_index[0]], data.edge_index[1], 0, data.num_nodes, "sum")
+        assert_same(out, expected[batch.n_id[: batch.batch_size]])
+    assert int(norm.num_batches_tracked) == 4  # type: ignore[arg-type]
+
+
+class Grouped(nn.Module):
+    """Normalizes rows that have another dimension, as multi-head models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm1d(2, momentum=1.0), pyg.SAGEConv(C, C)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        return self.conv(self.norm(x.view(-1, 2, C // 2)).flatten(1), edge_index)
+
+
+def test_batch_norm_of_rows_with_more_dimensions_leaves_the_halo_out() -> None:
+    data = undirected_graph()
+    model = gas.autoscale(Grouped(), data).train()
+    batch = next(iter(gas.HaloLoader(data, 4, partition="random")))
+    model(batch)
+    inside = batch.x[: batch.batch_size].view(-1, 2, C // 2)
+    assert model.norm.running_mean is not None
+    assert_same(model.norm.running_mean, inside.mean(dim=(0, 2)))
+
+
+class NormedEdges(nn.Module):
+    """Normalizes edge features before it makes weights of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.weigh = nn.BatchNorm1d(EDGE_CHANNELS, momentum=1.0), nn.Linear(EDGE_CHANNELS, 1)
+        self.conv = pyg.GraphConv(C, C)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Any:
+        return self.conv(x, edge_index, self.weigh(self.norm(edge_attr)).squeeze(-1))
+
+
+@pytest.mark.parametrize(
+    "edges",
+    [
+        [(3, 0), (0, 1), (1, 2), (0, 2), (2, 3)],  # 4 edges into nodes 0 to 2, as many as batch and halo have rows
+        [(3, 0), (0, 1), (1, 2), (0, 2), (1, 0), (2, 3)],
+    ],
+    ids=["as many edges as rows", "more edges"],
+)
+def test_batch_norm_of_edges_takes_all_edges(edges: list[tuple[int, int]]) -> None:
+    data = with_attributes(torch.tensor(edges).t().contiguous(), 4)
+    model = gas.autoscale(NormedEdges(), data).train()
+    batch = next(iter(gas.HaloLoader(data, partition=torch.tensor([0, 0, 0, 1]))))
+    model(batch)
+    assert model.norm.running_mean is not None
+    assert_same(model.norm.running_mean, batch.edge_attr.mean(dim=0).as_subclass(Tensor))

@@ -212,7 +212,8 @@ def test_pooled_outputs_are_refused() -> None:
 
 def test_outputs_without_tensors_are_refused() -> None:
     data = undirected_graph()
-    model = gas.autoscale(Between(lambda x: "text", after=True), data)
+    nothing: Any = lambda x: "text"  # noqa: E731
+    model = gas.autoscale(Between(nothing, after=True), data)
     with pytest.raises(UnsupportedModelError, match="returns a tensor, or a tuple"):
         model(next(iter(gas.HaloLoader(data, 4))))
 

@@ -134,8 +134,8 @@ def check_same(
     if infers:
         plain = make().to(data.x.dtype)
         plain.load_state_dict(state)
-        for got, expected in zip(flat(gas.infer(model, loader)), flat(whole(plain, data)), strict=True):
-            assert_same(got, expected, tolerance)
+        for out, exact in zip(flat(gas.infer(model, loader)), flat(whole(plain, data)), strict=True):
+            assert_same(out, exact, tolerance)
         reset(model, state)
         model.train()
     calls = {name: replace(call, constant_halo=set(call.constant_halo)) for name, call in plan.calls.items()}
@@ -836,40 +836,6 @@ def test_single_nodes_and_no_nodes_at_all(layer: Make) -> None:
         out = model(loader.batch_for(torch.tensor(nodes, dtype=torch.long)))
         assert_same(out, expected[nodes], 1e-10)
         out.sum().backward()
-
-
-# Hooks and switches of PyG ###########################################################################################
-
-
-def double_messages(_: Any, __: Any, out: Tensor) -> Tensor:
-    return 2 * out
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_message_hooks_are_called(late: bool) -> None:
-    data = undirected_graph(dtype=torch.float64)
-    plain, model = (pyg.SAGEConv(C, C).double() for _ in range(2))
-    model.load_state_dict(plain.state_dict())
-    plain.register_message_forward_hook(double_messages)
-    expected = whole(plain, data)
-    if not late:
-        model.register_message_forward_hook(double_messages)
-    gas.autoscale(model, data)
-    if late:
-        gas.infer(model, parts(data))
-        model.register_message_forward_hook(double_messages)
-    assert_same(gas.infer(model, parts(data)), expected, 1e-10)
-
-
-def test_fusing_may_be_switched_off_later() -> None:
-    data = undirected_graph(dtype=torch.float64)
-    for layer in (pyg.SAGEConv(C, C), pyg.GCNConv(C, C)):
-        model = Stack([layer]).double()
-        expected = whole(model, data)
-        gas.autoscale(model, data)
-        gas.infer(model, parts(data))
-        layer.fuse = False
-        assert_same(gas.infer(model, parts(data)), expected, 1e-10)
 
 
 # The rest of the library #############################################################################################

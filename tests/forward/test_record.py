@@ -1,0 +1,95 @@
+"""Records of layers on the whole graph, and what a batch gets of them, by hand."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric import nn as pyg  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+import gnnautoscale as gas
+from gnnautoscale.errors import UnsupportedModelError
+from gnnautoscale.forward.record import ArgumentKind, EdgeRecord, Recorder, align, keep_edges, weightless_copy
+from gnnautoscale.graph import Graph
+
+
+def star() -> Data:
+    """Nodes 1, 2 and 3 point to node 0, which points to node 1; parts are {0, 1} and {2, 3}."""
+    return Data(x=torch.ones(4, 2), edge_index=torch.tensor([[1, 2, 3, 0], [0, 0, 0, 1]]))
+
+
+def record(layer: pyg.MessagePassing, recorder: Recorder, edges: Tensor) -> EdgeRecord:
+    kinds: list[ArgumentKind] = ["node", "own"]
+    (found,) = recorder.record(layer, "a layer", (torch.ones(2, 2), edges), {}, kinds, 1)
+    return found
+
+
+def test_a_batch_gets_the_weights_of_the_whole_graph() -> None:
+    loader = gas.HaloLoader(star(), partition=torch.tensor([0, 0, 1, 1]))
+    first, second = loader.in_order()
+    found = record(pyg.GCNConv(2, 2), Recorder(loader.graph), first.edge_index)
+    edges = found.for_batch(first.edge_index.info, "a layer")
+    nodes = first.edge_index.info.n_id[edges.edges]
+    # With self-loops node 0 has degree 4, node 1 has degree 2, and nodes 2 and 3 have degree 1.
+    scale = torch.tensor([4.0, 2.0, 1.0, 1.0]).pow(-0.5)
+    torch.testing.assert_close(edges.constants["edge_weight"], scale[nodes[0]] * scale[nodes[1]])
+    assert sorted(map(tuple, nodes.t().tolist())) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)]
+    other = found.for_batch(second.edge_index.info, "a layer")
+    assert sorted(map(tuple, second.edge_index.info.n_id[other.edges].t().tolist())) == [(2, 2), (3, 3)]
+
+
+def test_equal_records_are_one_and_equal_edges_are_shared() -> None:
+    loader = gas.HaloLoader(star(), partition=torch.zeros(4, dtype=torch.long))
+    recorder, edges = Recorder(loader.graph), next(iter(loader)).edge_index
+    gcn, sage = record(pyg.GCNConv(2, 2), recorder, edges), record(pyg.SAGEConv(2, 2), recorder, edges)
+    assert record(pyg.GCNConv(2, 5), recorder, edges) is gcn
+    assert record(pyg.SAGEConv(2, 5), recorder, edges) is sage
+    assert sage.edges is loader.graph.incoming
+    weighted = record(pyg.GCNConv(2, 2, add_self_loops=False), recorder, edges)
+    assert weighted is not sage
+    assert weighted.edges is sage.edges
+    assert record(pyg.SAGEConv(2, 2, flow="target_to_source"), recorder, edges).edges is not sage.edges
+
+
+def test_layers_that_need_features_before_they_propagate_are_refused() -> None:
+    class Nearest(pyg.MessagePassing):  # type: ignore[misc]
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            chosen = edge_index[:, : int(x.sum())]
+            out: Tensor = self.propagate(chosen, x=x)
+            return out
+
+    loader = gas.HaloLoader(star(), partition=torch.zeros(4, dtype=torch.long))
+    with pytest.raises(UnsupportedModelError, match=r"a layer must compute the edges.*from its edges alone.*message"):
+        record(Nearest(), Recorder(loader.graph), next(iter(loader)).edge_index)
+
+
+def test_self_loops_are_never_dropped() -> None:
+    edges = torch.tensor([[0] * 50 + [7], [1] * 50 + [7]])
+    assert keep_edges(edges, 0.999).tolist()[-1] == 50
+    assert keep_edges(edges, 0.0).tolist() == list(range(51))
+
+
+def test_recorded_edges_are_found_among_the_layers_own() -> None:
+    own = torch.tensor([[2, 0, 1, 0], [1, 2, 0, 1]])  # the second points to the halo
+    assert align(own, torch.tensor([[1, 2, 0], [0, 1, 1]]), 1, 2, "a layer").tolist() == [2, 0, 3]
+    with pytest.raises(UnsupportedModelError, match=r"a layer weights edges.*but got different edges"):
+        align(own, torch.tensor([[1, 2, 2], [0, 1, 1]]), 1, 2, "a layer")
+
+
+def test_a_weightless_copy_leaves_the_layer_alone() -> None:
+    layer = pyg.GATConv(2, 2).train()
+    copied = weightless_copy(layer)
+    assert all(value.is_meta for value in copied.parameters())
+    assert not any(value.is_meta for value in layer.parameters())
+    assert layer.training
+    assert not copied.training
+
+
+def test_copies_share_the_edges_of_a_batch() -> None:
+    graph = Graph(star())
+    loader = gas.HaloLoader(star(), partition=torch.tensor([0, 0, 1, 1]))
+    found = EdgeRecord(graph.incoming, {}).for_batch(next(loader.in_order()).edge_index.info, "a layer")
+    assert copy.deepcopy([found])[0] is found
