@@ -154,7 +154,7 @@ def test_on_a_cpu_batches_are_passed_through() -> None:
 
 
 def test_a_slice_without_edges_says_so() -> None:
-    with pytest.raises(RuntimeError, match="in one go"):
+    with pytest.raises(RuntimeError, match="layers that fuse only"):
         _ = BatchEdges(None, {}).edges
 
 
