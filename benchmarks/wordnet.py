@@ -100,7 +100,7 @@ def train(dataset: Dataset, work: Mapping[str, Any], way: str, args: argparse.Na
 
 
 def main() -> None:
-    """Print a line of JSON for each model and way."""
+    """Print a line of JSON for each model and way to train it."""
     works = {(run.cell.split(".")[0], run.variant): run.work for run in load("wordnet").jobs(seeds=1)}
     models, variants = (list(dict.fromkeys(names)) for names in zip(*works, strict=True))
     ways = [*variants, *CHANGES]

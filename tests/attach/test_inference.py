@@ -291,7 +291,7 @@ def test_bad_nodes_are_refused() -> None:
     gas.refresh(model, loader)
     wrong = (torch.tensor([1.0]), torch.tensor([1], dtype=torch.int32), torch.tensor([[1]]), torch.tensor([True]))
     for nodes in ([1, 2], torch.tensor(1), *wrong):
-        with pytest.raises(InputError, match="nodes must be a one-dimensional tensor of int64"):
+        with pytest.raises(InputError, match="nodes must be a tensor of node indices, int64 and one-dimensional"):
             gas.predict(model, loader, nodes)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="from 0 to 39, but got values from 0 to 40"):
         gas.predict(model, loader, torch.tensor([0, 40]))

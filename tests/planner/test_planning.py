@@ -122,7 +122,7 @@ def test_shared_layer_has_a_history_per_call() -> None:
 class Between(nn.Module):
     """Something between two layers."""
 
-    def __init__(self, middle: nn.Module | Callable[[Tensor], Tensor], *, after: bool = False) -> None:
+    def __init__(self, middle: nn.Module | Callable[[Tensor], Any], *, after: bool = False) -> None:
         super().__init__()
         self.first, self.second = pyg.SAGEConv(C, C), pyg.SAGEConv(C, C)
         self.middle = middle

@@ -143,11 +143,11 @@ def check_same(
     quick = observed(model, loader, run)
     reset(model, state)
     switch_off(model)
-    for got, expected in zip(quick, observed(model, loader, run), strict=True):
-        assert got.keys() == expected.keys()
-        assert any(name.startswith("gradient") for name in got)
-        for name in got:
-            assert_named(name, got[name], expected[name], tolerance)
+    for now, before in zip(quick, observed(model, loader, run), strict=True):
+        assert now.keys() == before.keys()
+        assert any(name.startswith("gradient") for name in now)
+        for name in now:
+            assert_named(name, now[name], before[name], tolerance)
     return found
 
 

@@ -281,8 +281,9 @@ class Noted(DirectTransfer):
 
 def engine_of(data: Data) -> Engine:
     model = gas.autoscale(build_model("gcn", data, CLASSES, hidden=8, layers=2), data)
-    feed = Feed(model, NodeClassification(CLASSES), fixed=True)
-    return Engine(model, make_optimizer(model, Optimization(lr=0.01)), feed)
+    return Engine(
+        model, make_optimizer(model, Optimization(lr=0.01)), Feed(model, NodeClassification(CLASSES), fixed=True)
+    )
 
 
 def test_every_step_makes_the_same_calls(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,8 +235,9 @@ def test_looks_at_a_cut() -> None:
 
 
 def trials_of(data: Data, memory: int | None = None, counts: Sequence[int] = (1, 2, 4), **options: Any) -> Trials:
-    dataset, given = Dataset.of(data), FitOptions(**options)
-    return Trials(lambda: GCN(5, 3, hidden=16, layers=3), dataset, task_for(dataset), list(counts), memory, given)
+    dataset = Dataset.of(data)
+    chosen = FitOptions(**options)
+    return Trials(lambda: GCN(5, 3, hidden=16, layers=3), dataset, task_for(dataset), list(counts), memory, chosen)
 
 
 def test_knows_how_much_histories_take() -> None:

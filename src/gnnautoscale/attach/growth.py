@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ from gnnautoscale.forward import (
     ActiveLayer,
     EdgeRecord,
     GraphMemory,
-    LayerCall,
     Observer,
     RowStore,
     Session,
@@ -239,28 +239,19 @@ def _by_node(data: Data, name: str, value: Tensor) -> Tensor:
 # Affected rows #######################################################################################################
 
 
-class EdgeUse(NamedTuple):
-    """An edge call: the name of its layer call, its position there, the plan's entry, and its record if any."""
-
-    name: str
-    position: int
-    call: LayerCall
-    record: EdgeRecord | None
-
-
 class _ZeroRows(RowStore):
     def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
         return like.new_zeros((session.info.n_id[which].numel(), *like.shape[1:]))
 
 
-class _EdgeUses(Observer):
-    """Lists the edge calls of a pass."""
+class _EdgeCalls(Observer):
+    """Lists the edge calls of a pass, each as its layer at that moment."""
 
     def __init__(self) -> None:
-        self.uses: list[EdgeUse] = []
+        self.found: list[ActiveLayer] = []
 
     def edges_used(self, session: Session, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any]) -> None:
-        self.uses.append(EdgeUse(active.name, active.num_edge_calls, active.call, active.record))
+        self.found.append(replace(active))
 
 
 class Change:
@@ -280,14 +271,14 @@ class Change:
         self._affected = _changed_nodes(old, loader.graph, loader.data)
         self._changed: dict[Any, Tensor] = {}  # shared by layers with the same records
 
-    def next_level(self, uses: list[EdgeUse]) -> Tensor:
+    def next_level(self, edge_calls: list[ActiveLayer]) -> Tensor:
         """The nodes whose rows in the next level must be recomputed, given that level's edge calls."""
         used: dict[Any, tuple[EdgeList | None, EdgeList]] = {}
-        for use in uses:
-            if use.record is not None:
-                old = next(iter(self._before.records.get(use.name, [])[use.position :]), None)
-                used[old, use.record] = None if old is None else EdgeList.of(old), EdgeList.of(use.record)
-        for reverse in self._own_directions(uses):
+        for active in edge_calls:
+            if active.record is not None:
+                old = next(iter(self._before.records.get(active.name, [])[active.num_edge_calls :]), None)
+                used[old, active.record] = None if old is None else EdgeList.of(old), EdgeList.of(active.record)
+        for reverse in self._own_directions(edge_calls):
             used[reverse] = EdgeList.of_graph(self._old, reverse=reverse), EdgeList.of_graph(self._new, reverse=reverse)
         reached = self._affected.clone()
         for key, (before, after) in used.items():
@@ -298,16 +289,16 @@ class Change:
         self._affected = reached
         return reached.nonzero().squeeze(1)
 
-    def _own_directions(self, uses: Iterable[EdgeUse]) -> set[bool]:
+    def _own_directions(self, edge_calls: list[ActiveLayer]) -> set[bool]:
         """Whether the graph's own edges are used too, forward (``False``) or reversed (``True``)."""
         directions: set[bool] = set() if self._ignores_edges else set(self._directions)
-        for use in uses:
-            attributes = use.call.attributes
-            if use.record is None:
+        for active in edge_calls:
+            record, attributes = active.record, active.call.attributes
+            if record is None:
                 directions |= self._directions
-            elif "edge" in use.call.kinds or any(name in self._new.edge_attributes for name in attributes):
+            elif "edge" in active.call.kinds or any(name in self._new.edge_attributes for name in attributes):
                 names = [name for name in attributes if name is not None and name.endswith("edge_index")]
-                directions |= {(name != "edge_index") != (use.record.edges.target_row == 0) for name in names}
+                directions |= {(name != "edge_index") != (record.edges.target_row == 0) for name in names}
         return directions
 
 
@@ -319,13 +310,13 @@ def _bring_up_to_date(
     memory = scaler.memory
     if not memory.histories:
         return
-    _uses(model, None, batch, call)  # makes a plan if there is none
+    _edge_calls(model, None, batch, call)  # makes a plan if there is none
     plan = scaler.plan
     if plan is None or plan.live - memory.histories.keys():
         return
     checksum = weights_checksum(model)
     change = Change(before, loader.graph, grown, ignores_edges=plan.ignores_edges)
-    levels = [(level, change.next_level(_uses(model, level, batch, call))) for level in plan.levels]
+    levels = [(level, change.next_level(_edge_calls(model, level, batch, call))) for level in plan.levels]
     size = math.ceil(loader.graph.num_nodes * loader.batch_size / loader.num_parts)
     for level, nodes in levels:
         nodes = nodes[grown.labels[nodes].argsort(stable=True)]
@@ -336,12 +327,12 @@ def _bring_up_to_date(
         memory.mark_written_by(checksum)
 
 
-def _uses(model: nn.Module, level: frozenset[str] | None, batch: Data, call: CallModel) -> list[EdgeUse]:
+def _edge_calls(model: nn.Module, level: frozenset[str] | None, batch: Data, call: CallModel) -> list[ActiveLayer]:
     """The edge calls of a level."""
-    observer = _EdgeUses()
+    observer = _EdgeCalls()
     with attached(model).running(SweepExchange(level, _ZeroRows()), observers=[observer]):
         run_pass(partial(call, model, batch))
-    return observer.uses
+    return observer.found
 
 
 def _small_batch(loader: HaloLoader, model: nn.Module) -> Data:

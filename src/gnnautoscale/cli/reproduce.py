@@ -22,8 +22,8 @@ def reproduce(
     seeds: Annotated[int | None, typer.Option(help="Number of seeds, instead of the configuration's.")] = None,
     device: Annotated[str, typer.Option(help=OPTIONS["device"].help)] = "auto",
     jobs: Annotated[int, typer.Option(help="Number of parallel processes.")] = 1,
-    root: Annotated[str, typer.Option(help="Where data sets are kept.")] = "data",
-    output: Annotated[Path, typer.Option(help="The folder for results.")] = Path("reproduction"),
+    root: Annotated[str, typer.Option(help="Folder of the published data sets.")] = "data",
+    output: Annotated[Path, typer.Option(help="Folder for results.")] = Path("reproduction"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Run an experiment of the paper and show its results beside the published ones.

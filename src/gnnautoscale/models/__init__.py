@@ -13,7 +13,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale._util import describe_arguments
 from gnnautoscale.errors import InputError
 from gnnautoscale.models.operators import APPNP, GAT, GCN, GCNII, GIN, PNA, GraphSAGE
-from gnnautoscale.models.stack import Stack
+from gnnautoscale.models.stack import PaperModel, Stack
 
 __all__ = [
     "APPNP",
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 #: Model classes by their name in commands and configuration files.
-MODELS: dict[str, type[nn.Module]] = {
+MODELS: dict[str, type[PaperModel]] = {
     "gcn": GCN,
     "graphsage": GraphSAGE,
     "gin": GIN,
@@ -43,7 +43,7 @@ MODELS: dict[str, type[nn.Module]] = {
 }
 
 # The name or the graph determines these.
-_GIVEN = {"self", "in_channels", "out_channels", "degrees", "jumping_knowledge"}
+_GIVEN = {"in_channels", "out_channels", "degrees", "jumping_knowledge"}
 
 
 def model_options(name: str) -> dict[str, tuple[Any, str]]:

@@ -12,6 +12,9 @@ from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 from gnnautoscale.errors import InputError
 from gnnautoscale.models.stack import PaperModel, Stack, option
 
+_AGGREGATORS = ("mean", "min", "max", "std", "var", "sum")
+_SCALERS = ("identity", "amplification", "attenuation")
+
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GCN(Stack):
@@ -39,7 +42,12 @@ class GCN(Stack):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GraphSAGE(GCN):
-    r"""GraphSAGE: :math:`h_v = W_1 h_v + W_2 \, \textrm{mean}_w h_w`, with the options of :class:`GCN`.
+    r"""GraphSAGE: :math:`h_v = W_1 h_v + W_2 \, \textrm{mean}_w h_w`.
+
+    Args:
+        in_channels: Width of the input features.
+        out_channels: Width of the output.
+        {options}
 
     Example:
         >>> GraphSAGE(8, 3, hidden=16, layers=2).convs[1]
@@ -145,20 +153,14 @@ class PNA(Stack):
 
     degrees: Tensor
     layers: int = 3
-    aggregators: Sequence[str] = option(("mean", "min", "max"), "Any of mean, min, max, std, var, sum.")
-    scalers: Sequence[str] = option(
-        ("identity", "amplification", "attenuation"), "Any of identity, amplification, attenuation."
-    )
+    aggregators: Sequence[str] = option(("mean", "min", "max"), f"Any of {', '.join(_AGGREGATORS)}.")
+    scalers: Sequence[str] = option(_SCALERS, f"Any of {', '.join(_SCALERS)}.")
     jumping_knowledge: bool = False
     batch_norm: bool = True
 
     def _check(self) -> None:
         super()._check()
-        known = {
-            "aggregators": ("mean", "min", "max", "std", "var", "sum"),
-            "scalers": ("identity", "amplification", "attenuation"),
-        }
-        for name, choices in known.items():
+        for name, choices in (("aggregators", _AGGREGATORS), ("scalers", _SCALERS)):
             given = getattr(self, name)
             if not given or not set(given) <= set(choices):
                 rule = f"{name} must be one or more of {', '.join(choices)}"

@@ -28,9 +28,9 @@ def option(default: Any, text: str) -> Any:
 
 @dataclass(eq=False, repr=False)
 class PaperModel(nn.Module):
-    """A model whose options are the fields of a dataclass.
+    """A model whose options are the fields of a dataclass, each declared with :func:`option`.
 
-    A subclass adds fields, creates its modules in ``_build``, and computes in ``forward``.
+    A subclass adds fields or changes their defaults, creates its modules in ``_build``, and computes in ``forward``.
     """
 
     in_channels: int

@@ -59,8 +59,8 @@ def fit(  # noqa: D417 - the options are filled in below
     """Train a model and leave it with the weights of its best epoch.
 
     Args:
-        model: Any module of PyG layers that returns one row of outputs per node. It is autoscaled, unless the mode has
-            no histories.
+        model: Any module of PyG layers that returns one row of outputs per node. It is autoscaled, unless the mode
+            has no histories.
         data: The graph, with ``x`` and what the task needs, or a data set.
         task: What to learn and how to score it; by default the one that fits the data: node classification, which
             needs ``y`` and masks.

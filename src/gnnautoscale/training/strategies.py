@@ -199,7 +199,7 @@ class SubgraphStrategy:
         loader: Yields the subgraphs of an epoch in host memory, each with its own nodes first.
         dataset: The graphs to evaluate on.
         optimizer: Updates the weights.
-        task: What is learned.
+        task: What to learn.
         options: Device, clipping and precision.
     """
 
@@ -319,7 +319,7 @@ def _refuse_cached(model: nn.Module) -> None:
 
 
 def data_key(loader: HaloLoader, task: Task) -> str:
-    """Fingerprint of everything that a run learns from: the graph, and what the task takes from its data."""
+    """Fingerprint of everything that a run learns from: the graph, and what the task reads from its data."""
     return fingerprint(*task.identity(loader.data), graph=loader.graph.key)
 
 
