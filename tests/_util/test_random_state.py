@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 import random
 from typing import Any
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from gnnautoscale._util.nested import tensors_in
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
-from gnnautoscale.training.checkpoint import join_tensors, split_tensors
 
 CPU = torch.device("cpu")
 
@@ -52,15 +52,17 @@ def seed_all(seed: int) -> None:
 
 
 @pytest.mark.parametrize("before", range(4))
-def test_everything_goes_on_from_a_state_that_went_through_json(before: int) -> None:
+def test_everything_goes_on_from_a_state_that_went_through_a_file(before: int) -> None:
     seed_all(3)
     for _ in range(before):
         drawn()
-    plain, tensors = split_tensors("random", random_states(CPU))
+    file = io.BytesIO()
+    torch.save(random_states(CPU), file)
     expected = [drawn() for _ in range(3)]
     seed_all(4)
     assert drawn() != expected[0]
-    states = join_tensors(json.loads(json.dumps(plain)), {name: value.clone() for name, value in tensors.items()})
+    file.seek(0)
+    states = torch.load(file, weights_only=True)
     set_random_states(states, CPU)
     assert [drawn() for _ in range(3)] == expected
     # A state can be taken up more than once.
@@ -70,10 +72,10 @@ def test_everything_goes_on_from_a_state_that_went_through_json(before: int) -> 
 
 def test_a_state_is_not_changed_by_what_is_drawn_later() -> None:
     states = random_states(CPU)
-    copies = {name: value.clone() for name, value in split_tensors("random", states)[1].items()}
+    copies = [value.clone() for value in tensors_in(states)]
     drawn()
-    for name, value in split_tensors("random", states)[1].items():
-        assert torch.equal(value, copies[name])
+    assert copies
+    assert all(torch.equal(copy, value) for copy, value in zip(copies, tensors_in(states), strict=True))
 
 
 def test_states_of_a_gpu_are_left_out_on_the_host() -> None:

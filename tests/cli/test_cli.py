@@ -879,7 +879,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(cli, "fit", interrupted)
     result = call("train", *TINY, "--epochs", "9", "--num-parts", "4", "--checkpoint-dir", folder)
     assert result.exit_code == 130
-    assert f"--resume {folder} continues from checkpoint-000000008.safetensors" in result.stderr.replace("\n", "")
+    assert f"--resume {folder} continues from checkpoint-000000008.pt" in result.stderr.replace("\n", "")
 
 
 def test_checkpoints_are_of_one_run(tmp_path: Path) -> None:

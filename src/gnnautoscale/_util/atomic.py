@@ -36,8 +36,12 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, rule: s
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(rule, got=f"{path} ({error})", fix="Check the path and the free space.") from None
+    except (OSError, RuntimeError) as error:
+        # torch.save fails with an error of its own after the system's.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise InputError(rule, got=f"{path} ({cause})", fix="Check the path and the free space.") from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -20,12 +20,10 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder
 from gnnautoscale.training.checkpoint import (
     Checkpoint,
-    join_tensors,
     latest_checkpoint,
     load_checkpoint,
     load_latest,
     save_checkpoint,
-    split_tensors,
 )
 from gnnautoscale.training.journal import epoch_record
 from gnnautoscale.training.optimizer import LearningRate
@@ -65,7 +63,7 @@ class RunState:
             raise FloatingPointError("the weights are not finite any more")
         self.result.steps = self.strategy.steps
         result = asdict(self.result)
-        nested = {
+        state = {
             "options": result.pop("options"),
             "result": result,
             "batches": self.batches,
@@ -76,15 +74,14 @@ class RunState:
             "random": random_states(self.device),
             "strategy": self.strategy.state_dict(),
         }
-        state, tensors = split_tensors("run", nested)
-        return save_checkpoint(folder, self.batches, state, tensors)
+        return save_checkpoint(folder, self.batches, state)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint that passed :func:`check_same_run`."""
-        state = join_tensors(checkpoint.state, checkpoint.tensors)
-        epochs = [Epoch(**epoch) for epoch in state["result"].pop("epochs")]
-        self.result.seconds.update(state["result"].pop("seconds"))
-        for name, value in {**state["result"], "epochs": epochs}.items():
+        state, result = checkpoint.state, dict(checkpoint.state["result"])
+        self.result.seconds.update(result.pop("seconds"))
+        result["epochs"] = [Epoch(**epoch) for epoch in result["epochs"]]
+        for name, value in result.items():
             setattr(self.result, name, value)
         self.batches = state["batches"]
         self.model.load_state_dict(state["model"])
@@ -135,7 +132,7 @@ def labels_of(checkpoint: Checkpoint, num_nodes: int) -> Tensor:
         raise InputError(
             "a run resumes from a checkpoint of a run", got=str(checkpoint.path), fix="Choose another one."
         )
-    labels: Tensor = join_tensors(checkpoint.state["strategy"]["labels"], checkpoint.tensors)
+    labels: Tensor = checkpoint.state["strategy"]["labels"]
     if labels.size(0) != num_nodes:
         raise _other_run(checkpoint, f"graph: it had {labels.size(0)} nodes and has {num_nodes}", _SAME_DATA)
     return labels
@@ -150,7 +147,7 @@ def check_same_run(checkpoint: Checkpoint, options: FitOptions, key: str, model:
         key: Fingerprint of the data to train on.
         model: The model to train.
     """
-    state = join_tensors(checkpoint.state, checkpoint.tensors)
+    state = checkpoint.state
     if state["strategy"]["graph"] != key:
         raise _other_run(checkpoint, "graph: its edges, features, labels or masks differ", _SAME_DATA)
     given, may_change = options.to_dict(), options.may_change()
