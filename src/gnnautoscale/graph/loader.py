@@ -336,11 +336,5 @@ def _labels(graph: Graph, num_parts: int | None, partition: str | Tensor, seed: 
         )
     method: Literal["metis", "random"] = "metis" if partition == "metis" else "random"
     return cut(
-        graph.edge_index,
-        graph.num_nodes,
-        num_parts,
-        method=method,
-        edge_weight=None,
-        seed=seed,
-        cache_dir=cache_dir,
+        graph.edge_index, graph.num_nodes, num_parts, method=method, edge_weight=None, seed=seed, cache_dir=cache_dir
     )
