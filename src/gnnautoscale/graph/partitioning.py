@@ -151,14 +151,9 @@ def connectivity(edge_index: Tensor, labels: Tensor) -> Tensor:
 
 
 def fingerprint(*tensors: Tensor | None, **params: str | int | float) -> str:
-    """A hash of tensors and settings.
+    """A hash of tensors and settings: 64 hexadecimal digits that depend on every value, type, shape and setting.
 
-    Args:
-        tensors: Tensors of any shape, type and device; ``None`` marks a missing one.
-        params: Settings, in any order.
-
-    Returns:
-        64 hexadecimal digits that depend on every value, type, shape and setting.
+    Tensors may be on any device, ``None`` marks a missing one, and the order of the settings does not matter.
 
     Example:
         >>> import torch

@@ -194,11 +194,8 @@ def _check_rows(one: Tensor, other: Tensor) -> None:
 def _check_index(rows: Tensor, *indices: Tensor | None) -> None:
     for index in indices:
         if index is not None and (index.dim() != 1 or index.numel() != rows.size(0)):
-            rule, got = (
-                f"there must be one index for each of {rows.size(0)} rows",
-                f"indices of shape {tuple(index.shape)}",
-            )
-            raise InputError(rule, got=got, fix="Pass a tensor of shape [count].")
+            rule = f"there must be one index for each of {rows.size(0)} rows"
+            raise InputError(rule, got=f"indices of shape {tuple(index.shape)}", fix="Pass a tensor of shape [count].")
 
 
 def _programs(num_bytes: int) -> int:
