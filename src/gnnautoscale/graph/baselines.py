@@ -132,12 +132,6 @@ def draw_from_groups(group: Tensor, count: int, generator: torch.Generator | Non
     """Draw up to ``count`` members of each group at random, without replacement.
 
     Takes the group of each member, ascending, and returns whether the member was drawn, both ``[num_members]``.
-
-    Example:
-        >>> draw_from_groups(torch.tensor([0, 0, 0, 1]), 3)
-        tensor([True, True, True, True])
-        >>> int(draw_from_groups(torch.tensor([0, 0, 0, 1]), 2).sum())
-        3
     """
     # Shuffle within each group, then take its first members.
     order = ((group << 32) + torch.randint(2**32, group.shape, generator=generator)).argsort()

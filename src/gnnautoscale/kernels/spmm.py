@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from gnnautoscale.kernels.long_rows import RowSegments, split_long_rows
 
 REDUCES = ("sum", "mean", "max", "min")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-Transposed: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(eq=False)
@@ -82,15 +80,7 @@ class Adjacency:
         return adjacency
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, with the transpose and, if there are weights or long rows, theirs.
-
-        Example:
-            >>> loop = Adjacency.build(torch.tensor([0]), torch.tensor([0]), 1, 1)
-            >>> sorted(loop.tensors())
-            ['col', 'col_t', 'ptr', 'ptr_t']
-            >>> Adjacency.of(loop.tensors(), num_sources=1).col
-            tensor([0], dtype=torch.int32)
-        """
+        """All tensors by name, with the transpose and, if there are weights or long rows, theirs."""
         found: dict[str, Tensor] = {}
         directions = (("", (self.ptr, self.col, self.weight), self.segments), ("_t", self.transposed, self.segments_t))
         for suffix, edges, segments in directions:
@@ -111,7 +101,7 @@ class Adjacency:
 
     @cached_property
     @torch.inference_mode(False)  # kept for training too
-    def transposed(self) -> Transposed:
+    def transposed(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The same edges grouped by source.
 
         First edge of each source, ``[num_sources + 1]``; target of each edge and its weight, ``[num_edges]`` each.
