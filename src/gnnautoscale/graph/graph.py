@@ -76,6 +76,11 @@ class Graph:
         """The graph of a ``Data``: checked, hashed and sorted once, and shared by everyone who asks for it.
 
         If a tensor of the ``Data`` was replaced or written to, the graph is made anew.
+
+        Example:
+            >>> data = Data(edge_index=torch.tensor([[0, 1], [1, 0]]), num_nodes=2)
+            >>> Graph.of(data) is Graph.of(data)
+            True
         """
         known = _KNOWN.get(id(data))
         if known is not None and known._is_of(data):

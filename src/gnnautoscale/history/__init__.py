@@ -41,8 +41,8 @@ def open_history(
 ) -> History:
     """Create an empty history in the given medium.
 
-    ``"device"`` is the compute device's memory, ``"host"`` is host memory (page-locked for a GPU), and ``"disk"`` is, on
-    Linux, the file at ``path``. For ``dtype`` see :func:`codec_for`.
+    ``"device"`` is the memory of the compute device, ``"host"`` host memory (page-locked for a GPU), and ``"disk"`` the
+    file at ``path``, on Linux. For ``dtype`` see :func:`codec_for`.
 
     Example:
         >>> history = open_history("host", 3, 2, torch.float32, device=torch.device("cpu"))

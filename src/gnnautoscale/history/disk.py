@@ -115,7 +115,7 @@ class DiskHistory(History):
             self.raw.index_copy_(0, where.cpu(), raw)
 
     def _write_run(self, start: int, raw: Tensor) -> None:
-        view = memoryview(raw.contiguous().view(torch.uint8).numpy().reshape(-1))
+        view = raw.contiguous().view(torch.uint8).numpy().reshape(-1).data
         place = start * self._row_bytes
         with self._failures_named():
             while view:
