@@ -69,7 +69,7 @@ def test_histories_in_host_memory_are_pinned(data: Data) -> None:
     model = gas.autoscale(pyg.GCN(16, 8, num_layers=2, out_channels=5).cuda(), data, storage="host")
     gas.refresh(model, gas.HaloLoader(data, num_parts=3))
     (history,) = model._autoscaler.memory.histories.values()
-    assert history._rows.is_pinned()
+    assert history.raw.is_pinned()
 
 
 def test_batches_can_be_moved_piece_by_piece(data: Data) -> None:

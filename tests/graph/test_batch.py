@@ -57,7 +57,7 @@ def check_rows(rows: BatchRows, info: BatchInfo, order: PartOrder) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_order_holds_the_nodes_one_after_another(seed: int) -> None:
     nodes = torch.randperm(17, generator=torch.Generator().manual_seed(seed))
-    order = PartOrder.of(nodes)
+    order = PartOrder(nodes)
     assert torch.equal(order.row_of[nodes], torch.arange(17))
     assert torch.equal(order.row_of.sort().values, torch.arange(17))
 
@@ -106,7 +106,7 @@ def test_rows_are_kept_for_each_order_and_forgotten_with_it() -> None:
     rows = rows_of(info)
     assert rows_of(info) is rows
     other = GraphMemory(info.graph, 8, "device", None)
-    order = PartOrder.of(torch.arange(8).flip(0))
+    order = PartOrder(torch.arange(8).flip(0))
     other.reopen({}, torch.device("cpu"), order)
     again = other.rows_of(info)
     check_rows(again, info, order)

@@ -57,7 +57,7 @@ def test_gather_tables(device: str, width: int, skipping: bool, dtypes: tuple[to
     skip = torch.randint(-2, 2, (150,), dtype=torch.int32, device=device) if skipping else None
     outs = [torch.full((150, width), 77.0, dtype=dtypes[1], device=device) for _ in tables]
     expected = [out.clone() for out in outs]
-    gather_tables(tables, index, outs, skip=skip, programs=3)
+    gather_tables(tables, index, outs, skip=skip)
     for table, out, wanted in zip(tables, outs, expected, strict=True):
         gather_rows(table, index, wanted, skip=skip)
         assert torch.equal(out, wanted)

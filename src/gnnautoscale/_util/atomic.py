@@ -15,19 +15,8 @@ from gnnautoscale.errors import InputError
 def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, rule: str) -> None:
     """Write a file beside its place and move it there once it is complete, so that nobody ever sees half of it.
 
-    It is on the disk before it is moved, so even a crash of the machine leaves the old file or the new one.
-
-    Args:
-        path: The file, which is replaced.
-        write: Called with the open file.
-        rule: The rule of the error if writing fails.
-
-    Example:
-        >>> from tempfile import mkdtemp
-        >>> file = Path(mkdtemp()) / "greeting"
-        >>> write_atomically(file, lambda stream: stream.write(b"hello"), rule="it must be writable")
-        >>> file.read_text()
-        'hello'
+    It is on the disk before it is moved, so even a crash of the machine leaves the old file or the new one. ``write``
+    gets the open file; ``rule`` is the rule of the error if that fails.
     """
     temporary = path.with_name(f"{path.name}.{uuid4().hex}.part")
     try:
@@ -45,13 +34,9 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, rule: s
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring the move itself to the disk where the system can; the file is complete and in its place anyway."""
+    # Bring the move itself to the disk where the system can; the file is complete and in its place anyway.
     with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

@@ -10,11 +10,7 @@ _MARK, _WIDTH = "{options}", 120
 
 
 def describe_arguments(documented: Any, described: Mapping[str, str]) -> None:
-    """Replace the line ``{options}`` of a docstring by one entry for each argument.
-
-    Args:
-        documented: A function or class.
-        described: What each argument is for, by name.
+    """Replace the line ``{options}`` in the docstring of a function or class by one entry per argument.
 
     Example:
         >>> def area(width, height):

@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -21,15 +20,6 @@ class PeakMemory:
 
     On a GPU it counts what PyTorch's allocator held at its peak. On a CPU it counts how far the process's resident
     memory rose above its value on entry, sampled every few milliseconds; ``None`` on other systems than Linux.
-
-    Args:
-        device: The compute device.
-
-    Example:
-        >>> with PeakMemory(torch.device("cpu")) as peak:
-        ...     _ = torch.ones(1000, 1000).sum()
-        >>> peak.num_bytes is None or peak.num_bytes >= 0
-        True
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,16 +43,12 @@ class PeakMemory:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.device.type == "cuda":
-            self.num_bytes = max(self._highest, torch.cuda.max_memory_allocated(self.device))
-        elif self._thread is not None:
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
             self._stop.set()
             self._thread.join()
             self._highest = max(self._highest, _resident())
-            self.num_bytes = self._highest - self._start
+        self.num_bytes = self.so_far
 
     @property
     def so_far(self) -> int | None:

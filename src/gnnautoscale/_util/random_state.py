@@ -48,15 +48,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Continue drawing numbers from the states that :func:`random_states` returned.
-
-    Example:
-        >>> states = random_states(torch.device("cpu"))
-        >>> first = torch.rand(1)
-        >>> set_random_states(states, torch.device("cpu"))
-        >>> torch.equal(torch.rand(1), first)
-        True
-    """
+    """Continue drawing numbers from the states that :func:`random_states` returned."""
     random.setstate(states["python"])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
@@ -67,16 +59,7 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Restore all random states at the end of this context.
-
-    Example:
-        >>> import random
-        >>> random.seed(1)
-        >>> with undisturbed(torch.device("cpu")):
-        ...     first = random.random()
-        >>> random.random() == first
-        True
-    """
+    """Restore all random states at the end of this context."""
     states = random_states(device)
     try:
         yield

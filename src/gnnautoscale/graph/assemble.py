@@ -52,12 +52,8 @@ class BatchBuilder:
 def select_attributes(data: Data, n_id: Tensor, batch_size: int, e_id: Tensor, edge_index: Tensor) -> Data:
     """A subgraph with its rows of all node- and edge-level attributes; other attributes stay as they are.
 
-    Args:
-        data: The whole graph.
-        n_id: The subgraph's nodes, ``[num_rows]``.
-        batch_size: How many of these nodes, from the first, are the batch's own.
-        e_id: The subgraph's edges, ``[num_edges]``.
-        edge_index: The same edges as positions in ``n_id``, ``[2, num_edges]``.
+    The first ``batch_size`` of its nodes ``n_id``, ``[num_rows]``, are the batch's own. ``edge_index`` has its edges
+    ``e_id``, ``[num_edges]``, as positions in ``n_id``.
     """
     attributes: dict[str, Any] = {}
     for name, value in data:
@@ -84,22 +80,12 @@ def versions(data: Data) -> list[int]:
 def build_each(
     build: Callable[[Any], Data], jobs: Iterable[Any], num_workers: int, worker_seeds: torch.Generator
 ) -> Iterator[Data]:
-    """Build one batch per job, in order, here or in worker processes.
+    """Build one batch per job, in order, in worker processes or, if there are none, here.
 
-    Args:
-        build: Makes a batch of a job.
-        jobs: Its arguments, one after another.
-        num_workers: Number of processes; 0 builds here.
-        worker_seeds: Seeds the workers, so that they leave the global random state alone.
+    ``worker_seeds`` seeds the workers, so that they leave the global random state alone.
     """
-    yield from DataLoader(
-        _Jobs(build),
-        sampler=list(jobs),
-        batch_size=None,
-        num_workers=num_workers,
-        collate_fn=_unchanged,
-        generator=worker_seeds,
-    )
+    options: dict[str, Any] = {"num_workers": num_workers, "generator": worker_seeds}
+    yield from DataLoader(_Jobs(build), sampler=list(jobs), batch_size=None, collate_fn=_unchanged, **options)
 
 
 class _Jobs(Dataset[Data]):

@@ -39,11 +39,8 @@ class Subgraphs:
         if isinstance(data, Tensor):
             data = Data(edge_index=data, num_nodes=int(data.max()) + 1 if data.numel() else 0)
         if not isinstance(data, Data):
-            raise InputError(
-                "subgraphs need a torch_geometric.data.Data, or an edge_index [2, num_edges]",
-                got=type(data).__name__,
-                fix="Pass one of these.",
-            )
+            rule = "subgraphs need a torch_geometric.data.Data, or an edge_index [2, num_edges]"
+            raise InputError(rule, got=type(data).__name__, fix="Pass one of these.")
         self.data = data
         self.graph = Graph.of(data) if graph is None else graph
         _ = self.graph.incoming  # group the edges once here, not once per worker
@@ -132,21 +129,9 @@ def whole_neighbourhood(graph: Subgraphs | Data | Tensor, nodes: Tensor, hops: i
 
 
 def draw_from_groups(group: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw members of each group at random, without replacement.
+    """Draw up to ``count`` members of each group at random, without replacement.
 
-    Args:
-        group: The group of each member, ascending, ``[num_members]``.
-        count: How many to draw from each group; smaller groups are taken whole.
-        generator: Source of random numbers.
-
-    Returns:
-        Whether each member was drawn, ``[num_members]``.
-
-    Example:
-        >>> draw_from_groups(torch.tensor([0, 0, 0, 1]), 3)
-        tensor([True, True, True, True])
-        >>> int(draw_from_groups(torch.tensor([0, 0, 0, 1]), 2).sum())
-        3
+    Takes the group of each member, ascending, and returns whether the member was drawn, both ``[num_members]``.
     """
     # Shuffle within each group, then take its first members.
     order = ((group << 32) + torch.randint(2**32, group.shape, generator=generator)).argsort()
@@ -158,20 +143,12 @@ def draw_from_groups(group: Tensor, count: int, generator: torch.Generator | Non
 
 
 def check_fan_out(fan_out: Any) -> list[int]:
-    """Refuse anything but a list of neighbour counts.
-
-    Example:
-        >>> check_fan_out((10, -1))
-        [10, -1]
-    """
+    """Refuse anything but a list of neighbour counts, and return it as a list."""
     numbers = list(fan_out) if isinstance(fan_out, Sequence) and not isinstance(fan_out, str) else []
     whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
     if not numbers or not whole or any(number < 1 and number != ALL for number in numbers):
-        raise InputError(
-            "fan_out must be a list of integers, each at least 1, or -1 for all neighbours",
-            got=repr(fan_out),
-            fix="Pass one number per layer, such as [10, 10].",
-        )
+        rule = "fan_out must be a list of integers, each at least 1, or -1 for all neighbours"
+        raise InputError(rule, got=repr(fan_out), fix="Pass one number per layer, such as [10, 10].")
     return numbers
 
 
@@ -279,11 +256,9 @@ class SampleLoader:
     ) -> None:
         counts = isinstance(num_batches, int) and isinstance(num_workers, int)
         if not counts or num_batches < 1 or num_workers < 0:
-            raise InputError(
-                "num_batches must be an integer of at least 1 and num_workers at least 0",
-                got=f"num_batches={num_batches}, num_workers={num_workers}",
-                fix="num_batches is the number of batches per epoch.",
-            )
+            rule = "num_batches must be an integer of at least 1 and num_workers at least 0"
+            got = f"num_batches={num_batches}, num_workers={num_workers}"
+            raise InputError(rule, got=got, fix="num_batches is the number of batches per epoch.")
         subgraphs = Subgraphs(data)
         self._build = partial(_sample, subgraphs, check_fan_out(fan_out))
         self._nodes = subgraphs.check(nodes)

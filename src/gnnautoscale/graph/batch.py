@@ -17,27 +17,19 @@ from gnnautoscale.graph.graph import Graph
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
 class PartOrder:
-    """The nodes of a graph part by part, so that a batch consists of few contiguous pieces.
+    """The nodes of a graph part by part, ``[num_nodes]``, so that a batch consists of few contiguous pieces.
 
-    Attributes:
-        row_of: The position of each node in this order, ``[num_nodes]``.
+    ``row_of`` is the position of each node in this order, ``[num_nodes]``.
+
+    Example:
+        >>> PartOrder(torch.tensor([2, 0, 1])).row_of
+        tensor([1, 2, 0])
     """
 
-    row_of: Tensor
-
-    @staticmethod
-    def of(nodes: Tensor) -> PartOrder:
-        """The order in which all nodes of a graph are given, ``[num_nodes]``.
-
-        Example:
-            >>> PartOrder.of(torch.tensor([2, 0, 1])).row_of
-            tensor([1, 2, 0])
-        """
-        row_of = torch.empty_like(nodes)
-        row_of[nodes] = torch.arange(nodes.numel())
-        return PartOrder(row_of)
+    def __init__(self, nodes: Tensor) -> None:
+        self.row_of = torch.empty_like(nodes)
+        self.row_of[nodes] = torch.arange(nodes.numel())
 
 
 @dataclass(eq=False)
@@ -200,11 +192,7 @@ class BatchTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if cls._looks is not None and func not in _NEUTRAL:
             given = [*args, *(kwargs or {}).values()]

@@ -14,18 +14,10 @@ from gnnautoscale.graph.partitioning import fingerprint
 
 
 class EdgesByTarget:
-    """Finds the edges that point to a node.
-
-    Args:
-        edge_index: Sources and targets, ``[2, num_edges]``.
-        num_nodes: Number of nodes of the graph.
-        target_row: The row of ``edge_index`` that holds the nodes to look up.
-    """
+    """Finds the edges that point to a node; ``target_row`` of ``edge_index`` holds the nodes to look up."""
 
     def __init__(self, edge_index: Tensor, num_nodes: int, target_row: int = 1) -> None:
-        self.edge_index = edge_index
-        self.num_nodes = num_nodes
-        self.target_row = target_row
+        self.edge_index, self.num_nodes, self.target_row = edge_index, num_nodes, target_row
         target = edge_index[target_row]
         # Stable: the edges of a target keep their order, so a batch matches what a layer computes edge by edge.
         self._order = target.argsort(stable=True)
@@ -35,12 +27,8 @@ class EdgesByTarget:
     def into(self, nodes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Every edge that points to one of the nodes, grouped by node in the order of ``nodes``.
 
-        Args:
-            nodes: Node indices, ``[num_targets]``.
-
-        Returns:
-            For each edge the position of its target in ``nodes``, its source, and its index in ``edge_index``; each
-            ``[num_edges_into_nodes]``.
+        Returns for each edge the position of its target in ``nodes``, its source, and its index in ``edge_index``;
+        each ``[num_edges_into_nodes]``.
         """
         start = self._ptr[nodes]
         count = self._ptr[nodes + 1] - start
@@ -51,11 +39,7 @@ class EdgesByTarget:
 
 
 class Graph:
-    """A graph's edges and edge-level attributes in host memory, and a key that identifies it with its features.
-
-    Args:
-        data: The graph as PyG holds it, with ``edge_index`` ``[2, num_edges]``.
-    """
+    """A graph's edges and edge-level attributes in host memory, and a key that identifies it with its features."""
 
     @torch.inference_mode(False)  # written to later
     def __init__(self, data: Data) -> None:
@@ -65,11 +49,9 @@ class Graph:
         self.num_nodes = int(data.num_nodes)
         edge_index = data.edge_index
         if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.size(0) != 2:
-            raise InputError(
-                "edge_index must be a tensor of shape [2, num_edges]",
-                got="no edge_index" if edge_index is None else _describe(edge_index),
-                fix="Store sources and targets as two rows; torch_geometric.utils.to_edge_index converts a matrix.",
-            )
+            got = "no edge_index" if edge_index is None else _describe(edge_index)
+            fix = "Store sources and targets as two rows; torch_geometric.utils.to_edge_index converts a matrix."
+            raise InputError("edge_index must be a tensor of shape [2, num_edges]", got=got, fix=fix)
         if edge_index.dtype != torch.long:
             fix = "Convert it with edge_index.long()."
             raise InputError("edge_index must have dtype torch.int64", got=str(edge_index.dtype), fix=fix)
@@ -112,13 +94,9 @@ class Graph:
     def _is_of(self, data: Data) -> bool:
         """Whether the data still holds the tensors that this graph was made from, unchanged."""
         now = {name: value for name, value in data if isinstance(value, Tensor)}
-        return (
-            data.num_nodes == self.num_nodes
-            and now.keys() == self._tensors.keys()
-            and all(
-                now[name] is tensor and _version(tensor) == version for name, (tensor, version) in self._tensors.items()
-            )
-        )
+        if data.num_nodes != self.num_nodes or now.keys() != self._tensors.keys():
+            return False
+        return all(now[name] is old and _version(old) == version for name, (old, version) in self._tensors.items())
 
     @cached_property
     def key(self) -> str:
@@ -202,28 +180,20 @@ def _check_attributes(data: Data, num_nodes: int, edge_attributes: dict[str, Ten
         rows = num_nodes if of_nodes else data.num_edges
         if (of_nodes or of_edges) and (value.dim() == 0 or value.size(0) != rows):
             kind = "node" if of_nodes else "edge"
-            raise InputError(
-                f"{name} must have one row for each of the {rows} {kind}s",
-                got=_describe(value),
-                fix=f"Give it one row per {kind}, in {kind} order.",
-            )
+            rule = f"{name} must have one row for each of the {rows} {kind}s"
+            raise InputError(rule, got=_describe(value), fix=f"Give it one row per {kind}, in {kind} order.")
     for name, value in (*edge_attributes.items(), ("x", data.x)):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         if value.requires_grad:
-            raise InputError(
-                f"{name} must be data, not a parameter",
-                got="a tensor that requires a gradient",
-                fix="Make it a parameter of the model, and look rows up with batch.n_id or batch.e_id.",
-            )
+            fix = "Make it a parameter of the model, and look rows up with batch.n_id or batch.e_id."
+            raise InputError(f"{name} must be data, not a parameter", got="a tensor that requires a gradient", fix=fix)
         # aminmax returns NaN if there is one; a mask of all values would take long on a large graph.
         if value.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(value))).all()):
             bad = ~torch.isfinite(value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)).all(1)
-            raise InputError(
-                f"{name} must be finite, or histories would keep the bad value",
-                got=f"NaN or infinity in {int(bad.sum())} rows, the first in row {int(bad.nonzero()[0])}",
-                fix="Replace or remove these values.",
-            )
+            rule = f"{name} must be finite, or histories would keep the bad value"
+            got = f"NaN or infinity in {int(bad.sum())} rows, the first in row {int(bad.nonzero()[0])}"
+            raise InputError(rule, got=got, fix="Replace or remove these values.")
 
 
 def _describe(value: object) -> str:

@@ -67,46 +67,31 @@ class HaloLoader:
         cache_dir: str | None = None,
     ) -> None:
         if not isinstance(data, Data):
-            raise InputError(
-                "HaloLoader takes one graph as torch_geometric.data.Data",
-                got=type(data).__name__,
-                fix="Convert a heterogeneous graph with to_homogeneous(); join several with Batch.from_data_list.",
-            )
+            rule = "HaloLoader takes one graph as torch_geometric.data.Data"
+            fix = "Convert a heterogeneous graph with to_homogeneous(); join several with Batch.from_data_list."
+            raise InputError(rule, got=type(data).__name__, fix=fix)
         counts = isinstance(batch_size, int) and isinstance(num_workers, int)
         if not counts or batch_size < 1 or num_workers < 0:
-            raise InputError(
-                "batch_size must be an integer of at least 1 and num_workers at least 0",
-                got=f"batch_size={batch_size}, num_workers={num_workers}",
-                fix="batch_size counts parts, not nodes.",
-            )
+            rule = "batch_size must be an integer of at least 1 and num_workers at least 0"
+            got = f"batch_size={batch_size}, num_workers={num_workers}"
+            raise InputError(rule, got=got, fix="batch_size counts parts, not nodes.")
         if drawings is not None and (not isinstance(drawings, int) or drawings < 1 or not shuffle):
-            raise InputError(
-                "drawings must be an integer of at least 1, and needs shuffle=True",
-                got=f"drawings={drawings}, shuffle={shuffle}",
-                fix="Leave drawings out to draw anew for every epoch.",
-            )
+            rule, got = "drawings must be an integer of at least 1, and needs shuffle=True", f"{drawings=}, {shuffle=}"
+            raise InputError(rule, got=got, fix="Leave drawings out to draw anew for every epoch.")
         self.data = data
         self.graph = Graph.of(data)
         self.labels = _labels(self.graph, num_parts, partition, seed, cache_dir)
         self.num_parts = int(self.labels.max()) + 1
         if batch_size > self.num_parts:
-            raise InputError(
-                f"batch_size must be at most the number of parts, {self.num_parts}",
-                got=f"{batch_size}",
-                fix="Lower batch_size, or cut the graph into more parts.",
-            )
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.drawings = drawings
-        self.num_workers = num_workers
-        self.keep = keep
-        self.bidirectional = bidirectional
-        self.seed = seed
+            rule = f"batch_size must be at most the number of parts, {self.num_parts}"
+            raise InputError(rule, got=f"{batch_size}", fix="Lower batch_size, or cut the graph into more parts.")
+        self.batch_size, self.shuffle, self.drawings = batch_size, shuffle, drawings
+        self.num_workers, self.keep, self.bidirectional, self.seed = num_workers, keep, bidirectional, seed
         order = self.labels.argsort(stable=True)
         members = list(torch.split(order, torch.bincount(self.labels).tolist()))
         self._builder = BatchBuilder(data, self.graph, members, bidirectional)
         #: The order in which histories keep the rows of this loader's nodes.
-        self.part_order = PartOrder.of(order)
+        self.part_order = PartOrder(order)
         self._generator = torch.Generator().manual_seed(seed)
         # Seeds the workers, so that they do not touch the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
@@ -249,23 +234,9 @@ class HaloLoader:
         return self._wrap(self._builder.from_nodes(nodes)).tagged_copy()
 
     def with_data(self, data: Data, labels: Tensor) -> HaloLoader:
-        """A loader of another graph with the settings of this one.
-
-        Args:
-            data: The other graph.
-            labels: The part of each of its nodes, ``[num_nodes]``.
-        """
-        return HaloLoader(
-            data,
-            partition=labels,
-            batch_size=self.batch_size,
-            shuffle=self.shuffle,
-            drawings=self.drawings,
-            seed=self.seed,
-            num_workers=self.num_workers,
-            bidirectional=self.bidirectional,
-            keep=self.keep,
-        )
+        """A loader of another graph, given the part of each node, ``[num_nodes]``, with the settings of this one."""
+        names = ("batch_size", "shuffle", "drawings", "seed", "num_workers", "bidirectional", "keep")
+        return HaloLoader(data, partition=labels, **{name: getattr(self, name) for name in names})
 
     @torch.inference_mode(False)
     def _wrap(self, batch: Data) -> ReadyBatch:
@@ -314,33 +285,17 @@ def _groups(flat: tuple[Tensor, Tensor]) -> list[PartGroup]:
     return [tuple(group.tolist()) for group in torch.split(parts, sizes.tolist())] if sizes.numel() else []
 
 
-def _labels(graph: Graph, num_parts: int | None, partition: str | Tensor, seed: int, cache_dir: str | None) -> Tensor:
+def _labels(graph: Graph, num_parts: int | None, partition: Any, seed: int, cache_dir: str | None) -> Tensor:
     if isinstance(partition, Tensor):
         labels = check_labels(partition, graph.num_nodes)
         if num_parts is not None and num_parts != int(labels.max()) + 1:
-            raise InputError(
-                f"num_parts must match the given labels, which name {int(labels.max()) + 1} parts",
-                got=f"num_parts={num_parts}",
-                fix="Leave num_parts out.",
-            )
+            rule = f"num_parts must match the given labels, which name {int(labels.max()) + 1} parts"
+            raise InputError(rule, got=f"num_parts={num_parts}", fix="Leave num_parts out.")
         return labels
     if num_parts is None:
-        raise InputError(
-            "HaloLoader needs the number of parts",
-            got="num_parts=None",
-            fix="Pass num_parts, or the labels as partition.",
-        )
+        fix = "Pass num_parts, or the labels as partition."
+        raise InputError("HaloLoader needs the number of parts", got="num_parts=None", fix=fix)
     if partition not in ("metis", "random"):
-        raise InputError(
-            "partition must be 'metis', 'random' or a tensor of labels", got=repr(partition), fix="Choose one of these."
-        )
-    method: Literal["metis", "random"] = "metis" if partition == "metis" else "random"
-    return cut(
-        graph.edge_index,
-        graph.num_nodes,
-        num_parts,
-        method=method,
-        edge_weight=None,
-        seed=seed,
-        cache_dir=cache_dir,
-    )
+        rule = "partition must be 'metis', 'random' or a tensor of labels"
+        raise InputError(rule, got=repr(partition), fix="Choose one of these.")
+    return cut(graph.edge_index, graph.num_nodes, num_parts, method=partition, seed=seed, cache_dir=cache_dir)

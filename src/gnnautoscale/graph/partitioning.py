@@ -12,8 +12,6 @@ from torch import Tensor
 from gnnautoscale._util import write_atomically
 from gnnautoscale.errors import InputError
 
-__all__ = ["check_labels", "connectivity", "fingerprint", "partition"]
-
 
 def partition(
     edge_index: Tensor,
@@ -151,21 +149,9 @@ def connectivity(edge_index: Tensor, labels: Tensor) -> Tensor:
 
 
 def fingerprint(*tensors: Tensor | None, **params: str | int | float) -> str:
-    """A hash of tensors and settings.
+    """A hash of tensors and settings: 64 hexadecimal digits that depend on every value, type, shape and setting.
 
-    Args:
-        tensors: Tensors of any shape, type and device; ``None`` marks a missing one.
-        params: Settings, in any order.
-
-    Returns:
-        64 hexadecimal digits that depend on every value, type, shape and setting.
-
-    Example:
-        >>> import torch
-        >>> fingerprint(torch.tensor([1, 2]), seed=0) == fingerprint(torch.tensor([1, 2]), seed=0)
-        True
-        >>> fingerprint(torch.tensor([1, 2])) == fingerprint(torch.tensor([1]), torch.tensor([2]))
-        False
+    Tensors may be on any device, ``None`` marks a missing one, and the order of the settings does not matter.
     """
     digest = hashlib.sha256()
     for tensor in tensors:

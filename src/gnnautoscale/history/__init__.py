@@ -41,14 +41,8 @@ def open_history(
 ) -> History:
     """Create an empty history in the given medium.
 
-    Args:
-        medium: ``"device"`` for the compute device's memory, ``"host"`` for host memory (page-locked for a GPU),
-            ``"disk"`` for a file, on Linux.
-        num_nodes: Number of rows.
-        width: Number of values in a row.
-        dtype: The type that rows are kept in: a floating-point type, or int8 or float8_e4m3fn with a scale per row.
-        device: The compute device.
-        path: The file of a history on disk.
+    ``"device"`` is the memory of the compute device, ``"host"`` host memory (page-locked for a GPU), and ``"disk"`` the
+    file at ``path``, on Linux. For ``dtype`` see :func:`codec_for`.
 
     Example:
         >>> history = open_history("host", 3, 2, torch.float32, device=torch.device("cpu"))
@@ -63,20 +57,15 @@ def open_history(
         return HostHistory(num_nodes, width, dtype, device=device)
     if medium == "disk" and path is not None:
         return DiskHistory(num_nodes, width, dtype, path=path)
-    raise InputError(
-        f"a history is opened in one of {', '.join(get_args(Medium))}, the last with a file",
-        got=f"{medium!r} and {path}",
-        fix="Choose one of these.",
-    )
+    rule = f"a history is opened in one of {', '.join(get_args(Medium))}, the last with a file"
+    raise InputError(rule, got=f"{medium!r} and {path}", fix="Choose one of these.")
 
 
 def check_storage(storage: str, folder: str | Path | None = None) -> None:
     """Refuse an unknown storage, and a disk without a folder on it."""
     if storage not in get_args(Storage):
-        raise InputError(
-            f"storage must be one of {', '.join(get_args(Storage))}", got=repr(storage), fix="Choose one of these."
-        )
+        rule = f"storage must be one of {', '.join(get_args(Storage))}"
+        raise InputError(rule, got=repr(storage), fix="Choose one of these.")
     if storage == "disk" and folder is None:
-        raise InputError(
-            "histories on disk need a folder", got="storage='disk' without history_dir", fix="Pass history_dir."
-        )
+        got = "storage='disk' without history_dir"
+        raise InputError("histories on disk need a folder", got=got, fix="Pass history_dir.")

@@ -32,25 +32,17 @@ class History(ABC):
 
     Attributes:
         codec: Turns rows into raw ones and back.
+        raw: All raw rows in their place, ``[num_nodes, raw_width]``, to be saved or replaced as a whole.
     """
 
+    raw: Tensor
+
     def __init__(self, num_nodes: int, width: int, dtype: torch.dtype) -> None:
-        self.num_nodes = num_nodes
-        self.width = width
-        self.dtype = dtype
+        self.num_nodes, self.width, self.dtype = num_nodes, width, dtype
         self.codec = codec_for(dtype, width)
 
     def pull(self, index: Tensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Read rows.
-
-        Args:
-            index: The rows to read, ``[count]``.
-            device: The device of the result.
-            dtype: The type of the result.
-
-        Returns:
-            The rows, ``[count, width]``.
-        """
+        """Read the rows of an index, ``[count]``: ``[count, width]``, on the given device and in the given type."""
         # Converted where they arrive, so that narrow rows travel narrow.
         raw = torch.empty(index.numel(), self.codec.raw_width, dtype=self.codec.raw_dtype, device=device)
         self.read(index, raw)
@@ -65,11 +57,9 @@ class History(ABC):
             runs: The same as contiguous pieces.
         """
         if rows.dim() != 2 or rows.size(1) != self.width or rows.size(0) != where.numel():
-            raise InputError(
-                f"this history takes {where.numel()} rows of width {self.width}",
-                got=f"a tensor of shape {tuple(rows.shape)}",
-                fix="A layer's width may not change once its history exists; autoscale the model again if it did.",
-            )
+            rule = f"this history takes {where.numel()} rows of width {self.width}"
+            fix = "A layer's width may not change once its history exists; autoscale the model again if it did."
+            raise InputError(rule, got=f"a tensor of shape {tuple(rows.shape)}", fix=fix)
         # Likewise converted where they come from.
         self.write(self.codec.encode(rows.detach()), where, runs)
 
@@ -88,11 +78,7 @@ class History(ABC):
     ) -> None:
         """Read the same rows of this history and of others of the same kind; see :meth:`read`.
 
-        Args:
-            others: Further histories.
-            index: The rows to read, ``[count]``.
-            outs: Receive the raw rows of this history and of each of the others, each ``[count, raw_width]``.
-            skip: Rows with a value of at least 0 here are not read, ``[count]``, int32.
+        ``outs`` receive the raw rows of this history and then of each of the others.
         """
         for history, out in zip((self, *others), outs, strict=True):
             history.read(index, out, skip=skip)
@@ -102,25 +88,18 @@ class History(ABC):
         """Write raw rows, ``[count, raw_width]``; see :meth:`push`."""
 
     @property
-    @abstractmethod
-    def raw(self) -> Tensor:
-        """All raw rows in their place, ``[num_nodes, raw_width]``, to be saved or replaced as a whole."""
-
-    @property
-    @abstractmethod
     def num_bytes(self) -> int:
         """Size of all rows."""
+        return self.num_nodes * self.codec.raw_width * self.codec.raw_dtype.itemsize
 
-    @staticmethod
-    def _few(runs: Runs | None) -> bool:
-        """Whether rows are given as few pieces."""
-        return runs is not None and len(runs) <= _MOST_RUNS
-
-    @classmethod
-    def _in_runs(cls, target: Tensor, rows: Tensor, runs: Runs | None) -> bool:
-        """Write rows piece by piece if they are given as few pieces; returns whether they were."""
-        if runs is None or not cls._few(runs):
+    def _in_runs(self, raw: Tensor, runs: Runs | None) -> bool:
+        """Write raw rows piece by piece if they are given as few pieces; returns whether they were."""
+        if runs is None or len(runs) > _MOST_RUNS:
             return False
         for start, first, count in runs:
-            target[start : start + count].copy_(rows[first : first + count], non_blocking=True)
+            self._write_run(start, raw[first : first + count])
         return True
+
+    def _write_run(self, start: int, raw: Tensor) -> None:
+        """Write raw rows to consecutive places."""
+        self.raw[start : start + raw.size(0)].copy_(raw, non_blocking=True)

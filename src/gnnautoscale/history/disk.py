@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,13 +36,7 @@ class DiskHistory(History):
     """Rows in a file, of which the system keeps in memory as much as fits.
 
     Space is reserved when the file is created, so that a full disk is noticed then and not in the middle of training.
-    The file is removed with the history.
-
-    Args:
-        num_nodes: Number of rows.
-        width: Number of values in a row.
-        dtype: The type that rows are kept in.
-        path: The file, which is replaced.
+    The file at ``path`` is replaced, and removed with the history.
     """
 
     def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, path: Path) -> None:
@@ -60,9 +53,9 @@ class DiskHistory(History):
         mapped.madvise(mmap.MADV_RANDOM)  # rows are announced here, more precisely
         size = num_nodes * self.codec.raw_width
         values = torch.frombuffer(mapped, dtype=self.codec.raw_dtype, count=size) if size else torch.empty(0)
-        self._rows = values.to(self.codec.raw_dtype).view(num_nodes, self.codec.raw_width)
+        self.raw = values.to(self.codec.raw_dtype).view(num_nodes, self.codec.raw_width)
         # The same bytes for NumPy, which lacks some types and starts no threads of its own.
-        self._bytes: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = self._rows.view(torch.uint8).numpy()
+        self._bytes: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = self.raw.view(torch.uint8).numpy()
 
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
         """See :meth:`History.read`."""
@@ -81,12 +74,9 @@ class DiskHistory(History):
             self.gather(index, out)
 
     def announce(self, index: Tensor) -> None:
-        """Let the disk bring rows into memory before they are read, in few, long pieces.
+        """Let the disk bring rows, ``[count]``, into memory before they are read, in few, long pieces.
 
         If a few of them are in memory, all are assumed to be: asking for each costs as much as reading it.
-
-        Args:
-            index: The rows, ``[count]``, in host memory.
         """
         first = index.numpy() * self._row_bytes
         if self._in_memory(first[:: max(1, first.size // _PROBES)]):
@@ -114,25 +104,23 @@ class DiskHistory(History):
         return True
 
     def gather(self, index: Tensor, out: Tensor) -> None:
-        """Read rows in this thread alone, while others may run.
-
-        Args:
-            index: The rows, ``[count]``, in host memory.
-            out: Where to write them, ``[count, raw_width]``, in host memory.
-        """
+        """Read rows, ``[count]``, into ``[count, raw_width]`` in this thread alone, while others may run."""
         if index.numel():  # "clip" lets NumPy write to `out` without a buffer; no index is out of range
             np.take(self._bytes, index.numpy(), axis=0, out=out.view(torch.uint8).numpy(), mode="clip")
 
     def write(self, raw: Tensor, where: Tensor, runs: Runs | None = None) -> None:
         """See :meth:`History.write`."""
         raw = raw.cpu()
-        if self._few(runs):
-            data = raw.contiguous().view(torch.uint8).numpy()
-            with self._failures_named():
-                for start, first, count in runs or ():
-                    _write_all(self._file, data[first : first + count].reshape(-1), start * self._row_bytes)
-        else:
-            self._rows.index_copy_(0, where.cpu(), raw)
+        if not self._in_runs(raw, runs):
+            self.raw.index_copy_(0, where.cpu(), raw)
+
+    def _write_run(self, start: int, raw: Tensor) -> None:
+        view = raw.contiguous().view(torch.uint8).numpy().reshape(-1).data
+        place = start * self._row_bytes
+        with self._failures_named():
+            while view:
+                written = os.pwrite(self._file, view, place)
+                view, place = view[written:], place + written
 
     def evict(self) -> None:
         """Let the system drop the file from memory, so that the next read comes from the disk."""
@@ -141,45 +129,22 @@ class DiskHistory(History):
             os.fsync(self._file)
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    @property
-    def raw(self) -> Tensor:
-        """See :attr:`History.raw`."""
-        return self._rows
-
-    @property
-    def num_bytes(self) -> int:
-        """See :attr:`History.num_bytes`."""
-        return self.num_nodes * self._row_bytes
-
     @contextmanager
     def _failures_named(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            rule, got = "histories on disk must be readable and writable", f"{self._path} ({error.strerror or error})"
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            raise InputError(
-                "histories on disk must be readable and writable",
-                got=f"{self._path} ({error.strerror or error})",
-                fix="Free some space there, or choose another folder." if full else "Check the disk and the folder.",
-            ) from None
-
-
-def _write_all(file: int, data: Any, start: int) -> None:
-    """Write an array of bytes."""
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file, view, start)
-        view, start = view[written:], start + written
+            fix = "Free some space there, or choose another folder." if full else "Check the disk and the folder."
+            raise InputError(rule, got=got, fix=fix) from None
 
 
 def check_system() -> None:
     """Refuse histories on disk where the system lacks the calls that they need."""
     if sys.platform != "linux":
-        raise InputError(
-            "histories on disk need Linux",
-            got=sys.platform,
-            fix="Use storage='device' or 'host', and leave history_dir out.",
-        )
+        fix = "Use storage='device' or 'host', and leave history_dir out."
+        raise InputError("histories on disk need Linux", got=sys.platform, fix=fix)
 
 
 def _locked(file: int) -> bool:
@@ -204,16 +169,7 @@ def _remove(path: Path, file: int, owner: int) -> None:
 class Folder:
     """A folder of histories, which belongs to one run at a time.
 
-    Histories that an earlier run left there are removed.
-
-    Args:
-        path: The folder, which is created if it is missing.
-
-    Example:
-        >>> from tempfile import mkdtemp
-        >>> folder = Folder(Path(mkdtemp()))
-        >>> folder.file("convs.0").name
-        'convs.0.rows'
+    It is created if it is missing. Histories that an earlier run left there are removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -223,18 +179,14 @@ class Folder:
             path.mkdir(parents=True, exist_ok=True)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise InputError(
-                "the folder of histories must be writable", got=f"{path} ({error.strerror})", fix="Choose another one."
-            ) from None
+            rule, got = "the folder of histories must be writable", f"{path} ({error.strerror})"
+            raise InputError(rule, got=got, fix="Choose another one.") from None
         self._unlock = weakref.finalize(self, os.close, lock)
         if not _locked(lock):
             gc.collect()  # a model of this process may hold it that nobody uses any more
         if not _locked(lock):
-            raise InputError(
-                "a folder of histories belongs to one run at a time",
-                got=f"{path}, which another run is using",
-                fix="Wait for it to end, or choose another folder.",
-            )
+            rule, got = "a folder of histories belongs to one run at a time", f"{path}, which another run is using"
+            raise InputError(rule, got=got, fix="Wait for it to end, or choose another folder.")
         for left in path.glob(f"*{_SUFFIX}"):
             left.unlink(missing_ok=True)
         self._used: dict[str, int] = {}
@@ -253,15 +205,9 @@ class Folder:
         return self.path / f"{made}{_SUFFIX}"
 
     def check_space(self, num_bytes: int) -> None:
-        """Refuse histories that the disk has no room for.
-
-        Args:
-            num_bytes: Their size.
-        """
+        """Refuse histories that the disk has no room for."""
         free = shutil.disk_usage(self.path).free
         if num_bytes > free:
-            raise InputError(
-                f"histories of {num_bytes / 1e9:.3g} GB must fit on the disk of {self.path}",
-                got=f"{free / 1e9:.3g} GB of free space",
-                fix="Free some space, choose another folder, or keep histories in a smaller type.",
-            )
+            rule = f"histories of {num_bytes / 1e9:.3g} GB must fit on the disk of {self.path}"
+            fix = "Free some space, choose another folder, or keep histories in a smaller type."
+            raise InputError(rule, got=f"{free / 1e9:.3g} GB of free space", fix=fix)

@@ -12,35 +12,28 @@ from gnnautoscale.kernels import gather_rows, gather_tables, scatter_rows, use_t
 
 
 class HostHistory(History):
-    """Rows in host memory, page-locked for a GPU, which reads and writes them over the bus itself.
-
-    Args:
-        num_nodes: Number of rows.
-        width: Number of values in a row.
-        dtype: The type that rows are kept in.
-        device: The compute device.
-    """
+    """Rows in host memory, page-locked for a GPU, which reads and writes them over the bus itself."""
 
     def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device) -> None:
         super().__init__(num_nodes, width, dtype)
         self._device = device
         shape, pinned = (num_nodes, self.codec.raw_width), device.type == "cuda"
-        self._rows = torch.zeros(shape, dtype=self.codec.raw_dtype, pin_memory=pinned)
+        self.raw = torch.zeros(shape, dtype=self.codec.raw_dtype, pin_memory=pinned)
 
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
         """See :meth:`History.read`."""
         if use_triton(out) or not out.is_cuda:
             self._finish_writing(out)
-            gather_rows(self._rows, index.to(out.device), out, skip=skip)
+            gather_rows(self.raw, index.to(out.device), out, skip=skip)
         else:
             torch.cuda.current_stream(out.device).synchronize()
-            out.copy_(self._rows.index_select(0, index.cpu()))
+            out.copy_(self.raw.index_select(0, index.cpu()))
 
     def read_together(
         self, others: Sequence[History], index: Tensor, outs: Sequence[Tensor], *, skip: Tensor | None = None
     ) -> None:
         """See :meth:`History.read_together`; one kernel on a GPU."""
-        tables = [self._rows, *(other._rows for other in others if isinstance(other, HostHistory))]
+        tables = [self.raw, *(other.raw for other in others if isinstance(other, HostHistory))]
         alike = len({(table.shape, table.dtype) for table in tables}) == 1 and len(tables) == len(outs)
         if use_triton(outs[0]) and alike:
             gather_tables(tables, index.to(outs[0].device), outs, skip=skip)
@@ -51,24 +44,14 @@ class HostHistory(History):
         """See :meth:`History.write`."""
         self._finish_writing(raw)
         # The GPU's copy engine moves pieces. A kernel that writes rows over the bus would hold up other kernels.
-        if self._in_runs(self._rows, raw, runs):
+        if self._in_runs(raw, runs):
             return
         if use_triton(raw) or not raw.is_cuda:
-            scatter_rows(raw, where.to(raw.device), self._rows)
+            scatter_rows(raw, where.to(raw.device), self.raw)
         else:
-            self._rows.index_copy_(0, where.cpu(), raw.cpu())
+            self.raw.index_copy_(0, where.cpu(), raw.cpu())
 
     def _finish_writing(self, rows: Tensor) -> None:
         """Wait for the GPU, which may be writing, before the host itself touches rows."""
         if self._device.type == "cuda" and not rows.is_cuda:
             torch.cuda.synchronize(self._device)
-
-    @property
-    def raw(self) -> Tensor:
-        """See :attr:`History.raw`."""
-        return self._rows
-
-    @property
-    def num_bytes(self) -> int:
-        """See :attr:`History.num_bytes`."""
-        return self._rows.nbytes

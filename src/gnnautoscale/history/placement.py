@@ -17,19 +17,9 @@ _SHARE = 0.5
 
 
 def choose_medium(num_bytes: int, device: torch.device, *, disk: bool) -> tuple[Medium, str]:
-    """The fastest medium that has room for all histories.
+    """The fastest medium that has room for all histories, and the reason in words.
 
-    Args:
-        num_bytes: Their size.
-        device: The compute device.
-        disk: Whether there is a folder for histories on disk.
-
-    Returns:
-        The medium, and the reason in words.
-
-    Example:
-        >>> choose_medium(1000, torch.device("cpu"), disk=False)[0]
-        'device'
+    ``disk`` says whether there is a folder for histories on disk.
     """
     needed = f"histories take {_amount(num_bytes)}"
     reasons = []
@@ -46,11 +36,9 @@ def choose_medium(num_bytes: int, device: torch.device, *, disk: bool) -> tuple[
         return medium, ", ".join([needed, *reasons, f"and {_amount(available)} of host memory are free"])
     reasons.append(f"more than half of the free {_amount(available)} of host memory")
     if not disk:
-        raise InputError(
-            "histories must fit into memory if there is no folder for them on disk",
-            got=f"{_amount(num_bytes)}, {' and '.join(reasons)}",
-            fix="Pass history_dir, keep histories in a smaller type, or choose the storage yourself.",
-        )
+        rule = "histories must fit into memory if there is no folder for them on disk"
+        fix = "Pass history_dir, keep histories in a smaller type, or choose the storage yourself."
+        raise InputError(rule, got=f"{_amount(num_bytes)}, {' and '.join(reasons)}", fix=fix)
     return "disk", ", ".join([needed, " and ".join(reasons)])
 
 

@@ -17,14 +17,7 @@ _SCALE_BYTES = 4
 
 
 class Codec(ABC):
-    """Turns rows into the raw rows that a medium keeps, and back.
-
-    Attributes:
-        width: Number of values in a row.
-        dtype: The type of a kept value.
-        raw_dtype: The type of raw rows.
-        raw_width: Number of values in a raw row.
-    """
+    """Turns rows of ``width`` values, kept in ``dtype``, into the raw rows that a medium keeps, and back."""
 
     width: int
     dtype: torch.dtype
@@ -41,12 +34,7 @@ class Codec(ABC):
 
 
 class Cast(Codec):
-    """Rows in a floating-point type.
-
-    Args:
-        width: Number of values in a row.
-        dtype: The type.
-    """
+    """Rows in a floating-point type."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self.width = self.raw_width = width
@@ -65,10 +53,6 @@ class Scaled(Codec):
     """Rows of eight-bit values with a scale for each row, which maps its largest value to the type's largest.
 
     A row with a value that is not finite comes back as NaN.
-
-    Args:
-        width: Number of values in a row.
-        dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
 
     Example:
         >>> codec = Scaled(2, torch.int8)
@@ -104,22 +88,11 @@ class Scaled(Codec):
 
 
 def codec_for(dtype: torch.dtype, width: int) -> Codec:
-    """The codec that keeps rows in a type.
-
-    Args:
-        dtype: A floating-point type, or ``torch.int8`` or ``torch.float8_e4m3fn`` with a scale for each row.
-        width: Number of values in a row.
-
-    Example:
-        >>> codec_for(torch.int8, 100).raw_width
-        112
-    """
+    """The codec that keeps rows in a floating-point type, or in int8 or float8_e4m3fn with a scale for each row."""
     if dtype in _SCALED:
         return Scaled(width, dtype)
     if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise InputError(
-            "a history keeps floating-point rows, or eight bits with a scale for each row",
-            got=f"{dtype}",
-            fix="Use a floating-point dtype such as torch.float32, or torch.int8 or torch.float8_e4m3fn.",
-        )
+        rule = "a history keeps floating-point rows, or eight bits with a scale for each row"
+        fix = "Use a floating-point dtype such as torch.float32, or torch.int8 or torch.float8_e4m3fn."
+        raise InputError(rule, got=f"{dtype}", fix=fix)
     return Cast(width, dtype)

@@ -9,16 +9,7 @@ from torch import Tensor
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether Triton kernels do the work on this tensor: it is on a GPU, and Triton is installed.
-
-    Args:
-        tensor: A tensor that the kernel writes to.
-
-    Example:
-        >>> import torch
-        >>> use_triton(torch.ones(3))
-        False
-    """
+    """Whether Triton kernels write to this tensor: it is on a GPU, and Triton is installed."""
     return tensor.is_cuda and _triton_is_installed()
 
 

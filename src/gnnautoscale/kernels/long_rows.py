@@ -43,14 +43,9 @@ class RowSegments(NamedTuple):
 
 @torch.inference_mode(False)  # kept for training too
 def split_long_rows(ptr: Tensor, num_edges: int) -> RowSegments | None:
-    """Split each row of more than ``LONG_ROW`` edges into segments. On a GPU this waits for the device.
+    """Split each row of more than ``LONG_ROW`` edges into segments; ``None`` if no row is long.
 
-    Args:
-        ptr: First edge of each row, ``[num_rows + 1]``.
-        num_edges: Number of edges.
-
-    Returns:
-        The segments, or ``None`` if no row is long.
+    ``ptr`` is the first edge of each row, ``[num_rows + 1]``. On a GPU this waits for the device.
 
     Example:
         >>> segments = split_long_rows(torch.tensor([0, 5, 1205, 1210]), 1210)

@@ -82,16 +82,9 @@ def extreme_gradient(
 ) -> Tensor:
     """The gradient of :func:`extreme_neighbours`: each edge that reached the extreme value passes on its share.
 
-    Args:
-        ptr_t: First edge of each row of ``x``, ``[num_columns + 1]``.
-        col_t: The row of ``out`` that each edge points to, ``[num_edges]``.
-        weight_t: The factor of each edge, ``[num_edges]``.
-        x: The input, ``[num_columns, width]``.
-        out: The result, ``[num_rows, width]``.
-        share: The gradient of ``out`` over the number of edges that share it, ``[num_rows, width]``, at least float32.
-
-    Returns:
-        The gradient of ``x``, ``[num_columns, width]``.
+    The edges are grouped by row of ``x``: ``ptr_t`` has shape ``[num_columns + 1]``, ``col_t`` is a row of ``out``.
+    ``share`` is the gradient of ``out`` over the number of edges that share it, ``[num_rows, width]``, at least
+    float32. Returns the gradient of ``x``, ``[num_columns, width]``.
     """
     messages = _messages(weight_t, x.index_select(0, _rows(ptr_t, col_t)))
     passed = _weighted(weight_t, share.index_select(0, col_t))

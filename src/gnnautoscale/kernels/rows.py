@@ -31,7 +31,7 @@ def gather_rows(
         source: ``[num_rows, width]``, on the device of ``out`` or in host memory, which must be pinned for a GPU.
         index: The rows to read, ``[count]``, int64 or int32, on the device of ``out``.
         out: The result, ``[count, width]``; values are converted to its type.
-        skip: A value of 0 or more skips the row, ``[count]``, int32, on the device of ``out``. ``None`` reads all.
+        skip: ``[count]``, int32, on the device of ``out``; ``None`` reads all rows.
         programs: Number of programs that share the work on a GPU; by default as few as keep up with a training step.
 
     Example:
@@ -45,18 +45,16 @@ def gather_rows(
     _check_index(out, index, skip)
     if use_triton(out):
         _triton().gather_rows(source, index, out, skip, programs or _programs(out.nbytes))
+    elif skip is None:
+        out.copy_(source.index_select(0, index.to(source.device)))
     else:
-        _plain_gather(source, index, out, skip)
+        read = (skip < 0).nonzero().squeeze(1)
+        out.index_copy_(0, read, source.index_select(0, index[read].to(source.device)).to(out))
 
 
 @torch.no_grad()
 def gather_tables(
-    sources: Sequence[Tensor],
-    index: Tensor,
-    outs: Sequence[Tensor],
-    *,
-    skip: Tensor | None = None,
-    programs: int | None = None,
+    sources: Sequence[Tensor], index: Tensor, outs: Sequence[Tensor], *, skip: Tensor | None = None
 ) -> None:
     """Read the same rows of several tables, like :func:`gather_rows` for each, but on a GPU in one launch.
 
@@ -73,15 +71,15 @@ def gather_tables(
         raise InputError(
             "tables must have one shape and type", got=f"{len(kinds)} kinds", fix="Read different tables separately."
         )
+    on_gpu = use_triton(outs[0])
     for source, out in zip(sources, outs, strict=True):
-        _check_rows(out, source)
-        _check_index(out, index, skip)
-    if use_triton(outs[0]):
-        num_bytes = sum(out.nbytes for out in outs)
-        _triton().gather_tables(sources, index, outs, skip, programs or _programs(num_bytes))
-    else:
-        for source, out in zip(sources, outs, strict=True):
-            _plain_gather(source, index, out, skip)
+        if on_gpu:
+            _check_rows(out, source)
+            _check_index(out, index, skip)
+        else:
+            gather_rows(source, index, out, skip=skip)
+    if on_gpu:
+        _triton().gather_tables(sources, index, outs, skip, _programs(sum(out.nbytes for out in outs)))
 
 
 @torch.no_grad()
@@ -135,11 +133,9 @@ def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side
         _check_rows(out, other)
     num_halo = out.size(0) - rows.size(0)
     if staged.size(0) != 2 or where.shape != staged.shape[:2] or not 0 <= num_halo <= where.size(1):
-        raise InputError(
-            "staged and where must be two tables with room for the halo",
-            got=f"staged of shape {tuple(staged.shape)} and where of shape {tuple(where.shape)} for {num_halo} rows",
-            fix="Pass tensors of shape [2, room, width] and [2, room].",
-        )
+        got = f"staged of shape {tuple(staged.shape)} and where of shape {tuple(where.shape)} for {num_halo} rows"
+        fix = "Pass tensors of shape [2, room, width] and [2, room]."
+        raise InputError("staged and where must be two tables with room for the halo", got=got, fix=fix)
     if use_triton(out):
         _triton().merge_rows(rows, staged, recent, where, side, out)
         return
@@ -159,7 +155,7 @@ def locate_rows(index: Tensor, start: int, first: int, length: int, where: Tenso
         index: Rows of a table, ``[count]``, int64.
         start: First row of the range.
         first: New number of this row.
-        length: Length of the range.
+        length: Number of rows in the range.
         where: The result, ``[count]``, int32, on the same device.
 
     Example:
@@ -169,25 +165,13 @@ def locate_rows(index: Tensor, start: int, first: int, length: int, where: Tenso
         [-1, -1, 1]
     """
     if where.shape != index.shape:
-        raise InputError(
-            "where must have one place per index",
-            got=f"shapes {tuple(index.shape)} and {tuple(where.shape)}",
-            fix="Pass two tensors of shape [count].",
-        )
+        got = f"shapes {tuple(index.shape)} and {tuple(where.shape)}"
+        raise InputError("where must have one place per index", got=got, fix="Pass two tensors of shape [count].")
     if use_triton(where):
         _triton().locate_rows(index, start, first, length, where)
     else:
         place = index - start
         where.copy_(torch.where((place >= 0) & (place < length), place + first, -1))
-
-
-def _plain_gather(source: Tensor, index: Tensor, out: Tensor, skip: Tensor | None) -> None:
-    if skip is None:
-        out.copy_(source.index_select(0, index.to(source.device)))
-        return
-    read = (skip < 0).nonzero().squeeze(1)
-    rows = source.index_select(0, index[read].to(source.device))
-    out.index_copy_(0, read, rows.to(out))
 
 
 def _triton() -> ModuleType:
@@ -199,27 +183,19 @@ def _triton() -> ModuleType:
 
 def _check_rows(one: Tensor, other: Tensor) -> None:
     if one.dim() != 2 or other.dim() != 2 or one.size(1) != other.size(1):
-        raise InputError(
-            "rows must have the same width in source and destination",
-            got=f"shapes {tuple(other.shape)} and {tuple(one.shape)}",
-            fix="Pass tensors of shape [number of rows, width].",
-        )
+        got, fix = f"shapes {tuple(other.shape)} and {tuple(one.shape)}", "Pass tensors of shape [num_rows, width]."
+        raise InputError("rows must have the same width in source and destination", got=got, fix=fix)
     if not (one.is_contiguous() and other.is_contiguous()):
-        raise InputError(
-            "rows must be contiguous in memory",
-            got=f"strides {other.stride()} and {one.stride()}",
-            fix="Call .contiguous() on the source, and write to a tensor that was allocated whole.",
-        )
+        fix = "Call .contiguous() on the source, and write to a tensor that was allocated whole."
+        got = f"strides {other.stride()} and {one.stride()}"
+        raise InputError("rows must be contiguous in memory", got=got, fix=fix)
 
 
 def _check_index(rows: Tensor, *indices: Tensor | None) -> None:
     for index in indices:
         if index is not None and (index.dim() != 1 or index.numel() != rows.size(0)):
-            raise InputError(
-                f"there must be one index for each of {rows.size(0)} rows",
-                got=f"indices of shape {tuple(index.shape)}",
-                fix="Pass a tensor of shape [count].",
-            )
+            rule = f"there must be one index for each of {rows.size(0)} rows"
+            raise InputError(rule, got=f"indices of shape {tuple(index.shape)}", fix="Pass a tensor of shape [count].")
 
 
 def _programs(num_bytes: int) -> int:

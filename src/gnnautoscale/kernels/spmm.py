@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from gnnautoscale.kernels.long_rows import RowSegments, split_long_rows
 
 REDUCES = ("sum", "mean", "max", "min")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-Transposed: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(eq=False)
@@ -50,22 +48,12 @@ class Adjacency:
     def build(
         cls, target: Tensor, source: Tensor, num_targets: int, num_sources: int, weight: Tensor | None = None
     ) -> Adjacency:
-        """Group edges by target.
-
-        Args:
-            target: Target of each edge, ``[num_edges]``, ascending.
-            source: Source of each edge, ``[num_edges]``.
-            num_targets: Number of target rows.
-            num_sources: Number of source rows.
-            weight: The factor of each edge, ``[num_edges]``.
-        """
+        """Group edges by target: ascending targets, sources and factors, ``[num_edges]`` each."""
         for name, value in (("source", source), ("weight", weight)):
             if value is not None and value.shape != target.shape:
-                raise InputError(
-                    "target, source and weight must have one value per edge",
-                    got=f"{name} of shape {tuple(value.shape)} for target of shape {tuple(target.shape)}",
-                    fix="Pass tensors of shape [num_edges].",
-                )
+                rule = "target, source and weight must have one value per edge"
+                got = f"{name} of shape {tuple(value.shape)} for target of shape {tuple(target.shape)}"
+                raise InputError(rule, got=got, fix="Pass tensors of shape [num_edges].")
         # Wrong indices would read out of bounds. On a GPU, a check would have to wait for the device.
         if not target.is_cuda and target.numel():
             if bool((target[1:] < target[:-1]).any()):
@@ -73,22 +61,16 @@ class Adjacency:
             for name, value, size in (("target", target, num_targets), ("source", source, num_sources)):
                 low, high = (int(bound) for bound in value.aminmax())
                 if low < 0 or high >= size:
-                    raise InputError(
-                        f"{name} must be between 0 and {size - 1}",
-                        got=f"values from {low} to {high}",
-                        fix=f"Check num_{name}s and the edges.",
-                    )
+                    rule, got = f"{name} must be between 0 and {size - 1}", f"values from {low} to {high}"
+                    raise InputError(rule, got=got, fix=f"Check num_{name}s and the edges.")
         ptr: Tensor = torch._convert_indices_from_coo_to_csr(target, num_targets, out_int32=True)
         return cls(ptr, source.to(torch.int32), weight, num_sources)
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor], num_sources: int) -> Adjacency:
-        """Rebuild an adjacency from :meth:`tensors`.
+        """Rebuild an adjacency from :meth:`tensors`, on any device.
 
-        Args:
-            tensors: The tensors by name, on any device. Those of the transpose may be missing; if those of the
-                segments are, no row is split.
-            num_sources: Number of source rows.
+        Those of the transpose may be missing; if those of the segments are, no row is split.
         """
         adjacency = cls(tensors["ptr"], tensors["col"], tensors.get("weight"), num_sources)
         adjacency.segments = RowSegments.of(tensors)
@@ -98,15 +80,7 @@ class Adjacency:
         return adjacency
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, with the transpose and, if there are weights or long rows, theirs.
-
-        Example:
-            >>> loop = Adjacency.build(torch.tensor([0]), torch.tensor([0]), 1, 1)
-            >>> sorted(loop.tensors())
-            ['col', 'col_t', 'ptr', 'ptr_t']
-            >>> Adjacency.of(loop.tensors(), num_sources=1).col
-            tensor([0], dtype=torch.int32)
-        """
+        """All tensors by name, with the transpose and, if there are weights or long rows, theirs."""
         found: dict[str, Tensor] = {}
         directions = (("", (self.ptr, self.col, self.weight), self.segments), ("_t", self.transposed, self.segments_t))
         for suffix, edges, segments in directions:
@@ -127,7 +101,7 @@ class Adjacency:
 
     @cached_property
     @torch.inference_mode(False)  # kept for training too
-    def transposed(self) -> Transposed:
+    def transposed(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The same edges grouped by source.
 
         First edge of each source, ``[num_sources + 1]``; target of each edge and its weight, ``[num_edges]`` each.
@@ -176,17 +150,12 @@ def spmm(adjacency: Adjacency, x: Tensor, reduce: str = "sum", *, grad_rows: int
     if reduce not in REDUCES:
         raise InputError(f"reduce must be one of {', '.join(REDUCES)}", got=repr(reduce), fix="Pass one of these.")
     if x.dim() != 2 or x.size(0) != adjacency.num_sources or not x.is_floating_point():
-        raise InputError(
-            f"x must hold floating-point values of shape [{adjacency.num_sources}, width]",
-            got=f"{x.dtype} of shape {tuple(x.shape)}",
-            fix="Pass one row per source of the adjacency.",
-        )
+        rule = f"x must hold floating-point values of shape [{adjacency.num_sources}, width]"
+        got = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise InputError(rule, got=got, fix="Pass one row per source of the adjacency.")
     if adjacency.weight is not None and adjacency.weight.requires_grad:
-        raise InputError(
-            "the weights of an adjacency must be constants",
-            got="weights that need a gradient",
-            fix="Apply learned weights to the messages outside spmm, or detach the weights.",
-        )
+        fix = "Apply learned weights to the messages outside spmm, or detach the weights."
+        raise InputError("the weights of an adjacency must be constants", got="weights that need a gradient", fix=fix)
     out: Tensor
     if reduce in ("max", "min"):
         out = _Extreme.apply(x, adjacency, reduce == "max")  # type: ignore[no-untyped-call]
@@ -217,13 +186,10 @@ class _SumTransposed(torch.autograd.Function):
     def forward(ctx: Any, grad: Tensor, adjacency: Adjacency, mean: bool, grad_rows: int | None) -> Tensor:
         ctx.options = adjacency, mean, grad_rows
         ptr, col, weight = adjacency.transposed
-        num_rows = None
+        options: dict[str, Any] = {"degrees": adjacency.ptr if mean else None, "segments": adjacency.segments_t}
         if grad_rows is not None:
-            ptr, num_rows = ptr[: grad_rows + 1], adjacency.num_sources
-        degrees = adjacency.ptr if mean else None
-        out: Tensor = _backend(grad).sum_neighbours(
-            ptr, col, weight, grad, degrees=degrees, num_rows=num_rows, segments=adjacency.segments_t
-        )
+            ptr, options["num_rows"] = ptr[: grad_rows + 1], adjacency.num_sources
+        out: Tensor = _backend(grad).sum_neighbours(ptr, col, weight, grad, **options)
         return out
 
     @staticmethod

@@ -27,11 +27,8 @@ def compile_variants(
 ) -> Kernels:
     """A kernel for widths that are a multiple of ``VECTOR``, and one for all others.
 
-    Args:
-        function: The kernel. One argument is called ``width``.
-        counts: Names of the numbers that change from call to call.
-        indices: Names of the pointers to indices and other values, one per row or edge.
-        rows: Names of the pointers to rows.
+    ``counts`` names the numbers that change from call to call, ``indices`` the pointers to indices and other values,
+    one per row or edge, and ``rows`` the pointers to rows. One argument of the kernel is called ``width``.
     """
     aligned = triton.jit(do_not_specialize=counts, do_not_specialize_on_alignment=indices)
     unaligned = triton.jit(do_not_specialize=[*counts, "width"], do_not_specialize_on_alignment=indices + rows)
@@ -39,15 +36,7 @@ def compile_variants(
 
 
 def launch(kernels: Kernels, num_programs: int, result: Tensor, *arguments: Any, warps: int) -> None:
-    """Run a kernel on the device and current stream of its result.
-
-    Args:
-        kernels: The two variants of the kernel.
-        num_programs: Number of programs.
-        result: A tensor on the GPU, ``[num_rows, width]``. If it is empty, nothing runs.
-        arguments: The kernel's arguments.
-        warps: Number of warps per program.
-    """
+    """Run a kernel on the device and current stream of its result, ``[num_rows, width]``, unless that is empty."""
     if result.numel() == 0:
         return
     kernel = kernels[result.size(1) % VECTOR == 0]

@@ -257,14 +257,9 @@ def extreme_gradient(
 
 
 def _launch(kernels: Kernels, unroll: int, count: int, result: Tensor, *arguments: Tensor | int | bool | None) -> None:
-    """Run a kernel with one program per block of columns of each row or segment.
+    """Run a kernel with one program per block of columns of each of ``count`` rows and segments.
 
-    Args:
-        kernels: The two variants of the kernel.
-        unroll: Edges per gather, at least.
-        count: Number of rows and segments.
-        result: ``[num_rows, width]``.
-        arguments: The kernel's arguments before ``columns`` and ``unroll``.
+    ``arguments`` are those before ``columns`` and ``unroll``; a program gathers at least ``unroll`` edges at once.
     """
     width = result.size(1)
     columns = min(next_power_of_two(width), COLUMNS)

@@ -20,16 +20,9 @@ __all__ = ["BatchRows", "DirectTransfer", "Times", "Transfer", "open_transfer", 
 
 @torch.inference_mode(False)  # training goes on with what inference may have opened
 def open_transfer(medium: Medium | None, device: torch.device, *, overlap: bool = True) -> Transfer:
-    """The fastest transfer between a device and histories.
+    """The fastest transfer between a device and histories, whose medium is ``None`` if that is not decided yet.
 
-    Args:
-        medium: Where the histories live; ``None`` if that is not decided yet.
-        device: The compute device.
-        overlap: Whether rows may move while a step computes.
-
-    Example:
-        >>> type(open_transfer("host", torch.device("cpu"))).__name__
-        'DirectTransfer'
+    ``overlap`` lets rows move while a step computes.
     """
     if overlap and medium == "disk":
         return ThreadTransfer(device)

@@ -43,10 +43,8 @@ class Transfer(ABC):
     def begin(self, rows: BatchRows, following: BatchRows | None, histories: Mapping[str, History]) -> None:
         """Start a step: its rows are on their way.
 
-        Args:
-            rows: The batch's rows.
-            following: Those of the batch that is likely to follow, a hint.
-            histories: The histories that exist so far, by slot.
+        ``following`` are those of the batch that is likely to follow, a hint; ``histories`` those that exist so far,
+        by slot.
         """
 
     def look_ahead(self) -> None:
@@ -55,17 +53,10 @@ class Transfer(ABC):
 
     @abstractmethod
     def exchange(self, slot: str, history: History, rows: Tensor, *, push: bool = True) -> Tensor:
-        """Push the batch's rows and pull the halo's.
+        """Push the batch's rows, ``[batch_size, width]``, and pull the halo's; without ``push``, only pull.
 
-        Args:
-            slot: The slot's name.
-            history: Its history.
-            rows: The batch's rows, ``[batch_size, width]``.
-            push: Whether to push; the halo's rows are pulled in any case.
-
-        Returns:
-            The batch's rows, then the halo's as all earlier steps left them, ``[num_rows, width]``. The halo's are
-            constants to autograd.
+        Returns the batch's rows, then the halo's as all earlier steps left them, ``[num_rows, width]``. The halo's are
+        constants to autograd.
         """
 
     def end(self) -> None:

@@ -63,17 +63,9 @@ class BatchRows:
         self._placed = None
 
     def locate(self, index: Tensor, where: Tensor) -> None:
-        """Find rows of a history among the batch's own.
+        """Find rows of a history, ``[count]``, among the batch's own.
 
-        Args:
-            index: Rows of a history, ``[count]``.
-            where: Receives the position of each in the batch, or -1, ``[count]``, int32, on the same device.
-
-        Example:
-            >>> where = torch.empty(3, dtype=torch.int32)
-            >>> BatchRows(torch.tensor([4, 5, 1, 7]), batch_size=3).locate(torch.tensor([1, 7, 5]), where)
-            >>> where.tolist()
-            [2, -1, 1]
+        ``where`` receives the position of each in the batch, or -1, ``[count]``, int32, on the same device.
         """
         if len(self.runs) == 1:
             locate_rows(index, *self.runs[0], where)

@@ -40,11 +40,7 @@ R = TypeVar("R", bound=Room)
 
 
 class StagedTransfer(Transfer, Generic[R]):
-    """Keeps a room for each slot, of which one side serves the step and the other side the next step.
-
-    Args:
-        device: The compute device.
-    """
+    """Keeps a room for each slot, of which one side serves the step and the other side the next step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -26,9 +26,6 @@ class StreamTransfer(StagedTransfer[Room]):
     """Pulls the next batch's rows during a step and writes a step's rows behind it; histories in pinned host memory.
 
     Three streams work side by side: the step's own, one that pulls and one that pushes. Host code never waits.
-
-    Args:
-        device: The GPU.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,13 +41,9 @@ class _DiskRoom(Room):
 
 @dataclass
 class _Read:
-    """Rows that the thread reads for a batch.
+    """Rows of some slots that the thread reads for a batch, while the step of the batch ``before`` runs.
 
-    Attributes:
-        rows: The batch's rows.
-        slots: The slots whose rows are read.
-        before: The batch whose step runs meanwhile.
-        shared: Gives which of the halo's rows that step writes itself, and their positions in its batch.
+    ``shared`` gives which of the halo's rows that step writes itself, and their positions in its batch.
     """
 
     rows: BatchRows
@@ -58,11 +53,7 @@ class _Read:
 
 
 class ThreadTransfer(StagedTransfer[_DiskRoom]):
-    """Reads ahead and writes behind in a thread; histories on disk.
-
-    Args:
-        device: The compute device.
-    """
+    """Reads ahead and writes behind in a thread; histories on disk."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -100,7 +91,7 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
                 for slot, history in histories.items()
             )
 
-        self._written[side] = self._do(write)
+        self._written[side] = self._thread.submit(write)
 
     def settle(self) -> None:
         """See :meth:`Transfer.settle`."""
@@ -108,7 +99,7 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
         read, self._read = self._read, None
         if read is not None:
             read.shared.result()
-        self._do(lambda: None).result()
+        self._thread.submit(lambda: None).result()
         self._raise_failures()
 
     def close(self) -> None:
@@ -135,7 +126,7 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
     def _stage_late(self, slot: str, history: History) -> None:
         batch = self._current
         staged = self._rooms[slot].staged[self._side, : batch.num_halo]
-        self._do(partial(history.read, batch.index[batch.batch_size :], staged)).result()
+        self._thread.submit(partial(history.read, batch.index[batch.batch_size :], staged)).result()
         self._arrive(slot, *_nothing())
 
     def _with_halo(self, slot: str, history: History, rows: Tensor) -> Tensor:
@@ -150,11 +141,11 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
             if free is not None:
                 free.synchronize()  # a GPU has taken what was there
             index = rows.index[rows.batch_size :]
-            staged = {slot: self._rooms[slot].staged[side, : rows.num_halo] for slot in histories}
-            self._gather(index, [(histories[slot], staged[slot]) for slot in histories])
+            rooms = [(history, self._rooms[slot].staged[side, : rows.num_halo]) for slot, history in histories.items()]
+            self._gather(index, rooms)
             return _nothing() if before is None else _shared(index, before)
 
-        return _Read(rows, frozenset(histories), before, self._do(work))
+        return _Read(rows, frozenset(histories), before, self._thread.submit(work))
 
     def _gather(self, index: Tensor, tables: list[tuple[History, Tensor]]) -> None:
         """Read the same rows of several histories, in several threads if they are many."""
@@ -204,10 +195,6 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
             halo=rows(self._most_halo, near=True) if self._on_gpu else None,
         )
 
-    def _do(self, work: Callable[[], Any]) -> Future[Any]:
-        """Give the thread a task, after all it was given before."""
-        return self._thread.submit(work)
-
     def _raise_failures(self, *sides: int) -> None:
         """Wait for earlier writes, and raise the error of one that failed."""
         for side in sides or (0, 1):
@@ -232,12 +219,7 @@ def _nothing() -> tuple[Tensor, Tensor]:
 
 
 def _shared(halo: Tensor, written: BatchRows) -> tuple[Tensor, Tensor]:
-    """The places in a halo of the rows that another batch writes, and their positions in that batch.
-
-    Example:
-        >>> _shared(torch.tensor([4, 7, 9]), BatchRows(torch.tensor([9, 4]), batch_size=2))
-        (tensor([0, 2]), tensor([1, 0]))
-    """
+    """The places in a halo of the rows that another batch writes, and their positions in that batch."""
     where = torch.empty(halo.numel(), dtype=torch.int32)
     written.locate(halo, where)
     places = (where >= 0).nonzero().squeeze(1)

@@ -26,24 +26,14 @@ class Times:
 
 
 class HostTimes(Times):
-    """Times of the host's own work.
-
-    Example:
-        >>> times = HostTimes()
-        >>> with times.during("pull"):
-        ...     pass
-        >>> sorted(times.taken()), times.taken()
-        (['pull'], {})
-    """
+    """Times of the host's own work."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, _Piece] = {}
 
     def during(self, name: str) -> AbstractContextManager[None]:
         """See :meth:`Times.during`."""
-        if name not in self._pieces:
-            self._pieces[name] = _Piece()
-        return self._pieces[name]
+        return self._pieces.setdefault(name, _Piece())
 
     def taken(self) -> dict[str, float]:
         """See :meth:`Times.taken`."""
@@ -66,9 +56,6 @@ class DeviceTimes(Times):
     """Times that a GPU's stream spends on a piece of work, or waits for it, between two events on that stream.
 
     Events are read once all work is done, and used again afterwards.
-
-    Args:
-        device: The GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
