@@ -18,16 +18,7 @@ _Curves: TypeAlias = dict[str, dict[str, Any]]
 
 
 def make_report(experiment: Experiment, runs: Sequence[Job], store: Store) -> Report:
-    """Summarize the results so far.
-
-    Args:
-        experiment: The experiment.
-        runs: Its runs, or some of them.
-        store: Holds their results.
-
-    Returns:
-        A report on the cells that have results.
-    """
+    """Report on the cells that have results, of all or some of an experiment's runs."""
     found = Results(runs, store)
     if not found.cells():
         raise InputError("a report needs results", got="none", fix="See why the runs failed.")
