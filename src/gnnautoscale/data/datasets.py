@@ -316,8 +316,7 @@ def _cluster(root: Path, split: int, seed: int, *, graphs: int = 10_000) -> list
 
 
 def _pattern(root: Path, split: int, seed: int, *, graphs: int = 10_000) -> list[Data]:
-    counts = (graphs, max(1, graphs // 5), max(1, graphs // 5))
-    parts = enumerate(counts)
+    parts = enumerate((graphs, max(1, graphs // 5), max(1, graphs // 5)))
     return _inductive(generate.pattern(count, seed=3 * seed + part, pattern_seed=seed) for part, count in parts)
 
 

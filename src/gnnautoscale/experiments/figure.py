@@ -8,7 +8,7 @@ from typing import Any
 
 
 def save_figure(draw: Callable[[Any], None], path: Path) -> bool:
-    """Let ``draw`` fill an empty matplotlib figure, and save it. Without matplotlib, write nothing and return ``False``."""
+    """Draw into an empty matplotlib figure and save it; without matplotlib, write nothing and return ``False``."""
     try:
         from matplotlib import pyplot
     except ImportError:

@@ -118,11 +118,9 @@ class Experiment:
 
 # Options that only these modes have or depend on. Other modes leave them out, so that jobs that differ in nothing else
 # are the same.
-_IN_BATCHES = ("gas", "history", "cluster", "sage")
+_OF_BATCHES = ("num_parts", "batch_size", "partition", "steps_per_epoch", "refresh_every", "storage")
 _OF_MODES = {
-    **dict.fromkeys(
-        ("num_parts", "batch_size", "partition", "steps_per_epoch", "refresh_every", "storage"), _IN_BATCHES
-    ),
+    **dict.fromkeys(_OF_BATCHES, ("gas", "history", "cluster", "sage")),
     "drawings": ("gas", "history"),
     "fan_out": ("sage",),
 }
