@@ -70,7 +70,8 @@ def pattern(num_graphs: int, *, seed: int = 0, pattern_seed: int = 0) -> Data:
     """
     _at_least("num_graphs", num_graphs, 1)
     rng = np.random.default_rng(seed)
-    patterns = _patterns(np.random.default_rng((pattern_seed, NUM_PATTERNS)))  # independent of rng
+    fixed = np.random.default_rng((pattern_seed, NUM_PATTERNS))  # independent of rng
+    patterns = [(fixed.random((n, n)) < 0.5, fixed.integers(0, 3, n)) for n in _sizes(fixed, NUM_PATTERNS)]
 
     def draw(planted: _Pattern) -> _Small:
         inner, inner_feature = planted
@@ -91,13 +92,7 @@ def pattern(num_graphs: int, *, seed: int = 0, pattern_seed: int = 0) -> Data:
 
 
 def communities(
-    num_nodes: int,
-    *,
-    degree: float,
-    num_features: int,
-    num_classes: int,
-    homophily: float = 0.8,
-    seed: int = 0,
+    num_nodes: int, *, degree: float, num_features: int, num_classes: int, homophily: float = 0.8, seed: int = 0
 ) -> Data:
     r"""A random graph of any size that partitions well, drawn in time and memory :math:`\mathcal{O}(N F + E)`.
 
@@ -199,11 +194,6 @@ def _blocks(rng: np.random.Generator, block: _Ints, *, inside: float, across: fl
     """Draw a directed block model [n, n]; its upper triangle is an undirected one."""
     chance = np.where(block[:, None] == block, np.float32(inside), np.float32(across))
     return rng.random(chance.shape, dtype=np.float32) < chance
-
-
-def _patterns(rng: np.random.Generator) -> list[_Pattern]:
-    sizes = _sizes(rng, NUM_PATTERNS)
-    return [(rng.random((size, size)) < 0.5, rng.integers(0, 3, size)) for size in sizes]
 
 
 def _num_draws(wanted: float, possible: int) -> int:

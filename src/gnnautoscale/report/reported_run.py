@@ -80,11 +80,16 @@ class ReportedRun:
         """The score of the best epoch on a split, if known."""
         return finite((self.result.get("scores") or {}).get(split))
 
+    def settled_seconds(self) -> list[Point]:
+        """The time of each epoch but the first, which also prepares batches, unless it is the only one."""
+        points = self.curve(("seconds",))
+        return points[1:] or points
+
     @property
     def epoch_seconds(self) -> float | None:
-        """The median time of an epoch, without the first, which also prepares batches, unless it is the only one."""
-        seconds = [value for epoch in self.record.epochs if (value := finite(epoch.get("seconds"))) is not None]
-        return statistics.median(seconds[1:] or seconds) if seconds else None
+        """The median of these times, if known."""
+        seconds = [y for _, y in self.settled_seconds()]
+        return statistics.median(seconds) if seconds else None
 
     def curve(
         self, path: tuple[str, ...], records: Sequence[dict[str, Any]] | None = None, over: str = "epoch"

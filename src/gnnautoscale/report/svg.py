@@ -23,6 +23,7 @@ _LETTER = 6.6  # about the width of a digit
 _BANDS = 60
 _TAG_WIDTH = 16.0
 _DOTS = 25  # curves with more points are drawn without dots
+_Scale = Callable[[float], float]  # from values to places
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def risen(points: Sequence[Point], floor: float) -> list[Point]:
     return [(x0 + (x1 - x0) * (floor - y0) / (y1 - y0), floor), *points[first:]]
 
 
-def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+def _scale(low: float, high: float, start: float, end: float) -> _Scale:
     return lambda value: start + (end - start) * (value - low) / (high - low)
 
 
@@ -248,11 +249,7 @@ def move_apart(places: Sequence[float], apart: float, limit: float) -> list[floa
 
 
 def _bands(
-    curves: Sequence[tuple[Series, Sequence[Point]]],
-    xs: Sequence[float],
-    place: Callable[[float], float],
-    bottom: float,
-    x_title: str,
+    curves: Sequence[tuple[Series, Sequence[Point]]], xs: Sequence[float], place: _Scale, bottom: float, x_title: str
 ) -> list[str]:
     """Invisible columns whose tooltips show the values of all curves."""
     chosen = [xs[index] for index in spaced(len(xs), _BANDS)]
@@ -284,13 +281,7 @@ def _y_axis(places: Sequence[float], labels: Sequence[str], left: float, title: 
 
 
 def _x_axis(
-    marks: Sequence[float],
-    place: Callable[[float], float],
-    left: float,
-    bottom: float,
-    title: str,
-    *,
-    keep_inside: bool = False,
+    marks: Sequence[float], place: _Scale, left: float, bottom: float, title: str, *, keep_inside: bool = False
 ) -> list[str]:
     """The horizontal axis with its ticks, and its title below the right end."""
     end = _WIDTH if keep_inside else _WIDTH - _RIGHT + 4

@@ -96,7 +96,7 @@ def time_section(runs: Sequence[ReportedRun]) -> Section | None:
         data = facts_table([_TIMES[name] for name in names], columns, caption="Time of a step")
         keys = [Key(_TIMES[name], at) for at, name in enumerate(names)]
         found.append(figure("Where the time of a step goes", plot, data=data, keys=keys))
-    found += curves(runs, "Time of an epoch", _settled_seconds, "seconds", floor=_from_zero)
+    found += curves(runs, "Time of an epoch", ReportedRun.settled_seconds, "seconds", floor=_from_zero)
     how = (
         "Means over all epochs but the first, which also prepares batches. Pulls ahead of a step and pushes behind it "
         "take no time of their own: the plot shows how long training had to wait. A large share of the loader or of "
@@ -226,12 +226,6 @@ def _halo_sizes(partitions: Sequence[_Partition]) -> list[str]:
         ]
         found.append(figure(title, plot, data=table(["", "value"], rows, caption=title)))
     return found
-
-
-def _settled_seconds(run: ReportedRun) -> list[Point]:
-    """The time of each epoch but the first, unless that is the only one."""
-    points = run.curve(("seconds",))
-    return points[1:] or points
 
 
 def _hit_percentage(run: ReportedRun) -> list[Point]:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -159,14 +160,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     except OSError as error:
         raise _unreadable(path, str(error)) from None
-    lines = text.split("\n")
-    last = lines.pop()  # empty, unless a crash cut it off
+    *lines, last = text.split("\n")
     read = [_parsed(line, path, number) for number, line in enumerate(lines, start=1)]
-    try:
-        complete = json.loads(last) if last.strip() else None
-    except ValueError:
-        complete = None
-    return [*read, complete] if isinstance(complete, dict) else read
+    with suppress(InputError):  # the last line is empty, unless a crash cut it off
+        read.append(_parsed(last, path, len(lines) + 1))
+    return read
 
 
 def _parsed(line: str, path: Path, number: int) -> dict[str, Any]:

@@ -43,12 +43,7 @@ class Example:
 
 
 def examples() -> list[Example]:
-    """The graphs of ``gas expressiveness``, small ones first.
-
-    Example:
-        >>> [example.name for example in examples()][:3]
-        ['counterexample', 'two stars', 'hexagon and triangles']
-    """
+    """The graphs of ``gas expressiveness``, small ones first."""
     ring = torch.arange(24)
     marked = _graph(torch.stack([ring, ring.roll(-1)]), (ring == 0).long())
     cora = generate.communities(2708, degree=3.9, num_features=1, num_classes=7)
@@ -102,7 +97,7 @@ def _graph(edges: Tensor, colours: Tensor) -> Data:
 def survey(
     example: Example, seed: int, *, partition: Partitioner = "metis", rescale: bool = True, lr: float = 1e-3
 ) -> dict[str, Comparison]:
-    """Compare the classes of a random model's outputs with Weisfeiler-Lehman colours, for every method.
+    """Compare the classes of a random model's outputs with Weisfeiler-Lehman colours, by method.
 
     Args:
         example: The graph.
@@ -110,9 +105,6 @@ def survey(
         partition: How to partition the graph.
         rescale: Whether the baselines' remaining edges stand for those they drop.
         lr: Learning rate of "GAS in training".
-
-    Returns:
-        A comparison for each method, by its name.
 
     Example:
         >>> found = survey(examples()[0], seed=0)

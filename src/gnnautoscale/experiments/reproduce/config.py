@@ -57,14 +57,8 @@ class Job:
 class Experiment:
     """An experiment of the paper, as in its configuration file.
 
-    Attributes:
-        name: Its name, such as ``"table1"``.
-        kind: What a job does: ``"train"``, ``"connectivity"``, ``"neighbourhood"`` or ``"step"``.
-        seeds: Number of seeds, unless a cell says otherwise.
-        cells: Options by cell.
-        variants: Options by variant, which win over those of a cell. Options of a model are in a table of their own,
-            ``model``.
-        train: Options of every job.
+    A job has the options ``train``, those of its cell, which may also set the number of seeds, and those of its
+    variant; later ones win. Options of a model are in a table of their own, ``model``.
     """
 
     name: str
