@@ -23,10 +23,9 @@ from gnnautoscale.attach.inference import infer_from_histories
 from gnnautoscale.data import datasets
 from gnnautoscale.data.datasets import Dataset
 from gnnautoscale.experiments.reproduce import config
-from gnnautoscale.experiments.reproduce.store import versions
 from gnnautoscale.history import codec_for
 from gnnautoscale.models import build_model
-from gnnautoscale.training import describe_machine
+from gnnautoscale.training import describe_machine, versions
 from gnnautoscale.training.loop import FitResult, fit
 
 PRECISIONS = {

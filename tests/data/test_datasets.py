@@ -76,6 +76,7 @@ def test_generated(name: str, graphs: list[int]) -> None:
     assert_plain(dataset)
     assert dataset.name == name.lower()
     assert dataset.inductive
+    assert [splits for _, splits in dataset.graphs()] == [("train",), ("val",), ("test",)]
     parts = [dataset.train, dataset.val, dataset.test]
     assert [int(data.graph_id.max()) + 1 for data in parts] == graphs
     assert [counts(data)[i] for i, data in enumerate(parts)] == [data.num_nodes for data in parts]
@@ -96,6 +97,7 @@ def test_communities() -> None:
     dataset = load("communities", nodes=400, degree=6, features=5, classes=4, homophily=0.9)
     assert_plain(dataset)
     assert not dataset.inductive
+    assert [splits for _, splits in dataset.graphs()] == [("train", "val", "test")]
     assert (dataset.train.num_nodes, dataset.num_features, dataset.num_classes) == (400, 5, 4)
     assert counts(dataset.train) == [200, 100, 100]
 

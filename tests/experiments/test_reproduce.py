@@ -569,10 +569,10 @@ def test_a_report_needs_results(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_there_become_null(tmp_path: Path) -> None:
-    files = write_files(Report("A", ["b", "c"], [["d", "e"]], [], {"x": math.nan}), tmp_path, "made")
+    files = write_files(Report("A", ["b", "c"], [["d", "e"]], ["A note."], {"x": math.nan}), tmp_path, "made")
     assert [file.name for file in files] == ["made.md", "made.json"]
     assert json.loads(files[1].read_text()) == {"x": None}
-    assert files[0].read_text() == "### A\n\n| b | c |\n|---|---:|\n| d | e |\n"
+    assert files[0].read_text() == "### A\n\n| b | c |\n|---|---:|\n| d | e |\n\nA note.\n"
 
 
 # The command #########################################################################################################
@@ -633,6 +633,11 @@ def test_neighbourhoods_are_measured_by_work(tmp_path: Path) -> None:
     }
     found = perform({**work, "method": "gas", "device": "cpu"}, root=str(tmp_path), device="cpu")
     assert set(found) == {"step_seconds", "build_seconds", "peak_memory", "nodes", "edges"}
+
+
+def test_connectivity_is_measured_by_work() -> None:
+    work = {"kind": "connectivity", "cell": "cluster", "data": {"graphs": 3}, "num_parts": 1, "method": "metis"}
+    assert perform({**work, "seed": 0}, root="data", device="cpu") == {"connectivity": 0.0, "num_parts": 1}
 
 
 @pytest.mark.parametrize(

@@ -353,6 +353,21 @@ def test_runs_have_letters(tmp_path: Path) -> None:
     assert [reported_run.ReportedRun(record, number).tag for number in (0, 25, 26, 52)] == ["A", "Z", "AA", "BA"]
 
 
+def test_values_in_words() -> None:
+    words = [reported_run.words(value) for value in (None, True, 0.0005, [10, 5], "metis")]
+    assert words == ["-", "yes", "0.0005", "[10, 5]", "metis"]
+
+
+def test_settings_that_differ() -> None:
+    columns = [{"lr": "0.1", "seed": "0"}, {"lr": "0.1", "seed": "1", "new": "2"}]
+    assert reported_run.differing(columns) == ["seed", "new"]
+
+
+def test_low_scores_do_not_squeeze_the_others() -> None:
+    assert training.score_floor([10.0, *range(70, 90)]) == 62.0
+    assert training.score_floor([60.0, 70.0, 80.0]) is None
+
+
 # In a browser
 
 BROWSER = next(

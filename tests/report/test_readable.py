@@ -7,6 +7,24 @@ import math
 from gnnautoscale.report import readable
 
 
+def test_only_finite_numbers_are_numbers() -> None:
+    assert [readable.finite(value) for value in (3, None, math.nan, "3", True)] == [3.0, None, None, None, None]
+
+
+def test_numbers_are_short() -> None:
+    numbers = {1234567: "1,234,567", 1234.5: "1,234", 0.98765: "0.9877", 2.5e-7: "2.5e-7", 10: "10", None: "-"}
+    assert {value: readable.short(value) for value in numbers} == numbers
+
+
+def test_amounts_have_units() -> None:
+    sizes = {512: "512 B", 3 * 2**20: "3 MB", 2.5 * 2**30: "2.5 GB", None: "-"}
+    assert {value: readable.bytes_text(value) for value in sizes} == sizes
+    assert readable.unit_of_bytes([10, 3000]) == (1024, "KB")
+    assert readable.unit_of_bytes([]) == (1, "B")
+    times = {0: "0 s", 2e-6: "2 µs", 0.0123: "12.3 ms", 2.5: "2.5 s", 150: "2.5 min", 9000: "2.5 h", None: "-"}
+    assert {value: readable.seconds_text(value) for value in times} == times
+
+
 def test_ticks_are_round_and_inside() -> None:
     assert readable.ticks(0, 0.3) == [0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3]
     assert readable.ticks(-3, 3) == [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0]
@@ -36,6 +54,8 @@ def test_labels_of_ticks() -> None:
     assert readable.tick_labels([0.0, 150000.0]) == ["0", "150k"]
     assert readable.tick_labels([0.0, 1.5e6]) == ["0", "1.5M"]
     assert readable.tick_labels([-0.5, 0.5]) == ["-0.5", "0.5"]
+    assert readable.tick_labels([0.0, 20000.0]) == ["0", "20,000"]
+    assert readable.tick_labels([0.0, 2e-6]) == ["0", "2e-6"]
 
 
 def test_thinning_keeps_ends_and_peaks() -> None:
@@ -46,3 +66,10 @@ def test_thinning_keeps_ends_and_peaks() -> None:
     assert kept == sorted(kept)
     assert {points[0], points[-1], points[7777]} <= set(kept)
     assert readable.thin(points[:100], 100) == points[:100]
+    peak = [(x, 9.0 if x == 5 else 0.0) for x in range(12)]
+    assert readable.thin(peak, 6) == [(0, 0.0), (1, 0.0), (5, 9.0), (6, 0.0), (11, 0.0)]
+
+
+def test_indices_are_evenly_spaced() -> None:
+    assert readable.spaced(3, 5) == [0, 1, 2]
+    assert readable.spaced(9, 3) == [0, 4, 8]

@@ -62,6 +62,27 @@ def test_a_histogram_counts_every_value_once() -> None:
     assert counts[:2] == [2, 1]
 
 
+def test_edges_of_a_histogram_are_round() -> None:
+    assert svg.bins([0.07, 0.5]) == [0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5]
+    assert svg.bins([2.0, 2.0]) == [1.5, 2.5]
+
+
+def test_heat_tells_small_values_apart() -> None:
+    assert [svg.heat_level(value, 36.0) for value in (0.0, 0.5, 1.0, 1.1, 36.0)] == [0, 1, 1, 2, 6]
+    plot = svg.heat_map([[0.0, 0.5], [1.0, 0.0]], 1.0, label="l", x_title="owner", y_title="puller")
+    assert plot.count('class="h') == 2 + svg.HEAT_LEVELS
+
+
+def test_a_curve_begins_at_the_floor() -> None:
+    assert svg.risen([(0, 0.0), (1, 10.0), (2, 30.0), (3, 15.0)], 20) == [(1.5, 20), (2, 30.0), (3, 15.0)]
+
+
+def test_tags_move_apart_if_there_is_room() -> None:
+    assert svg.move_apart([10, 12, 99], 5, 100) == [10, 15, 99]
+    assert svg.move_apart([98, 99], 5, 100) == [95, 100]
+    assert svg.move_apart([1, 2, 3], 60, 100) == []
+
+
 # Colours
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.runs.folder import RunFolder, read_run
+from gnnautoscale.runs.folder import RunFolder, free_folder, read_run
 
 RUN: dict[str, Any] = {
     "title": "a run",
@@ -106,6 +106,13 @@ def test_a_new_run_needs_an_empty_folder(tmp_path: Path) -> None:
         RunFolder.create(tmp_path, RUN)
     with pytest.raises(InputError, match="writable folder"):
         RunFolder.create(tmp_path / "run.json" / "below", RUN)
+
+
+def test_a_free_folder_has_a_plain_name_and_a_number(tmp_path: Path) -> None:
+    names = [free_folder(tmp_path, "cora gcn/full seed 0")]
+    names[0].mkdir()
+    names.append(free_folder(tmp_path, "cora gcn/full seed 0"))
+    assert [path.name for path in names] == ["cora-gcn-full-seed-0", "cora-gcn-full-seed-0-2"]
 
 
 def test_reopening_drops_later_epochs(tmp_path: Path) -> None:

@@ -76,12 +76,7 @@ class Dataset:
         return max(int(graph.y.max()) for graph, _ in self.graphs()) + 1
 
     def graphs(self) -> list[tuple[Data, tuple[str, ...]]]:
-        """Each graph once, with its splits.
-
-        Example:
-            >>> [splits for _, splits in load("cluster", graphs=2).graphs()]
-            [('train',), ('val',), ('test',)]
-        """
+        """Each graph once, with its splits: all three, or one if the data set is inductive."""
         found: dict[int, tuple[Data, tuple[str, ...]]] = {}
         for split, graph in (("train", self.train), ("val", self.val), ("test", self.test)):
             found[id(graph)] = graph, (*found.get(id(graph), (graph, ()))[1], split)
@@ -279,15 +274,10 @@ def _own_split(root: Path, split: int, seed: int, *, source: str, standardize: b
     """Reddit, Flickr and Yelp, which come with masks."""
     folder = root / source
     data = _read(lambda: getattr(pyg, source)(str(folder))[0], folder)
-    if standardize:
-        data.x = _standardized(data.x, data.train_mask)
+    if standardize:  # mean 0 and deviation 1 on the training nodes; constant columns are only centred
+        std, mean = torch.std_mean(data.x[data.train_mask], dim=0, correction=0)
+        data.x = (data.x - mean) / torch.where(std > 0, std, torch.ones_like(std))
     return [data]
-
-
-def _standardized(x: Tensor, train_mask: Tensor) -> Tensor:
-    """Give columns mean 0 and deviation 1 on the training nodes; constant ones are only centred."""
-    std, mean = torch.std_mean(x[train_mask], dim=0, correction=0)
-    return (x - mean) / torch.where(std > 0, std, torch.ones_like(std))
 
 
 def _ppi(root: Path, split: int, seed: int) -> list[Data]:
@@ -316,8 +306,7 @@ def _cluster(root: Path, split: int, seed: int, *, graphs: int = 10_000) -> list
 
 
 def _pattern(root: Path, split: int, seed: int, *, graphs: int = 10_000) -> list[Data]:
-    counts = (graphs, max(1, graphs // 5), max(1, graphs // 5))
-    parts = enumerate(counts)
+    parts = enumerate((graphs, max(1, graphs // 5), max(1, graphs // 5)))
     return _inductive(generate.pattern(count, seed=3 * seed + part, pattern_seed=seed) for part, count in parts)
 
 

@@ -51,16 +51,7 @@ def read_graph(
 ) -> Data:
     """Read a graph and whatever targets and splits stand beside it; see `from_file` for formats and arguments.
 
-    Returns:
-        ``x`` float32 and ``edge_index`` int64; ``y``, masks and edge attributes if the file has them.
-
-    Example:
-        >>> import numpy as np
-        >>> from tempfile import mkdtemp
-        >>> file = Path(mkdtemp()) / "tiny.npz"
-        >>> np.savez(file, edge_index=[[0, 1], [1, 2]], x=np.eye(3), y=[0, 1, 1])
-        >>> read_graph(file, undirected=True)
-        Data(x=[3, 3], edge_index=[2, 4], y=[3])
+    ``x`` is float32 and ``edge_index`` int64; ``y``, masks and edge attributes are there if the file has them.
     """
     path, kind = Path(path), Path(path).suffix.lower()
     some = max_features is None or max_features >= 1

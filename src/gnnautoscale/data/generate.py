@@ -26,13 +26,9 @@ def cluster(num_graphs: int, *, seed: int = 0) -> Data:
     A graph has 6 blocks of 5 to 34 nodes. Two nodes are joined with probability 0.55 within a block and 0.25 across
     blocks. One node of each block has the block's number as its feature; all others have 0.
 
-    Args:
-        num_graphs: Number of small graphs.
-        seed: Seed of the graphs.
-
     Returns:
-        All graphs side by side as one: ``x`` [N, 7] one-hot, ``edge_index`` [2, E] in both directions, ``y`` [N] in
-        0..5, and ``graph_id`` [N], the small graph of each node.
+        ``num_graphs`` graphs side by side as one: ``x`` [N, 7] one-hot, ``edge_index`` [2, E] in both directions, ``y``
+        [N] in 0..5, and ``graph_id`` [N], the small graph of each node.
 
     Example:
         >>> data = cluster(10)
@@ -60,16 +56,12 @@ def pattern(num_graphs: int, *, seed: int = 0, pattern_seed: int = 0) -> Data:
 
     There are 100 patterns, random graphs of 5 to 34 nodes (edge probability 0.5) with features in {0, 1, 2}; graph i
     holds pattern i mod 100. Around it are 5 blocks of 5 to 34 nodes with random features, joined with probability 0.5
-    within a block and 0.35 across blocks. A pattern node and a block node are joined with probability 0.5.
-
-    Args:
-        num_graphs: Number of small graphs.
-        seed: Seed of the graphs around the patterns.
-        pattern_seed: Seed of the patterns; training, validation and test graphs must share it.
+    within a block and 0.35 across blocks. A pattern node and a block node are joined with probability 0.5. Training,
+    validation and test graphs must share ``pattern_seed``, the seed of the patterns.
 
     Returns:
-        All graphs side by side as one: ``x`` [N, 3] one-hot, ``edge_index`` [2, E] in both directions, ``y`` [N] (1 on
-        pattern nodes, else 0), and ``graph_id`` [N], the small graph of each node.
+        ``num_graphs`` graphs side by side as one: ``x`` [N, 3] one-hot, ``edge_index`` [2, E] in both directions, ``y``
+        [N] (1 on pattern nodes, else 0), and ``graph_id`` [N], the small graph of each node.
 
     Example:
         >>> data = pattern(10)
@@ -78,7 +70,8 @@ def pattern(num_graphs: int, *, seed: int = 0, pattern_seed: int = 0) -> Data:
     """
     _at_least("num_graphs", num_graphs, 1)
     rng = np.random.default_rng(seed)
-    patterns = _patterns(np.random.default_rng((pattern_seed, NUM_PATTERNS)))  # independent of rng
+    fixed = np.random.default_rng((pattern_seed, NUM_PATTERNS))  # independent of rng
+    patterns = [(fixed.random((n, n)) < 0.5, fixed.integers(0, 3, n)) for n in _sizes(fixed, NUM_PATTERNS)]
 
     def draw(planted: _Pattern) -> _Small:
         inner, inner_feature = planted
@@ -99,13 +92,7 @@ def pattern(num_graphs: int, *, seed: int = 0, pattern_seed: int = 0) -> Data:
 
 
 def communities(
-    num_nodes: int,
-    *,
-    degree: float,
-    num_features: int,
-    num_classes: int,
-    homophily: float = 0.8,
-    seed: int = 0,
+    num_nodes: int, *, degree: float, num_features: int, num_classes: int, homophily: float = 0.8, seed: int = 0
 ) -> Data:
     r"""A random graph of any size that partitions well, drawn in time and memory :math:`\mathcal{O}(N F + E)`.
 
@@ -207,11 +194,6 @@ def _blocks(rng: np.random.Generator, block: _Ints, *, inside: float, across: fl
     """Draw a directed block model [n, n]; its upper triangle is an undirected one."""
     chance = np.where(block[:, None] == block, np.float32(inside), np.float32(across))
     return rng.random(chance.shape, dtype=np.float32) < chance
-
-
-def _patterns(rng: np.random.Generator) -> list[_Pattern]:
-    sizes = _sizes(rng, NUM_PATTERNS)
-    return [(rng.random((size, size)) < 0.5, rng.integers(0, 3, size)) for size in sizes]
 
 
 def _num_draws(wanted: float, possible: int) -> int:

@@ -36,14 +36,8 @@ Numbers = dict[str, Any]
 class BenchGraph:
     """A generated graph whose batches all have the same size; the defaults are those of the paper's Figure 4.
 
-    Attributes:
-        nodes: Number of nodes, and of rows of a history.
-        batch_nodes: Nodes per batch.
-        batches: Batches per epoch. Nodes beyond these batches only serve as halo nodes.
-        degree: Edges into each batch node from random nodes of its batch.
-        halo_degree: Edges from each halo node into random nodes of the batch.
-        features: Width of the input.
-        classes: Number of classes.
+    Nodes beyond the batches only serve as halo nodes. Each batch node has ``degree`` edges from random nodes of its
+    batch, and each halo node has ``halo_degree`` edges into random nodes of the batch.
     """
 
     nodes: int = 1_000_000
@@ -55,11 +49,7 @@ class BenchGraph:
     classes: int = 256
 
     def check(self, *ratios: float, **counts: int) -> None:
-        """Raise an :class:`InputError` if the graph cannot have such halos, or if a count is below 1.
-
-        Example:
-            >>> BenchGraph(nodes=100_000).check(5.0, layers=4)
-        """
+        """Refuse a graph that cannot have such halos, and counts below 1."""
         if min(*vars(self).values(), *counts.values()) < 1 or min(ratios) < 0:
             raise InputError("sizes must be at least 1, and ratios at least 0", got="less", fix="Increase it.")
         if self.batches * self.batch_nodes > self.nodes or (1 + max(ratios)) * self.batch_nodes > self.nodes:
@@ -74,16 +64,9 @@ class BenchGraph:
 PRODUCTS = BenchGraph(2_400_000, 16_000, 150, degree=39, halo_degree=6, features=100, classes=47)
 
 
-def make_loader(graph: BenchGraph, ratio: float, seed: int = 0) -> HaloLoader:
-    """Generate a graph with ``ratio`` halo nodes per batch node, and return its loader.
-
-    Example:
-        >>> graph = BenchGraph(nodes=100, batch_nodes=10, batches=2, degree=3, halo_degree=3, features=4)
-        >>> batch = next(iter(make_loader(graph, 2.0)))
-        >>> batch.batch_size, batch.num_nodes, batch.num_edges
-        (10, 30, 90)
-    """
-    generator = torch.Generator().manual_seed(seed)
+def make_loader(graph: BenchGraph, ratio: float) -> HaloLoader:
+    """Generate a graph with ``ratio`` halo nodes per batch node, and return its loader."""
+    generator = torch.Generator().manual_seed(0)
     size, halo = graph.batch_nodes, int(ratio * graph.batch_nodes)
     edges = []
     for part in range(graph.batches):
@@ -126,20 +109,11 @@ def time_epochs(
     epochs: int = 5,
     before_epoch: Callable[[], None] | None = None,
 ) -> Numbers:
-    """Train a model and time its epochs, after two epochs of warm-up.
+    """Train an autoscaled model on fixed batches (by default all) and time its epochs, after two epochs of warm-up.
 
-    Args:
-        model: An autoscaled model.
-        loader: Yields fixed batches.
-        batches: Batches per epoch; by default all.
-        placement: Where batches are kept.
-        capture: Whether steps may be captured.
-        epochs: Number of timed epochs.
-        before_epoch: Called before each epoch, outside the timing.
-
-    Returns:
-        ``"epoch"`` and ``"step"`` in seconds (medians); ``"peak_memory"`` and ``"reserved_memory"``, the bytes that
-        PyTorch allocated and reserved on the GPU, ``None`` on a CPU; ``"how"``, whether steps were captured.
+    Calls ``before_epoch`` before each epoch, outside the timing. Returns ``"epoch"`` and ``"step"`` in seconds
+    (medians); ``"peak_memory"`` and ``"reserved_memory"``, the bytes that PyTorch allocated and reserved on the GPU,
+    ``None`` on a CPU; ``"how"``, whether steps were captured.
     """
     count = len(loader) if batches is None else batches
     task = NodeClassification.of(Dataset.of(loader.data))
@@ -172,15 +146,7 @@ def time_epochs(
 
 @dataclass(frozen=True)
 class Histories:
-    """How a benchmark keeps and moves histories.
-
-    Attributes:
-        storage: Where they are.
-        dtype: Their precision, if not the model's.
-        overlap: Whether transfers overlap with computation.
-        capture: Whether steps may be captured.
-        cold: Whether files leave the system's cache before every epoch.
-    """
+    """How a benchmark keeps and moves histories; ``cold`` files leave the system's cache before every epoch."""
 
     storage: Storage
     dtype: torch.dtype | None = None
@@ -217,28 +183,17 @@ MEDIA = {
 
 
 def bench_step(graph: BenchGraph, ratio: float, device: torch.device, *, layers: int = 4, epochs: int = 5) -> Numbers:
-    """Time a GIN's training step, as in the paper's Figure 4.
+    """Time a GIN's training step with ``ratio`` halo nodes per batch node, as in the paper's Figure 4.
 
-    Args:
-        graph: The graph.
-        ratio: Halo nodes per batch node.
-        device: The compute device.
-        layers: Number of layers.
-        epochs: Number of timed epochs for each column.
-
-    Returns:
-        ``"ratio"``; ``"milliseconds"`` of a step, for each of ``COLUMNS``; and ``"I/O"``, how much longer a step takes
-        than with histories on the device, as a share, for each of the other columns.
+    Returns ``"ratio"``; ``"milliseconds"`` of a step, for each of ``COLUMNS``; and ``"I/O"``, how much longer a step
+    takes than with histories on the device, as a share, for each of the other columns.
     """
     loader = make_loader(graph, ratio)
     timed = {name: _time_gin(graph, loader, device, how, layers, epochs) for name, how in COLUMNS.items()}
     times = {name: numbers["milliseconds"] for name, numbers in timed.items()}
     base, *others = times
-    return {
-        "ratio": ratio,
-        "milliseconds": times,
-        "I/O": {name: times[name] / times[base] - 1.0 for name in others},
-    }
+    overheads = {name: times[name] / times[base] - 1.0 for name in others}
+    return {"ratio": ratio, "milliseconds": times, "I/O": overheads}
 
 
 def with_computation(rows: Iterable[Numbers]) -> list[Numbers]:
@@ -266,15 +221,12 @@ def step_table(rows: Iterable[Numbers]) -> tuple[list[str], list[list[str]]]:
 def bench_storage(
     graph: BenchGraph, ratio: float, device: torch.device, folder: Path, *, layers: int = 4, epochs: int = 5
 ) -> list[Numbers]:
-    """Time a GIN's training step for every storage and precision of histories.
+    """Time a GIN's training step for every storage and precision of histories; those on disk go to ``folder``.
 
-    Histories on disk go to ``folder``; the other arguments are those of :func:`bench_step`.
-
-    Returns:
-        For each of ``MEDIA``: ``"milliseconds"`` of a step; ``"to host"``, their ratio to host memory in float32;
-        ``"megabytes"`` of rows moved per step; ``"overlap"``, the share of the transfers' time that is hidden, if
-        known; ``"history"``, the bytes of all histories; and ``"peak_memory"`` in bytes: what PyTorch allocated on a
-        GPU, or by how much the process grew on a CPU, cached files included.
+    Returns for each of ``MEDIA``: ``"milliseconds"`` of a step; ``"to host"``, their ratio to host memory in float32;
+    ``"megabytes"`` of rows moved per step; ``"overlap"``, the share of the transfers' time that is hidden, if known;
+    ``"history"``, the bytes of all histories; and ``"peak_memory"`` in bytes: what PyTorch allocated on a GPU, or by
+    how much the process grew on a CPU, cached files included.
     """
     loader = make_loader(graph, ratio)
     rows: list[Numbers] = []
@@ -324,12 +276,10 @@ def _evict(memory: GraphMemory) -> None:
 
 
 def draw_steps(result: Numbers, figure: Any) -> None:
-    """Draw the time of a step, and the overhead of histories in host memory.
+    """Draw the time of a step, and the overhead of histories in host memory, into an empty matplotlib figure.
 
-    Args:
-        result: ``"rows"`` of :func:`bench_step`; ``"setup"``, the graph's fields and the number of layers; and
-            ``"machine"``.
-        figure: An empty matplotlib figure.
+    ``result`` holds ``"rows"`` of :func:`bench_step`; ``"setup"``, the graph's fields and the number of layers; and
+    ``"machine"``.
     """
     rows, setup = result["rows"], result["setup"]
     ratios = [row["ratio"] for row in rows]
@@ -343,29 +293,20 @@ def draw_steps(result: Numbers, figure: Any) -> None:
         left.plot(ratios, [row["milliseconds"][name] for row in rows], style, label=label)
         if name != "device fp32":
             right.plot(ratios, [100 * row["I/O"][name] for row in rows], style, label=label)
-    left.set(ylabel="milliseconds per training step")
     left.set_ylim(bottom=0)
-    right.set(ylabel="I/O overhead (%)")
     right.set_ylim(bottom=min(0.0, *(100 * value for row in rows for value in row["I/O"].values())))
-    for axes in (left, right):
-        axes.set(xlabel="halo nodes per batch node")
+    for axes, y_label in ((left, "milliseconds per training step"), (right, "I/O overhead (%)")):
+        axes.set(xlabel="halo nodes per batch node", ylabel=y_label)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     title = f"{setup['layers']}-layer GIN, {setup['features']} wide, {setup['batch_nodes']:,} batch nodes, "
     figure.suptitle(f"{title}{setup['nodes']:,}-node histories, {result['machine']}", fontsize=10)
 
 
-def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_000, width: int = 256) -> list[Numbers]:
-    """Compare pulls and pushes of random rows with plain copies of the same size.
+def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_000) -> list[Numbers]:
+    """Compare pulls and pushes of random rows of a history in pinned host memory with plain copies of the same size.
 
-    Args:
-        device: A GPU.
-        nodes: Rows of the history, in pinned host memory.
-        rows: Number of rows to pull and push.
-        width: Values per row.
-
-    Returns:
-        For each direction and type: the speed ``"GB/s"``, that of the copy, ``"copy GB/s"``, and their ``"share"``.
+    Returns for each direction and type: the speed ``"GB/s"``, that of the copy, ``"copy GB/s"``, and their ``"share"``.
     """
     if device.type != "cuda":
         raise InputError("this benchmark needs a GPU", got=repr(str(device)), fix="Run it on a machine with one.")
@@ -374,8 +315,8 @@ def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_00
     found: list[Numbers] = []
     index = torch.randperm(nodes, device=device)[:rows]
     for dtype in (torch.float32, torch.bfloat16):
-        history = torch.zeros(nodes, width, dtype=dtype, pin_memory=True)
-        near = torch.zeros(rows, width, dtype=dtype, device=device)
+        history = torch.zeros(nodes, 256, dtype=dtype, pin_memory=True)
+        near = torch.zeros(rows, 256, dtype=dtype, device=device)
         far = history[:rows]
         work: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
             "pull": (partial(gather_rows, history, index, near), partial(near.copy_, far, non_blocking=True)),
@@ -389,13 +330,10 @@ def bench_io(device: torch.device, *, nodes: int = 1_000_000, rows: int = 100_00
     return found
 
 
-def bench_epoch(
-    graph: BenchGraph, ratio: float, device: torch.device, *, layers: int = 3, width: int = 256
-) -> list[Numbers]:
-    """Time an epoch of a GCN, ``width`` wide, on a graph whose batches cover all nodes.
+def bench_epoch(graph: BenchGraph, ratio: float, device: torch.device, *, layers: int, width: int) -> list[Numbers]:
+    """Time an epoch of a GCN on a graph whose batches cover all nodes, with batches on the device and in host memory.
 
-    Returns:
-        The numbers of :func:`time_epochs` with ``"batches"`` on the device and in host memory.
+    Returns the numbers of :func:`time_epochs` for each of these ``"batches"``.
     """
     loader = make_loader(graph, ratio)
     model = GCN(graph.features, width, num_layers=layers, out_channels=graph.classes).to(device)

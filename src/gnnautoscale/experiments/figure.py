@@ -8,15 +8,7 @@ from typing import Any
 
 
 def save_figure(draw: Callable[[Any], None], path: Path) -> bool:
-    """Draw a figure and save it.
-
-    Args:
-        draw: Draws into an empty matplotlib figure.
-        path: An ``.svg`` or ``.png`` file.
-
-    Returns:
-        Whether matplotlib is installed; without it, nothing is written.
-    """
+    """Draw into an empty matplotlib figure and save it; without matplotlib, write nothing and return ``False``."""
     try:
         from matplotlib import pyplot
     except ImportError:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from gnnautoscale.report.markup import Section
 from gnnautoscale.report.reported_run import ReportedRun
 from gnnautoscale.report.staleness import error_section, gradient_section, lipschitz_section, staleness_section
 from gnnautoscale.report.summary import comparison_section, numbers_section, runs_section
@@ -33,7 +32,10 @@ def page(runs: Sequence[ReportedRun]) -> str:
     """The report as one HTML document."""
     sections = [section for make in _SECTIONS if (section := make(runs)) is not None]
     title = runs[0].title if len(runs) == 1 else f"{len(runs)} training runs"
+    links = "".join(f'<li><a href="#{section.name}">{escape(section.title)}</a></li>' for section in sections)
     style = resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
+    # These styles make the boxes of the chooser work.
+    hides = [f":root:has(#show-{run.tag}:not(:checked)) .{run.group} {{ visibility: hidden; }}\n" for run in runs]
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -42,14 +44,14 @@ def page(runs: Sequence[ReportedRun]) -> str:
 <meta name="color-scheme" content="light dark">
 <title>{escape(title)}</title>
 <style>
-{style}{_hiding(runs)}</style>
+{style}{"".join(hides) if len(runs) > 1 else ""}</style>
 </head>
 <body>
 <header>
 <h1>{escape(title)}</h1>
-{_contents(sections)}
+<nav aria-label="Sections"><ul>{links}</ul></nav>
 </header>
-{_chooser(runs)}
+{_chooser(runs) if len(runs) > 1 else ""}
 <main>
 {"".join(section.html() for section in sections)}
 </main>
@@ -60,25 +62,11 @@ table.</footer>
 """
 
 
-def _contents(sections: Sequence[Section]) -> str:
-    links = "".join(f'<li><a href="#{section.name}">{escape(section.title)}</a></li>' for section in sections)
-    return f'<nav aria-label="Sections"><ul>{links}</ul></nav>'
-
-
 def _chooser(runs: Sequence[ReportedRun]) -> str:
     """The legend of all runs, which stays in sight; its boxes hide the curves of runs."""
-    if len(runs) == 1:
-        return ""
     items = "".join(
         f'<label><input type="checkbox" id="show-{run.tag}" checked><span class="swatch c{run.number % COLORS}"></span>'
         f"{escape(run.name)}</label>"
         for run in runs
     )
     return f'<fieldset class="runs"><legend>Runs in the plots</legend><div>{items}</div></fieldset>'
-
-
-def _hiding(runs: Sequence[ReportedRun]) -> str:
-    """The styles that make the boxes work."""
-    if len(runs) == 1:
-        return ""
-    return "".join(f":root:has(#show-{run.tag}:not(:checked)) .{run.group} {{ visibility: hidden; }}\n" for run in runs)

@@ -10,25 +10,15 @@ Point = tuple[float, float]
 
 
 def finite(value: Any) -> float | None:
-    """The value as a finite number, or ``None``.
-
-    Example:
-        >>> finite(3), finite(None), finite(math.nan), finite("3")
-        (3.0, None, None, None)
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if math.isfinite(value) else None
+    """The value as a finite number, or ``None``."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if number else None
 
 
 def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
     """About ``count`` round numbers from ``low`` to ``high``, spaced by 1, 2 or 5 times a power of ten.
 
     With ``whole``, they are whole numbers. If ``high`` is not above ``low``, the only tick is ``low``.
-
-    Example:
-        >>> ticks(0, 10), ticks(1, 3, whole=True), ticks(0.62, 0.87, 3)
-        ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [1.0, 2.0, 3.0], [0.7, 0.8])
     """
     if not high > low:
         return [low]
@@ -42,27 +32,17 @@ def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> li
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)] or [low]
 
 
-def log_ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Powers of ten between two positive numbers; within two decades also 2 and 5 times these.
-
-    Example:
-        >>> log_ticks(0.5, 2000), log_ticks(0.1, 1)
-        ([1.0, 10.0, 100.0, 1000.0], [0.1, 0.2, 0.5, 1.0])
-    """
+def log_ticks(low: float, high: float) -> list[float]:
+    """About six powers of ten between two positive numbers; within two decades also 2 and 5 times these."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
-    every = max(1, math.ceil((last - first) / count))
+    every = max(1, math.ceil((last - first) / 6))
     factors = (1, 2, 5) if high <= 100 * low else (1,)
     found = [float(f"{factor}e{power}") for power in range(first, last + 1, every) for factor in factors]
     return [tick for tick in found if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Labels for ticks, all with as many decimals as the finest one needs.
-
-    Example:
-        >>> tick_labels([0.0, 0.5, 1.0]), tick_labels([0.0, 20000.0]), tick_labels([0.0, 2e6]), tick_labels([0.0, 2e-6])
-        (['0.0', '0.5', '1.0'], ['0', '20,000'], ['0', '2M'], ['0', '2e-6'])
-    """
+    """Labels for ticks, all with as many decimals as the finest one needs."""
     largest = max((abs(value) for value in values), default=0.0)
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e5, "k")):
         if largest >= size:
@@ -74,31 +54,25 @@ def tick_labels(values: Sequence[float]) -> list[str]:
     return [f"{value:,.{decimals}f}" for value in values]
 
 
-def short(value: float | None, digits: int = 4) -> str:
-    """A number with a few digits, for tables and tooltips; a dash for ``None``.
+def _decimals(value: float) -> int:
+    """Number of decimals of a round number."""
+    return next((digits for digits in range(9) if math.isclose(value, round(value, digits), rel_tol=1e-9)), 9)
 
-    Example:
-        >>> short(1234567), short(0.98765), short(2.5e-7), short(10), short(None)
-        ('1,234,567', '0.9877', '2.5e-7', '10', '-')
-    """
+
+def short(value: float | None, digits: int = 4) -> str:
+    """A number with a few digits, for tables and tooltips; a dash for ``None``."""
     if value is None:
         return "-"
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    text = f"{value:.{digits}g}"
-    mantissa, _, exponent = text.partition("e")
-    return f"{mantissa}e{int(exponent)}" if exponent else text
+    mantissa, _, exponent = f"{value:.{digits}g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
 def bytes_text(value: float | None) -> str:
-    """An amount of memory.
-
-    Example:
-        >>> bytes_text(512), bytes_text(3 * 2**20), bytes_text(2.5 * 2**30), bytes_text(None)
-        ('512 B', '3 MB', '2.5 GB', '-')
-    """
+    """An amount of memory; a dash for ``None``."""
     if value is None:
         return "-"
     size, unit = unit_of_bytes([value])
@@ -106,26 +80,14 @@ def bytes_text(value: float | None) -> str:
 
 
 def unit_of_bytes(values: Sequence[float]) -> tuple[int, str]:
-    """The largest unit of memory that the largest amount reaches: its size and its name.
-
-    Example:
-        >>> unit_of_bytes([10, 3000]), unit_of_bytes([])
-        ((1024, 'KB'), (1, 'B'))
-    """
+    """The largest unit of memory that the largest amount reaches: its size and its name."""
     largest = max(values, default=0)
-    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "KB")):
-        if largest >= 1024**power:
-            return 1024**power, unit
-    return 1, "B"
+    units = ((4, "TB"), (3, "GB"), (2, "MB"), (1, "KB"))
+    return next(((1024**power, unit) for power, unit in units if largest >= 1024**power), (1, "B"))
 
 
 def seconds_text(value: float | None) -> str:
-    """A duration.
-
-    Example:
-        >>> seconds_text(0.0123), seconds_text(2.5), seconds_text(150), seconds_text(9000), seconds_text(None)
-        ('12.3 ms', '2.5 s', '2.5 min', '2.5 h', '-')
-    """
+    """A duration; a dash for ``None``."""
     if value is None:
         return "-"
     for size, unit in ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")):
@@ -135,39 +97,20 @@ def seconds_text(value: float | None) -> str:
 
 
 def thin(points: Sequence[Point], count: int = 240) -> list[Point]:
-    """At most ``count`` (at least 4) points of a curve: its ends, and the lowest and highest of each stretch.
-
-    Example:
-        >>> thin([(x, 9.0 if x == 5 else 0.0) for x in range(12)], 6)
-        [(0, 0.0), (1, 0.0), (5, 9.0), (6, 0.0), (11, 0.0)]
-    """
+    """At most ``count`` (at least 4) points of a curve: its ends, and the lowest and highest of each stretch."""
     if len(points) <= count:
         return list(points)
     inner = range(1, len(points) - 1)
     stretches = (count - 2) // 2
     kept = {0, len(points) - 1}
     for number in range(stretches):
-        start, stop = (len(inner) * at // stretches for at in (number, number + 1))
-        stretch = inner[start:stop]
-        kept.add(min(stretch, key=lambda index: points[index][1]))
-        kept.add(max(stretch, key=lambda index: points[index][1]))
+        stretch = inner[len(inner) * number // stretches : len(inner) * (number + 1) // stretches]
+        kept |= {choose(stretch, key=lambda index: points[index][1]) for choose in (min, max)}
     return [points[index] for index in sorted(kept)]
 
 
 def spaced(count: int, most: int) -> list[int]:
-    """At most ``most`` indices below ``count``, evenly spaced, with the first and the last.
-
-    Example:
-        >>> spaced(3, 5), spaced(9, 3), spaced(9, 1)
-        ([0, 1, 2], [0, 4, 8], [8])
-    """
+    """At most ``most`` (at least 2) indices below ``count``, evenly spaced, with the first and the last."""
     if count <= most:
         return list(range(count))
-    if most == 1:
-        return [count - 1]
     return [round(index * (count - 1) / (most - 1)) for index in range(most)]
-
-
-def _decimals(value: float) -> int:
-    """Number of decimals of a round number."""
-    return next((digits for digits in range(9) if math.isclose(value, round(value, digits), rel_tol=1e-9)), 9)

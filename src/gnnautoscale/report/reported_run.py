@@ -22,13 +22,7 @@ _UNITS = ("nodes", "edges", "features", "classes")
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run in the report.
-
-    Attributes:
-        record: The contents of its folder.
-        number: Its place in the report, from 0; it determines colour and letter.
-        alone: Whether it is the only run, and needs no letter.
-    """
+    """A run in the report; its number, from 0, determines colour and letter. A run that is alone needs no letter."""
 
     record: RunRecord
     number: int
@@ -86,11 +80,16 @@ class ReportedRun:
         """The score of the best epoch on a split, if known."""
         return finite((self.result.get("scores") or {}).get(split))
 
+    def settled_seconds(self) -> list[Point]:
+        """The time of each epoch but the first, which also prepares batches, unless it is the only one."""
+        points = self.curve(("seconds",))
+        return points[1:] or points
+
     @property
     def epoch_seconds(self) -> float | None:
-        """The median time of an epoch, without the first, which also prepares batches, unless it is the only one."""
-        seconds = [value for epoch in self.record.epochs if (value := finite(epoch.get("seconds"))) is not None]
-        return statistics.median(seconds[1:] or seconds) if seconds else None
+        """The median of these times, if known."""
+        seconds = [y for _, y in self.settled_seconds()]
+        return statistics.median(seconds) if seconds else None
 
     def curve(
         self, path: tuple[str, ...], records: Sequence[dict[str, Any]] | None = None, over: str = "epoch"
@@ -167,30 +166,19 @@ def find_runs(paths: Iterable[Path]) -> list[ReportedRun]:
 
 
 def differing(columns: Sequence[dict[str, str]]) -> list[str]:
-    """The names whose values differ between columns, in order; a missing value differs, too.
-
-    Example:
-        >>> differing([{"lr": "0.1", "seed": "0"}, {"lr": "0.1", "seed": "1", "new": "2"}])
-        ['seed', 'new']
-    """
+    """The names whose values differ between columns, in order; a missing value differs, too."""
     names = dict.fromkeys(name for column in columns for name in column)
     return [name for name in names if len({column.get(name) for column in columns}) > 1]
 
 
 def words(value: Any) -> str:
-    """A JSON value for people.
-
-    Example:
-        >>> words(None), words(True), words(0.0005), words([10, 5]), words("metis")
-        ('-', 'yes', '0.0005', '[10, 5]', 'metis')
-    """
+    """A JSON value for people."""
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    number = finite(value)
-    if number is not None:
-        return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
     return value if isinstance(value, str) else json.dumps(value)
 
 

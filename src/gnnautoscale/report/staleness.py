@@ -130,14 +130,12 @@ def _by_layer(runs: Sequence[ReportedRun], kind: str, *path: str) -> _Layers:
     """One number of each layer by epoch, for each run that has it."""
     found: _Layers = {}
     for run in runs:
-        records = [
-            {"epoch": record.get("epoch"), str(layer.get("layer")): layer}
-            for record in getattr(run.record, kind)
-            for layer in _layers([record])
-        ]
-        for name in dict.fromkeys(key for record in records for key in record if key != "epoch"):
-            points = run.curve((name, *path), records)
-            if points:
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for record in getattr(run.record, kind):
+            for layer in _layers([record]):
+                by_name.setdefault(str(layer.get("layer")), []).append({**layer, "epoch": record.get("epoch")})
+        for name, records in by_name.items():
+            if points := run.curve(path, records):
                 found.setdefault(name, []).append((run, points))
     return found
 
@@ -147,8 +145,7 @@ def _by_age(runs: Sequence[ReportedRun]) -> _Layers:
     found: _Layers = {}
     for run in runs:
         for layer in _layers(run.record.staleness[-1:]):
-            points = run.curve(("staleness",), layer.get("by_age") or (), over="age")
-            if points:
+            if points := run.curve(("staleness",), layer.get("by_age") or (), over="age"):
                 found.setdefault(str(layer.get("layer")), []).append((run, points))
     return found
 

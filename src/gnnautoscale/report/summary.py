@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from gnnautoscale.report.markup import ONE_LINE, Section, definitions, facts_table, folded, paragraph, table
 from gnnautoscale.report.readable import bytes_text, finite, seconds_text
@@ -20,10 +20,10 @@ def runs_section(runs: Sequence[ReportedRun]) -> Section:
     body = [definitions(shared)]
     if different or changed:
         # Some facts are options, too, such as the mode.
-        both = [{**_pick(changed, run.options), **_pick(different, its)} for run, its in _zip(runs, about)]
+        both = [{**_pick(changed, mine), **_pick(different, its)} for mine, its in zip(options, about, strict=True)]
         # Long texts come last, since a narrow screen shows only the first columns.
         names = sorted(both[0], key=lambda name: max(len(its[name]) for its in both) > ONE_LINE)
-        columns = [(run.name, [its[name] for name in names]) for run, its in _zip(runs, both)]
+        columns = [(run.name, [its[name] for name in names]) for run, its in zip(runs, both, strict=True)]
         body.append(facts_table(names, columns, caption="Where the runs differ"))
     names = list(dict.fromkeys(name for its in options for name in its))
     if names:
@@ -44,7 +44,7 @@ def numbers_section(runs: Sequence[ReportedRun]) -> Section:
     if len(runs) == 1:
         shown = definitions([(name, numbers[0][name]) for name in names], kind="tiles")
     else:
-        columns = [(run.name, [its[name] for name in names]) for run, its in _zip(runs, numbers)]
+        columns = [(run.name, [its[name] for name in names]) for run, its in zip(runs, numbers, strict=True)]
         shown = facts_table(names, columns, caption="Key numbers")
     return Section("numbers", "Key numbers", paragraph(how) + shown)
 
@@ -85,10 +85,6 @@ def comparison_section(runs: Sequence[ReportedRun]) -> Section | None:
 
 def _pick(names: Sequence[str], values: dict[str, str]) -> dict[str, str]:
     return {name: values.get(name, "-") for name in names}
-
-
-def _zip(runs: Sequence[ReportedRun], its: Sequence[dict[str, str]]) -> Iterator[tuple[ReportedRun, dict[str, str]]]:
-    return zip(runs, its, strict=True)
 
 
 def _groups(runs: Sequence[ReportedRun]) -> list[list[ReportedRun]]:

@@ -13,30 +13,24 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from gnnautoscale.report.readable import Point, finite, log_ticks, short, spaced, thin, tick_labels, ticks
+from gnnautoscale.report.readable import Point, log_ticks, short, spaced, thin, tick_labels, ticks
 
 COLORS = 8
 HEAT_LEVELS = 6
 _WIDTH = 400.0
-_HEIGHT = 240.0
-_TOP, _RIGHT, _BOTTOM = 26.0, 28.0, 38.0
+_HEIGHT, _TOP, _RIGHT, _BOTTOM = 240.0, 26.0, 28.0, 38.0
 _LETTER = 6.6  # about the width of a digit
 _BANDS = 60
 _TAG_WIDTH = 16.0
 _DOTS = 25  # curves with more points are drawn without dots
+_Scale = Callable[[float], float]  # from values to places
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve.
+    """A curve of points sorted by x.
 
-    Attributes:
-        name: Its name in tooltips.
-        points: Pairs (x, y), sorted by x.
-        color: Any integer; colours repeat after :data:`COLORS`.
-        tag: A letter or two at the end of the curve, which identifies it without its colour.
-        dashed: Whether the line is dashed.
-        group: A class of its elements, by which the page can hide them.
+    Colours repeat after :data:`COLORS`; the tag at its end tells it apart without them. The page hides it by its group.
     """
 
     name: str
@@ -66,24 +60,12 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     floor: float | None = None,
 ) -> str:
-    """Curves over common axes; empty if there are no points.
+    """Curves over common axes, with a label for screen readers; empty if there are no points.
 
-    Args:
-        series: The curves. A logarithmic axis leaves out points that are not above 0.
-        label: Describes the plot to screen readers.
-        x_title: Title of the horizontal axis.
-        y_title: Title of the vertical axis.
-        log: Whether the vertical axis is logarithmic.
-        y_range: What the vertical axis spans at least.
-        floor: Where a linear vertical axis begins; curves that rise from below begin there.
-
-    Example:
-        >>> plot = line_chart([Series("a", [(1, 0.5), (2, 1.0)])], label="Loss", x_title="epoch", y_title="loss")
-        >>> plot.startswith('<svg viewBox="0 0 400 240" role="img" aria-label="Loss"'), plot.count("<polyline")
-        (True, 1)
+    A logarithmic axis leaves out points that are not above 0. The vertical axis spans at least ``y_range``; a linear
+    one begins at ``floor``, and so do curves that rise from below.
     """
-    kept = [(one, [point for point in one.points if not log or point[1] > 0]) for one in series]
-    curves = [(one, points) for one, points in kept if points]
+    curves = [(one, points) for one in series if (points := [(x, y) for x, y in one.points if not log or y > 0])]
     if not curves:
         return ""
     xs = sorted({x for _, points in curves for x, _ in points})
@@ -113,16 +95,10 @@ def line_chart(
 
 
 def bar_chart(bars: Sequence[Bar], *, label: str, unit: str, x_title: str) -> str:
-    """Stacked horizontal bars, one above the other.
-
-    Example:
-        >>> bars = [Bar("A", [("loader", 1.0, 0), ("compute", 3.0, 1)])]
-        >>> bar_chart(bars, label="Time", unit="ms", x_title="milliseconds").count("<rect")
-        2
-    """
+    """Stacked horizontal bars, one above the other."""
     totals = [sum(value for _, value, _ in bar.segments) for bar in bars]
     high = max(totals, default=0.0) or 1.0
-    row, thick = 42.0, 16.0
+    row = 42.0
     bottom = 4 + row * len(bars)
     place = _scale(0.0, high, 1.0, _WIDTH - 1)
     marks = ticks(0.0, high, 5)
@@ -136,7 +112,7 @@ def bar_chart(bars: Sequence[Bar], *, label: str, unit: str, x_title: str) -> st
             share = f" ({100 * value / total:.0f} %)" if total and len(bar.segments) > 1 else ""
             title = f"{bar.label}: {segment} {short(value, 3)} {unit}{share}"
             wide = place(start + value) - place(start)
-            parts.append(_rect(f"c{color % COLORS}", place(start), top + 5, wide, thick, title))
+            parts.append(_rect(f"c{color % COLORS}", place(start), top + 5, wide, 16.0, title))
             start += value
         body.append(f'<g class="{escape(bar.group)}">{"".join(parts)}</g>')
     body += _x_axis(marks, place, 0.0, bottom, x_title, keep_inside=True)
@@ -144,12 +120,7 @@ def bar_chart(bars: Sequence[Bar], *, label: str, unit: str, x_title: str) -> st
 
 
 def histogram(values: Sequence[float], edges: Sequence[float], *, label: str, x_title: str, y_title: str) -> str:
-    """How many values lie between each pair of edges; :func:`bins` chooses these.
-
-    Example:
-        >>> histogram([1, 2, 2, 9], [0, 5, 10], label="Halo", x_title="ratio", y_title="parts").count("<title>")
-        2
-    """
+    """How many values lie between each pair of edges; :func:`bins` chooses these."""
     counts = [0] * (len(edges) - 1)
     for value in values:
         counts[min(max(0, bisect_left(edges, value) - 1), len(counts) - 1)] += 1
@@ -165,12 +136,7 @@ def histogram(values: Sequence[float], edges: Sequence[float], *, label: str, x_
 
 
 def bins(values: Sequence[float]) -> list[float]:
-    """Round, equally spaced edges around the values.
-
-    Example:
-        >>> bins([0.07, 0.5]), bins([2.0, 2.0])
-        ([0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5], [1.5, 2.5])
-    """
+    """Round, equally spaced edges around the values."""
     low, high = min(values), max(values)
     inner = ticks(low, high, 12)
     if len(inner) < 2:
@@ -182,12 +148,7 @@ def bins(values: Sequence[float]) -> list[float]:
 
 
 def heat_map(matrix: Sequence[Sequence[float]], high: float, *, label: str, x_title: str, y_title: str) -> str:
-    """A square matrix as coloured cells, from the top row down; ``high`` has the strongest colour, 0 has none.
-
-    Example:
-        >>> heat_map([[0.0, 0.5], [1.0, 0.0]], 1.0, label="Halo", x_title="owner", y_title="puller").count('class="h')
-        8
-    """
+    """A square matrix as coloured cells, from the top row down; ``high`` has the strongest colour, 0 has none."""
     size = len(matrix)
     left, top = _left([str(size)]), 20.0
     cell = (_WIDTH - left - 2) / max(1, size)
@@ -195,8 +156,7 @@ def heat_map(matrix: Sequence[Sequence[float]], high: float, *, label: str, x_ti
     body = [_text("axis", 0, 12, y_title), _rect("frame", left, top, cell * size, cell * size)]
     for row, values in enumerate(matrix):
         for column, value in enumerate(values):
-            level = heat_level(finite(value) or 0.0, high)
-            if level:
+            if level := heat_level(value, high):
                 title = f"{row + 1} from {column + 1}: {short(value, 3)}"
                 body.append(_rect(f"h{level}", left + cell * column, top + cell * row, cell, cell, title))
     for mark in ticks(1, size, 6, whole=True):
@@ -213,24 +173,14 @@ def heat_map(matrix: Sequence[Sequence[float]], high: float, *, label: str, x_ti
 
 
 def heat_level(value: float, high: float) -> int:
-    """The colour level of a value, from 1; 0 for nothing. Levels grow quadratically, to tell small values apart.
-
-    Example:
-        >>> [heat_level(value, 36.0) for value in (0.0, 0.5, 1.0, 1.1, 36.0)]
-        [0, 1, 1, 2, 6]
-    """
+    """The colour level of a value, from 1; 0 for nothing. Levels grow quadratically, to tell small values apart."""
     if value <= 0 or high <= 0:
         return 0
     return min(HEAT_LEVELS, max(1, math.ceil(HEAT_LEVELS * math.sqrt(value / high) - 1e-9)))
 
 
 def risen(points: Sequence[Point], floor: float) -> list[Point]:
-    """A curve without its start below the floor, if it rises above it later.
-
-    Example:
-        >>> risen([(0, 0.0), (1, 10.0), (2, 30.0), (3, 15.0)], 20)
-        [(1.5, 20), (2, 30.0), (3, 15.0)]
-    """
+    """A curve without its start below the floor, if it rises above it later."""
     first = next((index for index, (_, y) in enumerate(points) if y >= floor), 0)
     if first == 0:
         return list(points)
@@ -238,7 +188,7 @@ def risen(points: Sequence[Point], floor: float) -> list[Point]:
     return [(x0 + (x1 - x0) * (floor - y0) / (y1 - y0), floor), *points[first:]]
 
 
-def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+def _scale(low: float, high: float, start: float, end: float) -> _Scale:
     return lambda value: start + (end - start) * (value - low) / (high - low)
 
 
@@ -286,12 +236,7 @@ def _tags(ends: Sequence[tuple[Series, float, float]], bottom: float) -> list[st
 
 
 def move_apart(places: Sequence[float], apart: float, limit: float) -> list[float]:
-    """Move sorted places to be ``apart`` from each other and at most ``limit``; empty if there are too many.
-
-    Example:
-        >>> move_apart([10, 12, 99], 5, 100), move_apart([98, 99], 5, 100), move_apart([1, 2, 3], 60, 100)
-        ([10, 15, 99], [95, 100], [])
-    """
+    """Move sorted places to be ``apart`` from each other and at most ``limit``; empty if there are too many."""
     if apart * (len(places) - 1) > limit:
         return []
     moved: list[float] = []
@@ -304,11 +249,7 @@ def move_apart(places: Sequence[float], apart: float, limit: float) -> list[floa
 
 
 def _bands(
-    curves: Sequence[tuple[Series, Sequence[Point]]],
-    xs: Sequence[float],
-    place: Callable[[float], float],
-    bottom: float,
-    x_title: str,
+    curves: Sequence[tuple[Series, Sequence[Point]]], xs: Sequence[float], place: _Scale, bottom: float, x_title: str
 ) -> list[str]:
     """Invisible columns whose tooltips show the values of all curves."""
     chosen = [xs[index] for index in spaced(len(xs), _BANDS)]
@@ -340,13 +281,7 @@ def _y_axis(places: Sequence[float], labels: Sequence[str], left: float, title: 
 
 
 def _x_axis(
-    marks: Sequence[float],
-    place: Callable[[float], float],
-    left: float,
-    bottom: float,
-    title: str,
-    *,
-    keep_inside: bool = False,
+    marks: Sequence[float], place: _Scale, left: float, bottom: float, title: str, *, keep_inside: bool = False
 ) -> list[str]:
     """The horizontal axis with its ticks, and its title below the right end."""
     end = _WIDTH if keep_inside else _WIDTH - _RIGHT + 4

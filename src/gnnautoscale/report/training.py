@@ -26,8 +26,8 @@ _TIMES = {"compute": "compute", "pull": "wait for pull", "push": "push", "loader
 _MOST_PARTITIONS = 6
 # If epochs differ by more than this factor in their number of steps, runs are compared by step.
 _ALIKE = 1.5
-# The parts, as the run folder describes them, and the tags of the runs that share them.
-_Partition = tuple[dict[str, Any], list[str]]
+# The parts, as the run folder describes them, and the runs that share them in brackets.
+_Partition = tuple[dict[str, Any], str]
 
 
 def curves(
@@ -74,12 +74,7 @@ def alike(runs: Sequence[ReportedRun]) -> bool:
 
 
 def score_floor(scores: list[float]) -> float | None:
-    """Where an axis of scores begins, so that a few low ones do not squeeze all others together.
-
-    Example:
-        >>> score_floor([10.0, *range(70, 90)]), score_floor([60.0, 70.0, 80.0])
-        (62.0, None)
-    """
+    """Where an axis of scores begins, so that a few low ones do not squeeze all others together."""
     low, high = sorted(scores)[len(scores) // 10], max(scores)
     floor = low - 0.5 * (high - low)
     return float(math.floor(floor)) if min(scores) < floor else None
@@ -95,14 +90,13 @@ def time_section(runs: Sequence[ReportedRun]) -> Section | None:
             Bar(run.name, [(_TIMES[n], 1e3 * times[n], at) for at, n in enumerate(names) if n in times], run.group)
             for run, times in split
         ]
-        plot = bar_chart(
-            bars, label="Milliseconds per training step, by kind of work", unit="ms", x_title="milliseconds per step"
-        )
+        label = "Milliseconds per training step, by kind of work"
+        plot = bar_chart(bars, label=label, unit="ms", x_title="milliseconds per step")
         columns = [(run.name, [seconds_text(times.get(name)) for name in names]) for run, times in split]
         data = facts_table([_TIMES[name] for name in names], columns, caption="Time of a step")
         keys = [Key(_TIMES[name], at) for at, name in enumerate(names)]
         found.append(figure("Where the time of a step goes", plot, data=data, keys=keys))
-    found += curves(runs, "Time of an epoch", _settled_seconds, "seconds", floor=_from_zero)
+    found += curves(runs, "Time of an epoch", ReportedRun.settled_seconds, "seconds", floor=_from_zero)
     how = (
         "Means over all epochs but the first, which also prepares batches. Pulls ahead of a step and pushes behind it "
         "take no time of their own: the plot shows how long training had to wait. A large share of the loader or of "
@@ -164,17 +158,17 @@ def memory_section(runs: Sequence[ReportedRun]) -> Section | None:
 
 def parts_section(runs: Sequence[ReportedRun]) -> Section | None:
     """Which parts pull from which, and the sizes of halos."""
-    partitions: list[_Partition] = []
+    partitions: list[tuple[dict[str, Any], list[str]]] = []
     for run in runs:
         parts = run.record.run.get("parts")
         if parts and parts.get("count", 0) > 1:
             tags = next((tags for known, tags in partitions if known == parts), None)
             if tags is None:
-                partitions.append((parts, [run.tag]))
-            else:
-                tags.append(run.tag)
-    drawn = partitions[:_MOST_PARTITIONS]
-    found = [figures(each) for each in (_heat_maps(drawn, len(runs) > 1), _halo_sizes(drawn, len(runs) > 1)) if each]
+                partitions.append((parts, tags := []))
+            tags.append(run.tag)
+    several = len(runs) > 1
+    drawn = [(parts, f" ({', '.join(tags)})" if several else "") for parts, tags in partitions[:_MOST_PARTITIONS]]
+    found = figures(_heat_maps(drawn)) + figures(_halo_sizes(drawn))
     if not found:
         return None
     how = (
@@ -184,19 +178,19 @@ def parts_section(runs: Sequence[ReportedRun]) -> Section | None:
     )
     left_out = len(partitions) - _MOST_PARTITIONS
     note = paragraph(f"{left_out} more partitions are not drawn.") if left_out > 0 else ""
-    return Section("parts", "Parts and their halos", paragraph(how) + "".join(found) + note)
+    return Section("parts", "Parts and their halos", paragraph(how) + found + note)
 
 
-def _heat_maps(partitions: Sequence[_Partition], several: bool) -> list[str]:
+def _heat_maps(partitions: Sequence[_Partition]) -> list[str]:
     """Who pulls from whom, for each partition, all on the same scale."""
     maps = [
-        (parts, [[finite(value) or 0.0 for value in row] for row in parts["halo"]], tags)
-        for parts, tags in partitions
+        (parts, [[finite(value) or 0.0 for value in row] for row in parts["halo"]], whose)
+        for parts, whose in partitions
         if parts.get("halo")
     ]
     high = max((value for _, matrix, _ in maps for row in matrix for value in row), default=0.0)
     found = []
-    for parts, matrix, tags in maps:
+    for parts, matrix, whose in maps:
         count = parts.get("count") or len(matrix)
         what = "group of parts" if count > len(matrix) else "part"
         label = f"Heat map of halo nodes per batch node between {count} parts, as {len(matrix)} rows and columns"
@@ -206,20 +200,20 @@ def _heat_maps(partitions: Sequence[_Partition], several: bool) -> list[str]:
             most = max(range(len(row)), key=row.__getitem__)
             rows.append([str(number), short(sum(row), 3), f"{most + 1} ({short(row[most], 3)})"])
         data = table([what, "halo nodes per batch node", "most of it from"], rows, caption=f"Halo of each {what}")
-        found.append(figure(f"Who pulls from whom{_of(tags, several)}", plot, data=data))
+        found.append(figure(f"Who pulls from whom{whose}", plot, data=data))
     return found
 
 
-def _halo_sizes(partitions: Sequence[_Partition], several: bool) -> list[str]:
+def _halo_sizes(partitions: Sequence[_Partition]) -> list[str]:
     """Distribution of halo sizes over parts, for each partition, all on the same axis."""
     found = []
-    halos = [(parts["batches"], tags) for parts, tags in partitions if (parts.get("batches") or {}).get("nodes")]
+    halos = [(parts["batches"], whose) for parts, whose in partitions if (parts.get("batches") or {}).get("nodes")]
     ratios = [[h / n for n, h in zip(its["nodes"], its["halo"], strict=True) if n] for its, _ in halos]
     edges = bins([ratio for some in ratios for ratio in some]) if any(ratios) else []
-    for (its, tags), some in zip(halos, ratios, strict=True):
+    for (its, whose), some in zip(halos, ratios, strict=True):
         if not some:
             continue
-        title = f"Halo nodes per batch node{_of(tags, several)}"
+        title = f"Halo nodes per batch node{whose}"
         label = f"Histogram of {title} over {len(some)} parts"
         plot = histogram(some, edges, label=label, x_title="halo nodes per batch node", y_title="parts")
         inside, crossing = (sum(its.get(name) or ()) for name in ("edges_inside", "edges_crossing"))
@@ -232,16 +226,6 @@ def _halo_sizes(partitions: Sequence[_Partition], several: bool) -> list[str]:
         ]
         found.append(figure(title, plot, data=table(["", "value"], rows, caption=title)))
     return found
-
-
-def _of(tags: Sequence[str], several: bool) -> str:
-    return f" ({', '.join(tags)})" if several else ""
-
-
-def _settled_seconds(run: ReportedRun) -> list[Point]:
-    """The time of each epoch but the first, unless that is the only one."""
-    points = run.curve(("seconds",))
-    return points[1:] or points
 
 
 def _hit_percentage(run: ReportedRun) -> list[Point]:

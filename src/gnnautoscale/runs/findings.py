@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,10 +73,7 @@ class Finding:
 
 
 def explain(record: RunRecord) -> list[Finding]:
-    """What limits a run, furthest over its threshold first; empty if nothing stands out.
-
-    Args:
-        record: The run, from :func:`gnnautoscale.runs.folder.read_run`.
+    """What limits a run of :func:`read_run`, furthest over its threshold first; empty if nothing stands out.
 
     Example:
         >>> from pathlib import Path
@@ -269,11 +266,8 @@ def _connectivity(record: RunRecord) -> Finding | None:
     elif _option(record, "partition") == "random":
         change = "Cut with METIS: --partition metis."
     else:
-        change = (
-            f"Cut into fewer parts: --num-parts {max(1, count // 2)}."
-            if count
-            else "Cut into fewer parts (--num-parts)."
-        )
+        fewer = f": --num-parts {max(1, count // 2)}" if count else " (--num-parts)"
+        change = f"Cut into fewer parts{fewer}."
     return Finding(
         "connectivity",
         f"A part has {ratio:.1f} halo nodes for each of its own.",
@@ -422,9 +416,5 @@ def _settled(record: RunRecord) -> list[dict[str, Any]]:
 def _time_share(record: RunRecord, work: str) -> float:
     """The share of training time, without the first epoch, that went into some work."""
     epochs = _settled(record)
-    total = _total(epoch["seconds"] for epoch in epochs)
-    return _total((epoch.get("time") or {}).get(work) for epoch in epochs) / (total or 1.0)
-
-
-def _total(values: Iterable[float | None]) -> float:
-    return sum(value or 0.0 for value in values)
+    total: float = sum(epoch["seconds"] for epoch in epochs)
+    return sum((epoch.get("time") or {}).get(work) or 0.0 for epoch in epochs) / (total or 1.0)

@@ -10,10 +10,11 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from gnnautoscale._util import write_atomically
 from gnnautoscale.errors import InputError
@@ -49,16 +50,7 @@ class RunRecord:
 
 
 class RunFolder:
-    """Writes the folder of a run while it trains.
-
-    Example:
-        >>> from tempfile import mkdtemp
-        >>> with RunFolder.create(Path(mkdtemp()) / "run", {"title": "a run"}) as folder:
-        ...     folder.append({"kind": "epoch", "epoch": 1, "loss": 0.5})
-        ...     folder.finish({"steps": 8})
-        >>> read_run(folder.path).epochs[0]["loss"]
-        0.5
-    """
+    """Writes the folder of a run while it trains."""
 
     def __init__(self, path: Path, stream: TextIO) -> None:
         self.path = path
@@ -66,12 +58,7 @@ class RunFolder:
 
     @staticmethod
     def create(path: Path, run: Mapping[str, Any]) -> RunFolder:
-        """Start a run in a new or empty folder.
-
-        Args:
-            path: The folder.
-            run: Description of the run, as plain values; format and time are added.
-        """
+        """Start a run in a new or empty folder; its description gets format and time."""
         check_run_dir(path)
         _write_json(path / RUN, {"format": FORMAT, "started": _now(), **run})
         return RunFolder(path, _open(path, "w"))
@@ -80,24 +67,16 @@ class RunFolder:
     def reopen(path: Path, run: Mapping[str, Any], *, epoch: int, free: Collection[str] = ()) -> RunFolder:
         """Continue a run, and drop what it measured after ``epoch``, since it will be measured again.
 
-        Args:
-            path: The folder of the same run.
-            run: Description of the run, which must match the folder's.
-            epoch: The last epoch to keep.
-            free: Names of options that may differ.
+        The description must match the folder's, except for options named in ``free``.
         """
         known = read_run(path)
         here, there = (json.loads(json.dumps(_identity(which, free))) for which in (jsonable(dict(run)), known.run))
         if here != there:
             names = ", ".join(name for name in here if here[name] != there[name])
-            raise InputError(
-                "a run must continue in its own folder",
-                got=f"{path}, with other {names}",
-                fix="Choose another run_dir.",
-            )
+            got = f"{path}, with other {names}"
+            raise InputError("a run must continue in its own folder", got=got, fix="Choose another run_dir.")
         lines = [line for line in _lines(path / METRICS) if line.get("epoch", 0) <= epoch]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        write_atomically(path / METRICS, lambda stream: stream.write(text.encode()), rule="run_dir must be writable")
+        _write(path / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
         (path / RESULT).unlink(missing_ok=True)
         return RunFolder(path, _open(path, "a"))
 
@@ -135,12 +114,7 @@ def check_run_dir(path: Path) -> None:
 
 
 def free_folder(parent: Path, name: str) -> Path:
-    """A path that does not exist yet: the name, without characters that file systems dislike, and a number if needed.
-
-    Example:
-        >>> free_folder(Path("runs"), "cora gcn/full seed 0").as_posix()
-        'runs/cora-gcn-full-seed-0'
-    """
+    """A path that does not exist yet: the name without characters that file systems dislike, and a number if needed."""
     plain = re.sub(r"[^\w.-]+", "-", name)
     found, number = parent / plain, 1
     while found.exists():
@@ -154,9 +128,6 @@ def read_run(path: str | Path) -> RunRecord:
 
     A last line that a crash cut off is dropped, and so are records of unknown kinds.
 
-    Args:
-        path: The folder.
-
     Example:
         >>> read_run("nowhere")
         Traceback (most recent call last):
@@ -168,9 +139,8 @@ def read_run(path: str | Path) -> RunRecord:
         raise InputError(f"a run's folder must hold {RUN}", got=str(path), fix="Pass a folder of --run-dir.")
     run = _read_json(path / RUN)
     if run.get("format") != FORMAT:
-        raise InputError(
-            f"{RUN} must have format {FORMAT}", got=repr(run.get("format")), fix="Use the version that wrote it."
-        )
+        got, fix = repr(run.get("format")), "Use the version that wrote it."
+        raise InputError(f"{RUN} must have format {FORMAT}", got=got, fix=fix)
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in _KINDS.values()}
     for line in _lines(path / METRICS):
         if line.get("kind") in _KINDS:
@@ -190,14 +160,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     except OSError as error:
         raise _unreadable(path, str(error)) from None
-    lines = text.split("\n")
-    last = lines.pop()  # empty, unless a crash cut it off
+    *lines, last = text.split("\n")
     read = [_parsed(line, path, number) for number, line in enumerate(lines, start=1)]
-    try:
-        complete = json.loads(last) if last.strip() else None
-    except ValueError:
-        complete = None
-    return [*read, complete] if isinstance(complete, dict) else read
+    with suppress(InputError):  # the last line is empty, unless a crash cut it off
+        read.append(_parsed(last, path, len(lines) + 1))
+    return read
 
 
 def _parsed(line: str, path: Path, number: int) -> dict[str, Any]:
@@ -222,16 +189,18 @@ def _unreadable(path: Path, what: str) -> InputError:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    text = json.dumps(jsonable(dict(value)), indent=1, allow_nan=False)
+    _write(path, json.dumps(jsonable(dict(value)), indent=1, allow_nan=False))
+
+
+def _write(path: Path, text: str) -> None:
     write_atomically(path, lambda stream: stream.write(text.encode()), rule="run_dir must be writable")
 
 
-def _open(path: Path, mode: str) -> TextIO:
+def _open(path: Path, mode: Literal["w", "a"]) -> TextIO:
     try:
-        stream: Any = (path / METRICS).open(mode, encoding="utf-8")
+        return (path / METRICS).open(mode, encoding="utf-8")
     except OSError as error:
         raise InputError("run_dir must be a writable folder", got=f"{path} ({error})", fix=_FIX) from None
-    return stream  # type: ignore[no-any-return]
 
 
 def _now() -> str:

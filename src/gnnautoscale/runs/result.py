@@ -15,7 +15,6 @@ class Epoch:
         number: From 1.
         loss: Mean training loss over the epoch's training nodes, without penalties.
         scores: Scores on ``"train"``, ``"val"`` and ``"test"``; empty if the epoch was not evaluated.
-        learning_rate: The learning rate of the epoch.
         seconds: Training time, including waits for batches, but neither evaluation nor refresh.
     """
 

@@ -7,7 +7,7 @@ It knows nothing about the command line.
 from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.checkpoint import latest_checkpoint
 from gnnautoscale.training.feed import Feed, Item, Placement, plain_item
-from gnnautoscale.training.journal import describe_machine
+from gnnautoscale.training.journal import describe_machine, versions
 from gnnautoscale.training.loop import fit
 from gnnautoscale.training.optimizer import make_optimizer
 from gnnautoscale.training.option import Option, OptionGroup, check_names, option, options_of
@@ -48,4 +48,5 @@ __all__ = [
     "options_of",
     "pick_device",
     "plain_item",
+    "versions",
 ]

@@ -184,7 +184,7 @@ def describe_run(
             **task.describe(dataset),
         },
         "model": {"name": type(model).__name__, "parameters": sum(weight.numel() for weight in model.parameters())},
-        "versions": _versions(),
+        "versions": versions(),
         "machine": describe_machine(options["device"]),
         "parts": None if loader is None else describe_parts(loader.graph.edge_index, loader.labels),
     }
@@ -248,7 +248,8 @@ def describe_parts(edge_index: Tensor, labels: Tensor) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """The versions that results depend on."""
     found = {"python": platform.python_version()}
     for name in ("torch", "torch-geometric", "gnnautoscale"):
         try:

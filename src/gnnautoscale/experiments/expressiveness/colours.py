@@ -104,11 +104,7 @@ class Comparison:
 
 
 def compare_classes(classes: Tensor, colours: Tensor) -> Comparison:
-    """Compare classes of nodes with Weisfeiler-Lehman colours, however either is numbered.
-
-    Args:
-        classes: The class of each node, ``[num_nodes]``.
-        colours: The colour of each node, ``[num_nodes]``.
+    """Compare the class of each node with its Weisfeiler-Lehman colour, both ``[num_nodes]``, however numbered.
 
     Example:
         >>> compare_classes(torch.tensor([0, 1, 2, 2]), torch.tensor([5, 5, 3, 4]))
@@ -122,17 +118,9 @@ def compare_classes(classes: Tensor, colours: Tensor) -> Comparison:
 
 
 def nearest_colours(out: Tensor, exact: Tensor, colours: Tensor) -> Tensor:
-    """The map of Theorem 2: give each output the colour of the nearest exact output.
+    """The map of Theorem 2: give each output ``[num_nodes, channels]`` the colour of the nearest exact output.
 
     Time and memory grow with the square of the number of nodes.
-
-    Args:
-        out: Approximate outputs, ``[num_nodes, channels]``.
-        exact: Exact outputs, ``[num_nodes, channels]``.
-        colours: The colour of each node, ``[num_nodes]``.
-
-    Returns:
-        ``[num_nodes]``.
 
     Example:
         >>> nearest_colours(torch.tensor([[0.1], [0.8]]), torch.tensor([[0.0], [1.0]]), torch.tensor([4, 7]))

@@ -27,10 +27,6 @@ class PowerfulLayer(MessagePassing):  # type: ignore[misc]
 
     For almost all weights it maps different multisets to different outputs. A sine does not saturate, so sums over
     many neighbours stay apart.
-
-    Args:
-        in_channels: Width of the input.
-        generator: Draws the weights.
     """
 
     def __init__(self, in_channels: int, generator: torch.Generator) -> None:
@@ -89,16 +85,13 @@ def full_batch(model: nn.Module, data: Data) -> Tensor:
 
 @torch.no_grad()
 def with_histories(model: nn.Module, loader: HaloLoader, *, passes: int | None = None) -> Tensor:
-    """The outputs of a copy of the model with histories (GAS) and fixed weights.
+    """The outputs of a copy of the model with histories (GAS) and fixed weights, ``[num_nodes, channels]``.
 
     Args:
         model: A model of PyG layers.
         loader: Yields the batches of the graph.
         passes: Number of passes over the batches, as in training and starting from empty histories; the outputs are
             those of the last pass. By default histories are computed layer by layer, so that outputs are exact.
-
-    Returns:
-        ``[num_nodes, channels]``.
 
     Example:
         >>> path = Data(x=torch.ones(3, 1), edge_index=torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]]))
@@ -158,7 +151,7 @@ def while_training(
 
 @torch.no_grad()
 def on_subgraphs(model: nn.Module, data: Data, batches: Iterable[Data], *, rescale: bool = True) -> Tensor:
-    """The model's outputs on subgraphs, without histories.
+    """The model's outputs on subgraphs, without histories, ``[num_nodes, channels]``.
 
     Args:
         model: A model that takes edge weights.
@@ -166,9 +159,6 @@ def on_subgraphs(model: nn.Module, data: Data, batches: Iterable[Data], *, resca
         batches: Subgraphs of it, such as those of a ``SampleLoader`` (GraphSAGE) or a ``ClusterLoader`` (Cluster-GCN).
         rescale: Whether the remaining edges into a node are weighted to stand for all its edges, as in the paper's
             Proposition.
-
-    Returns:
-        ``[num_nodes, channels]``.
     """
     degree = torch.bincount(data.edge_index[1], minlength=data.num_nodes).double()
     found = []

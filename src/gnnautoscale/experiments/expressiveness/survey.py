@@ -10,6 +10,7 @@ from torch.nn.functional import one_hot
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.data import generate
+from gnnautoscale.experiments.expressiveness import outputs
 from gnnautoscale.experiments.expressiveness.colours import (
     Comparison,
     compare_classes,
@@ -17,28 +18,15 @@ from gnnautoscale.experiments.expressiveness.colours import (
     row_classes,
     wl_colours,
 )
-from gnnautoscale.experiments.expressiveness.outputs import (
-    TOLERANCE,
-    PowerfulGNN,
-    full_batch,
-    on_subgraphs,
-    while_training,
-    with_histories,
-)
 from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader
 from gnnautoscale.training import Partitioner
 
 
 @dataclass(frozen=True)
 class Example:
-    """A graph and how to run a model on it.
+    """A graph with one-hot colours as ``x`` [num_nodes, num_colours], and how to run a model on it.
 
-    Attributes:
-        name: Its name.
-        data: ``x`` [num_nodes, num_colours] one-hot, and ``edge_index`` [2, num_edges].
-        layers: Number of layers of the model, and of rounds of Weisfeiler-Lehman.
-        num_parts: Number of parts.
-        fan_out: Number of neighbours to sample for each node.
+    The model has as many layers as Weisfeiler-Lehman has rounds.
     """
 
     name: str
@@ -55,12 +43,7 @@ class Example:
 
 
 def examples() -> list[Example]:
-    """The graphs of ``gas expressiveness``, small ones first.
-
-    Example:
-        >>> [example.name for example in examples()][:3]
-        ['counterexample', 'two stars', 'hexagon and triangles']
-    """
+    """The graphs of ``gas expressiveness``, small ones first."""
     ring = torch.arange(24)
     marked = _graph(torch.stack([ring, ring.roll(-1)]), (ring == 0).long())
     cora = generate.communities(2708, degree=3.9, num_features=1, num_classes=7)
@@ -114,7 +97,7 @@ def _graph(edges: Tensor, colours: Tensor) -> Data:
 def survey(
     example: Example, seed: int, *, partition: Partitioner = "metis", rescale: bool = True, lr: float = 1e-3
 ) -> dict[str, Comparison]:
-    """Compare the classes of a random model's outputs with Weisfeiler-Lehman colours, for every method.
+    """Compare the classes of a random model's outputs with Weisfeiler-Lehman colours, by method.
 
     Args:
         example: The graph.
@@ -123,33 +106,30 @@ def survey(
         rescale: Whether the baselines' remaining edges stand for those they drop.
         lr: Learning rate of "GAS in training".
 
-    Returns:
-        A comparison for each method, by its name.
-
     Example:
         >>> found = survey(examples()[0], seed=0)
         >>> found["full batch"].same, found["GAS"].same
         (True, True)
     """
     data, layers, num_parts, colours = example.data, example.layers, example.num_parts, example.colours
-    model = PowerfulGNN(data.num_features, layers, seed=seed)
+    model = outputs.PowerfulGNN(data.num_features, layers, seed=seed)
 
     def halo_loader() -> HaloLoader:
         return HaloLoader(data, num_parts, partition=partition, shuffle=True, seed=seed)
 
     def classes(out: Tensor) -> Tensor:
-        return row_classes(out, TOLERANCE)
+        return row_classes(out, outputs.TOLERANCE)
 
     samples = SampleLoader(data, torch.arange(data.num_nodes), [example.fan_out] * layers, num_batches=4, seed=seed)
     clusters = ClusterLoader(data, num_parts, partition=partition, seed=seed)
-    stale, exact = while_training(model, halo_loader(), lr=lr, seed=seed)
+    stale, exact = outputs.while_training(model, halo_loader(), lr=lr, seed=seed)
     found = {
-        "full batch": classes(full_batch(model, data)),
-        "GAS": classes(with_histories(model, halo_loader())),
-        "GAS, a pass per layer": classes(with_histories(model, halo_loader(), passes=layers)),
-        "GAS, first pass": classes(with_histories(model, halo_loader(), passes=1)),
+        "full batch": classes(outputs.full_batch(model, data)),
+        "GAS": classes(outputs.with_histories(model, halo_loader())),
+        "GAS, a pass per layer": classes(outputs.with_histories(model, halo_loader(), passes=layers)),
+        "GAS, first pass": classes(outputs.with_histories(model, halo_loader(), passes=1)),
         "GAS in training": nearest_colours(stale, exact, colours),
-        "GraphSAGE": classes(on_subgraphs(model, data, samples, rescale=rescale)),
-        "Cluster-GCN": classes(on_subgraphs(model, data, clusters, rescale=rescale)),
+        "GraphSAGE": classes(outputs.on_subgraphs(model, data, samples, rescale=rescale)),
+        "Cluster-GCN": classes(outputs.on_subgraphs(model, data, clusters, rescale=rescale)),
     }
     return {method: compare_classes(labels, colours) for method, labels in found.items()}

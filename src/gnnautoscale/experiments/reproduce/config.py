@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -28,13 +28,9 @@ _KEYS = {"kind", "seeds", "cells", "cells_of", "only", "variants", "train"}
 
 @dataclass(frozen=True)
 class Job:
-    """One piece of work of an experiment.
+    """One piece of work of an experiment: a cell such as ``"gcn.cora"`` in a variant such as ``"full"``.
 
-    Attributes:
-        cell: What it runs, such as ``"gcn.cora"``.
-        variant: How, such as ``"full"``.
-        seed: The seed.
-        work: Everything that its result depends on, as plain values.
+    ``work`` is everything that its result depends on, as plain values.
     """
 
     cell: str
@@ -44,12 +40,7 @@ class Job:
 
     @cached_property
     def key(self) -> str:
-        """Hash of the work.
-
-        Example:
-            >>> Job("a", "b", 0, {"x": 1}).key == Job("c", "d", 0, {"x": 1}).key
-            True
-        """
+        """Hash of the work."""
         text = json.dumps(self.work, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -66,14 +57,8 @@ class Job:
 class Experiment:
     """An experiment of the paper, as in its configuration file.
 
-    Attributes:
-        name: Its name, such as ``"table1"``.
-        kind: What a job does: ``"train"``, ``"connectivity"``, ``"neighbourhood"`` or ``"step"``.
-        seeds: Number of seeds, unless a cell says otherwise.
-        cells: Options by cell.
-        variants: Options by variant, which win over those of a cell. Options of a model are in a table of their own,
-            ``model``.
-        train: Options of every job.
+    A job has the options ``train``, those of its cell, which may also set the number of seeds, and those of its
+    variant; later ones win. Options of a model are in a table of their own, ``model``.
     """
 
     name: str
@@ -83,18 +68,13 @@ class Experiment:
     variants: dict[str, dict[str, Any]]
     train: dict[str, Any]
 
-    def jobs(self, *, only: Iterable[str] = (), seeds: int | None = None, device: str = "cpu") -> list[Job]:
+    def jobs(self, *, only: Sequence[str] = (), seeds: int | None = None, device: str = "cpu") -> list[Job]:
         """All jobs, variant by variant of each cell.
 
         Args:
             only: Patterns such as ``"gcn.*"`` or ``"*.cora/full"`` for cells, or cells and variants; none for all.
             seeds: Number of seeds instead of the configuration's.
             device: What computes, in words. It is part of the work where times are measured.
-
-        Example:
-            >>> jobs = load("table1").jobs(only=["gcn.cora/full"], seeds=2)
-            >>> [str(job) for job in jobs]
-            ['gcn.cora full seed 0', 'gcn.cora full seed 1']
         """
         chosen = [
             Job(cell, variant, seed, self._work(cell, variant, seed, device))
@@ -104,12 +84,9 @@ class Experiment:
             for seed in range(seeds if seeds is not None else options.get("seeds", self.seeds))
         ]
         if not chosen:
-            raise InputError(
-                f"--only names cells of {self.name}, such as {next(iter(self.cells))}, or cells and variants, such as "
-                f"{next(iter(self.cells))}/{next(iter(self.variants))}",
-                got=", ".join(only) or f"{seeds} seeds",
-                fix="Use * for any part of a name.",
-            )
+            cell, variant = next(iter(self.cells)), next(iter(self.variants))
+            rule = f"--only names cells of {self.name}, such as {cell}, or cells and variants, such as {cell}/{variant}"
+            raise InputError(rule, got=", ".join(only) or f"{seeds} seeds", fix="Use * for any part of a name.")
         return chosen
 
     def _work(self, cell: str, variant: str, seed: int, device: str) -> dict[str, Any]:
@@ -135,64 +112,37 @@ class Experiment:
 
 # Options that only these modes have or depend on. Other modes leave them out, so that jobs that differ in nothing else
 # are the same.
-_IN_BATCHES = ("gas", "history", "cluster", "sage")
+_OF_BATCHES = ("num_parts", "batch_size", "partition", "steps_per_epoch", "refresh_every", "storage")
 _OF_MODES = {
-    **dict.fromkeys(
-        ("num_parts", "batch_size", "partition", "steps_per_epoch", "refresh_every", "storage"), _IN_BATCHES
-    ),
+    **dict.fromkeys(_OF_BATCHES, ("gas", "history", "cluster", "sage")),
     "drawings": ("gas", "history"),
     "fan_out": ("sage",),
 }
 
 
 def names() -> tuple[str, ...]:
-    """The experiments with a configuration.
-
-    Example:
-        >>> "table1" in names()
-        True
-    """
+    """The experiments with a configuration."""
     files = (entry.name for entry in _folder().iterdir())
     return tuple(sorted(file.removesuffix(".toml") for file in files if file.endswith(".toml")))
 
 
 def load(name: str) -> Experiment:
-    """Read an experiment's configuration.
-
-    Example:
-        >>> load("table1").seeds
-        10
-    """
+    """Read an experiment's configuration."""
     if name not in names():
         raise InputError(f"an experiment is one of {', '.join(names())}", got=name, fix="Choose one of these.")
     read = _read(name)
     unknown = sorted(read.keys() - _KEYS)
     if unknown:
-        raise InputError(
-            f"{name}.toml may hold {', '.join(sorted(_KEYS))}", got=", ".join(unknown), fix="Check the spelling."
-        )
-    cells = read.get("cells", {})
-    if "cells_of" in read:
-        cells = _read(read["cells_of"])["cells"]
-    flat = dict(_leaves(cells, _DEPTH[read["kind"]]))
-    pattern = read.get("only", "*")
-    return Experiment(
-        name,
-        read["kind"],
-        read["seeds"],
-        {cell: options for cell, options in flat.items() if fnmatchcase(cell, pattern)},
-        read["variants"],
-        read.get("train", {}),
-    )
+        rule = f"{name}.toml may hold {', '.join(sorted(_KEYS))}"
+        raise InputError(rule, got=", ".join(unknown), fix="Check the spelling.")
+    cells = read["cells"] if "cells" in read else _read(read["cells_of"])["cells"]
+    flat, pattern = _leaves(cells, _DEPTH[read["kind"]]), read.get("only", "*")
+    chosen = {cell: dict(options) for cell, options in flat if fnmatchcase(cell, pattern)}
+    return Experiment(name, read["kind"], read["seeds"], chosen, read["variants"], read.get("train", {}))
 
 
 def published() -> dict[str, Any]:
-    """The paper's own results, by table.
-
-    Example:
-        >>> published()["table1"]["gcn"]["cora"]
-        [81.88, 0.75, 82.29, 0.76]
-    """
+    """The paper's own results, by table."""
     return tomllib.loads(resources.files(__package__).joinpath("published.toml").read_text())
 
 
@@ -207,13 +157,11 @@ def _folder() -> Any:
 def _leaves(tables: Mapping[str, Any], depth: int, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     for name, value in tables.items():
         if depth == 1:
-            yield prefix + name, dict(value)
+            yield prefix + name, value
         else:
             yield from _leaves(value, depth - 1, f"{prefix}{name}.")
 
 
-def _matches(cell: str, variant: str, patterns: Iterable[str]) -> bool:
-    patterns = list(patterns)
-    return not patterns or any(
-        fnmatchcase(f"{cell}/{variant}" if "/" in pattern else cell, pattern) for pattern in patterns
-    )
+def _matches(cell: str, variant: str, patterns: Sequence[str]) -> bool:
+    names = (f"{cell}/{variant}" if "/" in pattern else cell for pattern in patterns)
+    return not patterns or any(map(fnmatchcase, names, patterns))

@@ -41,36 +41,17 @@ def measure_steps(
     seed: int = 0,
     cache_dir: str | None = None,
 ) -> dict[str, Any]:
-    """Train a GCN on METIS parts, one part per step, and measure the time and memory of a step.
+    """Train a GCN on METIS parts of about ``batch_nodes`` nodes, one part per step, and measure a step.
 
-    Both methods train on the same parts. The loss is over all nodes, so that every step computes something.
-
-    Args:
-        dataset: The data set; its training graph is used.
-        device: Where to compute.
-        method: ``"gas"``, with histories and batches in host memory, or ``"recursive"``, with all neighbours of all
-            hops and no histories.
-        batch_nodes: Approximate number of nodes per part.
-        hidden: Width of hidden layers.
-        layers: Number of layers, and of hops.
-        steps: The most steps per epoch.
-        epochs: Number of timed epochs.
-        seed: Determines partition and weights.
-        cache_dir: Where partitions are kept.
+    The method ``"gas"`` keeps histories and batches in host memory; ``"recursive"`` takes all neighbours of all hops,
+    one per layer, and no histories. Both train on the same parts. The loss is over all nodes of the training graph, so
+    that every step computes something. An epoch has at most ``steps`` steps.
 
     Returns:
         ``"step_seconds"``, the median over epochs; ``"build_seconds"``, the part of it that builds batches, 0 for GAS,
         which builds them once; ``"peak_memory"`` in bytes, ``None`` if unknown: on a GPU what PyTorch allocates
         without cuBLAS workspaces, on a CPU what an epoch adds to model, histories and batches; and the mean number of
         ``"nodes"`` and ``"edges"`` per step.
-
-    Example:
-        >>> from gnnautoscale.data import datasets
-        >>> graph = datasets.load("communities", nodes=60, degree=4.0, classes=3)
-        >>> sizes = {"batch_nodes": 15, "hidden": 4, "layers": 2, "steps": 2, "epochs": 1}
-        >>> gas, whole = (measure_steps(graph, torch.device("cpu"), method=m, **sizes) for m in ("gas", "recursive"))
-        >>> gas["nodes"] <= whole["nodes"]
-        True
     """
     if method not in _METHODS:
         raise InputError(f"a method is one of {', '.join(_METHODS)}", got=repr(method), fix="Choose one of these.")
@@ -92,7 +73,11 @@ def measure_steps(
     memory: int | None = None
     with training.running:
         model.train()
-        times = [_timed(training.epoch) for _ in range(_WARM_UP + epochs)][_WARM_UP:]
+        times = []
+        for _ in range(_WARM_UP + epochs):
+            start = time.perf_counter()
+            building = training.epoch()
+            times.append((time.perf_counter() - start, building))
         if device.type == "cpu":
             with PeakMemory(device) as peak:  # in an epoch of its own, because watching takes time
                 training.epoch()
@@ -101,18 +86,12 @@ def measure_steps(
         memory = torch.cuda.max_memory_allocated(device) - held - free_memory(device)
     sizes = [(batch.num_nodes, batch.num_edges) for batch in training.batches()]
     return {
-        "step_seconds": statistics.median(seconds for seconds, _ in times) / count,
-        "build_seconds": statistics.median(building for _, building in times) / count,
+        "step_seconds": statistics.median(seconds for seconds, _ in times[_WARM_UP:]) / count,
+        "build_seconds": statistics.median(building for _, building in times[_WARM_UP:]) / count,
         "peak_memory": memory,
         "nodes": statistics.mean(nodes for nodes, _ in sizes),
         "edges": statistics.mean(edges for _, edges in sizes),
     }
-
-
-def _timed(epoch: Callable[[], float]) -> tuple[float, float]:
-    start = time.perf_counter()
-    building = epoch()
-    return time.perf_counter() - start, building
 
 
 @dataclass(frozen=True)

@@ -31,21 +31,12 @@ def run_all(
     device: str,
     processes: int = 1,
     runs_dir: Path | None = None,
-    show: Callable[[str], None] = print,
+    show: Callable[[str], None],
 ) -> list[Job]:
-    """Do the jobs without a result; each result is stored at once.
+    """Do the jobs without a result, store each result at once, and ``show`` a line about each job.
 
-    Args:
-        jobs: The jobs of an experiment.
-        store: Holds the results.
-        root: Folder of the data sets.
-        device: Where to compute.
-        processes: Number of jobs at a time. Jobs that measure times run one after another all the same.
-        runs_dir: Folder for the run folders of training jobs; by default there are none.
-        show: Called with a line about each job.
-
-    Returns:
-        The jobs that failed; the others are done nevertheless.
+    Jobs that measure times run one after another, whatever ``processes`` says. Training jobs write their run folders
+    below ``runs_dir``. Returns the jobs that failed; the others are done nevertheless.
     """
     missing = list({job.key: job for job in jobs if store.get(job) is None}.values())
     if len(missing) < len(jobs):

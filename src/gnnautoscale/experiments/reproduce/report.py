@@ -20,15 +20,9 @@ from gnnautoscale.runs import jsonable
 
 @dataclass
 class Report:
-    """The outcome of an experiment.
+    """The outcome of an experiment: a table with notes below it, and the numbers behind it as plain values.
 
-    Attributes:
-        title: The table's title.
-        columns: Its heads.
-        rows: Its cells, as text.
-        notes: Sentences below it.
-        values: The numbers behind it, as plain values.
-        draw: Draws into an empty matplotlib figure, if there is something to draw.
+    ``draw`` draws into an empty matplotlib figure, if there is something to draw.
     """
 
     title: str
@@ -39,19 +33,7 @@ class Report:
     draw: Callable[[Any], None] | None = None
 
     def markdown(self) -> str:
-        """The table and its notes.
-
-        Example:
-            >>> print(Report("Sizes", ["graph", "nodes"], [["cora", "2,708"]], ["A note."]).markdown())
-            ### Sizes
-            <BLANKLINE>
-            | graph | nodes |
-            |---|---:|
-            | cora | 2,708 |
-            <BLANKLINE>
-            A note.
-            <BLANKLINE>
-        """
+        """The table and its notes."""
         lines = [f"### {self.title}", "", "| " + " | ".join(self.columns) + " |"]
         lines.append("|---|" + "---:|" * (len(self.columns) - 1))
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
@@ -94,16 +76,7 @@ class Results:
 
 
 def write_files(report: Report, folder: Path, name: str) -> list[Path]:
-    """Write the table as Markdown, the numbers as JSON, and with matplotlib the figure as SVG.
-
-    Args:
-        report: The report.
-        folder: An existing folder.
-        name: Name of the files, without suffix.
-
-    Returns:
-        The files.
-    """
+    """Write the table as Markdown, the numbers as JSON, and with matplotlib the figure as SVG; returns the files."""
     numbers = json.dumps(jsonable(report.values), indent=1) + "\n"
     files = {folder / f"{name}.md": report.markdown(), folder / f"{name}.json": numbers}
     for path, text in files.items():
@@ -114,32 +87,17 @@ def write_files(report: Report, folder: Path, name: str) -> list[Path]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation for a table.
-
-    Example:
-        >>> spread([80.0, 82.0]), spread([80.0]), spread([])
-        ('81.00 ± 1.41', '80.00', '-')
-    """
+    """Mean and standard deviation for a table."""
     if len(values) < 2:
         return f"{values[0]:.2f}" if values else "-"
     return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
 
 
 def number(value: float, digits: int = 2, *, sign: bool = False) -> str:
-    """A number for a table.
-
-    Example:
-        >>> number(1.234), number(1.234, 1, sign=True), number(math.nan)
-        ('1.23', '+1.2', '-')
-    """
+    """A number for a table; a dash for NaN."""
     return "-" if math.isnan(value) else f"{value:{'+' if sign else ''},.{digits}f}"
 
 
 def beside(ours: float, paper: float, *, sign: bool = False) -> str:
-    """Our number, and the paper's in brackets.
-
-    Example:
-        >>> beside(1.234, 2.0), beside(math.nan, 2.0, sign=True)
-        ('1.23 (2.00)', '- (+2.00)')
-    """
+    """Our number, and the paper's in brackets."""
     return f"{number(ours, sign=sign)} ({paper:{'+' if sign else ''}.2f})"

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch_geometric  # type: ignore[import-untyped]
-
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments.reproduce.config import Job
+from gnnautoscale.training import versions
 
 Result = dict[str, Any]
 
 
 class Store:
-    """A file with one line of JSON per finished run.
+    """A file with one line of JSON per finished run; it and its folder are created if missing.
 
     If a crash cuts off the last line, it is dropped when the file is read, and its run is repeated.
-
-    Args:
-        path: The file; it and its folder are created if missing.
-
-    Example:
-        >>> from tempfile import mkdtemp
-        >>> store = Store(Path(mkdtemp()) / "runs.jsonl")
-        >>> run = Job("gcn.cora", "full", 0, {"kind": "train"})
-        >>> store.add(run, {"test": 81.0}, seconds=1.0, machine="one core")
-        >>> Store(store.path).get(run)
-        {'test': 81.0}
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,18 +28,17 @@ class Store:
             text = path.read_text() if path.exists() else ""
         except OSError as error:
             raise InputError("results must be readable and writable", got=str(error), fix="Check --output.") from None
-        whole, cut = text[: text.rfind("\n") + 1], text[text.rfind("\n") + 1 :]
-        for number, line in enumerate(whole.splitlines(), start=1):
+        *lines, cut = text.split("\n")
+        for number, line in enumerate(lines, start=1):
             try:
                 read = json.loads(line)
                 self._lines[read["key"]] = read
             except (ValueError, TypeError, KeyError):
-                raise InputError(
-                    f"every line of {path.name} is a result", got=f"line {number}: {line[:40]}", fix="Remove it."
-                ) from None
+                rule, got = f"every line of {path.name} is a result", f"line {number}: {line[:40]}"
+                raise InputError(rule, got=got, fix="Remove it.") from None
         if cut:
             with path.open("r+b") as stream:
-                stream.truncate(len(whole.encode()))
+                stream.truncate(len(text.encode()) - len(cut.encode()))
 
     def get(self, run: Job) -> Result | None:
         """The result of a run, or ``None``."""
@@ -82,12 +67,3 @@ class Store:
             "machines": sorted({line["machine"] for line in lines}),
             "versions": sorted({", ".join(f"{k} {v}" for k, v in line["versions"].items()) for line in lines}),
         }
-
-
-def versions() -> dict[str, str]:
-    """The versions that results depend on."""
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "torch-geometric": str(torch_geometric.__version__),
-    }

@@ -15,23 +15,15 @@ from gnnautoscale.experiments.reproduce.report import Report, Results, beside, n
 from gnnautoscale.experiments.reproduce.store import Store
 
 _Curves: TypeAlias = dict[str, dict[str, Any]]
+_Published: TypeAlias = dict[str, Any]  # the paper's numbers
 
 
 def make_report(experiment: Experiment, runs: Sequence[Job], store: Store) -> Report:
-    """Summarize the results so far.
-
-    Args:
-        experiment: The experiment.
-        runs: Its runs, or some of them.
-        store: Holds their results.
-
-    Returns:
-        A report on the cells that have results.
-    """
+    """Report on the cells that have results, of all or some of an experiment's runs."""
     found = Results(runs, store)
     if not found.cells():
         raise InputError("a report needs results", got="none", fix="See why the runs failed.")
-    report = _REPORTS[experiment.name](found)
+    report = _REPORTS[experiment.name](found, published().get(experiment.name, {}))
     seeds = sorted({run.seed for run in runs})
     report.values |= {"experiment": experiment.name, "seeds": seeds, **store.origin(runs)}
     made_on = " and ".join(report.values["machines"])
@@ -39,8 +31,7 @@ def make_report(experiment: Experiment, runs: Sequence[Job], store: Store) -> Re
     return report
 
 
-def _table1(found: Results) -> Report:
-    paper = published()["table1"]
+def _table1(found: Results, paper: _Published) -> Report:
     rows, values = [], {}
     differences: dict[tuple[str, str], list[float]] = {}
     for cell in found.cells():
@@ -70,8 +61,7 @@ def _table1(found: Results) -> Report:
     return Report("Full batch and GAS on small graphs (Table 1)", heads, rows, notes, {"test": values})
 
 
-def _table2(found: Results) -> Report:
-    paper = published()["table2"]
+def _table2(found: Results, paper: _Published) -> Report:
     rows = []
     values: dict[str, dict[str, float]] = {}
     for cell in found.cells():
@@ -90,8 +80,7 @@ def _table2(found: Results) -> Report:
     return Report("What METIS and regularization contribute (Table 2)", heads, rows, notes, {"points": values})
 
 
-def _table3(found: Results) -> Report:
-    paper = published()["table3"]
+def _table3(found: Results, paper: _Published) -> Report:
     names = {"full": "full batch", "graphsage": "neighbour sampling", "cluster-gcn": "Cluster-GCN", "gas": "GAS"}
     datasets = {cell: cell.split(".")[1] for cell in found.cells()}
     rows = []
@@ -109,8 +98,7 @@ def _table3(found: Results) -> Report:
     return Report("Memory (Table 3)", ["GB", *datasets.values()], rows, notes, {"peak_memory": values})
 
 
-def _table4(found: Results) -> Report:
-    paper = published()["table4"]
+def _table4(found: Results, paper: _Published) -> Report:
     names = {"gttf": "all hops", "gas": "GAS"}
     rows = []
     values: dict[str, dict[str, dict[str, float]]] = {}
@@ -139,8 +127,7 @@ def _table4(found: Results) -> Report:
     return Report("A step of a 4-layer GCN (Table 4)", ["", *heads], rows, notes, {"steps": values})
 
 
-def _table5(found: Results) -> Report:
-    paper = published()["table5"]
+def _table5(found: Results, paper: _Published) -> Report:
     rows, values = [], {}
     for cell in found.cells():
         model, dataset = cell.split(".")
@@ -150,8 +137,7 @@ def _table5(found: Results) -> Report:
     return Report("Large graphs (Table 5)", ["", "GAS, paper", "GAS", "GAS, refreshed"], rows, [], {"test": values})
 
 
-def _table6(found: Results) -> Report:
-    paper = published()["table6"]
+def _table6(found: Results, paper: _Published) -> Report:
     rows, values = [], {}
     for cell in found.cells():
         parts = found.of(cell, "random" if found.of(cell, "random") else "metis")[0]["num_parts"]
@@ -166,8 +152,7 @@ def _table6(found: Results) -> Report:
     return Report("Connectivity of parts (Table 6)", columns, rows, notes, {"connectivity": values})
 
 
-def _table7(found: Results) -> Report:
-    paper = published()["table7"]
+def _table7(found: Results, paper: _Published) -> Report:
     cell = found.cells()[0]
     names = {variant: variant.replace("_", " ") for variant in paper}
     rows, values = [], {}
@@ -180,7 +165,7 @@ def _table7(found: Results) -> Report:
     return Report(title, heads, rows, notes, {"accuracy": values, "curves": curves}, partial(_draw, curves, names))
 
 
-def _figure3(found: Results) -> Report:
+def _figure3(found: Results, paper: _Published) -> Report:
     names = {"full": "full batch", "history": "naive history", "gas": "GAS"}
     rows = [
         [cell, *(number(found.mean(cell, variant, "scores", "test")) for variant in names)] for cell in found.cells()
@@ -209,11 +194,10 @@ def _draw(curves: _Curves, names: Mapping[str, str], figure: Any) -> None:
     panels[0].legend(frameon=False)
 
 
-def _figure4(found: Results) -> Report:
+def _figure4(found: Results, paper: _Published) -> Report:
     results = sorted((found.of(cell, "gin")[0] for cell in found.cells()), key=lambda result: result["row"]["ratio"])
     steps = bench.with_computation(result["row"] for result in results)
     heads, rows = bench.step_table(steps)
-    paper = published()["figure4"]
     notes = [
         "Computation is relative to the smallest halo, I/O to histories on the device. The paper: serial transfers add "
         f"up to {paper['serial_overhead_percent_at_most']} %; concurrent ones {paper['concurrent']}."
@@ -223,7 +207,7 @@ def _figure4(found: Results) -> Report:
     return Report(title, heads, rows, notes, values, partial(bench.draw_steps, values))
 
 
-def _wordnet(found: Results) -> Report:
+def _wordnet(found: Results, paper: _Published) -> Report:
     names = {"full": "full batch", "gas": "GAS", "lean": "GAS, lean", "history": "naive history"}
     names |= {"sage": "GraphSAGE sampling", "cluster": "Cluster-GCN"}
     rows = []
@@ -250,7 +234,7 @@ def _wordnet(found: Results) -> Report:
     return Report("WordNet 3.0, 117,659 nodes", heads, rows, notes, {"wordnet": values})
 
 
-_REPORTS: dict[str, Callable[[Results], Report]] = {
+_REPORTS: dict[str, Callable[[Results, _Published], Report]] = {
     "figure3": _figure3,
     "figure4": _figure4,
     "table1": _table1,

@@ -25,22 +25,7 @@ _MOST_POINTS = 100  # kept of a learning curve
 
 
 def perform(work: Work, *, root: str, device: str, run_dir: Path | None = None) -> dict[str, Any]:
-    """Do the work of a job.
-
-    Args:
-        work: What to do; see :class:`gnnautoscale.experiments.reproduce.config.Job`.
-        root: Folder of the data sets.
-        device: Where to compute.
-        run_dir: Folder for the measurements of training; by default there is none.
-
-    Returns:
-        The result as plain values.
-
-    Example:
-        >>> work = {"kind": "connectivity", "cell": "cluster", "data": {"graphs": 3}, "num_parts": 1, "method": "metis"}
-        >>> perform({**work, "seed": 0}, root="data", device="cpu")
-        {'connectivity': 0.0, 'num_parts': 1}
-    """
+    """Do the work of a job; returns its result as plain values. Only training writes to ``run_dir``."""
     do = partial(_train, run_dir=run_dir) if work["kind"] == "train" else _KINDS[work["kind"]]
     result: dict[str, Any] = jsonable(do(work, root, device))
     return result
