@@ -148,7 +148,7 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
                 got="empty histories",
                 fix="Train the model, or call gas.refresh(model, loader) first.",
             )
-        if plan.live and not memory.is_written_by(weights_checksum(model)):
+        if plan.live and memory.written_by != weights_checksum(model):
             warnings.warn(
                 "Some histories were written with older weights, so these predictions are approximate. Call "
                 "gas.refresh(model, loader) for exact ones.",
@@ -183,7 +183,7 @@ def _whole(model: nn.Module, memory: GraphMemory, loader: HaloLoader, call: Call
     """Run a graph that is a single batch; returns the output, and fills all histories if ``push``."""
     out = _collect(model, loader, call, StepExchange(push_all=push))
     if push:
-        memory.mark_written_by(weights_checksum(model))
+        memory.written_by = weights_checksum(model)
     return out
 
 
@@ -192,21 +192,15 @@ def _sweep(model: nn.Module, memory: GraphMemory, loader: HaloLoader, call: Call
     for level in plan_of(model, loader, call).levels:
         for _ in run_batches(model, loader, call, attached(model).running(SweepExchange(level))):
             pass
-    memory.mark_written_by(weights_checksum(model))
+    memory.written_by = weights_checksum(model)
 
 
 def _collect(model: nn.Module, loader: HaloLoader, call: CallModel, exchange: ExchangePolicy) -> Any:
     """The model's output for all nodes, in the order of the data."""
-    rooms: list[Tensor] = []
-    result: Any = None
+    num_nodes, result = loader.graph.num_nodes, None
     for info, out in run_batches(model, loader, call, attached(model).running(exchange)):
-        if not rooms:
-            result = map_tensors(partial(_room_for_all, rooms, loader.graph.num_nodes), out)
-        for room, rows in zip(rooms, tensors_in(out), strict=True):
-            room[info.nodes] = rows.cpu()
+        if result is None:
+            result = map_tensors(lambda rows: torch.empty((num_nodes, *rows.shape[1:]), dtype=rows.dtype), out)
+        for all_rows, rows in zip(tensors_in(result), tensors_in(out), strict=True):
+            all_rows[info.nodes] = rows.cpu()
     return result
-
-
-def _room_for_all(rooms: list[Tensor], num_nodes: int, rows: Tensor) -> Tensor:
-    rooms.append(torch.empty((num_nodes, *rows.shape[1:]), dtype=rows.dtype))
-    return rooms[-1]

@@ -13,11 +13,9 @@ from gnnautoscale.forward.session import Session
 
 
 class SweepExchange(ExchangePolicy):
-    """Computes one level of slots, or the output: reads the levels below it and skips those above it.
+    """Computes one level of slots, or for ``None`` the output: reads the levels below it and skips those above it.
 
-    Args:
-        level: The slots to compute and write; ``None`` computes the model's output.
-        store: The rows to read and write; by default the histories.
+    It reads and writes the rows of ``store``, by default the histories.
     """
 
     def __init__(self, level: frozenset[str] | None, store: RowStore | None = None) -> None:

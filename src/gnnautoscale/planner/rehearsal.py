@@ -20,6 +20,8 @@ from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import (
     ActiveLayer,
     ArgumentKind,
+    Arguments,
+    EdgeRecord,
     EdgeSource,
     ExchangePolicy,
     LayerCall,
@@ -31,6 +33,7 @@ from gnnautoscale.forward import (
     StoreExchange,
     SweepExchange,
     describe,
+    has_rows,
     normalize_by_constants,
     own_attribute,
     uses_own_statistics,
@@ -48,14 +51,9 @@ class Reference:
 
 
 class Observation(ExchangePolicy, EdgeSource, Observer):
-    """Runs the whole trial graph on its own edges and fills in a plan.
+    """Runs the whole trial graph, as one batch, on its own edges and fills in a plan.
 
     It is policy, edge source and observer at once, because the usual ones follow a plan.
-
-    Args:
-        trial: The trial graph.
-        batch: The whole of it, as one batch.
-        plan: The plan to fill in.
     """
 
     def __init__(self, trial: TrialGraph, batch: Data, plan: Plan) -> None:
@@ -112,9 +110,9 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
         after: list[str] = []  # the layer's modules that compute on nodes once it has aggregated
 
         def note(name: str, module: nn.Module, out: Any) -> None:
-            rows = isinstance(out, Tensor) and out.dim() > 0 and out.size(0) == NUM_NODES
             active = session.active_layer
-            if rows and not session.is_aggregating and active is not None and active.num_propagations:
+            aggregated = active is not None and active.num_propagations and not session.is_aggregating
+            if aggregated and has_rows(out, NUM_NODES):
                 after.append(name)
 
         inside = {name: module for name, module in layer.named_modules() if not isinstance(module, MessagePassing)}
@@ -135,32 +133,22 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
             shortcuts |= {"pair"} if dense_after and planned.kinds.count("node") == 1 else set()
         return frozenset(shortcuts)
 
-    def start(
-        self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[LayerCall, None]:
+    def start(self, call: str, layer: MessagePassing, arguments: Arguments) -> tuple[LayerCall, list[EdgeRecord]]:
         """Add a call to the plan, with the kinds of its arguments."""
-        tensors = tensors_in((args, kwargs))
+        tensors = tensors_in(arguments)
         attributes = [own_attribute(self._info, value) for value in tensors]
         kinds: list[ArgumentKind] = [
             "own" if attribute is not None else kind_of(value, NUM_NODES, self._info.e_id.numel())
             for value, attribute in zip(tensors, attributes, strict=True)
         ]
         nested = any(isinstance(module, MessagePassing) for module in layer.modules() if module is not layer)
-        return self._plan.calls.setdefault(call, LayerCall(kinds, attributes, nested=nested)), None
+        return self._plan.calls.setdefault(call, LayerCall(kinds, attributes, nested=nested)), []
 
-    def replace(
-        self, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any], *, propagates: bool
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def replace(self, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Keep the edges; note which values belong to edges, and whether rows depend on weights."""
-        num_edges = edge_index.size(1)
-        active.call.num_propagations += propagates
-        active.call.edge_names.append(
-            frozenset(
-                name
-                for name, value in values.items()
-                if isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == num_edges
-            )
-        )
+        active.call.num_propagations = active.num_propagations
+        per_edge = (name for name, value in values.items() if has_rows(value, edge_index.size(1)))
+        active.call.edge_names.append(frozenset(per_edge))
         if all(id(leaf) in self._slot_of for leaf in self._leaves_of(values)):
             active.call.constant_halo.add(len(active.call.edge_names) - 1)
         return edge_index, values
@@ -175,12 +163,7 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
 class Rehearsal(Observer):
     """Compares a batch of the trial graph, whose histories hold the exact rows, with the whole graph.
 
-    Args:
-        trial: The trial graph.
-        batch: One of its batches.
-        plan: The model's plan.
-        reference: The outputs and rows of the whole graph.
-        checking: Whether to compare outputs.
+    Without ``checking`` it only runs the batch.
     """
 
     def __init__(
@@ -209,21 +192,19 @@ class Rehearsal(Observer):
 
     def check(self, name: str, module: nn.Module | None, out: Any) -> None:
         """Compare the batch's rows with the whole graph's; those of the halo may be meaningless."""
-        self._compare(name, module, out, self._reference.outputs[name])
+        if self._checking:
+            self._compare(name, module, out, self._reference.outputs[name])
 
     def check_numbered(self, name: str, module: nn.Module | None, out: Any) -> None:
         """Compare the output of a module that may run several times."""
         self.check(_numbered(self._seen, name), module, out)
 
     def _compare(self, name: str, module: nn.Module | None, out: Any, whole: Any) -> None:
-        if not self._checking:
-            return
         got_values, want_values = tensors_in(out), tensors_in(whole)
         if len(got_values) != len(want_values):
             raise DeviationError(name, module)
         for value, expected in zip(got_values, want_values, strict=True):
-            rows = (self._info.num_rows, self._info.batch_size)
-            if value.dim() == 0 or value.size(0) not in rows or expected.size(0) != NUM_NODES:
+            if not has_rows(value, self._info.num_rows, self._info.batch_size) or expected.size(0) != NUM_NODES:
                 continue
             got = value[: self._info.batch_size].double()
             want = expected[self._info.nodes.to(expected.device)].double()
@@ -245,8 +226,7 @@ class Rehearsal(Observer):
                 got=f"the error '{error}'",
                 fix="Replace it by a layer that computes each node's row from its neighbours.",
             ) from error
-        if self._checking:
-            self.check(call, layer, out)
+        self.check(call, layer, out)
         return out
 
     def edges_used(self, session: Session, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any]) -> None:
