@@ -53,12 +53,8 @@ class _Passes:
 class Autoscaler:
     """A model's hooks, its plan (``None`` before its first call), and the histories of its training graph.
 
-    Args:
-        model: The model to attach to.
-        memory: Histories and records of the training graph.
-        key: Identifies that graph; ``None`` until the first batch if only its size is known.
-        edge_dropout: Share of edges to drop at random in training.
-        explicit: Whether the model names its own slots.
+    The ``key`` identifies that graph; it is ``None`` until the first batch if only the graph's size is known. An
+    ``explicit`` model names its own slots.
     """
 
     def __init__(

@@ -1,11 +1,9 @@
-"""Calls a model with batches: finds its arguments and device, and runs one batch after another."""
+"""How to call a model with a batch: finds its arguments and device."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +12,8 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
 from gnnautoscale.errors import InputError
-from gnnautoscale.forward import Arguments, has_rows, run_pass
-from gnnautoscale.graph import BatchInfo, BatchTensor, HaloLoader
+from gnnautoscale.forward import Arguments, has_rows
+from gnnautoscale.graph import BatchInfo, BatchTensor
 
 #: Calls a model with a batch.
 CallModel = Callable[[nn.Module, Data], Any]
@@ -35,18 +33,6 @@ def to_model_device(batch: Data, model: nn.Module) -> Data:
     """Move a batch to the model's device, if the model has weights."""
     device = next((weight.device for weight in model.parameters()), None)
     return batch if device is None else batch.to(str(device))
-
-
-def run_batches(
-    model: nn.Module, loader: HaloLoader, call: CallModel, running: AbstractContextManager[None]
-) -> Iterator[tuple[BatchInfo, Any]]:
-    """Run a model on every batch, in order, in a context of :meth:`Autoscaler.running`.
-
-    Yields each batch and the model's output, or ``None`` if the policy ended the pass early.
-    """
-    with running:
-        for batch in loader.in_order():
-            yield batch.edge_index.info, run_pass(partial(call, model, to_model_device(batch, model)))
 
 
 def find_batch(arguments: Arguments) -> BatchInfo:

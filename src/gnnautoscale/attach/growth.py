@@ -97,11 +97,6 @@ def grown_parts(labels: Tensor, edge_index: Tensor, num_nodes: int) -> Tensor:
     """The part of each node of a grown graph, ``[num_nodes]``, by the rule of :func:`grow`.
 
     ``labels`` holds the parts of the old nodes, ``[num_old_nodes]``.
-
-    Example:
-        >>> edges = torch.tensor([[0, 1, 3, 4], [3, 4, 4, 5]])  # 5 follows 4, and nothing leads to 6
-        >>> grown_parts(torch.tensor([0, 1, 1]), edges, num_nodes=7)
-        tensor([0, 1, 1, 0, 1, 1, 0])
     """
     num_old, num_parts = labels.numel(), int(labels.max()) + 1
     limit = math.ceil(_MOST_ABOVE_MEAN * num_nodes / num_parts)

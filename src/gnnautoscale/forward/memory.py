@@ -24,13 +24,8 @@ _MOST_COPIED = 1 << 18
 class GraphMemory:
     """A history for each slot of a model on one graph, and the records of its layer calls.
 
-    Args:
-        graph: The graph, or ``None`` if only its size is known so far.
-        num_nodes: Number of nodes.
-        storage: Where histories live; ``"auto"`` decides once their size is known.
-        dtype: The type histories are kept in, or ``None`` for the type of the embeddings.
-        folder: The folder of histories on disk.
-        overlap: Whether rows in host memory and on disk move while a step computes.
+    Histories have the type of the embeddings unless ``dtype`` is given; ``storage="auto"`` decides where they live once
+    their size is known. If ``overlap``, rows in host memory and on disk move while a step computes.
     """
 
     def __init__(

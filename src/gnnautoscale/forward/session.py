@@ -34,18 +34,9 @@ Normalize = Callable[["Session", _BatchNorm, Callable[[Tensor], Tensor], Tensor]
 class Session:
     """A forward pass over one batch.
 
-    Args:
-        info: The batch.
-        plan: The model's plan.
-        memory: Histories and records of the batch's graph.
-        device: The compute device.
-        exchange: What happens at a slot.
-        edges: Gives layers their edges; by default the recorded ones.
-        normalize: Called in place of a batch norm with the session, the norm, its forward pass and the rows; by default
-            normalizes by the statistics of the batch's own rows.
-        observers: Watch layers and their edges.
-        edge_dropout: Share of edges to drop at random.
-        input_gradients: Whether the model's inputs need gradients.
+    By default layers get the recorded edges, less a share of ``edge_dropout``, and batch norms use the statistics of
+    the batch's own rows. ``normalize`` is called in place of a batch norm with the session, the norm, its forward pass
+    and the rows; ``input_gradients`` says whether the model's inputs need gradients.
     """
 
     def __init__(
@@ -67,9 +58,11 @@ class Session:
         self._edges = edges or RecordedEdges(info, plan, memory, device, edge_dropout, input_gradients)
         self._observers = observers
         self._repeaters = [observer for observer in observers if observer.repeats]
-        self._active: list[ActiveLayer] = []
+        #: The layer calls in progress, the innermost last.
+        self.active: list[ActiveLayer] = []
         self._counts: Counter[str] = Counter()
-        self._inside_propagate = 0
+        #: Whether a layer's ``propagate`` is running.
+        self.is_aggregating = False
         #: Whether a layer is being repeated for an observer.
         self.repeating = False
 
@@ -83,7 +76,7 @@ class Session:
     def layer(self, layer: MessagePassing, name: str, run: Callable[..., Any], arguments: Arguments) -> Any:
         """Run a message-passing layer; its output is a slot unless its propagations are slots."""
         # Counted per calling layer, so that skipping a layer does not rename later calls.
-        call = f"{self._active[-1].name}>{name}" if self._active else name
+        call = f"{self.active[-1].name}>{name}" if self.active else name
         self._counts[call] += 1
         call = call if self._counts[call] == 1 else f"{call}#{self._counts[call]}"
         work = partial(self._run_layer, call, layer, run, arguments)
@@ -96,13 +89,13 @@ class Session:
         args, kwargs = arguments if planned.nested else map_tensors(_plain, arguments)
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            self._active.append(ActiveLayer(call, layer, records, planned))
+            self.active.append(ActiveLayer(call, layer, records, planned))
             if "pair" in planned.shortcuts:
                 args, kwargs = self._paired(planned, args, kwargs)
             try:
                 out = run(*args, **kwargs)
             finally:
-                self._active.pop()
+                self.active.pop()
             # On unfused edges a layer may have computed the halo's rows too.
             return map_tensors(shorten, out) if "short" in planned.shortcuts else out
 
@@ -119,7 +112,7 @@ class Session:
             if planned.draws is None and state is not None:
                 planned.draws = state.has_moved
             for observer in self._repeaters:
-                observer.layer_ran(LayerRun(call, layer, out, again, args, kwargs, self.info, bool(self._active)))
+                observer.layer_ran(LayerRun(call, layer, out, again, args, kwargs, self.info, bool(self.active)))
             return out
 
         if self.plan.explicit or call in self.plan.inner:
@@ -128,17 +121,17 @@ class Session:
 
     def propagate(self, run: Callable[..., Any], edge_index: Tensor, size: Any, values: dict[str, Any]) -> Any:
         """Run a layer's ``propagate`` on the right edges."""
-        active = self._active[-1]
+        active = self.active[-1]
         slot = f"{active.name}/{active.num_propagations}"
         active.num_propagations += 1
         edge_index, values = self._replaced(active, edge_index, values)
 
         def compute() -> Any:
-            self._inside_propagate += 1
+            outer, self.is_aggregating = self.is_aggregating, True
             try:
                 return run(edge_index, size=size, **values)
             finally:
-                self._inside_propagate -= 1
+                self.is_aggregating = outer
 
         if active.name not in self.plan.inner:
             return compute()
@@ -147,7 +140,7 @@ class Session:
 
     def edge_updater(self, run: Callable[..., Any], edge_index: Tensor, size: Any, values: dict[str, Any]) -> Any:
         """Run a layer's ``edge_updater`` on the right edges."""
-        edge_index, values = self._replaced(self._active[-1], edge_index, values)
+        edge_index, values = self._replaced(self.active[-1], edge_index, values)
         return run(edge_index, size=size, **values)
 
     def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -163,7 +156,8 @@ class Session:
         self._exchange.end(self)
 
         def cut(value: Tensor) -> Tensor:
-            if not has_rows(value, self.info.num_rows, *[self.info.batch_size] * self.plan.short_tail):
+            short = self.plan.short_tail and has_rows(value, self.info.batch_size)
+            if not short and not has_rows(value, self.info.num_rows):
                 raise UnsupportedModelError(
                     "an autoscaled model returns one row per node",
                     got=f"an output of shape {tuple(value.shape)} for {self.info.num_rows} nodes",
@@ -181,16 +175,6 @@ class Session:
 
     # Used by policies and observers ##################################################################################
 
-    @property
-    def active_layer(self) -> ActiveLayer | None:
-        """The layer call in progress, if any."""
-        return self._active[-1] if self._active else None
-
-    @property
-    def is_aggregating(self) -> bool:
-        """Whether a layer's ``propagate`` is running."""
-        return self._inside_propagate > 0
-
     def own(self, rows: Tensor) -> Tensor:
         """The batch's rows; not sliced if there are no others, because a slice's gradient costs a copy."""
         return rows if rows.size(0) == self.info.batch_size else rows[: self.info.batch_size]
@@ -201,8 +185,8 @@ class Session:
             return out
 
         def widen(value: Tensor) -> Tensor:
-            missing = self.info.num_halo if has_rows(value, self.info.batch_size) else 0
-            return torch.cat([value, value.new_zeros((missing, *value.shape[1:]))]) if missing else value
+            zeros = value.new_zeros((self.info.num_halo, *value.shape[1:]))
+            return torch.cat([value, zeros]) if has_rows(value, self.info.batch_size) else value
 
         return map_tensors(widen, out)
 

@@ -166,7 +166,7 @@ class _Rehearsals:
             for batch in self.trial.parts:
                 rehearsal = Rehearsal(self.trial, batch, plan, reference)
                 session = rehearsal.step()
-                with torch.no_grad(), watching(self._other_modules, rehearsal.check_numbered):
+                with torch.no_grad(), watching(self._other_modules, rehearsal.check):
                     out = self.hooks.run(session, self.trial.arguments(batch))
                 rehearsal.check(Plan.OUTPUT, None, out)
                 session.finish(out)

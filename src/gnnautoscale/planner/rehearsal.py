@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -110,8 +110,7 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
         after: list[str] = []  # the layer's modules that compute on nodes once it has aggregated
 
         def note(name: str, module: nn.Module, out: Any) -> None:
-            active = session.active_layer
-            aggregated = active is not None and active.num_propagations and not session.is_aggregating
+            aggregated = session.active and session.active[-1].num_propagations and not session.is_aggregating
             if aggregated and has_rows(out, NUM_NODES):
                 after.append(name)
 
@@ -124,8 +123,12 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
 
     def _possible_shortcuts(self, call: str, layer: MessagePassing, dense_after: bool) -> frozenset[Shortcut]:
         planned = self._plan.calls[call]
+
+        def depth(method: str) -> int:
+            """How far up in the layer's class hierarchy a method is defined."""
+            return next(i for i, cls in enumerate(type(layer).__mro__) if method in vars(cls))
+
         # A subclass may override messages and forget the method that fuses them.
-        depth = partial(_definition_depth, layer)
         fuse = layer.fuse and depth("message_and_aggregate") <= min(depth("message"), depth("aggregate"))
         shortcuts: set[Shortcut] = {"fused"} if fuse else set()
         if call not in self._plan.inner and planned.num_propagations == 1:
@@ -160,10 +163,11 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
         return _row_by_row(norm, run, x)
 
 
-class Rehearsal(Observer):
+class Rehearsal(Observer, RowStore):
     """Compares a batch of the trial graph, whose histories hold the exact rows, with the whole graph.
 
-    Without ``checking`` it only runs the batch.
+    It stands in for these histories, and compares what a sweep writes to them. Without ``checking`` it only runs the
+    batch.
     """
 
     def __init__(
@@ -172,17 +176,27 @@ class Rehearsal(Observer):
         self._trial, self._plan, self._reference, self._checking = trial, plan, reference, checking
         self._info: BatchInfo = batch.edge_index.info
         self._seen: Counter[str] = Counter()
+        self._sweeping = False
         #: The edges and values that each layer computed itself and a record replaces.
         self.local_edges: list[tuple[str, Tensor]] = []
 
     def step(self) -> Session:
         """A training step."""
-        return self._session(StoreExchange(_ExactRows(self._reference)), [self])
+        return self._session(StoreExchange(self), [self])
 
     def sweep(self, level: frozenset[str] | None) -> Session:
         """A sweep over one level, or over the output; compares the rows it writes."""
-        rows = _ExactRows(self._reference, lambda slot, rows, exact: self._compare(slot, None, rows, exact))
-        return self._session(SweepExchange(level, rows), [])
+        self._sweeping = True
+        return self._session(SweepExchange(level, self), [])
+
+    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
+        """See :meth:`RowStore.read`."""
+        return self._reference.rows[slot][session.info.n_id[which].to(session.device)]
+
+    def write(self, session: Session, slot: str, rows: Tensor) -> None:
+        """See :meth:`RowStore.write`."""
+        if self._sweeping:
+            self._compare(slot, None, rows, self._reference.rows[slot])
 
     def _session(self, exchange: ExchangePolicy, observers: list[Observer]) -> Session:
         trial = self._trial
@@ -193,11 +207,8 @@ class Rehearsal(Observer):
     def check(self, name: str, module: nn.Module | None, out: Any) -> None:
         """Compare the batch's rows with the whole graph's; those of the halo may be meaningless."""
         if self._checking:
+            name = _numbered(self._seen, name)
             self._compare(name, module, out, self._reference.outputs[name])
-
-    def check_numbered(self, name: str, module: nn.Module | None, out: Any) -> None:
-        """Compare the output of a module that may run several times."""
-        self.check(_numbered(self._seen, name), module, out)
 
     def _compare(self, name: str, module: nn.Module | None, out: Any, whole: Any) -> None:
         got_values, want_values = tensors_in(out), tensors_in(whole)
@@ -242,20 +253,6 @@ class Rehearsal(Observer):
         return session.by_own_statistics(norm, run, x) if norm.training else _row_by_row(norm, run, x)
 
 
-class _ExactRows(RowStore):
-    """The exact rows in place of histories; ``compare`` is called with a slot, written rows and exact ones."""
-
-    def __init__(self, reference: Reference, compare: Callable[[str, Tensor, Tensor], None] | None = None) -> None:
-        self._rows, self._compare = reference.rows, compare
-
-    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
-        return self._rows[slot][session.info.n_id[which].to(session.device)]
-
-    def write(self, session: Session, slot: str, rows: Tensor) -> None:
-        if self._compare is not None:
-            self._compare(slot, rows, self._rows[slot])
-
-
 class LayerError(UnsupportedModelError):
     """A layer fails on a batch."""
 
@@ -297,12 +294,10 @@ def watching(modules: Mapping[str, nn.Module], note: Callable[[str, nn.Module, A
     def hook(name: str, module: nn.Module, _: Any, out: Any) -> None:
         note(name, module, out)
 
-    handles = [module.register_forward_hook(partial(hook, name)) for name, module in modules.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(partial(hook, name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -313,11 +308,6 @@ def tolerance(dtype: torch.dtype) -> float:
 def _row_by_row(norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Normalize as in evaluation; by constants if the norm would take statistics of its input."""
     return normalize_by_constants(norm, x) if uses_own_statistics(norm) else run(x)
-
-
-def _definition_depth(layer: MessagePassing, method: str) -> int:
-    """How far up in a layer's class hierarchy a method is defined."""
-    return next(i for i, cls in enumerate(type(layer).__mro__) if method in vars(cls))
 
 
 def _numbered(seen: Counter[str], name: str) -> str:
