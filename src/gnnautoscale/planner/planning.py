@@ -135,11 +135,13 @@ class _Rehearsals:
                 arguments = self.trial.arguments(batch)
                 with BatchTensor.watched(self._used_attributes):
                     out = self.hooks.run(session, arguments)
-                out = session.finish(out)
-                values = [value for value in tensors_in(out) if value.is_floating_point()]
+                values = [value for value in tensors_in(session.finish(out)) if value.is_floating_point()]
                 found += [value.detach() for value in values]
                 # Every entry has its own factor, so that no two of them can be mixed up.
-                loss = sum(((value * _factors(value)).sum() for value in values), torch.zeros(()))
+                loss = torch.zeros(())
+                for value in values:
+                    factors = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device)
+                    loss = loss + (value * factors.view_as(value)).sum()
                 if loss.requires_grad:
                     found += _gradients(loss, weights)
         return found
@@ -308,10 +310,6 @@ def _gradients(loss: Tensor, weights: list[nn.Parameter]) -> list[Tensor | None]
     finally:
         for weight, grad in zip(weights, kept, strict=True):
             weight.grad = grad
-
-
-def _factors(value: Tensor) -> Tensor:
-    return torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device).view_as(value)
 
 
 def _alike(got: list[Tensor | None], wanted: list[Tensor | None]) -> bool:
