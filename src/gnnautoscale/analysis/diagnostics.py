@@ -101,9 +101,6 @@ def diagnose(
     return found
 
 
-# Staleness ###########################################################################################################
-
-
 def _staleness(model: nn.Module, loader: HaloLoader, *, call: CallModel, ages: Tensor | None) -> dict[str, Any]:
     errors = measure(model, loader, call=call)
     pulled = torch.zeros(loader.graph.num_nodes, dtype=torch.bool)
@@ -141,9 +138,6 @@ def _by_age(ages: Tensor, staleness: Tensor) -> list[dict[str, Any]]:
         {"age": round(age), "rows": count, "staleness": value}
         for age, count, value in zip(mean_age.tolist(), rows.tolist(), mean.tolist(), strict=True)
     ]
-
-
-# Bounds ##############################################################################################################
 
 
 def _bounds(model: nn.Module, loader: HaloLoader, errors: Sequence[LayerErrors]) -> list[float | None]:
@@ -200,13 +194,8 @@ def _between(model: nn.Module, num_layers: int) -> list[float] | None:
 
 
 def layer_constants(layer: Any) -> LayerConstants | None:
-    """The constants of a PyG layer in evaluation mode; ``None`` if unknown.
-
-    Example:
-        >>> layer_constants(GCNConv(4, 2)).own  # the node's own row comes by a self-loop
-        0.0
-    """
-    if type(layer) is GCNConv:
+    """The constants of a PyG layer in evaluation mode; ``None`` if unknown."""
+    if type(layer) is GCNConv:  # the node's own row comes by a self-loop
         return LayerConstants(1.0, lipschitz_constant(layer.lin), own=0.0)
     if type(layer) is GINConv:
         return LayerConstants(1.0, lipschitz_constant(layer.nn), own=abs(1.0 + layer.eps.item()))
@@ -214,9 +203,6 @@ def layer_constants(layer: Any) -> LayerConstants | None:
         both = [layer.lin_l, layer.lin_r] if layer.root_weight else [layer.lin_l]
         return LayerConstants(1.0, max(map(lipschitz_constant, both)), "mean", own=float(layer.root_weight))
     return None
-
-
-# Gradients ###########################################################################################################
 
 
 def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, task: Task | None) -> dict[str, Any]:
@@ -258,9 +244,6 @@ def _compared(ours: Tensor, exact: Tensor) -> dict[str, float]:
         "cosine": float(ours @ exact) / lengths if lengths else math.nan,
         "relative_error": float((ours - exact).norm()) / length if length else math.nan,
     }
-
-
-# Lipschitz constants #################################################################################################
 
 
 @torch.no_grad()
@@ -310,9 +293,6 @@ def _norm(function: Callable[[Tensor], Any], x: Tensor) -> float | None:
         return float(jacobian_norm(function, x, iterations=_ITERATIONS).max())
     except (RuntimeError, AttributeError, InputError):
         return None
-
-
-# Helpers #############################################################################################################
 
 
 def _whole(loader: HaloLoader) -> Data:
