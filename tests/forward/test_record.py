@@ -23,7 +23,7 @@ def star() -> Data:
 
 def record(layer: pyg.MessagePassing, recorder: Recorder, edges: Tensor) -> EdgeRecord:
     kinds: list[ArgumentKind] = ["node", "own"]
-    (found,) = recorder.record(layer, "a layer", (torch.ones(2, 2), edges), {}, kinds, 1)
+    (found,) = recorder.record(layer, "a layer", ((torch.ones(2, 2), edges), {}), kinds, 1)
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnautoscale._util import tensors_in
-from gnnautoscale.attach import CallModel, attached, call_with_batch, plan_of, run_batches
+from gnnautoscale.attach import CallModel, attached, call_with_batch, collect, sweep
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import (
     ExchangePolicy,
@@ -30,7 +30,7 @@ from gnnautoscale.forward import (
     as_matrix,
     evaluating,
 )
-from gnnautoscale.graph import BatchInfo, HaloLoader
+from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import History, codec_for
 
 Number = TypeVar("Number", float, Tensor)
@@ -217,14 +217,17 @@ def measure(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with
         >>> [layer.name for layer in measure(model, gas.HaloLoader(data, num_parts=4))]
         ['convs.0', 'output']
     """
-    kept, computed = _histories(model, loader), dict[str, Tensor]()
+    kept, computed, zero = _histories(model, loader), dict[str, Tensor](), torch.zeros(())
     with evaluating(model):
         output = _outputs(model, loader, call, _steps(kept, computed))
         exact = _exact(model, loader, call)
     kept["output"] = computed["output"] = output
-    rows = [(name, now, kept.get(name, torch.zeros(())), exact[name]) for name, now in computed.items()]
-    pairs = [(name, (now, old, old, right), (right, now, right, torch.zeros(()))) for name, now, old, right in rows]
-    return [LayerErrors(name, *map(_distance, ones, others)) for name, ones, others in pairs]
+    found = []
+    for name, now in computed.items():
+        old, right = kept.get(name, zero), exact[name]
+        pairs = (now, right), (old, now), (old, right), (right, zero)
+        found.append(LayerErrors(name, *(_distance(*pair) for pair in pairs)))
+    return found
 
 
 def compare_bounds(
@@ -311,7 +314,10 @@ class _Rows(RowStore):
         return rows.view(-1, *like.shape[1:])
 
     def write(self, session: Session, slot: str, rows: Tensor) -> None:
-        _put(self._written, slot, session.info, rows)
+        rows, kept = as_matrix(rows).cpu(), self._written
+        if slot not in kept:
+            kept[slot] = torch.zeros(session.info.graph.num_nodes, rows.size(1), dtype=rows.dtype)
+        kept[slot][session.info.nodes] = rows.to(kept[slot])
 
 
 def _steps(read: dict[str, Tensor], written: dict[str, Tensor]) -> ExchangePolicy:
@@ -322,19 +328,15 @@ def _exact(model: nn.Module, loader: HaloLoader, call: CallModel) -> dict[str, T
     """The exact rows of every slot and of the output."""
     exact: dict[str, Tensor] = {}
     store = _Rows(exact, exact, rounded=False)
-    for level in plan_of(model, loader, call).levels:
-        _outputs(model, loader, call, SweepExchange(level, store))
+    sweep(model, loader, call, store)
     exact["output"] = _outputs(model, loader, call, SweepExchange(None, store))
     return exact
 
 
 def _outputs(model: nn.Module, loader: HaloLoader, call: CallModel, exchange: ExchangePolicy) -> Tensor:
-    """Run the model on all batches; returns its outputs, ``[num_nodes, width]``, or nothing if passes end early."""
-    found: dict[str, Tensor] = {}
-    for info, out in run_batches(model, loader, call, attached(model).running(exchange)):
-        if out is not None:
-            _put(found, "output", info, torch.cat([as_matrix(value).double() for value in tensors_in(out)], dim=1))
-    return found.get("output", torch.empty(0))
+    """The model's outputs for all nodes, ``[num_nodes, width]``."""
+    out = tensors_in(collect(model, loader, call, exchange))
+    return torch.cat([as_matrix(value).double() for value in out], dim=1)
 
 
 def _histories(model: nn.Module, loader: HaloLoader) -> dict[str, Tensor]:
@@ -344,18 +346,10 @@ def _histories(model: nn.Module, loader: HaloLoader) -> dict[str, Tensor]:
     pieces = torch.split(memory.row_order(next(loader.in_order()).edge_index.info).row_of, _CHUNK)
 
     def all_rows(history: History) -> Tensor:
-        dtype = torch.double if history.dtype == torch.double else torch.float
-        where = history.raw.device
+        dtype, where = torch.double if history.dtype == torch.double else torch.float, history.raw.device
         return torch.cat([history.pull(piece, device=where, dtype=dtype).cpu() for piece in pieces]).double()
 
     return {slot: all_rows(history) for slot, history in memory.histories.items()}
-
-
-def _put(kept: dict[str, Tensor], slot: str, info: BatchInfo, rows: Tensor) -> None:
-    rows = as_matrix(rows).cpu()
-    if slot not in kept:
-        kept[slot] = torch.zeros(info.graph.num_nodes, rows.size(1), dtype=rows.dtype)
-    kept[slot][info.nodes] = rows.to(kept[slot])
 
 
 def _distance(rows: Tensor, others: Tensor) -> Tensor:

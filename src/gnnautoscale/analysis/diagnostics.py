@@ -18,7 +18,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
-from torch_geometric.nn import GCNConv, GINConv, MessagePassing, SAGEConv  # type: ignore[import-untyped]
+from torch_geometric.nn import GCNConv, GINConv, SAGEConv  # type: ignore[import-untyped]
 from torch_geometric.nn.models.basic_gnn import BasicGNN  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in, undisturbed
@@ -84,7 +84,9 @@ def diagnose(
         >>> 0.5 < found["gradients"]["cosine"] <= 1.0  # no gradient flows through pulled rows
         True
     """
-    check_diagnostics(what)
+    if isinstance(what, str) or not set(what) <= set(DIAGNOSTICS):
+        rule = f"diagnose must be some of {', '.join(DIAGNOSTICS)}"
+        raise InputError(rule, got=repr(what), fix="Name them in a list.")
     probes: dict[str, Callable[..., dict[str, Any]]] = {
         "staleness": partial(_staleness, ages=ages),
         "gradients": partial(_gradients, task=task),
@@ -99,17 +101,6 @@ def diagnose(
     return found
 
 
-def check_diagnostics(what: Sequence[str]) -> None:
-    """Refuse unknown diagnostics."""
-    if isinstance(what, str) or not set(what) <= set(DIAGNOSTICS):
-        raise InputError(
-            f"diagnose must be some of {', '.join(DIAGNOSTICS)}", got=repr(what), fix="Name them in a list."
-        )
-
-
-# Staleness ###########################################################################################################
-
-
 def _staleness(model: nn.Module, loader: HaloLoader, *, call: CallModel, ages: Tensor | None) -> dict[str, Any]:
     errors = measure(model, loader, call=call)
     pulled = torch.zeros(loader.graph.num_nodes, dtype=torch.bool)
@@ -121,14 +112,13 @@ def _staleness(model: nn.Module, loader: HaloLoader, *, call: CallModel, ages: T
 
 def _layer(errors: LayerErrors, pulled: Tensor, ages: Tensor | None, bound: float | None) -> dict[str, Any]:
     has_history = errors.name != "output" and bool(pulled.any())
-    old = pulled if ages is None else pulled & (ages >= 0)
-    grouped = has_history and ages is not None and bool(old.any())
+    old = torch.zeros_like(pulled) if ages is None or not has_history else pulled & (ages >= 0)
     return {
         "layer": errors.name,
         "staleness": _summary(errors.staleness[pulled], errors.norm[pulled]) if has_history else None,
         "closeness": _summary(errors.closeness, errors.norm),
         "history": _summary(errors.history[pulled], errors.norm[pulled]) if has_history else None,
-        "by_age": _by_age(cast(Tensor, ages)[old], errors.staleness[old]) if grouped else [],
+        "by_age": _by_age(ages[old], errors.staleness[old]) if ages is not None and bool(old.any()) else [],
         "bound": bound,
     }
 
@@ -148,9 +138,6 @@ def _by_age(ages: Tensor, staleness: Tensor) -> list[dict[str, Any]]:
         {"age": round(age), "rows": count, "staleness": value}
         for age, count, value in zip(mean_age.tolist(), rows.tolist(), mean.tolist(), strict=True)
     ]
-
-
-# Bounds ##############################################################################################################
 
 
 def _bounds(model: nn.Module, loader: HaloLoader, errors: Sequence[LayerErrors]) -> list[float | None]:
@@ -178,16 +165,15 @@ def _constants(model: nn.Module) -> list[LayerConstants] | None:
     convs: list[nn.Module] = list(getattr(model, "convs", []))
     try:
         after = _between(model, len(convs))
-        layers = [layer_constants(conv) for conv in convs]
+        layers = [layer for layer in map(layer_constants, convs) if layer is not None]
     except InputError:  # a module with unknown constant
         return None
-    if after is None or not layers:
+    if after is None or not layers or len(layers) < len(convs):
         return None
-    found = []
-    for layer, before in zip(layers, [1.0, *after], strict=False):
-        if layer is None:
-            return None
-        found.append(replace(layer, message=layer.message * before, own=layer.own * before))
+    found = [
+        replace(layer, message=layer.message * before, own=layer.own * before)
+        for layer, before in zip(layers, [1.0, *after], strict=False)
+    ]
     found[-1] = replace(found[-1], update=found[-1].update * after[-1])
     return found
 
@@ -208,13 +194,8 @@ def _between(model: nn.Module, num_layers: int) -> list[float] | None:
 
 
 def layer_constants(layer: Any) -> LayerConstants | None:
-    """The constants of a PyG layer in evaluation mode; ``None`` if unknown.
-
-    Example:
-        >>> layer_constants(GCNConv(4, 2)).own  # the node's own row comes by a self-loop
-        0.0
-    """
-    if type(layer) is GCNConv:
+    """The constants of a PyG layer in evaluation mode; ``None`` if unknown."""
+    if type(layer) is GCNConv:  # the node's own row comes by a self-loop
         return LayerConstants(1.0, lipschitz_constant(layer.lin), own=0.0)
     if type(layer) is GINConv:
         return LayerConstants(1.0, lipschitz_constant(layer.nn), own=abs(1.0 + layer.eps.item()))
@@ -222,9 +203,6 @@ def layer_constants(layer: Any) -> LayerConstants | None:
         both = [layer.lin_l, layer.lin_r] if layer.root_weight else [layer.lin_l]
         return LayerConstants(1.0, max(map(lipschitz_constant, both)), "mean", own=float(layer.root_weight))
     return None
-
-
-# Gradients ###########################################################################################################
 
 
 def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, task: Task | None) -> dict[str, Any]:
@@ -261,21 +239,16 @@ def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, task: T
 
 
 def _compared(ours: Tensor, exact: Tensor) -> dict[str, float]:
-    lengths = float(ours.norm() * exact.norm())
-    length = float(exact.norm())
+    lengths, length = float(ours.norm() * exact.norm()), float(exact.norm())
     return {
         "cosine": float(ours @ exact) / lengths if lengths else math.nan,
         "relative_error": float((ours - exact).norm()) / length if length else math.nan,
     }
 
 
-# Lipschitz constants #################################################################################################
-
-
 @torch.no_grad()
 def _lipschitz(model: nn.Module, loader: HaloLoader, *, call: CallModel) -> dict[str, Any]:
-    observer = _Jacobians()
-    exchange = StoreExchange(HistoryStore(writes=False))
+    observer, exchange = _Jacobians(), StoreExchange(HistoryStore(writes=False))
     with attached(model).running(exchange, observers=[observer], input_gradients=True):
         call(model, to_model_device(_whole(loader), model))
     return {"layers": observer.found}
@@ -303,20 +276,15 @@ class _Jacobians(Observer):
 
         # All rows as one, because the layer mixes them.
         whole = _norm(lambda row: again(row.view(x.shape)).reshape(1, -1), x.reshape(1, -1))
-        message, update = self._apart(run.layer, again, x)
-        self.found.append({"layer": run.call, "whole": whole, "message": message, "update": update})
-
-    def _apart(
-        self, layer: MessagePassing, run: Callable[[Tensor], Any], x: Tensor
-    ) -> tuple[float | None, float | None]:
-        """The constants of messages and update, if known."""
-        if type(layer) is GINConv:
+        if type(run.layer) is GINConv:
             seen: list[Tensor] = []
-            with layer.nn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
-                run(x)
-            return 1.0, _norm(layer.nn, seen[0][:: 1 + seen[0].size(0) // _MOST_ROWS])
-        known = layer_constants(layer)
-        return (None, None) if known is None else (known.message, known.update)
+            with run.layer.nn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
+                again(x)
+            constants: Any = 1.0, _norm(run.layer.nn, seen[0][:: 1 + seen[0].size(0) // _MOST_ROWS])
+        else:
+            known = layer_constants(run.layer)
+            constants = (None, None) if known is None else (known.message, known.update)
+        self.found.append({"layer": run.call, "whole": whole, "message": constants[0], "update": constants[1]})
 
 
 def _norm(function: Callable[[Tensor], Any], x: Tensor) -> float | None:
@@ -325,9 +293,6 @@ def _norm(function: Callable[[Tensor], Any], x: Tensor) -> float | None:
         return float(jacobian_norm(function, x, iterations=_ITERATIONS).max())
     except (RuntimeError, AttributeError, InputError):
         return None
-
-
-# Helpers #############################################################################################################
 
 
 def _whole(loader: HaloLoader) -> Data:

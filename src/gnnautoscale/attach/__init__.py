@@ -5,16 +5,9 @@ Lipschitz penalty. This package knows nothing about training loops.
 """
 
 from gnnautoscale.attach.autoscaler import Autoscaler, attached, autoscale, detach, is_autoscaled
-from gnnautoscale.attach.calling import (
-    CallModel,
-    call_with_batch,
-    device_of,
-    run_batches,
-    to_model_device,
-    unpack_batch,
-)
+from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, to_model_device, unpack_batch
 from gnnautoscale.attach.growth import grow
-from gnnautoscale.attach.inference import infer, infer_from_histories, plan_of, predict, refresh
+from gnnautoscale.attach.inference import collect, infer, infer_from_histories, predict, refresh, sweep
 from gnnautoscale.attach.regularize import LocalLipschitz
 from gnnautoscale.attach.scalable import ScalableGNN
 
@@ -26,16 +19,16 @@ __all__ = [
     "attached",
     "autoscale",
     "call_with_batch",
+    "collect",
     "detach",
     "device_of",
     "grow",
     "infer",
     "infer_from_histories",
     "is_autoscaled",
-    "plan_of",
     "predict",
     "refresh",
-    "run_batches",
+    "sweep",
     "to_model_device",
     "unpack_batch",
 ]

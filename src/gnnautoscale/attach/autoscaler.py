@@ -51,14 +51,10 @@ class _Passes:
 
 
 class Autoscaler:
-    """A model's hooks, its plan, and the histories of its training graph.
+    """A model's hooks, its plan (``None`` before its first call), and the histories of its training graph.
 
-    Args:
-        model: The model to attach to.
-        memory: Histories and records of the training graph.
-        key: Identifies that graph; ``None`` until the first batch if only its size is known.
-        edge_dropout: Share of edges to drop at random in training.
-        explicit: Whether the model names its own slots.
+    The ``key`` identifies that graph; it is ``None`` until the first batch if only the graph's size is known. An
+    ``explicit`` model names its own slots.
     """
 
     def __init__(
@@ -71,9 +67,9 @@ class Autoscaler:
         explicit: bool = False,
     ) -> None:
         _check_model(model)
-        self._memory, self._key = memory, key
+        self.memory, self.key = memory, key
         self.edge_dropout, self._explicit = edge_dropout, explicit
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
         self._planned_for: set[torch.dtype] = set()
         self._passes = _Passes(StepExchange(), trains=True)
         # Records of other graphs that the model was evaluated on.
@@ -87,47 +83,41 @@ class Autoscaler:
     def detach(self) -> None:
         """Restore the model."""
         self._hooks.remove()
-        self._memory.release()
+        self.memory.release()
 
     # Running #########################################################################################################
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._hooks.session is not None:  # the model calls itself, or the planner runs it
-            return self._hooks.run(None, args, kwargs)
-        args, kwargs = unpack_batch(self._signature, type(model).__name__, args, kwargs)
-        info = find_batch(args, kwargs)
+            return self._hooks.run(None, (args, kwargs))
+        arguments = unpack_batch(self._signature, type(model).__name__, args, kwargs)
+        info = find_batch(arguments)
         memory = self.memory_of(info.graph)
         device = next(iter(self._weights), info.n_id).device
         dtypes = {weight.dtype for weight in self._weights}
-        if self._plan is None or self._planned_for != dtypes:
-            arguments = self._signature.bind(*args, **kwargs)
-            self._plan = make_plan(model, self._hooks, info, arguments, explicit=self._explicit)
+        if self.plan is None or self._planned_for != dtypes:
+            bound = self._signature.bind(*arguments[0], **arguments[1])
+            self.plan = make_plan(model, self._hooks, info, bound, explicit=self._explicit)
             self._planned_for = dtypes
         passes = self._passes
         session = Session(
             info,
-            self._plan,
+            self.plan,
             memory,
             device,
             passes.exchange,
             observers=passes.observers,
             edge_dropout=self.edge_dropout if passes.trains and model.training else 0.0,
-            input_gradients=passes.input_gradients or (passes.trains and needs_input_gradients(args, kwargs)),
+            input_gradients=passes.input_gradients or (passes.trains and needs_input_gradients(arguments)),
         )
         session.begin()
-        return session.finish(self._hooks.run(session, args, kwargs))
+        return session.finish(self._hooks.run(session, arguments))
 
     def running(
         self, exchange: ExchangePolicy, *, observers: Sequence[Observer] = (), input_gradients: bool = False
     ) -> AbstractContextManager[None]:
-        """Run the model with another policy than that of training steps.
-
-        Args:
-            exchange: What happens at a slot.
-            observers: Watch layers and their edges.
-            input_gradients: Whether the model's inputs need gradients.
-        """
+        """Run the model with another policy than that of training steps; see :class:`Session`."""
         return self._running(_Passes(exchange, observers, input_gradients))
 
     def observed(self, observer: Observer) -> AbstractContextManager[None]:
@@ -142,15 +132,9 @@ class Autoscaler:
         finally:
             self._passes = before
 
-    @contextmanager
-    def driven(self) -> Iterator[None]:
+    def driven(self) -> AbstractContextManager[None]:
         """Run training steps that the caller begins and completes itself."""
-        before = self._passes
-        self._passes = replace(before, exchange=StepExchange(begins=False))
-        try:
-            yield
-        finally:
-            self._passes = before
+        return self._running(replace(self._passes, exchange=StepExchange(begins=False)))
 
     @property
     def session(self) -> Session | None:
@@ -158,19 +142,14 @@ class Autoscaler:
         return self._hooks.session
 
     @property
-    def plan(self) -> Plan | None:
-        """The model's plan; ``None`` before its first call."""
-        return self._plan
-
-    @property
     def calls(self) -> dict[str, LayerCall]:
         """The plan's layer calls."""
-        return self._plan.calls if self._plan is not None else {}
+        return self.plan.calls if self.plan is not None else {}
 
     @property
     def ignores_edges(self) -> bool:
         """Whether the model runs without the batch's own edges, on recorded ones alone."""
-        return self._plan is not None and self._plan.ignores_edges
+        return self.plan is not None and self.plan.ignores_edges
 
     def attributes(self, batch: Data) -> list[str]:
         """The batch attributes that ``model(batch)`` may use."""
@@ -180,25 +159,15 @@ class Autoscaler:
 
     # Graphs ##########################################################################################################
 
-    @property
-    def memory(self) -> GraphMemory:
-        """Histories and records of the training graph."""
-        return self._memory
-
-    @property
-    def key(self) -> str | None:
-        """Identifies the training graph; ``None`` before the first batch if only its size was given."""
-        return self._key
-
     def memory_of(self, graph: Graph) -> GraphMemory:
         """The histories of the training graph, or of another one that is being evaluated."""
         self._identify(graph)
         if self._visited is not None and graph.key == self._visited[0]:
             return self._visited[1]
-        if graph.key == self._key:
-            return self._memory
+        if graph.key == self.key:
+            return self.memory
         raise InputError(
-            f"an autoscaled model takes batches of its training graph, which has {self._memory.num_nodes} nodes",
+            f"an autoscaled model takes batches of its training graph, which has {self.memory.num_nodes} nodes",
             got=f"a batch of another graph, with {graph.num_nodes} nodes and {graph.edge_index.size(1)} edges, or of "
             "the same graph with different features",
             fix="Use gas.infer(model, other_loader) to evaluate on another graph; to train on it, detach the model "
@@ -207,34 +176,32 @@ class Autoscaler:
 
     def _identify(self, graph: Graph) -> None:
         """Take the first graph of the right size for the training graph if only its size was given."""
-        if self._key is None and graph.num_nodes == self._memory.num_nodes:
-            self._key = graph.key
+        if self.key is None and graph.num_nodes == self.memory.num_nodes:
+            self.key = graph.key
 
     @contextmanager
     def moved_to(self, graph: Graph, memory: GraphMemory) -> Iterator[None]:
         """Make another graph the training graph, unless this context fails."""
-        before = self._memory, self._key
-        self._memory, self._key = memory, graph.key
+        before = self.memory, self.key
+        self.memory, self.key = memory, graph.key
         try:
             yield
         except BaseException:
-            self._memory, self._key = before
+            self.memory, self.key = before
             raise
 
     @contextmanager
     def visiting(self, graph: Graph, *, apart: bool) -> Iterator[GraphMemory]:
-        """Evaluate a graph; yields the histories to use.
+        """Evaluate a graph; yields the histories to use, temporary ones unless it is the training graph itself.
 
-        Args:
-            graph: The training graph, or any other.
-            apart: Use temporary histories for the training graph too; those of other graphs always are.
+        Those of the training graph are temporary too if ``apart``.
         """
         self._identify(graph)
-        if graph.key == self._key:
-            memory = self._memory.apart() if apart else self._memory
+        if graph.key == self.key:
+            memory = self.memory.apart() if apart else self.memory
         else:
             known = self._others.pop(graph.key, None)
-            mine = self._memory
+            mine = self.memory
             known = known or GraphMemory(graph, graph.num_nodes, mine.medium or mine.storage, mine.dtype, mine.folder)
             self._others = {**dict(list(self._others.items())[1 - _MOST_OTHERS :]), graph.key: known}
             memory = known.apart()

@@ -1,11 +1,9 @@
-"""Calls a model with batches: finds its arguments and device, and runs one batch after another."""
+"""How to call a model with a batch: finds its arguments and device."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +12,8 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
 from gnnautoscale.errors import InputError
-from gnnautoscale.forward import run_pass
-from gnnautoscale.graph import BatchInfo, BatchTensor, HaloLoader
+from gnnautoscale.forward import Arguments, has_rows
+from gnnautoscale.graph import BatchInfo, BatchTensor
 
 #: Calls a model with a batch.
 CallModel = Callable[[nn.Module, Data], Any]
@@ -37,37 +35,12 @@ def to_model_device(batch: Data, model: nn.Module) -> Data:
     return batch if device is None else batch.to(str(device))
 
 
-def run_batches(
-    model: nn.Module, loader: HaloLoader, call: CallModel, running: AbstractContextManager[None]
-) -> Iterator[tuple[BatchInfo, Any]]:
-    """Run a model on every batch, in order.
-
-    Args:
-        model: An autoscaled model.
-        loader: Makes the batches.
-        call: Calls the model with a batch.
-        running: The context to run it in, from :meth:`Autoscaler.running`.
-
-    Yields:
-        Each batch and the model's output, or ``None`` if the policy ended the pass early.
-    """
-    with running:
-        for batch in loader.in_order():
-            yield batch.edge_index.info, run_pass(partial(call, model, to_model_device(batch, model)))
-
-
-def find_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchInfo:
+def find_batch(arguments: Arguments) -> BatchInfo:
     """The batch among a call's arguments."""
-    found = [
-        value.info
-        for value in tensors_in((args, kwargs))
-        if isinstance(value, BatchTensor) and value.attribute == "edge_index"
-    ]
-    found += [
-        value.edge_index.info
-        for value in (*args, *kwargs.values())
-        if isinstance(value, Data) and isinstance(value.edge_index, BatchTensor)
-    ]
+    own = [value for value in tensors_in(arguments) if isinstance(value, BatchTensor)]
+    found = [value.info for value in own if value.attribute == "edge_index"]
+    edges = [batch.edge_index for batch in _batches_in(arguments)]
+    found += [value.info for value in edges if isinstance(value, BatchTensor)]
     if not found:
         raise InputError(
             "an autoscaled model must be called with a batch of a HaloLoader",
@@ -82,16 +55,17 @@ def find_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchInfo:
     return found[0]
 
 
-def needs_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def needs_input_gradients(arguments: Arguments) -> bool:
     """Whether an argument of a call, or a tensor of a batch among them, needs a gradient."""
-    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Data)]
-    tensors = [value for batch in batches for _, value in batch if isinstance(value, Tensor)]
-    return any(value.requires_grad for value in (*tensors_in((args, kwargs)), *tensors))
+    tensors = [value for batch in _batches_in(arguments) for _, value in batch if isinstance(value, Tensor)]
+    return any(value.requires_grad for value in (*tensors_in(arguments), *tensors))
 
 
-def unpack_batch(
-    signature: inspect.Signature, model: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _batches_in(arguments: Arguments) -> list[Data]:
+    return [value for value in (*arguments[0], *arguments[1].values()) if isinstance(value, Data)]
+
+
+def unpack_batch(signature: inspect.Signature, model: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Turn ``model(batch)`` into the arguments of the model's forward, unless that takes the batch itself."""
     if len(args) != 1 or not isinstance(args[0], Data):
         return args, kwargs
@@ -113,14 +87,7 @@ def unpack_batch(
             got=f"a batch without {', '.join(missing)}",
             fix="Pass the arguments one by one, e.g. model(batch.x, batch.edge_index).",
         )
-    rows = {batch.num_nodes, batch.edge_index.size(1)}
-    chosen = {
-        parameter.name: named[parameter.name]
-        for parameter in parameters
-        if parameter.name in named
-        and (
-            parameter.default is parameter.empty
-            or (isinstance(value := named[parameter.name], Tensor) and value.dim() > 0 and value.size(0) in rows)
-        )
-    }
+    rows = batch.num_nodes, batch.edge_index.size(1)
+    known = [parameter.name for parameter in parameters if parameter.name in named]
+    chosen = {name: named[name] for name in known if name in required or has_rows(named[name], *rows)}
     return (), {**chosen, **kwargs}

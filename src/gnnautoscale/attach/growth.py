@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from gnnautoscale.forward import (
     EdgeRecord,
     GraphMemory,
     Observer,
+    Plan,
     RowStore,
     Session,
     SweepExchange,
@@ -94,20 +94,9 @@ def grow(model: nn.Module, loader: HaloLoader, data: Data, *, call: CallModel = 
 
 
 def grown_parts(labels: Tensor, edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Assign every new node to a part, by the rule of :func:`grow`.
+    """The part of each node of a grown graph, ``[num_nodes]``, by the rule of :func:`grow`.
 
-    Args:
-        labels: The part of each old node, ``[num_old_nodes]``.
-        edge_index: All edges of the grown graph in either direction, ``[2, num_edges]``.
-        num_nodes: Number of nodes of the grown graph, old ones first.
-
-    Returns:
-        The part of each node, ``[num_nodes]``.
-
-    Example:
-        >>> edges = torch.tensor([[0, 1, 3, 4], [3, 4, 4, 5]])  # 5 follows 4, and nothing leads to 6
-        >>> grown_parts(torch.tensor([0, 1, 1]), edges, num_nodes=7)
-        tensor([0, 1, 1, 0, 1, 1, 0])
+    ``labels`` holds the parts of the old nodes, ``[num_old_nodes]``.
     """
     num_old, num_parts = labels.numel(), int(labels.max()) + 1
     limit = math.ceil(_MOST_ABOVE_MEAN * num_nodes / num_parts)
@@ -180,11 +169,9 @@ class EdgeList(NamedTuple):
 
 
 def pair_edges(old: EdgeList, new: EdgeList, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pair the edges of the old and the new graph; parallel edges in their order.
+    """Positions of common edges in the old and in the new graph, each ``[num_common]``, and of their other edges.
 
-    Returns:
-        Positions of the common edges in the old and in the new graph, each ``[num_common]``, and positions of the other
-        edges of the old and of the new graph.
+    Parallel edges are paired in their order.
 
     Example:
         >>> old = EdgeList(torch.tensor([0, 1]), torch.tensor([1, 2]), {})
@@ -239,11 +226,6 @@ def _by_node(data: Data, name: str, value: Tensor) -> Tensor:
 # Affected rows #######################################################################################################
 
 
-class _ZeroRows(RowStore):
-    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
-        return like.new_zeros((session.info.n_id[which].numel(), *like.shape[1:]))
-
-
 class _EdgeCalls(Observer):
     """Lists the edge calls of a pass, each as its layer at that moment."""
 
@@ -255,14 +237,7 @@ class _EdgeCalls(Observer):
 
 
 class Change:
-    """The nodes that the change to a grown graph reaches, level by level.
-
-    Args:
-        before: Memory of the old graph.
-        old: The old graph.
-        loader: A loader of the new graph.
-        ignores_edges: Whether only the model's layers use edges.
-    """
+    """The nodes that the change to a grown graph reaches, level by level."""
 
     def __init__(self, before: GraphMemory, old: Graph, loader: HaloLoader, *, ignores_edges: bool) -> None:
         self._before, self._old, self._new, self._ignores_edges = before, old, loader.graph, ignores_edges
@@ -311,8 +286,8 @@ def _bring_up_to_date(
     if not memory.histories:
         return
     _edge_calls(model, None, batch, call)  # makes a plan if there is none
-    plan = scaler.plan
-    if plan is None or plan.live - memory.histories.keys():
+    plan = cast(Plan, scaler.plan)
+    if plan.live - memory.histories.keys():
         return
     checksum = weights_checksum(model)
     change = Change(before, loader.graph, grown, ignores_edges=plan.ignores_edges)
@@ -323,14 +298,14 @@ def _bring_up_to_date(
         with scaler.running(SweepExchange(level)):
             for some in torch.tensor_split(nodes, math.ceil(nodes.numel() / size)) if nodes.numel() else ():
                 run_pass(partial(call, model, to_model_device(grown.batch_for(some), model)))
-    if before.is_written_by(checksum):
-        memory.mark_written_by(checksum)
+    if before.written_by == checksum:
+        memory.written_by = checksum
 
 
 def _edge_calls(model: nn.Module, level: frozenset[str] | None, batch: Data, call: CallModel) -> list[ActiveLayer]:
     """The edge calls of a level."""
     observer = _EdgeCalls()
-    with attached(model).running(SweepExchange(level, _ZeroRows()), observers=[observer]):
+    with attached(model).running(SweepExchange(level, RowStore()), observers=[observer]):
         run_pass(partial(call, model, batch))
     return observer.found
 
@@ -370,14 +345,13 @@ def _check_grown(old: Graph, data: Data) -> Graph:
             got=f"{new.num_nodes} nodes",
             fix="If nodes were removed, autoscale the model again.",
         )
-    for level, before, after in (
-        ("node", old.features, new.features),
-        ("edge", old.edge_attributes, new.edge_attributes),
-    ):
+    features, attributes = (old.features, new.features), (old.edge_attributes, new.edge_attributes)
+    for level, (before, after) in (("node", features), ("edge", attributes)):
         if before.keys() != after.keys():
+            names = [", ".join(sorted(found)) or "none" for found in (before, after)]
             raise InputError(
-                f"the grown graph must have the {level}-level attributes of the old one ({_names(before)})",
-                got=_names(after),
+                f"the grown graph must have the {level}-level attributes of the old one ({names[0]})",
+                got=names[1],
                 fix=f"Give it the same attributes, each with one row for every {level}.",
             )
         for name, value in before.items():
@@ -397,7 +371,3 @@ def _check_grown(old: Graph, data: Data) -> Graph:
             fix="If edges were removed, autoscale the model again.",
         )
     return new
-
-
-def _names(attributes: Iterable[str]) -> str:
-    return ", ".join(sorted(attributes)) or "none"

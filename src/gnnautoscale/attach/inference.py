@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from gnnautoscale._util import map_tensors, tensors_in
 from gnnautoscale.attach.autoscaler import attached
-from gnnautoscale.attach.calling import CallModel, call_with_batch, run_batches, to_model_device
+from gnnautoscale.attach.calling import CallModel, call_with_batch, to_model_device
 from gnnautoscale.errors import InputError, StaleHistoryWarning
 from gnnautoscale.forward import (
     ExchangePolicy,
-    GraphMemory,
     HistoryStore,
     Plan,
     PlanOnly,
+    RowStore,
     StepExchange,
     StoreExchange,
     SweepExchange,
@@ -59,27 +59,22 @@ def infer(
     scaler = attached(model)
     with evaluating(model), scaler.visiting(loader.graph, apart=not update_histories) as memory:
         if len(loader) == 1:
-            return _whole(model, memory, loader, call, push=update_histories)
-        _sweep(model, memory, loader, call)
-        return _collect(model, loader, call, SweepExchange(None))
+            out = collect(model, loader, call, StepExchange(push_all=update_histories))
+        else:
+            sweep(model, loader, call)
+            out = collect(model, loader, call, SweepExchange(None))
+        if update_histories:
+            memory.written_by = weights_checksum(model)
+    return out
 
 
 @torch.no_grad()
 def infer_from_histories(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with_batch) -> Any:
-    """Run a model's last layer on all nodes of the training graph, with its current histories.
-
-    Args:
-        model: An autoscaled model; it runs in evaluation mode.
-        loader: Makes the batches of the training graph.
-        call: Calls the model with a batch, if ``model(batch)`` does not fit.
-
-    Returns:
-        The model's output in host memory, ``[num_nodes, ...]``, as stale as the histories.
-    """
+    """Run a model's last layer on all nodes of the training graph, with its current histories; see :func:`infer`."""
     with evaluating(model):
         plan_of(model, loader, call)
         exchange = StoreExchange(HistoryStore(writes=False)) if len(loader) == 1 else SweepExchange(None)
-        return _collect(model, loader, call, exchange)
+        return collect(model, loader, call, exchange)
 
 
 @torch.no_grad()
@@ -102,9 +97,10 @@ def refresh(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with
     memory = attached(model).memory_of(loader.graph)
     with evaluating(model):
         if len(loader) == 1:
-            _whole(model, memory, loader, call, push=True)
+            collect(model, loader, call, StepExchange(push_all=True))
         else:
-            _sweep(model, memory, loader, call)
+            sweep(model, loader, call)
+        memory.written_by = weights_checksum(model)
 
 
 @torch.no_grad()
@@ -148,7 +144,7 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
                 got="empty histories",
                 fix="Train the model, or call gas.refresh(model, loader) first.",
             )
-        if plan.live and not memory.is_written_by(weights_checksum(model)):
+        if plan.live and memory.written_by != weights_checksum(model):
             warnings.warn(
                 "Some histories were written with older weights, so these predictions are approximate. Call "
                 "gas.refresh(model, loader) for exact ones.",
@@ -179,34 +175,20 @@ def plan_of(model: nn.Module, loader: HaloLoader, call: CallModel = call_with_ba
     return cast(Plan, scaler.plan)
 
 
-def _whole(model: nn.Module, memory: GraphMemory, loader: HaloLoader, call: CallModel, *, push: bool) -> Any:
-    """Run a graph that is a single batch; returns the output, and fills all histories if ``push``."""
-    out = _collect(model, loader, call, StepExchange(push_all=push))
-    if push:
-        memory.mark_written_by(weights_checksum(model))
-    return out
-
-
-def _sweep(model: nn.Module, memory: GraphMemory, loader: HaloLoader, call: CallModel) -> None:
-    """Recompute all histories, level by level."""
+def sweep(model: nn.Module, loader: HaloLoader, call: CallModel, store: RowStore | None = None) -> None:
+    """Recompute the rows of all slots in a store, by default the histories, level by level."""
     for level in plan_of(model, loader, call).levels:
-        for _ in run_batches(model, loader, call, attached(model).running(SweepExchange(level))):
-            pass
-    memory.mark_written_by(weights_checksum(model))
+        collect(model, loader, call, SweepExchange(level, store))
 
 
-def _collect(model: nn.Module, loader: HaloLoader, call: CallModel, exchange: ExchangePolicy) -> Any:
-    """The model's output for all nodes, in the order of the data."""
-    rooms: list[Tensor] = []
-    result: Any = None
-    for info, out in run_batches(model, loader, call, attached(model).running(exchange)):
-        if not rooms:
-            result = map_tensors(partial(_room_for_all, rooms, loader.graph.num_nodes), out)
-        for room, rows in zip(rooms, tensors_in(out), strict=True):
-            room[info.nodes] = rows.cpu()
+def collect(model: nn.Module, loader: HaloLoader, call: CallModel, exchange: ExchangePolicy) -> Any:
+    """The model's output for all nodes, in the order of the data; ``None`` if the policy ends passes early."""
+    num_nodes, result = loader.graph.num_nodes, None
+    with attached(model).running(exchange):
+        for batch in loader.in_order():
+            out = run_pass(partial(call, model, to_model_device(batch, model)))
+            if result is None:
+                result = map_tensors(lambda rows: torch.empty((num_nodes, *rows.shape[1:]), dtype=rows.dtype), out)
+            for all_rows, rows in zip(tensors_in(result), tensors_in(out), strict=True):
+                all_rows[batch.edge_index.info.nodes] = rows.cpu()
     return result
-
-
-def _room_for_all(rooms: list[Tensor], num_nodes: int, rows: Tensor) -> Tensor:
-    rooms.append(torch.empty((num_nodes, *rows.shape[1:]), dtype=rows.dtype))
-    return rooms[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +55,7 @@ class LocalLipschitz(Observer):
         self._open.enter_context(self._scaler.observed(self))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
 
     def value(self) -> Tensor:

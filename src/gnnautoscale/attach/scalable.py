@@ -28,8 +28,7 @@ class _AttachOnceBuilt(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         model = super().__call__(*args, **kwargs)
-        memory = GraphMemory(None, model.num_nodes, model._storage, model._dtype, model._history_dir)
-        Autoscaler(model, memory, None, explicit=True)
+        Autoscaler(model, GraphMemory(None, model.num_nodes, *model._memory_options), None, explicit=True)
         return model
 
 
@@ -76,10 +75,7 @@ class ScalableGNN(nn.Module, metaclass=_AttachOnceBuilt):
         for name, value in (("num_nodes", num_nodes), ("hidden_channels", hidden_channels), ("num_layers", num_layers)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} must be a positive integer", got=repr(value), fix="Pass a count.")
-        self.num_nodes = num_nodes
-        self._storage = storage
-        self._dtype = dtype
-        self._history_dir = history_dir
+        self.num_nodes, self._memory_options = num_nodes, (storage, dtype, history_dir)
         self.histories = [HistorySlot(f"histories.{i}", hidden_channels) for i in range(num_layers - 1)]
 
     def push_and_pull(self, history: HistorySlot, x: Tensor, n_id: Tensor) -> Tensor:

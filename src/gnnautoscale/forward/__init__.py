@@ -4,7 +4,7 @@ Records of the edges that layers use, the plan with the model's slots, the sessi
 that exchange rows at slots. This package knows nothing about training.
 """
 
-from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, describe, own_attribute
+from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, own_attribute
 from gnnautoscale.forward.exchange import (
     ExchangePolicy,
     HistoryStore,
@@ -20,7 +20,7 @@ from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.norms import normalize_by_constants, uses_own_statistics
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
-from gnnautoscale.forward.record import ArgumentKind, BatchEdges, EdgeRecord
+from gnnautoscale.forward.record import ArgumentKind, Arguments, BatchEdges, EdgeRecord, describe, has_rows
 from gnnautoscale.forward.session import Session, evaluating
 from gnnautoscale.forward.sweep import SweepExchange
 
@@ -28,6 +28,7 @@ __all__ = [
     "SHORTCUTS",
     "ActiveLayer",
     "ArgumentKind",
+    "Arguments",
     "BatchEdges",
     "EdgeRecord",
     "EdgeSource",
@@ -50,6 +51,7 @@ __all__ = [
     "describe",
     "evaluating",
     "has_hooks",
+    "has_rows",
     "normalize_by_constants",
     "own_attribute",
     "run_pass",

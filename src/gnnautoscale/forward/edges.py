@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import LayerCall, Plan
-from gnnautoscale.forward.record import BatchEdges, EdgeRecord, align, keep_edges
+from gnnautoscale.forward.record import Arguments, BatchEdges, EdgeRecord, align, describe, has_rows, keep_edges
 from gnnautoscale.graph import BatchInfo, BatchTensor, EdgesByTarget
+
+#: Named arguments of an edge call.
+Values = dict[str, Any]
 
 
 @dataclass
@@ -24,7 +27,7 @@ class ActiveLayer:
 
     name: str
     layer: MessagePassing
-    records: list[EdgeRecord] | None
+    records: list[EdgeRecord]
     call: LayerCall
     num_edge_calls: int = 0
     num_propagations: int = 0
@@ -34,52 +37,38 @@ class ActiveLayer:
     @property
     def record(self) -> EdgeRecord | None:
         """The record of the next edge call, if it has one."""
-        return next(iter((self.records or [])[self.num_edge_calls :]), None)
+        return next(iter(self.records[self.num_edge_calls :]), None)
 
 
 class EdgeSource(ABC):
     """Gives layers their edges."""
 
     @abstractmethod
-    def start(
-        self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[LayerCall, list[EdgeRecord] | None]:
-        """The plan's entry for a layer call and the records of its edge calls; ``None`` if it uses its own edges."""
+    def start(self, call: str, layer: MessagePassing, arguments: Arguments) -> tuple[LayerCall, list[EdgeRecord]]:
+        """The plan's entry for a layer call and the records of its edge calls; none if it uses its own edges."""
 
     @abstractmethod
-    def replace(
-        self, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any], *, propagates: bool
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def replace(self, active: ActiveLayer, edge_index: Tensor, values: Values) -> tuple[Tensor, Values]:
         """The edges and values to run an edge call on."""
 
 
+@dataclass(eq=False)
 class RecordedEdges(EdgeSource):
-    """Replaces the edges and edge-level values that a layer computes in a batch by recorded ones.
+    """Replaces the edges and edge-level values that a layer computes in a batch by recorded ones; see Session."""
 
-    For its arguments see :class:`Session`.
-    """
+    info: BatchInfo
+    plan: Plan
+    memory: GraphMemory
+    device: torch.device
+    dropout: float
+    input_gradients: bool
+    _edges: dict[EdgeRecord, BatchEdges] = field(default_factory=dict)
+    _kept: dict[EdgesByTarget, Tensor] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        info: BatchInfo,
-        plan: Plan,
-        memory: GraphMemory,
-        device: torch.device,
-        *,
-        dropout: float = 0.0,
-        input_gradients: bool = False,
-    ) -> None:
-        self._info, self._plan, self._memory, self._device = info, plan, memory, device
-        self._dropout, self._input_gradients = dropout, input_gradients
-        self._edges: dict[EdgeRecord, BatchEdges] = {}
-        self._kept: dict[EdgesByTarget, Tensor] = {}
-
-    def start(
-        self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[LayerCall, list[EdgeRecord] | None]:
+    def start(self, call: str, layer: MessagePassing, arguments: Arguments) -> tuple[LayerCall, list[EdgeRecord]]:
         """See :meth:`EdgeSource.start`; refuses a call that differs from the plan."""
-        planned = self._plan.calls.get(call)
-        attributes = [own_attribute(self._info, value) for value in tensors_in((args, kwargs))]
+        planned = self.plan.calls.get(call)
+        attributes = [own_attribute(self.info, value) for value in tensors_in(arguments)]
         if planned is None or planned.attributes != attributes:
             raise UnsupportedModelError(
                 f"{describe(call, layer)} must be called the same way every time, with the batch's own edges",
@@ -89,16 +78,14 @@ class RecordedEdges(EdgeSource):
             )
         own_edges = any(name is not None and name.endswith("edge_index") for name in attributes)
         if not own_edges or not planned.edge_names:
-            return planned, None
-        return planned, self._memory.record(self._info.graph, call, layer, planned, args, kwargs)
+            return planned, []
+        return planned, self.memory.record(self.info.graph, call, layer, planned, arguments)
 
-    def replace(
-        self, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any], *, propagates: bool
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def replace(self, active: ActiveLayer, edge_index: Tensor, values: Values) -> tuple[Tensor, Values]:
         """See :meth:`EdgeSource.replace`."""
         position = active.num_edge_calls
         active.num_edge_calls += 1
-        if active.records is None:
+        if not active.records:
             return self._drop_derived(active, position, edge_index, values)
         if position >= len(active.records):
             raise UnsupportedModelError(
@@ -121,53 +108,50 @@ class RecordedEdges(EdgeSource):
         return batch_edges.edges, replaced
 
     def _fused(
-        self, active: ActiveLayer, position: int, record: EdgeRecord, batch_edges: BatchEdges, values: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
+        self, active: ActiveLayer, position: int, record: EdgeRecord, batch_edges: BatchEdges, values: Values
+    ) -> tuple[Tensor, Values]:
         """Edges and their weight in the form that layers aggregate over without a row per edge."""
         weight = active.call.weight(position)
-        adjacency = batch_edges.adjacency(weight, record.edges.target_row, self._info)
+        adjacency = batch_edges.adjacency(weight, record.edges.target_row, self.info)
         if weight is not None:
             values = {**values, weight: adjacency.weight}
         # Halo rows that depend on no weight need no gradient.
-        constant_halo = position in active.call.constant_halo and not self._input_gradients
-        grad_rows = self._info.batch_size if constant_halo else None
+        constant_halo = position in active.call.constant_halo and not self.input_gradients
+        grad_rows = self.info.batch_size if constant_halo else None
         return batch_edges.fuse(adjacency, widened="short" not in active.call.shortcuts, grad_rows=grad_rows), values
 
     def _batch_edges(self, record: EdgeRecord, active: ActiveLayer) -> BatchEdges:
         if record not in self._edges:
-            batch_edges = self._info.placed(record)
+            batch_edges = self.info.placed(record)
             if batch_edges is None:
-                batch_edges = record.for_batch(self._info, describe(active.name, active.layer))
+                batch_edges = record.for_batch(self.info, describe(active.name, active.layer))
                 # A CPU keeps the same object, and with it the adjacencies computed from it.
-                batch_edges = batch_edges if self._device.type == "cpu" else batch_edges.to(self._device)
-            if self._dropout:
+                batch_edges = batch_edges if self.device.type == "cpu" else batch_edges.to(self.device)
+            if self.dropout:
                 if record.edges not in self._kept:
-                    self._kept[record.edges] = keep_edges(batch_edges.edges, self._dropout)
+                    self._kept[record.edges] = keep_edges(batch_edges.edges, self.dropout)
                 batch_edges = batch_edges.take(self._kept[record.edges])
             self._edges[record] = batch_edges
         return self._edges[record]
 
     def _drop_derived(
-        self, active: ActiveLayer, position: int, edge_index: Tensor, values: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
+        self, active: ActiveLayer, position: int, edge_index: Tensor, values: Values
+    ) -> tuple[Tensor, Values]:
         """Drop some edges that the model derived from the batch's; the same ones in all edge calls of a layer."""
-        if not self._dropout:
+        if not self.dropout:
             return edge_index, values
         if active.dropped is None or active.dropped[0] is not edge_index:
-            active.dropped = edge_index, keep_edges(edge_index, self._dropout)
+            active.dropped = edge_index, keep_edges(edge_index, self.dropout)
         kept = active.dropped[1]
         # Values from edge_updater lack the dropped edges already.
-        reduced = {
-            name: values[name][kept]
-            for name in active.call.edge_names[position]
-            if isinstance(values[name], Tensor) and values[name].size(0) == edge_index.size(1)
-        }
+        whole = [name for name in active.call.edge_names[position] if has_rows(values[name], edge_index.size(1))]
+        reduced = {name: values[name][kept] for name in whole}
         return edge_index[:, kept], {**values, **reduced}
 
     def _alignment(self, record: EdgeRecord, active: ActiveLayer, local: Tensor, batch_edges: BatchEdges) -> Tensor:
         name = describe(active.name, active.layer)
-        wanted = record.for_batch(self._info, name).edges.to(self._device)
-        position = align(local, wanted, record.edges.target_row, self._info.batch_size, name)
+        wanted = record.for_batch(self.info, name).edges.to(self.device)
+        position = align(local, wanted, record.edges.target_row, self.info.batch_size, name)
         return position if batch_edges.kept is None else position[batch_edges.kept]
 
 
@@ -184,17 +168,7 @@ def own_attribute(info: BatchInfo, value: Tensor) -> str | None:
     return value.attribute if value.is_original and not value.requires_grad else None
 
 
-def describe(call: str, layer: nn.Module) -> str:
-    """A layer call's name in messages."""
-    return f"{type(layer).__name__} ('{call}')"
-
-
 def _can_fuse(layer: MessagePassing) -> bool:
     """Whether a layer fuses, and no hook waits for its messages."""
-    hooks = (
-        layer._message_forward_pre_hooks,
-        layer._message_forward_hooks,
-        layer._aggregate_forward_pre_hooks,
-        layer._aggregate_forward_hooks,
-    )
-    return layer.fuse and not any(hooks)
+    hooks = (layer._message_forward_pre_hooks, layer._message_forward_hooks)
+    return layer.fuse and not any((*hooks, layer._aggregate_forward_pre_hooks, layer._aggregate_forward_hooks))

@@ -26,15 +26,9 @@ class ExchangePolicy(ABC):
 
     @abstractmethod
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
-        """Called in place of the computation of a slot.
+        """Called in place of the computation of a slot; returns the rows that the model continues with.
 
-        Args:
-            session: The pass.
-            slot: The slot's name.
-            compute: Computes its rows, ``[num_rows, ...]`` or for the batch alone ``[batch_size, ...]``.
-
-        Returns:
-            The rows that the model continues with.
+        ``compute`` gives the slot's rows, ``[num_rows, ...]``, or for the batch alone ``[batch_size, ...]``.
         """
 
     def end(self, session: Session) -> None:
@@ -42,16 +36,35 @@ class ExchangePolicy(ABC):
         return
 
 
-class StepExchange(ExchangePolicy):
+class _SlotExchange(ExchangePolicy):
+    """Exchanges the rows of live slots; with ``push_all`` even those that no other batch can pull."""
+
+    def __init__(self, *, push_all: bool = False) -> None:
+        self._push_all = push_all
+
+    def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
+        """Push the batch's rows and return them, followed by the halo's."""
+        out = compute()
+        alone = session.info.batch_size == session.memory.num_nodes and not self._push_all
+        if alone or slot not in session.plan.live:
+            return session.widened(out)
+        session.check_rows(slot, out)
+        return self._exchange(session, slot, session.own(out))
+
+    @abstractmethod
+    def _exchange(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """Push rows, ``[batch_size, ...]``; returns them followed by the halo's."""
+
+
+class StepExchange(_SlotExchange):
     """A training step: pushes the batch's rows to histories and pulls the halo's, which are constants to autograd.
 
-    Args:
-        push_all: Push even rows that no other batch can pull.
-        begins: Whether the session begins and completes the step; if not, its caller does.
+    If it does not begin and complete the step (``begins``), the session's caller must.
     """
 
     def __init__(self, *, push_all: bool = False, begins: bool = True) -> None:
-        self._push_all, self._begins = push_all, begins
+        super().__init__(push_all=push_all)
+        self._begins = begins
 
     def begin(self, session: Session) -> None:
         """Start moving the rows that the step needs."""
@@ -60,19 +73,13 @@ class StepExchange(ExchangePolicy):
             session.memory.begin(session.info, transfer)
             transfer.look_ahead()
 
-    def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
-        """Push the batch's rows and return them, followed by the halo's."""
-        out = compute()
-        if not _is_exchanged(session, slot, push_all=self._push_all):
-            return session.widened(out)
-        session.check_rows(slot, out)
-        rows, memory = session.own(out), session.memory
-        push = not session.repeating
+    def _exchange(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        memory, push = session.memory, not session.repeating
         if push:
             memory.mark_changed()
         history = memory.history(slot, rows)
         full = memory.transfer(session.device).exchange(slot, history, as_matrix(rows), push=push)
-        return full if out.dim() == 2 else full.view(-1, *out.shape[1:])
+        return full if rows.dim() == 2 else full.view(-1, *rows.shape[1:])
 
     def end(self, session: Session) -> None:
         """Send the pushed rows off."""
@@ -82,31 +89,19 @@ class StepExchange(ExchangePolicy):
             transfer.complete()
 
 
-class RowStore(ABC):
-    """Rows of all nodes at every slot."""
+class RowStore:
+    """Rows of all nodes at every slot; this one holds zeros and ignores what is written."""
 
-    @abstractmethod
     def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
-        """Read rows of a batch.
-
-        Args:
-            session: The pass over the batch.
-            slot: The slot's name.
-            which: Positions among the rows of batch and halo.
-            like: Has the shape, type and device of the rows to return, ``[any, ...]``.
-        """
+        """Read rows of a batch: ``which`` of those of batch and halo, with the shape, type and device of ``like``."""
+        return like.new_zeros((session.info.n_id[which].numel(), *like.shape[1:]))
 
     def write(self, session: Session, slot: str, rows: Tensor) -> None:
-        """Write the batch's rows, ``[batch_size, ...]``; ignores them by default."""
-        return
+        """Write the batch's rows, ``[batch_size, ...]``."""
 
 
 class HistoryStore(RowStore):
-    """The histories, accessed directly instead of through a transfer.
-
-    Args:
-        writes: Whether to write rows; if not, :meth:`write` does nothing.
-    """
+    """The histories, accessed directly instead of through a transfer; only read unless it ``writes``."""
 
     def __init__(self, *, writes: bool = True) -> None:
         self._writes = writes
@@ -115,7 +110,7 @@ class HistoryStore(RowStore):
         """See :meth:`RowStore.read`; rows that were never written are zero."""
         index = session.memory.rows_of(session.info).on(session.device)[which]
         if slot not in session.memory.histories:
-            return like.new_zeros((index.numel(), *like.shape[1:]))
+            return super().read(session, slot, which, like)
         rows = session.memory.histories[slot].pull(index, device=session.device, dtype=like.dtype)
         return rows.view(-1, *like.shape[1:])
 
@@ -129,28 +124,18 @@ class HistoryStore(RowStore):
         memory.history(slot, rows).push(as_matrix(rows), place.index[: place.batch_size], place.runs)
 
 
-class StoreExchange(ExchangePolicy):
-    """A step that reads the halo's rows from a store and writes the batch's rows to it.
-
-    Args:
-        store: The rows.
-        push_all: Exchange even rows that no other batch can pull.
-    """
+class StoreExchange(_SlotExchange):
+    """A step that reads the halo's rows from a store and writes the batch's rows to it."""
 
     def __init__(self, store: RowStore, *, push_all: bool = False) -> None:
-        self._store, self._push_all = store, push_all
+        super().__init__(push_all=push_all)
+        self._store = store
 
     def begin(self, session: Session) -> None:
         """Wait for the pushes of earlier training steps."""
         session.memory.settle()
 
-    def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
-        """Write the batch's rows and return them, followed by the halo's."""
-        out = compute()
-        if not _is_exchanged(session, slot, push_all=self._push_all):
-            return session.widened(out)
-        session.check_rows(slot, out)
-        rows = session.own(out)
+    def _exchange(self, session: Session, slot: str, rows: Tensor) -> Tensor:
         if not session.repeating:
             self._store.write(session, slot, rows)
         halo = slice(session.info.batch_size, None)
@@ -184,9 +169,3 @@ def run_pass(run: Callable[[], Any]) -> Any:
 def as_matrix(rows: Tensor) -> Tensor:
     """Rows of any shape as a matrix, ``[num_rows, width]``."""
     return rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
-
-
-def _is_exchanged(session: Session, slot: str, *, push_all: bool) -> bool:
-    """Whether a slot has a history that other batches read, or that ``push_all`` asks to fill."""
-    alone = session.info.batch_size == session.memory.num_nodes and not push_all
-    return slot in session.plan.live and not alone

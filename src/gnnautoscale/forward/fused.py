@@ -26,10 +26,8 @@ class FusedEdges(EdgeIndex):  # type: ignore[misc]
     def of(adjacency: Adjacency, *, widened: bool = False, grad_rows: int | None = None) -> FusedEdges:
         """Wrap an adjacency.
 
-        Args:
-            adjacency: The edges.
-            widened: Whether to return as many rows as there are sources; rows beyond the targets are zero.
-            grad_rows: How many sources, counted from the first, need a gradient; ``None`` for all.
+        If ``widened``, products have as many rows as there are sources, and rows beyond the targets are zero. Only the
+        first ``grad_rows`` sources need a gradient, by default all.
         """
         none = torch.empty(2, 0, dtype=torch.long, device=adjacency.ptr.device)
         num_targets = adjacency.num_sources if widened else adjacency.num_targets

@@ -12,19 +12,13 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors
 from gnnautoscale.errors import UnsupportedModelError
-from gnnautoscale.forward.edges import describe
-from gnnautoscale.forward.record import EDGE_METHODS
+from gnnautoscale.forward.record import EDGE_METHODS, Arguments, describe
 from gnnautoscale.forward.session import Session
 from gnnautoscale.graph import BatchTensor
 
 
 class Hooks:
-    """Overrides methods on instances: of message-passing layers, of batch norms, and the model's forward pass.
-
-    Args:
-        model: The model.
-        forward: Called in place of the model's forward pass, with its arguments.
-    """
+    """Overrides methods of message-passing layers and batch norms; ``forward`` replaces the model's forward pass."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         #: The running pass, if any.
@@ -56,17 +50,15 @@ class Hooks:
                 module.__dict__[name] = before
         self._overridden.clear()
 
-    def run(self, session: Session | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, session: Session | None, arguments: Arguments) -> Any:
         """Run the model's own forward pass in a session; ``None`` stays in the running one."""
-        if session is None:
-            return self._run_model(*args, **kwargs)
-        if session.plan.ignores_edges:
-            args, kwargs = map_tensors(_without_edges, (args, kwargs))
-        self.session = session
+        before, self.session = self.session, session or self.session
+        if session is not None and session.plan.ignores_edges:
+            arguments = map_tensors(_without_edges, arguments)
         try:
-            return self._run_model(*args, **kwargs)
+            return self._run_model(*arguments[0], **arguments[1])
         finally:
-            self.session = None
+            self.session = before
 
     def _layer(self, layer: MessagePassing, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.session is None:
@@ -76,7 +68,7 @@ class Hooks:
                 fix="Call the whole model, or detach it to use its layers by themselves. Histories make checkpointing "
                 "unnecessary.",
             )
-        return self.session.layer(layer, name, run, args, kwargs)
+        return self.session.layer(layer, name, run, (args, kwargs))
 
     def _edges(self, method: str, run: Callable[..., Any], edge_index: Tensor, size: Any = None, **values: Any) -> Any:
         if self.session is None:

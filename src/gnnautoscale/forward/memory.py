@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward.plan import LayerCall, Plan
-from gnnautoscale.forward.record import EdgeRecord, Recorder
+from gnnautoscale.forward.record import Arguments, EdgeRecord, Recorder, describe
 from gnnautoscale.graph import BatchInfo, Graph, PartOrder
 from gnnautoscale.history import Folder, History, Medium, Storage, check_storage, choose_medium, codec_for, open_history
 from gnnautoscale.transfer import BatchRows, Transfer, open_transfer
@@ -23,22 +22,10 @@ _MOST_COPIED = 1 << 18
 
 
 class GraphMemory:
-    """A history for each slot of a model on one graph, and what its layers do with the graph's edges.
+    """A history for each slot of a model on one graph, and the records of its layer calls.
 
-    Args:
-        graph: The graph, or ``None`` if only its size is known so far.
-        num_nodes: Number of nodes.
-        storage: Where histories live; ``"auto"`` decides once their size is known.
-        dtype: The type histories are kept in, or ``None`` for the type of the embeddings.
-        folder: The folder of histories on disk.
-        overlap: Whether rows in host memory and on disk move while a step computes.
-
-    Attributes:
-        medium: Where histories live, once that is decided.
-        why: The reason, in words.
-        histories: The histories that exist so far, by slot.
-        recorder: Records what layers do with the graph's edges.
-        events: What was recorded, by layer call.
+    Histories have the type of the embeddings unless ``dtype`` is given; ``storage="auto"`` decides where they live once
+    their size is known. If ``overlap``, rows in host memory and on disk move while a step computes.
     """
 
     def __init__(
@@ -52,12 +39,11 @@ class GraphMemory:
         overlap: bool = True,
     ) -> None:
         check_storage(storage, folder if not isinstance(folder, Folder) else folder.path)
-        self.num_nodes = num_nodes
-        self.storage = storage
-        self.dtype = dtype
+        self.num_nodes, self.storage, self.dtype = num_nodes, storage, dtype
         self.folder = folder if isinstance(folder, Folder) else None
         if isinstance(folder, (str, Path)) and storage in ("disk", "auto"):
             self.folder = Folder(Path(folder))
+        #: Where histories live, once that is decided, and the reason in words.
         self.medium: Medium | None = None if storage == "auto" else storage
         self.why = "this was asked for"
         self.histories: dict[str, History] = {}
@@ -66,8 +52,8 @@ class GraphMemory:
         self._overlap = overlap
         self._sets = 1
         self._prepared = False
-        # The checksum of the weights that wrote all rows of all histories, or None if no single weights did.
-        self._written_by: list[float] | None = None
+        #: The checksum of the weights that wrote all rows of all histories, or ``None`` if no single weights did.
+        self.written_by: list[float] | None = None
         self._transfer: tuple[torch.device, Transfer] | None = None
         self._order: PartOrder | None = None
 
@@ -116,19 +102,9 @@ class GraphMemory:
             self._transfer[1].close()
             self._transfer = None
 
-    # Whose rows these are ############################################################################################
-
     def mark_changed(self) -> None:
         """Note that some rows change, so that no single weights wrote all of them."""
-        self._written_by = None
-
-    def mark_written_by(self, checksum: list[float]) -> None:
-        """Note that the weights with this checksum wrote all rows of all histories."""
-        self._written_by = checksum
-
-    def is_written_by(self, checksum: list[float]) -> bool:
-        """Whether the weights with this checksum wrote all rows of all histories."""
-        return self._written_by == checksum
+        self.written_by = None
 
     # Where histories live ############################################################################################
 
@@ -140,57 +116,36 @@ class GraphMemory:
         """Decide where histories live, and check that there is room for all of them."""
         if self._prepared or self.medium in ("device", "host"):
             return  # allocating them fails if there is no room
-        rows = {slot: plan.rows[slot] for slot in plan.live}
-        self._make_room(
-            {slot: (math.prod(like.shape[1:]), self.dtype or like.dtype) for slot, like in rows.items()}, device
-        )
+        self._make_room({slot: self._form(plan.rows[slot]) for slot in plan.live}, device)
 
     def reopen(
         self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device, order: PartOrder | None = None
     ) -> None:
-        """Create histories as they were before.
-
-        Args:
-            kept: The width and type of each slot's history.
-            device: The compute device.
-            order: The order of their rows, if it is known.
-        """
+        """Create histories as they were before: with a width and type for each slot, and the order of rows if known."""
         self._make_room(kept, device)
         self._order = order or self._order
         for slot, (width, dtype) in kept.items():
             self._open(slot, width, dtype, device)
 
     def record(
-        self,
-        graph: Graph,
-        call: str,
-        layer: MessagePassing,
-        known: LayerCall,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, graph: Graph, call: str, layer: MessagePassing, known: LayerCall, arguments: Arguments
     ) -> list[EdgeRecord]:
-        """What a layer call hands over on the whole graph; recorded when it is asked for the first time.
-
-        Args:
-            graph: The graph, if it was not known before.
-            call: The name of the call.
-            layer: The layer.
-            known: What is known about the call.
-            args: Its positional arguments in a batch.
-            kwargs: Its keyword arguments in a batch.
-        """
+        """The records of a layer call, made on first use with its arguments in a batch."""
         if call not in self.records:
-            if self.recorder is None:
-                self.recorder = Recorder(graph)
-            name = f"{type(layer).__name__} ('{call}')"
-            self.records[call] = self.recorder.record(layer, name, args, kwargs, known.kinds, len(known.edge_names))
+            self.recorder = self.recorder or Recorder(graph)
+            name, count = describe(call, layer), len(known.edge_names)
+            self.records[call] = self.recorder.record(layer, name, arguments, known.kinds, count)
         return self.records[call]
 
     def history(self, slot: str, rows: Tensor) -> History:
         """The slot's history, created on first use for rows like these, which are on the compute device."""
         if slot not in self.histories:
-            self._open(slot, math.prod(rows.shape[1:]), self.dtype or rows.dtype, rows.device)
+            self._open(slot, *self._form(rows), rows.device)
         return self.histories[slot]
+
+    def _form(self, rows: Tensor) -> tuple[int, torch.dtype]:
+        """Width and type of the history of such rows, ``[any, ...]``."""
+        return math.prod(rows.shape[1:]), self.dtype or rows.dtype
 
     def _make_room(self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device) -> None:
         self._prepared = True
@@ -229,23 +184,15 @@ class GraphMemory:
         return memory
 
     def grown(self, info: BatchInfo, device: torch.device) -> GraphMemory:
-        """A memory of a graph whose first nodes are those of this one: their rows are copied, others are zero.
+        """A memory of a batch's graph, whose first nodes are those of this one: their rows are copied, others are zero.
 
-        Args:
-            info: A batch of that graph; rows are kept in the order of its loader.
-            device: The compute device.
+        Rows are kept in the order of the batch's loader.
         """
         self.settle()
         self._close_transfer()
-        memory = GraphMemory(
-            info.graph,
-            info.graph.num_nodes,
-            self.medium or self.storage,
-            self.dtype,
-            self.folder,
-            overlap=self._overlap,
-        )
-        memory.why, memory._written_by = self.why, self._written_by
+        graph, storage = info.graph, self.medium or self.storage
+        memory = GraphMemory(graph, graph.num_nodes, storage, self.dtype, self.folder, overlap=self._overlap)
+        memory.why, memory.written_by = self.why, self.written_by
         if self.histories:
             memory.reopen({slot: (kept.width, kept.dtype) for slot, kept in self.histories.items()}, device)
             row_before, row_now = self.row_order(info).row_of, memory.row_order(info).row_of[: self.num_nodes]
@@ -259,14 +206,9 @@ class GraphMemory:
 
 
 def check_finite(slot: str, rows: Tensor, info: BatchInfo) -> None:
-    """Refuse rows that are not finite, since they would spoil those of other batches for good.
+    """Refuse a batch's rows, ``[batch_size, ...]``, that are not finite: they would spoil those of other batches.
 
     On a GPU, where a look would make every step wait, the loss is checked after each epoch instead.
-
-    Args:
-        slot: Their slot.
-        rows: The batch's rows, ``[batch_size, ...]``.
-        info: The batch.
     """
     if rows.is_cuda or not rows.numel():
         return

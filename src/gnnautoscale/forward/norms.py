@@ -12,28 +12,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def uses_own_statistics(norm: _BatchNorm) -> bool:
-    """Whether the norm takes statistics of its input: in training, and always if it keeps no running averages.
-
-    Example:
-        >>> uses_own_statistics(torch.nn.BatchNorm1d(8).eval())
-        False
-        >>> uses_own_statistics(torch.nn.BatchNorm1d(8, track_running_stats=False).eval())
-        True
-    """
+    """Whether the norm takes statistics of its input: in training, and always if it keeps no running averages."""
     return norm.training or norm.running_mean is None
 
 
 def normalize_by_own_rows(norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor, batch_size: int) -> Tensor:
-    """Normalize the rows of batch and halo by the statistics of the batch's rows.
+    """Normalize the rows of batch and halo, ``[num_rows, channels, ...]``, by the statistics of the batch's rows.
 
-    Args:
-        norm: The norm.
-        run: Normalizes the batch's rows, usually the norm's forward pass.
-        x: Rows of batch and halo, ``[num_rows, channels, ...]``.
-        batch_size: Number of the batch's rows.
-
-    Returns:
-        The normalized rows, in the same shape.
+    The batch's rows are normalized by ``run``, usually the norm's forward pass.
     """
     inside, halo = x[:batch_size], x[batch_size:]
     normalized = run(inside)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, Literal, TypeGuard, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors
@@ -26,25 +27,22 @@ from gnnautoscale.kernels import Adjacency
 EDGE_METHODS = ("propagate", "edge_updater")
 
 ArgumentKind = Literal["own", "node", "edge", "other"]
+#: Positional and keyword arguments of a call.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(eq=False)
 class BatchEdges:
-    """A record, cut to the edges into a batch.
+    """A record, cut to the edges into a batch."""
 
-    Attributes:
-        edge_index: Edges between rows of the batch, ``[2, num_edges]``, grouped by target; ``None`` if only fused
-            edges are needed.
-        constants: Edge-level values by argument name, each ``[num_edges, ...]``.
-        adjacencies: The same edges for layers that fuse, by the name of the constant that holds their weights.
-        fused: Cache of :meth:`fuse`.
-        kept: Positions of these edges before edge dropout; ``None`` without.
-    """
-
+    #: Edges between rows of the batch, ``[2, num_edges]``, grouped by target; ``None`` if only fused edges are needed.
     edge_index: Tensor | None
+    #: Edge-level values by argument name, each ``[num_edges, ...]``.
     constants: dict[str, Tensor]
+    #: The same edges for layers that fuse, by the name of the constant that holds their weights.
     adjacencies: dict[str | None, Adjacency] = field(default_factory=dict)
     fused: dict[Any, FusedEdges] = field(default_factory=dict)
+    #: Positions of these edges before edge dropout; ``None`` without.
     kept: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchEdges:
@@ -72,13 +70,9 @@ class BatchEdges:
     def adjacency(self, weight: str | None, target_row: int, info: BatchInfo) -> Adjacency:
         """The edges for layers that fuse, weighted by one of the constants or unweighted."""
         if weight not in self.adjacencies:
-            self.adjacencies[weight] = Adjacency.build(
-                self.edges[target_row],
-                self.edges[1 - target_row],
-                info.batch_size,
-                info.num_rows,
-                None if weight is None else self.constants[weight],
-            )
+            target, source = self.edges[target_row], self.edges[1 - target_row]
+            values = None if weight is None else self.constants[weight]
+            self.adjacencies[weight] = Adjacency.build(target, source, info.batch_size, info.num_rows, values)
         return self.adjacencies[weight]
 
     def fuse(self, adjacency: Adjacency, *, widened: bool, grad_rows: int | None) -> FusedEdges:
@@ -91,11 +85,9 @@ class BatchEdges:
 
 @dataclass(eq=False)
 class EdgeRecord:
-    """The arguments of one ``propagate`` or ``edge_updater`` call on the whole graph.
+    """The edges of one edge call on the whole graph, and its arguments that depend on these alone, by name.
 
-    Attributes:
-        edges: The edges.
-        constants: The edge-level arguments that depend on edges alone, each ``[num_edges, ...]``.
+    Each of these arguments is ``[num_edges, ...]``.
     """
 
     edges: EdgesByTarget
@@ -127,11 +119,7 @@ def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:
 
 
 class Recorder:
-    """Records layers over one graph; equal records are shared.
-
-    Args:
-        graph: The whole graph.
-    """
+    """Records layers over one graph; equal records are shared."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -139,31 +127,19 @@ class Recorder:
 
     @torch.inference_mode(False)  # kept for training too
     def record(
-        self,
-        layer: MessagePassing,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        kinds: list[ArgumentKind],
-        num_edge_calls: int,
+        self, layer: MessagePassing, name: str, arguments: Arguments, kinds: list[ArgumentKind], num_edge_calls: int
     ) -> list[EdgeRecord]:
         """Run a copy of the layer over the whole graph's edges and record its edge calls.
 
-        Args:
-            layer: The layer; only its copy runs.
-            name: The layer's name in messages.
-            args: Positional arguments of the layer's call in a batch.
-            kwargs: Keyword arguments of that call.
-            kinds: The kind of each tensor among the arguments, in order.
-            num_edge_calls: How often the layer calls ``propagate`` and ``edge_updater``.
+        The arguments are those of a call in a batch, with the kind of each tensor in order.
         """
         failures = []
         # The weightless copy cannot multiply edge features with weights. Such features are left out of the record;
         # the layer then uses the batch's own.
         for edge_features in (True, False):
-            whole = self._whole_graph_arguments(args, kwargs, kinds, edge_features)
+            whole = self._whole_graph_arguments(arguments, kinds, edge_features)
             try:
-                caught = _run_without_weights(layer, whole[0], whole[1], num_edge_calls)
+                caught = _run_without_weights(layer, whole, num_edge_calls)
             except RuntimeError as error:
                 failures.append(error)
                 continue
@@ -174,9 +150,7 @@ class Recorder:
             fix="Replace the layer, or move the computation before propagate into message().",
         ) from failures[-1]
 
-    def _whole_graph_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: list[ArgumentKind], edge_features: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _whole_graph_arguments(self, arguments: Arguments, kinds: list[ArgumentKind], edge_features: bool) -> Arguments:
         remaining = iter(kinds)
 
         def convert(value: Tensor) -> Tensor:
@@ -191,13 +165,12 @@ class Recorder:
                     return torch.arange(self.graph.num_nodes)
                 whole = self.graph.edge_attributes[name]
                 return whole if edge_features else whole.to("meta")
-            if kind == "node":
-                return value.new_empty((self.graph.num_nodes, *value.shape[1:]), device="meta")
-            if kind == "edge":
-                return value.new_empty((self.graph.edge_index.size(1), *value.shape[1:]), device="meta")
+            if kind != "other":
+                num_rows = self.graph.num_nodes if kind == "node" else self.graph.edge_index.size(1)
+                return value.new_empty((num_rows, *value.shape[1:]), device="meta")
             return value.to("meta") if value.is_floating_point() else value.cpu()
 
-        return map_tensors(convert, (args, kwargs))
+        return map_tensors(convert, arguments)
 
     def _shared(self, layer: MessagePassing, edge_index: Tensor, constants: dict[str, Tensor]) -> EdgeRecord:
         row = 1 if layer.flow == "source_to_target" else 0
@@ -205,10 +178,8 @@ class Recorder:
         for record in self._records:
             if record.edges.target_row != row or not _same(record.edges.edge_index, edge_index):
                 continue
-            edges = record.edges
-            if record.constants.keys() == constants.keys() and all(
-                _same(record.constants[name], constants[name]) for name in constants
-            ):
+            edges, same_names = record.edges, record.constants.keys() == constants.keys()
+            if same_names and all(_same(record.constants[name], constants[name]) for name in constants):
                 return record
         record = EdgeRecord(edges or EdgesByTarget(edge_index, self.graph.num_nodes, row), constants)
         self._records.append(record)
@@ -220,48 +191,35 @@ class _Recorded(BaseException):
 
 
 def _run_without_weights(
-    layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any], num_edge_calls: int
+    layer: MessagePassing, arguments: Arguments, num_edge_calls: int
 ) -> list[tuple[Tensor, dict[str, Tensor]]]:
     copied = weightless_copy(layer)
     caught: list[tuple[Tensor, dict[str, Tensor]]] = []
 
-    def catch(method: Callable[..., Any]) -> Callable[..., Any]:
-        def run(edge_index: Tensor, size: Any = None, **values: Any) -> Any:
-            constants = {
-                name: value
-                for name, value in values.items()
-                if isinstance(value, Tensor)
-                and not value.is_meta
-                and value.dim() > 0
-                and value.size(0) == edge_index.size(1)
-            }
-            caught.append((edge_index, constants))
-            if len(caught) == num_edge_calls:
-                raise _Recorded
-            # Shapes suffice to reach the next edge call.
-            return method(edge_index.to("meta"), size=size, **map_tensors(lambda value: value.to("meta"), values))
-
-        return run
+    def catch(method: Callable[..., Any], edge_index: Tensor, size: Any = None, **values: Any) -> Any:
+        per_edge = {name: value for name, value in values.items() if has_rows(value, edge_index.size(1))}
+        caught.append((edge_index, {name: value for name, value in per_edge.items() if not value.is_meta}))
+        if len(caught) == num_edge_calls:
+            raise _Recorded
+        # Shapes suffice to reach the next edge call.
+        return _on_meta(method, edge_index, size=size, **values)
 
     for module in copied.modules():
         if isinstance(module, MessagePassing):
             for method in EDGE_METHODS:
-                run = getattr(module, method)
-                setattr(module, method, catch(run) if module is copied else _on_meta(run))
+                run = catch if module is copied else _on_meta
+                setattr(module, method, partial(run, getattr(module, method)))
     try:
         with torch.no_grad():
-            copied(*args, **kwargs)
+            copied(*arguments[0], **arguments[1])
     except _Recorded:
         return caught
     raise RuntimeError(f"it called propagate {len(caught)} times instead of {num_edge_calls}")
 
 
-def _on_meta(method: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = map_tensors(lambda value: value.to("meta"), (args, kwargs))
-        return method(*args, **kwargs)
-
-    return run
+def _on_meta(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = map_tensors(lambda value: value.to("meta"), (args, kwargs))
+    return method(*args, **kwargs)
 
 
 def weightless_copy(layer: MessagePassing) -> MessagePassing:
@@ -285,17 +243,9 @@ def weightless_copy(layer: MessagePassing) -> MessagePassing:
 
 
 def align(local: Tensor, wanted: Tensor, target_row: int, batch_size: int, layer: str) -> Tensor:
-    """Find the recorded edges among those a layer computed in a batch.
+    """The position of each recorded edge, ``[num_edges]``, among those a layer computed in a batch.
 
-    Args:
-        local: The layer's own edges, ``[2, num_local_edges]``.
-        wanted: The recorded edges of the batch, ``[2, num_edges]``.
-        target_row: The row of edges that holds the targets.
-        batch_size: Number of the batch's own nodes.
-        layer: The layer's name in messages.
-
-    Returns:
-        The position in ``local`` of each wanted edge, ``[num_edges]``.
+    ``local`` holds the layer's own edges, ``[2, num_local_edges]``, ``wanted`` the recorded ones, ``[2, num_edges]``.
     """
     inside = (local[target_row] < batch_size).nonzero().squeeze(1)
     position = inside[local[target_row, inside].argsort(stable=True)]
@@ -307,6 +257,16 @@ def align(local: Tensor, wanted: Tensor, target_row: int, batch_size: int, layer
             fix="Compute such values in message() or edge_update(), or pass constant edge weights.",
         )
     return position
+
+
+def describe(call: str, layer: nn.Module) -> str:
+    """A layer call's name in messages."""
+    return f"{type(layer).__name__} ('{call}')"
+
+
+def has_rows(value: Any, *counts: int) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor with one of these numbers of rows."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.size(0) in counts
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -20,31 +20,23 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale._util import RandomState, map_tensors, tensors_in
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import norms
-from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, RecordedEdges
+from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, RecordedEdges, Values
 from gnnautoscale.forward.exchange import ExchangePolicy
 from gnnautoscale.forward.memory import GraphMemory, check_finite
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import LayerCall, Plan
+from gnnautoscale.forward.record import Arguments, has_rows
 from gnnautoscale.graph import BatchInfo, BatchTensor
 
-#: Called in place of a batch norm with the session, the norm, its forward pass and the rows.
 Normalize = Callable[["Session", _BatchNorm, Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
 class Session:
     """A forward pass over one batch.
 
-    Args:
-        info: The batch.
-        plan: The model's plan.
-        memory: Histories and records of the batch's graph.
-        device: The compute device.
-        exchange: What happens at a slot.
-        edges: Gives layers their edges; by default the recorded ones.
-        normalize: Replaces batch norms; by default these use the statistics of the batch's own rows.
-        observers: Watch layers and their edges.
-        edge_dropout: Share of edges to drop at random.
-        input_gradients: Whether the model's inputs need gradients.
+    By default layers get the recorded edges, less a share of ``edge_dropout``, and batch norms use the statistics of
+    the batch's own rows. ``normalize`` is called in place of a batch norm with the session, the norm, its forward pass
+    and the rows; ``input_gradients`` says whether the model's inputs need gradients.
     """
 
     def __init__(
@@ -60,18 +52,17 @@ class Session:
         observers: Sequence[Observer] = (),
         edge_dropout: float = 0.0,
         input_gradients: bool = False,
-        begins: bool = True,
     ) -> None:
         self.info, self.plan, self.memory, self.device = info, plan, memory, device
         self._exchange, self._normalize = exchange, normalize or Session.by_own_statistics
-        self._edges = edges or RecordedEdges(
-            info, plan, memory, device, dropout=edge_dropout, input_gradients=input_gradients
-        )
+        self._edges = edges or RecordedEdges(info, plan, memory, device, edge_dropout, input_gradients)
         self._observers = observers
         self._repeaters = [observer for observer in observers if observer.repeats]
-        self._active: list[ActiveLayer] = []
+        #: The layer calls in progress, the innermost last.
+        self.active: list[ActiveLayer] = []
         self._counts: Counter[str] = Counter()
-        self._inside_propagate = 0
+        #: Whether a layer's ``propagate`` is running.
+        self.is_aggregating = False
         #: Whether a layer is being repeated for an observer.
         self.repeating = False
 
@@ -82,33 +73,34 @@ class Session:
         self.memory.prepare(self.plan, self.device)
         self._exchange.begin(self)
 
-    def layer(
-        self, layer: MessagePassing, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def layer(self, layer: MessagePassing, name: str, run: Callable[..., Any], arguments: Arguments) -> Any:
         """Run a message-passing layer; its output is a slot unless its propagations are slots."""
-        call = self._name_call(name)
-        work = partial(self._run_layer, call, layer, run, args, kwargs)
+        # Counted per calling layer, so that skipping a layer does not rename later calls.
+        call = f"{self.active[-1].name}>{name}" if self.active else name
+        self._counts[call] += 1
+        call = call if self._counts[call] == 1 else f"{call}#{self._counts[call]}"
+        work = partial(self._run_layer, call, layer, run, arguments)
         for observer in self._observers:
             work = partial(observer.around_layer, self, call, layer, work)
         return work()
 
-    def _run_layer(
-        self, call: str, layer: MessagePassing, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        planned, records = self._edges.start(call, layer, args, kwargs)
-        if not planned.nested:
-            args, kwargs = map_tensors(_plain, (args, kwargs))
+    def _run_layer(self, call: str, layer: MessagePassing, run: Callable[..., Any], arguments: Arguments) -> Any:
+        planned, records = self._edges.start(call, layer, arguments)
+        args, kwargs = arguments if planned.nested else map_tensors(_plain, arguments)
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            self._active.append(ActiveLayer(call, layer, records, planned))
+            self.active.append(ActiveLayer(call, layer, records, planned))
             if "pair" in planned.shortcuts:
                 args, kwargs = self._paired(planned, args, kwargs)
             try:
                 out = run(*args, **kwargs)
             finally:
-                self._active.pop()
+                self.active.pop()
             # On unfused edges a layer may have computed the halo's rows too.
-            return map_tensors(self._shortened, out) if "short" in planned.shortcuts else out
+            return map_tensors(shorten, out) if "short" in planned.shortcuts else out
+
+        def shorten(value: Tensor) -> Tensor:
+            return self.own(value) if has_rows(value, self.info.num_rows) else value
 
         def compute_and_repeat() -> Any:
             if not self._repeaters:
@@ -120,7 +112,7 @@ class Session:
             if planned.draws is None and state is not None:
                 planned.draws = state.has_moved
             for observer in self._repeaters:
-                observer.layer_ran(LayerRun(call, layer, out, again, args, kwargs, self.info, bool(self._active)))
+                observer.layer_ran(LayerRun(call, layer, out, again, args, kwargs, self.info, bool(self.active)))
             return out
 
         if self.plan.explicit or call in self.plan.inner:
@@ -129,17 +121,17 @@ class Session:
 
     def propagate(self, run: Callable[..., Any], edge_index: Tensor, size: Any, values: dict[str, Any]) -> Any:
         """Run a layer's ``propagate`` on the right edges."""
-        active = self._active[-1]
-        edge_index, values = self._replaced(active, edge_index, values, propagates=True)
+        active = self.active[-1]
         slot = f"{active.name}/{active.num_propagations}"
         active.num_propagations += 1
+        edge_index, values = self._replaced(active, edge_index, values)
 
         def compute() -> Any:
-            self._inside_propagate += 1
+            outer, self.is_aggregating = self.is_aggregating, True
             try:
                 return run(edge_index, size=size, **values)
             finally:
-                self._inside_propagate -= 1
+                self.is_aggregating = outer
 
         if active.name not in self.plan.inner:
             return compute()
@@ -148,7 +140,7 @@ class Session:
 
     def edge_updater(self, run: Callable[..., Any], edge_index: Tensor, size: Any, values: dict[str, Any]) -> Any:
         """Run a layer's ``edge_updater`` on the right edges."""
-        edge_index, values = self._replaced(self._active[-1], edge_index, values, propagates=False)
+        edge_index, values = self._replaced(self.active[-1], edge_index, values)
         return run(edge_index, size=size, **values)
 
     def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -164,8 +156,8 @@ class Session:
         self._exchange.end(self)
 
         def cut(value: Tensor) -> Tensor:
-            short = self.plan.short_tail and value.dim() > 0 and value.size(0) == self.info.batch_size
-            if value.dim() == 0 or (value.size(0) != self.info.num_rows and not short):
+            short = self.plan.short_tail and has_rows(value, self.info.batch_size)
+            if not short and not has_rows(value, self.info.num_rows):
                 raise UnsupportedModelError(
                     "an autoscaled model returns one row per node",
                     got=f"an output of shape {tuple(value.shape)} for {self.info.num_rows} nodes",
@@ -183,16 +175,6 @@ class Session:
 
     # Used by policies and observers ##################################################################################
 
-    @property
-    def active_layer(self) -> ActiveLayer | None:
-        """The layer call in progress, if any."""
-        return self._active[-1] if self._active else None
-
-    @property
-    def is_aggregating(self) -> bool:
-        """Whether a layer's ``propagate`` is running."""
-        return self._inside_propagate > 0
-
     def own(self, rows: Tensor) -> Tensor:
         """The batch's rows; not sliced if there are no others, because a slice's gradient costs a copy."""
         return rows if rows.size(0) == self.info.batch_size else rows[: self.info.batch_size]
@@ -203,16 +185,14 @@ class Session:
             return out
 
         def widen(value: Tensor) -> Tensor:
-            if value.dim() == 0 or value.size(0) != self.info.batch_size:
-                return value
-            return torch.cat([value, value.new_zeros((self.info.num_halo, *value.shape[1:]))])
+            zeros = value.new_zeros((self.info.num_halo, *value.shape[1:]))
+            return torch.cat([value, zeros]) if has_rows(value, self.info.batch_size) else value
 
         return map_tensors(widen, out)
 
     def check_rows(self, slot: str, out: Any) -> None:
         """Refuse an output that a history cannot hold."""
-        right = isinstance(out, Tensor) and out.is_floating_point() and out.dim() > 0
-        if not right or out.size(0) not in (self.info.num_rows, self.info.batch_size):
+        if not has_rows(out, self.info.num_rows, self.info.batch_size) or not out.is_floating_point():
             got = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise UnsupportedModelError(
                 f"layer '{slot}' must return one floating-point row for each of the {self.info.num_rows} nodes of the "
@@ -236,18 +216,10 @@ class Session:
 
     # Private #########################################################################################################
 
-    def _name_call(self, name: str) -> str:
-        # Counted per calling layer, so that skipping a layer does not rename later calls.
-        prefix = f"{self._active[-1].name}>{name}" if self._active else name
-        self._counts[prefix] += 1
-        return prefix if self._counts[prefix] == 1 else f"{prefix}#{self._counts[prefix]}"
-
-    def _replaced(
-        self, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any], *, propagates: bool
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def _replaced(self, active: ActiveLayer, edge_index: Tensor, values: Values) -> tuple[Tensor, Values]:
         for observer in self._observers:
             observer.edges_used(self, active, edge_index, values)
-        return self._edges.replace(active, edge_index, values, propagates=propagates)
+        return self._edges.replace(active, edge_index, values)
 
     def _repeat(
         self, state: RandomState | None, counts: Counter[str], run: Callable[..., Any], *args: Any, **kwargs: Any
@@ -262,9 +234,7 @@ class Session:
             self.repeating = False
             self._counts = counts_after
 
-    def _paired(
-        self, planned: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _paired(self, planned: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Replace the node-level rows by the pair (all rows, the batch's rows)."""
         rows = next(x for x, kind in zip(tensors_in((args, kwargs)), planned.kinds, strict=True) if kind == "node")
 
@@ -272,9 +242,6 @@ class Session:
             return (value, self.own(value)) if value is rows else value
 
         return tuple(pair(value) for value in args), {name: pair(value) for name, value in kwargs.items()}
-
-    def _shortened(self, value: Tensor) -> Tensor:
-        return self.own(value) if value.dim() and value.size(0) == self.info.num_rows else value
 
 
 @contextmanager

@@ -13,18 +13,13 @@ from gnnautoscale.forward.session import Session
 
 
 class SweepExchange(ExchangePolicy):
-    """Computes one level of slots, or the output: reads the levels below it and skips those above it.
+    """Computes one level of slots, or for ``None`` the output: reads the levels below it and skips those above it.
 
-    Args:
-        level: The slots to compute and write; ``None`` computes the model's output.
-        store: The rows to read and write; by default the histories.
+    It reads and writes the rows of ``store``, by default the histories.
     """
 
     def __init__(self, level: frozenset[str] | None, store: RowStore | None = None) -> None:
         self._level, self._store = level, store or HistoryStore()
-        self._missing: set[str] = set()
-        self._done: frozenset[str] = frozenset()
-        self._needed: frozenset[str] = frozenset()
 
     def begin(self, session: Session) -> None:
         """Wait for training steps, and sort the slots into read, computed and skipped ones."""
@@ -32,9 +27,9 @@ class SweepExchange(ExchangePolicy):
         plan, level = session.plan, self._level
         self._missing = set(level or ())
         wanted = level if level is not None else plan.needs.keys() - plan.live
-        self._needed = frozenset().union(*(plan.needs[slot] for slot in wanted))
+        self._needed: frozenset[str] = frozenset().union(*(plan.needs[slot] for slot in wanted))
         depth = plan.levels.index(level) if level is not None else len(plan.levels)
-        self._done = frozenset().union(*plan.levels[:depth])
+        self._done: frozenset[str] = frozenset().union(*plan.levels[:depth])
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """Read, compute and write, or skip a slot."""

@@ -38,17 +38,10 @@ from gnnautoscale.planner.trial_graph import TrialGraph
 
 
 def make_plan(model: nn.Module, hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, explicit: bool) -> Plan:
-    """Make a model's plan, and check that batches agree with the whole graph.
+    """Make a model's plan from a call with a batch, and check that batches agree with the whole graph.
 
-    Args:
-        model: The attached model.
-        hooks: Run the model in a session.
-        info: The batch that the arguments come from.
-        arguments: The arguments of a call with that batch.
-        explicit: Whether the model names its own slots.
-
-    Raises:
-        UnsupportedModelError: If no placement of histories makes the model exact; the message names the layer.
+    An ``explicit`` model names its own slots. If no placement of histories makes the model exact, an
+    :class:`UnsupportedModelError` names the layer.
     """
     device = next((value.device for value in model.parameters()), info.n_id.device)
     with evaluating(model), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
@@ -141,12 +134,14 @@ class _Rehearsals:
                 session = Rehearsal(self.trial, batch, plan, reference, checking=False).step()
                 arguments = self.trial.arguments(batch)
                 with BatchTensor.watched(self._used_attributes):
-                    out = self.hooks.run(session, *arguments)
-                out = session.finish(out)
-                values = [value for value in tensors_in(out) if value.is_floating_point()]
+                    out = self.hooks.run(session, arguments)
+                values = [value for value in tensors_in(session.finish(out)) if value.is_floating_point()]
                 found += [value.detach() for value in values]
                 # Every entry has its own factor, so that no two of them can be mixed up.
-                loss = sum(((value * _factors(value)).sum() for value in values), torch.zeros(()))
+                loss = torch.zeros(())
+                for value in values:
+                    factors = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device)
+                    loss = loss + (value * factors.view_as(value)).sum()
                 if loss.requires_grad:
                     found += _gradients(loss, weights)
         return found
@@ -159,7 +154,7 @@ class _Rehearsals:
         arguments = self.trial.arguments(batch)
         watched = watching(self._other_modules, seen.note), BatchTensor.watched(self._used_attributes)
         with torch.enable_grad(), _all_trainable(self.model), watched[0], watched[1]:
-            out = self.hooks.run(seen.session, *arguments)
+            out = self.hooks.run(seen.session, arguments)
         plan.needs[Plan.OUTPUT] = seen.sources(out)
         seen.note(Plan.OUTPUT, None, out)
         if everything_needed:
@@ -173,8 +168,8 @@ class _Rehearsals:
             for batch in self.trial.parts:
                 rehearsal = Rehearsal(self.trial, batch, plan, reference)
                 session = rehearsal.step()
-                with torch.no_grad(), watching(self._other_modules, rehearsal.check_numbered):
-                    out = self.hooks.run(session, *self.trial.arguments(batch))
+                with torch.no_grad(), watching(self._other_modules, rehearsal.check):
+                    out = self.hooks.run(session, self.trial.arguments(batch))
                 rehearsal.check(Plan.OUTPUT, None, out)
                 session.finish(out)
         except DeviationError as deviation:
@@ -193,12 +188,12 @@ class _Rehearsals:
             # Not checked, because dropout in layers may change their output.
             rehearsal = Rehearsal(self.trial, batch, plan, reference, checking=False)
             with torch.no_grad():
-                self.hooks.run(rehearsal.step(), *self.trial.arguments(batch))
+                self.hooks.run(rehearsal.step(), self.trial.arguments(batch))
             seen.append(rehearsal.local_edges)
         evaluated, trained = seen
         for number, (name, after) in enumerate(trained):
             before = evaluated[number][1] if len(evaluated) == len(trained) else None
-            if before is None or before.shape != after.shape or not torch.equal(before, after):
+            if before is None or not torch.equal(before, after):
                 raise UnsupportedModelError(
                     f"{name} must pass the same edges and edge weights to propagate in training as in evaluation",
                     got="edges or edge weights that it changes at random in training",
@@ -217,7 +212,7 @@ class _Rehearsals:
                         session = rehearsal.sweep(level)
                         session.begin()
                         with torch.no_grad():
-                            out = run_pass(partial(self.hooks.run, session, *self.trial.arguments(batch)))
+                            out = run_pass(partial(self.hooks.run, session, self.trial.arguments(batch)))
                         if level is None:
                             rehearsal.check(Plan.OUTPUT, None, out)
                 return None
@@ -317,27 +312,18 @@ def _gradients(loss: Tensor, weights: list[nn.Parameter]) -> list[Tensor | None]
             weight.grad = grad
 
 
-def _factors(value: Tensor) -> Tensor:
-    return torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device).view_as(value)
-
-
 def _alike(got: list[Tensor | None], wanted: list[Tensor | None]) -> bool:
     """Whether two lists of tensors are equal up to rounding; a missing gradient counts as zeros."""
     if len(got) != len(wanted):
         return False
-    largest = max((_size(value) for value in wanted), default=0.0)
-    for one, other in zip(got, wanted, strict=True):
-        like = other if one is None else one
-        if like is None:
+    sizes = [0.0 if value is None or not value.numel() else float(value.nan_to_num().abs().amax()) for value in wanted]
+    for one, other, size in zip(got, wanted, sizes, strict=True):
+        one = torch.zeros_like(other) if one is None and other is not None else one
+        other = torch.zeros_like(one) if other is None and one is not None else other
+        if one is None or other is None:
             continue
-        one = torch.zeros_like(like) if one is None else one
-        other = torch.zeros_like(like) if other is None else other
         # A gradient that cancels out, such as that of a bias before a norm, is only the rounding of larger ones.
-        bound = tolerance(one.dtype) * (_size(other) + 0.1 * largest) + 1e-9
+        bound = tolerance(one.dtype) * (size + 0.1 * max(sizes)) + 1e-9
         if one.shape != other.shape or not torch.allclose(one, other, rtol=0.0, atol=bound, equal_nan=True):
             return False
     return True
-
-
-def _size(value: Tensor | None) -> float:
-    return float(value.nan_to_num().abs().amax()) if value is not None and value.numel() else 0.0

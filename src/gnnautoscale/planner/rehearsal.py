@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,8 @@ from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import (
     ActiveLayer,
     ArgumentKind,
+    Arguments,
+    EdgeRecord,
     EdgeSource,
     ExchangePolicy,
     LayerCall,
@@ -31,6 +33,7 @@ from gnnautoscale.forward import (
     StoreExchange,
     SweepExchange,
     describe,
+    has_rows,
     normalize_by_constants,
     own_attribute,
     uses_own_statistics,
@@ -48,14 +51,9 @@ class Reference:
 
 
 class Observation(ExchangePolicy, EdgeSource, Observer):
-    """Runs the whole trial graph on its own edges and fills in a plan.
+    """Runs the whole trial graph, as one batch, on its own edges and fills in a plan.
 
     It is policy, edge source and observer at once, because the usual ones follow a plan.
-
-    Args:
-        trial: The trial graph.
-        batch: The whole of it, as one batch.
-        plan: The plan to fill in.
     """
 
     def __init__(self, trial: TrialGraph, batch: Data, plan: Plan) -> None:
@@ -112,9 +110,8 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
         after: list[str] = []  # the layer's modules that compute on nodes once it has aggregated
 
         def note(name: str, module: nn.Module, out: Any) -> None:
-            rows = isinstance(out, Tensor) and out.dim() > 0 and out.size(0) == NUM_NODES
-            active = session.active_layer
-            if rows and not session.is_aggregating and active is not None and active.num_propagations:
+            aggregated = session.active and session.active[-1].num_propagations and not session.is_aggregating
+            if aggregated and has_rows(out, NUM_NODES):
                 after.append(name)
 
         inside = {name: module for name, module in layer.named_modules() if not isinstance(module, MessagePassing)}
@@ -126,8 +123,12 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
 
     def _possible_shortcuts(self, call: str, layer: MessagePassing, dense_after: bool) -> frozenset[Shortcut]:
         planned = self._plan.calls[call]
+
+        def depth(method: str) -> int:
+            """How far up in the layer's class hierarchy a method is defined."""
+            return next(i for i, cls in enumerate(type(layer).__mro__) if method in vars(cls))
+
         # A subclass may override messages and forget the method that fuses them.
-        depth = partial(_definition_depth, layer)
         fuse = layer.fuse and depth("message_and_aggregate") <= min(depth("message"), depth("aggregate"))
         shortcuts: set[Shortcut] = {"fused"} if fuse else set()
         if call not in self._plan.inner and planned.num_propagations == 1:
@@ -135,32 +136,22 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
             shortcuts |= {"pair"} if dense_after and planned.kinds.count("node") == 1 else set()
         return frozenset(shortcuts)
 
-    def start(
-        self, call: str, layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[LayerCall, None]:
+    def start(self, call: str, layer: MessagePassing, arguments: Arguments) -> tuple[LayerCall, list[EdgeRecord]]:
         """Add a call to the plan, with the kinds of its arguments."""
-        tensors = tensors_in((args, kwargs))
+        tensors = tensors_in(arguments)
         attributes = [own_attribute(self._info, value) for value in tensors]
         kinds: list[ArgumentKind] = [
             "own" if attribute is not None else kind_of(value, NUM_NODES, self._info.e_id.numel())
             for value, attribute in zip(tensors, attributes, strict=True)
         ]
         nested = any(isinstance(module, MessagePassing) for module in layer.modules() if module is not layer)
-        return self._plan.calls.setdefault(call, LayerCall(kinds, attributes, nested=nested)), None
+        return self._plan.calls.setdefault(call, LayerCall(kinds, attributes, nested=nested)), []
 
-    def replace(
-        self, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any], *, propagates: bool
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def replace(self, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Keep the edges; note which values belong to edges, and whether rows depend on weights."""
-        num_edges = edge_index.size(1)
-        active.call.num_propagations += propagates
-        active.call.edge_names.append(
-            frozenset(
-                name
-                for name, value in values.items()
-                if isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == num_edges
-            )
-        )
+        active.call.num_propagations = active.num_propagations
+        per_edge = (name for name, value in values.items() if has_rows(value, edge_index.size(1)))
+        active.call.edge_names.append(frozenset(per_edge))
         if all(id(leaf) in self._slot_of for leaf in self._leaves_of(values)):
             active.call.constant_halo.add(len(active.call.edge_names) - 1)
         return edge_index, values
@@ -172,15 +163,11 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
         return _row_by_row(norm, run, x)
 
 
-class Rehearsal(Observer):
+class Rehearsal(Observer, RowStore):
     """Compares a batch of the trial graph, whose histories hold the exact rows, with the whole graph.
 
-    Args:
-        trial: The trial graph.
-        batch: One of its batches.
-        plan: The model's plan.
-        reference: The outputs and rows of the whole graph.
-        checking: Whether to compare outputs.
+    It stands in for these histories, and compares what a sweep writes to them. Without ``checking`` it only runs the
+    batch.
     """
 
     def __init__(
@@ -189,17 +176,27 @@ class Rehearsal(Observer):
         self._trial, self._plan, self._reference, self._checking = trial, plan, reference, checking
         self._info: BatchInfo = batch.edge_index.info
         self._seen: Counter[str] = Counter()
+        self._sweeping = False
         #: The edges and values that each layer computed itself and a record replaces.
         self.local_edges: list[tuple[str, Tensor]] = []
 
     def step(self) -> Session:
         """A training step."""
-        return self._session(StoreExchange(_ExactRows(self._reference)), [self])
+        return self._session(StoreExchange(self), [self])
 
     def sweep(self, level: frozenset[str] | None) -> Session:
         """A sweep over one level, or over the output; compares the rows it writes."""
-        rows = _ExactRows(self._reference, lambda slot, rows, exact: self._compare(slot, None, rows, exact))
-        return self._session(SweepExchange(level, rows), [])
+        self._sweeping = True
+        return self._session(SweepExchange(level, self), [])
+
+    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
+        """See :meth:`RowStore.read`."""
+        return self._reference.rows[slot][session.info.n_id[which].to(session.device)]
+
+    def write(self, session: Session, slot: str, rows: Tensor) -> None:
+        """See :meth:`RowStore.write`."""
+        if self._sweeping:
+            self._compare(slot, None, rows, self._reference.rows[slot])
 
     def _session(self, exchange: ExchangePolicy, observers: list[Observer]) -> Session:
         trial = self._trial
@@ -209,21 +206,16 @@ class Rehearsal(Observer):
 
     def check(self, name: str, module: nn.Module | None, out: Any) -> None:
         """Compare the batch's rows with the whole graph's; those of the halo may be meaningless."""
-        self._compare(name, module, out, self._reference.outputs[name])
-
-    def check_numbered(self, name: str, module: nn.Module | None, out: Any) -> None:
-        """Compare the output of a module that may run several times."""
-        self.check(_numbered(self._seen, name), module, out)
+        if self._checking:
+            name = _numbered(self._seen, name)
+            self._compare(name, module, out, self._reference.outputs[name])
 
     def _compare(self, name: str, module: nn.Module | None, out: Any, whole: Any) -> None:
-        if not self._checking:
-            return
         got_values, want_values = tensors_in(out), tensors_in(whole)
         if len(got_values) != len(want_values):
             raise DeviationError(name, module)
         for value, expected in zip(got_values, want_values, strict=True):
-            rows = (self._info.num_rows, self._info.batch_size)
-            if value.dim() == 0 or value.size(0) not in rows or expected.size(0) != NUM_NODES:
+            if not has_rows(value, self._info.num_rows, self._info.batch_size) or expected.size(0) != NUM_NODES:
                 continue
             got = value[: self._info.batch_size].double()
             want = expected[self._info.nodes.to(expected.device)].double()
@@ -245,8 +237,7 @@ class Rehearsal(Observer):
                 got=f"the error '{error}'",
                 fix="Replace it by a layer that computes each node's row from its neighbours.",
             ) from error
-        if self._checking:
-            self.check(call, layer, out)
+        self.check(call, layer, out)
         return out
 
     def edges_used(self, session: Session, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any]) -> None:
@@ -260,20 +251,6 @@ class Rehearsal(Observer):
     def _normalize(self, session: Session, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Normalize such that batches can be compared with the whole graph."""
         return session.by_own_statistics(norm, run, x) if norm.training else _row_by_row(norm, run, x)
-
-
-class _ExactRows(RowStore):
-    """The exact rows in place of histories; ``compare`` is called with a slot, written rows and exact ones."""
-
-    def __init__(self, reference: Reference, compare: Callable[[str, Tensor, Tensor], None] | None = None) -> None:
-        self._rows, self._compare = reference.rows, compare
-
-    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
-        return self._rows[slot][session.info.n_id[which].to(session.device)]
-
-    def write(self, session: Session, slot: str, rows: Tensor) -> None:
-        if self._compare is not None:
-            self._compare(slot, rows, self._rows[slot])
 
 
 class LayerError(UnsupportedModelError):
@@ -317,12 +294,10 @@ def watching(modules: Mapping[str, nn.Module], note: Callable[[str, nn.Module, A
     def hook(name: str, module: nn.Module, _: Any, out: Any) -> None:
         note(name, module, out)
 
-    handles = [module.register_forward_hook(partial(hook, name)) for name, module in modules.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(partial(hook, name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -333,11 +308,6 @@ def tolerance(dtype: torch.dtype) -> float:
 def _row_by_row(norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Normalize as in evaluation; by constants if the norm would take statistics of its input."""
     return normalize_by_constants(norm, x) if uses_own_statistics(norm) else run(x)
-
-
-def _definition_depth(layer: MessagePassing, method: str) -> int:
-    """How far up in a layer's class hierarchy a method is defined."""
-    return next(i for i, cls in enumerate(type(layer).__mro__) if method in vars(cls))
 
 
 def _numbered(seen: Counter[str], name: str) -> str:

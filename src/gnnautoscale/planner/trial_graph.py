@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale.forward import ArgumentKind, GraphMemory
+from gnnautoscale.forward import ArgumentKind, Arguments, GraphMemory, has_rows
 from gnnautoscale.graph import BatchInfo, BatchTensor, HaloLoader
 
 # A ring with chords and one self-loop. Halo nodes have neighbours beyond the halo, so their degrees in a batch are
@@ -22,13 +22,7 @@ _PARTS = (0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2)
 
 
 class TrialGraph:
-    """The trial graph, as a whole and in parts, with features and edge attributes like those of a real batch.
-
-    Args:
-        info: The real batch.
-        arguments: The arguments of the model's call with that batch.
-        device: The compute device.
-    """
+    """The trial graph, as a whole and in parts, with features and edge attributes like those of a real batch."""
 
     def __init__(self, info: BatchInfo, arguments: BoundArguments, device: torch.device) -> None:
         self.info, self.call, self.device = info, arguments, device
@@ -68,7 +62,7 @@ class TrialGraph:
         self._names[id(value)] = name
         return True
 
-    def arguments(self, batch: Data) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, batch: Data) -> Arguments:
         """The call's arguments, taken from a batch of the trial graph."""
         # A copy, because the model may write into its inputs.
         batch = batch.clone().to(str(self.device))
@@ -97,7 +91,7 @@ class TrialGraph:
 
 def kind_of(value: Tensor, num_nodes: int, num_edges: int, name: str = "") -> ArgumentKind:
     """Whether a tensor's rows belong to nodes, to edges or to neither."""
-    if value.dim() == 0 or value.size(0) not in (num_nodes, num_edges):
+    if not has_rows(value, num_nodes, num_edges):
         return "other"
     # With as many edges as nodes, only the name can tell.
     return "node" if value.size(0) == num_nodes and not (num_nodes == num_edges and "edge" in name) else "edge"

@@ -52,13 +52,9 @@ class NodeClassification(Task):
         _check_labels(data)
         fits = (data.y.dim() == 2) == self.multilabel
         found = data.y.size(1) if data.y.dim() == 2 else int(data.y.max()) + 1
-        if not fits or found > self.num_outputs or (self.multilabel and found != self.num_outputs):
-            kind = "labels" if self.multilabel else "classes"
-            raise InputError(
-                f"y must hold {self.num_outputs} {kind}, as the task says",
-                got=_form(data.y),
-                fix="Leave task out to take the one that fits the data.",
-            )
+        fits = fits and (found == self.num_outputs if self.multilabel else found <= self.num_outputs)
+        rule = f"y must hold {self.num_outputs} {'labels' if self.multilabel else 'classes'}, as the task says"
+        _need(fits, rule, data.y, "Leave task out to take the one that fits the data.")
         for name in ("train_mask", "val_mask", "test_mask"):
             mask = data.get(name)
             if mask is not None:
@@ -66,12 +62,8 @@ class NodeClassification(Task):
                 _need(form, f"{name} must be bool, [{data.num_nodes}]", mask, "Give each node one True or False.")
         for split in splits:
             mask = data.get(f"{split}_mask")
-            if mask is None or not bool(mask.any()):
-                raise InputError(
-                    f"{split}_mask must hold at least one node",
-                    got="none",
-                    fix=f"Set data.{split}_mask to a bool tensor that is True for the {split} nodes.",
-                )
+            fix = f"Set data.{split}_mask to a bool tensor that is True for the {split} nodes."
+            _need(mask is not None and bool(mask.any()), f"{split}_mask must hold at least one node", None, fix)
 
     def targets(self, batch: Data) -> tuple[Tensor | None, Tensor]:
         """Select the training nodes, with their classes as int64 or their labels as they are."""

@@ -83,12 +83,7 @@ class Task(ABC):
         return self.targets(whole)
 
     def check(self, data: Data, splits: Sequence[str]) -> None:  # noqa: B027 - a task may need nothing
-        """Refuse a graph that lacks what the task needs.
-
-        Args:
-            data: The graph.
-            splits: The splits that must not be empty.
-        """
+        """Refuse a graph that lacks what the task needs, such as targets in each of the ``splits``."""
 
     def check_dataset(self, dataset: Dataset) -> None:
         """Refuse a data set that cannot be trained on, before any work is done.
@@ -111,21 +106,11 @@ class Task(ABC):
         return {"scores": out}
 
     def skew(self, data: Data, parts: Tensor) -> float:
-        """Measure how far the targets of a part are from those of the graph, from 0 (not at all) to 1.
-
-        Args:
-            data: The training graph.
-            parts: The part of each node, ``[num_nodes]``.
-        """
+        """Measure how far the targets of ``parts``, ``[num_nodes]``, are from the graph's, from 0 (not at all) to 1."""
         return 0.0
 
     def evaluate(self, dataset: Dataset, output: Callable[[str], Tensor]) -> dict[str, float]:
-        """Score all splits.
-
-        Args:
-            dataset: The graphs to score on.
-            output: Returns the model's output for all nodes of a split's graph. It is called once per graph.
-        """
+        """Score all splits; ``output`` returns the model's output for all nodes of a split's graph, once per graph."""
         scores: dict[str, float] = {}
         for graph, splits in dataset.graphs():
             out = output(splits[0])
