@@ -306,12 +306,12 @@ def test_measuring_changes_nothing() -> None:
     loader = gas.HaloLoader(data, 5, partition="random", shuffle=True)
     for batch in loader:
         model(batch)
-    kept, state, memory = history_rows(model), loader.state_dict(), attached(model).memory.written_by
+    kept, state, memory = history_rows(model), loader.state_dict(), attached(model).memory._written_by
     random, weights = torch.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
     measure(model, loader)
     error_by_sweep(model, loader, 2)
     assert model.training
-    assert attached(model).memory.written_by == memory
+    assert attached(model).memory._written_by == memory
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.equal(loader.state_dict()["generator"], state["generator"])
     assert all(torch.equal(rows, kept[slot]) for slot, rows in history_rows(model).items())

@@ -324,7 +324,7 @@ def state_of(model: nn.Module) -> list[Any]:
     modes = [module.training for module in model.modules()]
     calls = [(name, call.draws) for name, call in attached(model).calls.items()]
     memory = attached(model).memory
-    return [rng, weights, grads, modes, calls, history_rows(model), memory.written_by]
+    return [rng, weights, grads, modes, calls, history_rows(model), memory._written_by]
 
 
 def same(a: Any, b: Any) -> bool:

@@ -501,7 +501,7 @@ def test_stale_histories_stay_stale() -> None:
     train(model, loader)
     before = history_rows(model)
     loader = gas.grow(model, loader, plus(data, 1, [(99, 100)], both=True))
-    assert attached(model).memory.written_by is None
+    assert attached(model).memory._written_by is None
     for slot, rows in history_rows(model).items():
         assert torch.equal(rows[:97], before[slot][:97])
     with pytest.warns(StaleHistoryWarning):

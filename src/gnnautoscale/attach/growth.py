@@ -298,8 +298,8 @@ def _bring_up_to_date(
         with scaler.running(SweepExchange(level)):
             for some in torch.tensor_split(nodes, math.ceil(nodes.numel() / size)) if nodes.numel() else ():
                 run_pass(partial(call, model, to_model_device(grown.batch_for(some), model)))
-    if before.written_by == checksum:
-        memory.written_by = checksum
+    if before.is_written_by(checksum):
+        memory.mark_written_by(checksum)
 
 
 def _edge_calls(model: nn.Module, level: frozenset[str] | None, batch: Data, call: CallModel) -> list[ActiveLayer]:

@@ -64,7 +64,7 @@ def infer(
             sweep(model, loader, call)
             out = collect(model, loader, call, SweepExchange(None))
         if update_histories:
-            memory.written_by = weights_checksum(model)
+            memory.mark_written_by(weights_checksum(model))
     return out
 
 
@@ -100,7 +100,7 @@ def refresh(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with
             collect(model, loader, call, StepExchange(push_all=True))
         else:
             sweep(model, loader, call)
-        memory.written_by = weights_checksum(model)
+        memory.mark_written_by(weights_checksum(model))
 
 
 @torch.no_grad()
@@ -144,7 +144,7 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
                 got="empty histories",
                 fix="Train the model, or call gas.refresh(model, loader) first.",
             )
-        if plan.live and memory.written_by != weights_checksum(model):
+        if plan.live and not memory.is_written_by(weights_checksum(model)):
             warnings.warn(
                 "Some histories were written with older weights, so these predictions are approximate. Call "
                 "gas.refresh(model, loader) for exact ones.",

@@ -52,8 +52,8 @@ class GraphMemory:
         self._overlap = overlap
         self._sets = 1
         self._prepared = False
-        #: The checksum of the weights that wrote all rows of all histories, or ``None`` if no single weights did.
-        self.written_by: list[float] | None = None
+        # The checksum of the weights that wrote all rows of all histories, or None if no single weights did.
+        self._written_by: list[float] | None = None
         self._transfer: tuple[torch.device, Transfer] | None = None
         self._order: PartOrder | None = None
 
@@ -104,7 +104,15 @@ class GraphMemory:
 
     def mark_changed(self) -> None:
         """Note that some rows change, so that no single weights wrote all of them."""
-        self.written_by = None
+        self._written_by = None
+
+    def mark_written_by(self, checksum: list[float]) -> None:
+        """Note that the weights with this checksum wrote all rows of all histories."""
+        self._written_by = checksum
+
+    def is_written_by(self, checksum: list[float]) -> bool:
+        """Whether the weights with this checksum wrote all rows of all histories."""
+        return self._written_by == checksum
 
     # Where histories live ############################################################################################
 
@@ -192,7 +200,7 @@ class GraphMemory:
         self._close_transfer()
         graph, storage = info.graph, self.medium or self.storage
         memory = GraphMemory(graph, graph.num_nodes, storage, self.dtype, self.folder, overlap=self._overlap)
-        memory.why, memory.written_by = self.why, self.written_by
+        memory.why, memory._written_by = self.why, self._written_by
         if self.histories:
             memory.reopen({slot: (kept.width, kept.dtype) for slot, kept in self.histories.items()}, device)
             row_before, row_now = self.row_order(info).row_of, memory.row_order(info).row_of[: self.num_nodes]
