@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from gnnautoscale._util import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import MODELS, model_options
-from gnnautoscale.training import OPTIONS, Option, OptionGroup, check_names, option, options_of
+from gnnautoscale.training import OPTIONS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -56,8 +57,8 @@ def _of_models() -> dict[str, Option]:
     """The options of all models together; what is not given is left to the model."""
     found = {"model": Option("model", str, "gcn", f"One of {', '.join(MODELS)}.", "Model")}
     for model in MODELS:
-        for name, (kind, text) in model_options(model).items():
-            found.setdefault(name, Option(name, kind, None, text, "Model"))
+        for name, each in model_options(model).items():
+            found.setdefault(name, replace(each, default=None, group="Model"))
     return found
 
 

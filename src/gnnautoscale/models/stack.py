@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale._util import option
 from gnnautoscale.errors import InputError
 
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -21,14 +21,9 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
-def option(default: Any, text: str) -> Any:
-    """A field of a model with a description. A subclass that only changes the default inherits the description."""
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(eq=False, repr=False)
 class PaperModel(nn.Module):
-    """A model whose options are the fields of a dataclass, each declared with :func:`option`.
+    """A model whose options are the fields of a dataclass, each declared with ``option``.
 
     A subclass adds fields or changes their defaults, creates its modules in ``_build``, and computes in ``forward``.
     """

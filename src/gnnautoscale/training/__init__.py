@@ -10,7 +10,6 @@ from gnnautoscale.training.feed import Feed, Item, Placement, plain_item
 from gnnautoscale.training.journal import describe_machine
 from gnnautoscale.training.loop import fit
 from gnnautoscale.training.optimizer import make_optimizer
-from gnnautoscale.training.option import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale.training.options import (
     OPTIONS,
     FitOptions,
@@ -31,21 +30,16 @@ __all__ = [
     "HistoryDtype",
     "Item",
     "Optimization",
-    "Option",
-    "OptionGroup",
     "Output",
     "Partitioner",
     "Placement",
     "Precision",
     "Steps",
-    "check_names",
     "describe_machine",
     "fit",
     "latest_checkpoint",
     "make_optimizer",
     "open_checkpoint",
-    "option",
-    "options_of",
     "pick_device",
     "plain_item",
 ]

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 
+from gnnautoscale._util import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale.analysis import Diagnostic
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import check_fan_out
 from gnnautoscale.history import Storage, check_storage
 from gnnautoscale.training.feed import Placement
-from gnnautoscale.training.option import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale.training.steps import Precision
 
 Mode = Literal["gas", "full", "history", "cluster", "sage"]

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import undisturbed
+from gnnautoscale._util import options_of, undisturbed
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.history import Medium
 from gnnautoscale.models import build_model
 from gnnautoscale.tasks import Task, task_for
-from gnnautoscale.training import OPTIONS, FitOptions, HistoryDtype, Output, options_of
+from gnnautoscale.training import OPTIONS, FitOptions, HistoryDtype, Output
 from gnnautoscale.tuning.trials import Place, Trials, with_margin
 
 # Fewer parts have smaller halos, so more parts must be faster by more than this.
