@@ -11,7 +11,7 @@ import torch
 
 from gnnautoscale._util import available_memory
 from gnnautoscale.training.options import FitOptions
-from gnnautoscale.training.strategies import HistoryStrategy, SubgraphStrategy
+from gnnautoscale.training.strategies import Strategy
 
 # Messages of plain RuntimeErrors that mean a lack of memory.
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "CUDA error: out of memory")
@@ -20,7 +20,7 @@ _LEAST_SHARE = 0.1
 
 
 @contextmanager
-def explained(strategy: HistoryStrategy | SubgraphStrategy, epoch: int, options: FitOptions) -> Iterator[None]:
+def explained(strategy: Strategy, epoch: int, options: FitOptions) -> Iterator[None]:
     """Add place and remedy to the known failures of an epoch.
 
     Args:
@@ -46,13 +46,13 @@ def explained(strategy: HistoryStrategy | SubgraphStrategy, epoch: int, options:
         raise
 
 
-def _place(strategy: HistoryStrategy | SubgraphStrategy, epoch: int) -> str:
+def _place(strategy: Strategy, epoch: int) -> str:
     if not strategy.between:
         return f"in batch {strategy.done + 1} of epoch {epoch}"
     return f"after batch {strategy.done} of epoch {epoch}" if strategy.done else f"after epoch {epoch}"
 
 
-def _remedy(error: BaseException, strategy: HistoryStrategy | SubgraphStrategy, options: FitOptions) -> str:
+def _remedy(error: BaseException, strategy: Strategy, options: FitOptions) -> str:
     """What to change, and by how much, after an allocation failed."""
     reason = (str(error) or type(error).__name__).splitlines()[0]
     problem, share = f"There is not enough memory ({reason})", _share(error)

@@ -21,7 +21,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import Epoch, FitResult, RunFolder
 from gnnautoscale.tasks import Task
-from gnnautoscale.training.strategies import HistoryStrategy, SubgraphStrategy
+from gnnautoscale.training.strategies import Strategy
 
 # The share of the training time that measuring errors may take if nobody says how often to.
 _SHARE = 0.02
@@ -48,7 +48,7 @@ class Journal:
     def __init__(
         self,
         folder: RunFolder | None,
-        strategy: HistoryStrategy | SubgraphStrategy,
+        strategy: Strategy,
         model: nn.Module,
         loader: HaloLoader | None,
         task: Task,

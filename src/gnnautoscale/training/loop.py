@@ -41,6 +41,7 @@ from gnnautoscale.training.resume import (
 )
 from gnnautoscale.training.strategies import (
     HistoryStrategy,
+    Strategy,
     SubgraphStrategy,
     data_key,
     halo_loaders,
@@ -126,7 +127,7 @@ def _train(
     clock = Clock(result.seconds, device)
     optimizer = make_optimizer(model.to(device), options)
     rate = LearningRate(optimizer, options.schedule, options.epochs)
-    strategy: HistoryStrategy | SubgraphStrategy
+    strategy: Strategy
     loader: HaloLoader | None = None
     if options.has_histories:
         labels = None if checkpoint is None else labels_of(checkpoint, dataset.train.num_nodes)
@@ -230,11 +231,10 @@ def _train(
             with explained(strategy, len(result.epochs), options):
                 result.epochs[-1] = replace(result.epochs[-1], scores=scores_now())
             keep_if_best(result.epochs[-1])
-        result.how, result.storage = strategy.how, strategy.storage
+        strategy.describe(result)
         on_failure.pop_all()
     model.load_state_dict(run.best_weights)
     result.peak_memory = peak.num_bytes
-    result.history_bytes = strategy.history_bytes
     journal.finish(result)
     return result
 

@@ -30,7 +30,7 @@ from gnnautoscale.training.checkpoint import (
 from gnnautoscale.training.journal import epoch_record
 from gnnautoscale.training.optimizer import LearningRate
 from gnnautoscale.training.options import FitOptions
-from gnnautoscale.training.strategies import HistoryStrategy, SubgraphStrategy
+from gnnautoscale.training.strategies import Strategy
 
 _SAME_DATA = "Use the data of the first run."
 
@@ -53,7 +53,7 @@ class RunState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     rate: LearningRate
-    strategy: HistoryStrategy | SubgraphStrategy
+    strategy: Strategy
     result: FitResult
     device: torch.device
     best_weights: dict[str, Tensor] = field(default_factory=dict)
