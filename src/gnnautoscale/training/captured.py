@@ -32,18 +32,9 @@ _WARM_UP = 2
 class Engine(Steps):
     """Trains an autoscaled model on the batches of a feed.
 
-    On a GPU each batch's step is captured as a CUDA graph if batches come back unchanged and the model does the same
-    in every step; :attr:`how` says so, or why not.
-
-    Args:
-        model: The autoscaled model.
-        optimizer: Updates its weights; with ``capturable=True`` on a GPU.
-        feed: Gives the batches and their targets.
-        grad_norm: Norm that gradients are clipped to.
-        penalty: Local Lipschitz penalty.
-        penalty_weight: Its weight in the loss.
-        precision: Of matrix products: full, TF32 inside products, or bfloat16 by autocast.
-        capture: Whether steps may be captured.
+    On a GPU each batch's step is captured as a CUDA graph if ``capture`` allows it, batches come back unchanged and the
+    model does the same in every step; :attr:`how` says so, or why not. The optimizer needs ``capturable=True`` there.
+    The other arguments are those of :class:`Steps`.
     """
 
     def __init__(
@@ -135,15 +126,9 @@ class Engine(Steps):
         after_step: Callable[[Item], None] | None = None,
         then: Callable[[], ReadyBatch | None] | None = None,
     ) -> float:
-        """Train on some batches.
+        """Train on batches of the training graph; returns the mean loss over all targets, without the penalty.
 
-        Args:
-            batches: Batches of the training graph, in order.
-            after_step: Called with each of them after its step.
-            then: Gives the first batch of the next epoch, if it is known at the end of this one.
-
-        Returns:
-            The mean loss over all training rows, without the penalty.
+        ``then`` gives the first batch of the next epoch, if it is known at the end of this one.
         """
         return self.train(self._feed.items(batches, then), after_step)
 
@@ -237,11 +222,8 @@ class Engine(Steps):
         """The model's output for the whole training graph as one batch, in evaluation mode.
 
         On a GPU a batch that comes back stays there, and from the third pass on a captured one is replayed if nothing
-        stands in the way. Another batch takes its place.
-
-        Args:
-            batch: All nodes of the training graph.
-            refresh: Whether to write all histories on the way, which must be in device memory then.
+        stands in the way. Another batch takes its place. A refresh also writes all histories, which must be in device
+        memory then.
 
         Returns:
             The output on the model's device, ``[num_nodes, num_outputs]``; the next call overwrites it.

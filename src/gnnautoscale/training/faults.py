@@ -21,13 +21,7 @@ _LEAST_SHARE = 0.1
 
 @contextmanager
 def explained(strategy: Strategy, epoch: int, options: FitOptions) -> Iterator[None]:
-    """Add place and remedy to the known failures of an epoch.
-
-    Args:
-        strategy: Trains.
-        epoch: Number of the epoch.
-        options: Its options, with the effects of the mode.
-    """
+    """Add place and remedy to the known failures of an epoch; the options have the effects of the mode."""
     try:
         yield
     except FloatingPointError as error:
@@ -56,18 +50,18 @@ def _remedy(error: BaseException, strategy: Strategy, options: FitOptions) -> st
     """What to change, and by how much, after an allocation failed."""
     reason = (str(error) or type(error).__name__).splitlines()[0]
     problem, share = f"There is not enough memory ({reason})", _share(error)
+
+    def larger(count: int) -> str:
+        return f"{count} to {math.ceil(count / share)}"
+
     if strategy.between and strategy.evaluates_at_once:
         return f"{problem} to evaluate on the whole graph at once."
     if strategy.between and options.evaluate_parts is not None:
-        return f"{problem}. Raise evaluate_parts from {_larger(options.evaluate_parts, share)}."
+        return f"{problem}. Raise evaluate_parts from {larger(options.evaluate_parts)}."
     if options.batch_size == 1:
-        return f"{problem}. Raise num_parts from {_larger(options.num_parts, share)}."
+        return f"{problem}. Raise num_parts from {larger(options.num_parts)}."
     smaller = max(1, int(options.batch_size * share))
     return f"{problem}. Lower batch_size from {options.batch_size} to {smaller}, or raise num_parts."
-
-
-def _larger(count: int, share: float) -> str:
-    return f"{count} to {math.ceil(count / share)}"
 
 
 def _share(error: BaseException) -> float:

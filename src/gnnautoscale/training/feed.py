@@ -57,26 +57,18 @@ class Item:
 
 
 def plain_item(batch: Data, task: Task, device: torch.device) -> Item:
-    """Move a batch without packing it.
-
-    Args:
-        batch: A batch of a training graph.
-        task: Selects what to train on.
-        device: The compute device.
-    """
+    """Move a batch without packing it; the task selects what to train on."""
     rows, targets = task.targets(batch)
     return Item(batch.to(str(device)), None if rows is None else rows.to(device), targets.to(device))
 
 
 @dataclass(eq=False)
 class _Package:
-    """A batch in one buffer.
+    """A batch in one buffer, on the GPU or in pinned host memory.
 
     Attributes:
-        info: Where the batch lies in its graph.
         places: Where its rows lie in histories.
         layout: The type, shape and first byte of each tensor.
-        buffer: The bytes, on the GPU or in pinned host memory.
         item: The batch with its tensors in the buffer itself; ``None`` if they are copied for each step.
     """
 
@@ -119,7 +111,7 @@ class Feed:
         task: Selects what to train on.
         placement: Where packed batches live: ``"device"``, ``"host"``, or ``"auto"`` for the device if they fit.
         fixed: Whether the same batches come back every epoch.
-        num_batches: Number of batches of an epoch.
+        num_batches: Their number in an epoch.
     """
 
     def __init__(
@@ -145,9 +137,7 @@ class Feed:
     ) -> Iterator[Item]:
         """The batches of an epoch on the compute device; each is valid until the next is asked for.
 
-        Args:
-            batches: The batches, in order.
-            then: Gives the first batch of the next epoch, if it is known at the end of this one.
+        ``then`` gives the first batch of the next epoch, if it is known at the end of this one.
         """
         batches = iter(batches)
         # On a GPU the first is not packed: what the model does with edges is known only once it has run.

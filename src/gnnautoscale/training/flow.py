@@ -20,13 +20,8 @@ _MOST_WAITING = 256
 class Flow:
     """Follows which rows of histories steps pull and push, part by part.
 
-    A batch consists of parts, so all rows of a part are written at the same time.
-
-    Args:
-        labels: The part of each node, ``[num_nodes]``.
-
-    Attributes:
-        steps: Number of steps so far.
+    A batch consists of parts, so all rows of a part are written at the same time. ``labels`` holds the part of each
+    node, ``[num_nodes]``, and ``steps`` counts steps.
 
     Example:
         A graph of two parts, 0 and 1 | 2; each is the other's halo.
@@ -44,21 +39,15 @@ class Flow:
 
     def __init__(self, labels: Tensor) -> None:
         self._labels = labels
-        self._num_parts = int(labels.max()) + 1
         self.steps = 0
         # The step after which each part's rows were written last; -1 for never.
-        self._written = np.full(self._num_parts, -1)
+        self._written = np.full(int(labels.max()) + 1, -1)
         self._sums: dict[str, int] = {}
         # Steps that are not counted yet; counting many of them at a time is much faster.
         self._waiting: list[tuple[_Parts, bool]] = []
 
     def step(self, info: BatchInfo, *, skips_shared: bool = False) -> None:
-        """Count a step that is done.
-
-        Args:
-            info: Its batch.
-            skips_shared: Whether it found the rows that the step before wrote without a pull.
-        """
+        """Count a step that is done; ``skips_shared`` if it found rows of the step before it without a pull."""
         self.steps += 1
         self._waiting.append((self._parts(info), skips_shared))
         if len(self._waiting) >= _MOST_WAITING:
@@ -101,8 +90,7 @@ class Flow:
     def taken(self, row_bytes: int) -> dict[str, Any]:
         """What steps moved since the last call; empty if they pulled nothing.
 
-        Args:
-            row_bytes: Bytes of a node's rows in all histories together.
+        ``row_bytes`` is the size of a node's rows in all histories together.
         """
         self._count()
         sums, self._sums = self._sums, {}
@@ -130,15 +118,12 @@ class Flow:
         self._written[:] = state["written"].numpy()
 
     def _parts(self, info: BatchInfo) -> _Parts:
-        return info.derive(self, lambda: self._count_parts(info))
+        def count() -> _Parts:
+            rows = torch.bincount(self._labels[info.halo])
+            own, halo = (counts.nonzero().squeeze(1) for counts in (torch.bincount(self._labels[info.nodes]), rows))
+            return _Parts(own.numpy(), halo.numpy(), rows[halo].numpy(), info.batch_size, info.num_halo)
 
-    def _count_parts(self, info: BatchInfo) -> _Parts:
-        own, halo = (
-            torch.bincount(self._labels[nodes], minlength=self._num_parts) for nodes in (info.nodes, info.halo)
-        )
-        parts = halo.nonzero().squeeze(1)
-        own = own.nonzero().squeeze(1)
-        return _Parts(own.numpy(), parts.numpy(), halo[parts].numpy(), info.batch_size, info.num_halo)
+        return info.derive(self, count)
 
 
 class _Parts(NamedTuple):

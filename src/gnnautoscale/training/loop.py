@@ -247,7 +247,7 @@ def _with_histories(
     task: Task,
     options: FitOptions,
 ) -> HistoryStrategy:
-    """Attach histories to the model and train it with them."""
+    """Attach histories to the model; returns what trains it with them."""
     name, loader = options.history_dtype, loaders["train"]
     autoscale(
         model,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.training.options import Optimization, Schedule
@@ -13,10 +14,6 @@ from gnnautoscale.training.options import Optimization, Schedule
 
 def make_optimizer(model: nn.Module, options: Optimization) -> torch.optim.Optimizer:
     """Adam with the two weight-decay groups of the paper's experiments; its steps on a GPU can be captured.
-
-    Args:
-        model: The model, on its device.
-        options: Learning rate and weight decay.
 
     Example:
         >>> from gnnautoscale.models import APPNP
@@ -42,22 +39,14 @@ def make_optimizer(model: nn.Module, options: Optimization) -> torch.optim.Optim
 
 
 class LearningRate:
-    """Updates the learning rate after each epoch.
-
-    Args:
-        optimizer: Holds the rates.
-        schedule: See :func:`gnnautoscale.fit`.
-        epochs: Number of epochs.
-    """
+    """Updates the learning rate after each epoch, see the option ``schedule``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, epochs: int) -> None:
         self._plateau = self._cosine = None
         if schedule == "plateau":
-            self._plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                optimizer, mode="max", factor=0.5, patience=9, threshold=0.0
-            )
+            self._plateau = lr_scheduler.ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=9, threshold=0.0)
         elif schedule == "cosine":
-            self._cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
+            self._cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
 
     def step(self, val_score: float | None) -> None:
         """Update the rate, with the validation score if the epoch was evaluated."""

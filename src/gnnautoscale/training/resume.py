@@ -37,18 +37,7 @@ _SAME_DATA = "Use the data of the first run."
 
 @dataclass
 class RunState:
-    """Everything that changes during a training run.
-
-    Attributes:
-        model: The model.
-        optimizer: Updates its weights.
-        rate: Updates the learning rate.
-        strategy: Trains.
-        result: The results so far.
-        device: Where the model is.
-        best_weights: The weights of the best epoch so far.
-        batches: Number of batches so far.
-    """
+    """Everything that changes during a training run; ``batches`` counts those of all epochs."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -100,11 +89,7 @@ class RunState:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint.
-
-    Args:
-        path: Its file, or a folder, for the newest one in it.
-    """
+    """Read a checkpoint from its file, or the newest one in a folder."""
     found = load_latest(path) if path.is_dir() else load_checkpoint(path)
     if found is None:
         raise InputError("resume needs a checkpoint", got=f"{path}, which has none", fix="Start without resume.")
@@ -142,14 +127,7 @@ def labels_of(checkpoint: Checkpoint, num_nodes: int) -> Tensor:
 
 
 def check_same_run(checkpoint: Checkpoint, options: FitOptions, key: str, model: nn.Module) -> None:
-    """Refuse a checkpoint of another run: other options, another graph, or another model.
-
-    Args:
-        checkpoint: The checkpoint.
-        options: The options of training.
-        key: Fingerprint of the data to train on.
-        model: The model to train.
-    """
+    """Refuse a checkpoint of another run: other options, another graph (its ``key`` differs), or another model."""
     state = join_tensors(checkpoint.state, checkpoint.tensors)
     if state["strategy"]["graph"] != key:
         raise _other_run(checkpoint, "graph: its edges, features, labels or masks differ", _SAME_DATA)
@@ -170,14 +148,7 @@ def check_same_run(checkpoint: Checkpoint, options: FitOptions, key: str, model:
 def open_run_folder(
     options: FitOptions, about: Mapping[str, Any], checkpoint: Checkpoint | None, result: FitResult
 ) -> RunFolder:
-    """The folder for the measurements of a run: a new one, or that of the resumed run.
-
-    Args:
-        options: Name the folder.
-        about: What the run is.
-        checkpoint: The checkpoint that the run resumes from.
-        result: The results until then.
-    """
+    """The folder for the measurements of a run: a new one, or that of the run that a checkpoint resumes."""
     path = Path(str(options.run_dir))
     if checkpoint is not None and (path / RUN).exists():
         return RunFolder.reopen(path, about, epoch=len(result.epochs), free=options.may_change())
@@ -197,11 +168,9 @@ def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.
 
 @contextmanager
 def stop_requests(enabled: bool) -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets, so that a run can end cleanly; a second Ctrl-C ends it at once.
+    """An event that Ctrl-C sets if enabled, so that a run can end cleanly; a second Ctrl-C ends it at once.
 
-    Args:
-        enabled: Whether to catch Ctrl-C. Outside of the main thread, and in a process that ignores Ctrl-C, such as one
-            in the background of a script, nothing changes.
+    Outside the main thread, and in a process that ignores Ctrl-C (one in the background of a script), nothing changes.
     """
     wanted = threading.Event()
     before = signal.getsignal(signal.SIGINT)

@@ -31,7 +31,7 @@ from gnnautoscale.transfer import times_for
 
 
 class Strategy:
-    """How a mode trains and evaluates; this base keeps count of steps, and knows no histories.
+    """How a mode trains and evaluates. This base keeps count of batches, and has no histories.
 
     Attributes:
         done: Number of batches done in this epoch.
@@ -104,11 +104,11 @@ class Strategy:
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint, even within an epoch: histories, parts, order and loss."""
-        raise InputError("checkpoints belong to modes with histories", got="another mode", fix="Train without them.")
+        raise NotImplementedError  # the options refuse checkpoints in modes without histories
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Restore the state of a checkpoint; the loader must have the same parts."""
-        self.state_dict()
+        raise NotImplementedError
 
 
 class HistoryStrategy(Strategy):
@@ -216,14 +216,14 @@ class HistoryStrategy(Strategy):
 
     def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
         """See :meth:`Strategy.output`."""
+        loader = self._exact_loaders[split]
         out: Tensor
         if evaluation == "histories":
             out = infer_from_histories(self._model, self._loaders[split])
-            return out
-        loader = self._exact_loaders[split]
-        if self.at_once and loader.data is self._loader.data:
-            return self._engine.output(next(loader.ready_batches())).cpu()
-        out = infer(self._model, loader, update_histories=False)
+        elif self.at_once and loader.data is self._loader.data:
+            out = self._engine.output(next(loader.ready_batches())).cpu()
+        else:
+            out = infer(self._model, loader, update_histories=False)
         return out
 
     def give_up(self) -> None:
@@ -234,15 +234,8 @@ class HistoryStrategy(Strategy):
 class SubgraphStrategy(Strategy):
     """Trains a plain model on plain subgraphs: Cluster-GCN and neighbour sampling.
 
-    Batches without training nodes are skipped. Evaluation runs the model on a whole graph at once.
-
-    Args:
-        model: The model, on the compute device.
-        loader: Yields the subgraphs of an epoch in host memory, each with its own nodes first.
-        dataset: The graphs to evaluate on.
-        optimizer: Updates the weights.
-        task: What to learn.
-        options: Device, clipping and precision.
+    The loader yields the subgraphs of an epoch in host memory, each with its own nodes first. Batches without training
+    nodes are skipped. Evaluation runs the model on a whole graph at once.
     """
 
     evaluates_at_once = True
@@ -314,18 +307,14 @@ def data_key(loader: HaloLoader, task: Task) -> str:
 def halo_loaders(dataset: Dataset, options: FitOptions, labels: Tensor | None = None) -> dict[str, HaloLoader]:
     """One loader for each split; splits of the same graph share it.
 
-    Args:
-        dataset: The graphs.
-        options: How to cut them into batches.
-        labels: The part of each node of the training graph, ``[num_nodes]``, if it is already cut.
+    ``labels`` holds the part of each node of the training graph, ``[num_nodes]``, if it is already cut.
     """
-    common: dict[str, Any] = {
-        name: getattr(options, name) for name in ("partition", "seed", "num_workers", "cache_dir")
-    } | {"keep": options.keep_batches}
+    names = ("partition", "seed", "num_workers", "cache_dir")
+    common: dict[str, Any] = {"keep": options.keep_batches, **{name: getattr(options, name) for name in names}}
     train = {**common, "batch_size": options.batch_size, "shuffle": True, "drawings": options.drawings}
     if labels is not None:
         train["partition"] = labels
-    made = {id(dataset.train): HaloLoader(dataset.train, None if labels is not None else options.num_parts, **train)}
+    made = {id(dataset.train): HaloLoader(dataset.train, options.num_parts if labels is None else None, **train)}
     graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
     for graph in graphs.values():
         if id(graph) not in made:
@@ -336,10 +325,7 @@ def halo_loaders(dataset: Dataset, options: FitOptions, labels: Tensor | None = 
 
 
 def subgraph_loader(graph: Data, task: Task, options: FitOptions) -> ClusterLoader | SampleLoader:
-    """A loader of joined parts, or with a fan-out of sampled neighbourhoods of the training nodes.
-
-    Both have the same number of batches in an epoch.
-    """
+    """A loader of joined parts, or with a fan-out of as many sampled neighbourhoods of the training nodes."""
     common: dict[str, Any] = {"seed": options.seed, "num_workers": options.num_workers}
     if options.fan_out is None:
         common |= {"partition": options.partition, "cache_dir": options.cache_dir}

@@ -36,11 +36,7 @@ _LENGTH = ("evaluate_every", "patience", "schedule")
 class Place:
     """A place for histories and batches.
 
-    Attributes:
-        storage: Where histories live.
-        history_dtype: Their type.
-        why: Why they live there.
-        keep: Whether recurring batches are kept in the memory that is counted.
+    ``keep`` tells whether recurring batches are kept in the memory that is counted, ``why`` why histories live there.
     """
 
     storage: Medium
@@ -90,13 +86,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Trial:
-    """What training takes.
-
-    Attributes:
-        memory: Bytes at the peak, as ``FitResult.peak_memory`` counts them.
-        step_seconds: Seconds of a training step.
-        other_seconds: Seconds of evaluation and refresh in an epoch.
-    """
+    """What training takes: bytes at the peak, and seconds of a step, and of evaluation and refresh in an epoch."""
 
     memory: int
     step_seconds: float
@@ -106,13 +96,8 @@ class Trial:
 class Trials:
     """Cuts a graph, trains on it for a few steps where that is safe, and estimates the rest.
 
-    Args:
-        build: Builds the model.
-        dataset: The graph to train on.
-        task: What to learn.
-        counts: Numbers of parts, ascending.
-        memory: Bytes to train in; ``None`` for all that is free.
-        options: Options of ``fit`` that the user chose.
+    ``counts`` are numbers of parts, ascending; ``memory`` is the number of bytes to train in, ``None`` for all that are
+    free; ``options`` are those that the user chose.
     """
 
     def __init__(
@@ -249,14 +234,7 @@ class Trials:
         return True
 
     def run(self, parts: int, place: Place, *, batch_size: int = 1, **changed: Any) -> Trial:
-        """Train for a few epochs.
-
-        Args:
-            parts: Number of parts; 1 is full batch.
-            place: Where histories live.
-            batch_size: Number of parts in a batch.
-            changed: Further options of ``fit``.
-        """
+        """Train for a few epochs, with changed options of ``fit``; one part is full batch."""
         batches = self._batches(-(-parts // batch_size))
         options = self._options.to_dict() | {name: OPTIONS[name].default for name in _LENGTH}
         options |= {"mode": "full" if parts == 1 else "gas", "num_parts": parts, "batch_size": batch_size}
@@ -316,10 +294,7 @@ def with_margin(memory: int) -> int:
 def interpolate(points: dict[float, float], place: float, *, least_slope: float = 0.0) -> float:
     """The value at a place on straight lines through known points, extended beyond them.
 
-    Args:
-        points: Values by place, at least one. A single one is taken to grow in proportion.
-        place: The place.
-        least_slope: The least slope beyond the points.
+    A single point is taken to grow in proportion. Beyond the points there is a least slope.
 
     Example:
         >>> interpolate({1.0: 10.0, 3.0: 14.0}, 2.0), interpolate({1.0: 10.0, 3.0: 14.0}, 5.0)
