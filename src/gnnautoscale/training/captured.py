@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnnautoscale.attach import LocalLipschitz, attached
+from gnnautoscale.attach import attached
 from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, ReadyBatch
 from gnnautoscale.training.feed import Feed, Item, plain_item
-from gnnautoscale.training.steps import Precision, Steps
+from gnnautoscale.training.steps import Steps
 from gnnautoscale.transfer import Transfer
 
 # Every CUDA graph takes some of the GPU's memory, however small its batch; further batches run uncaptured.
@@ -34,7 +34,7 @@ class Engine(Steps):
 
     On a GPU each batch's step is captured as a CUDA graph if ``capture`` allows it, batches come back unchanged and the
     model does the same in every step; :attr:`how` says so, or why not. The optimizer needs ``capturable=True`` there.
-    The other arguments are those of :class:`Steps`.
+    Further arguments are those of :class:`Steps`.
     """
 
     def __init__(
@@ -43,22 +43,10 @@ class Engine(Steps):
         optimizer: torch.optim.Optimizer,
         feed: Feed,
         *,
-        grad_norm: float | None = None,
-        penalty: LocalLipschitz | None = None,
-        penalty_weight: float = 0.0,
-        precision: Precision = "float32",
         capture: bool = True,
+        **how: Any,
     ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            feed.task,
-            feed.device,
-            grad_norm=grad_norm,
-            penalty=penalty,
-            penalty_weight=penalty_weight,
-            precision=precision,
-        )
+        super().__init__(model, optimizer, feed.task, feed.device, **how)
         self._feed = feed
         self._scaler = attached(model)
         self._warm_up = _WARM_UP
@@ -92,7 +80,7 @@ class Engine(Steps):
     def _obstacle(self, capture: bool) -> str | None:
         if not capture:
             return "this was asked for"
-        if self.device.type != "cuda":
+        if not self.on_gpu:
             return "there is no GPU"
         if not self._feed.fixed:
             return "parts are drawn into new batches every epoch (use one part per batch, no shuffling, or drawings)"
@@ -103,7 +91,7 @@ class Engine(Steps):
     @contextmanager
     def running(self) -> Iterator[None]:
         """The context of everything that touches the model while it trains; on a GPU it has a stream of its own."""
-        if self.device.type != "cuda":
+        if not self.on_gpu:
             yield
             return
         main, stream = torch.cuda.current_stream(self.device), _training_stream(self.device)

@@ -97,17 +97,14 @@ def fit(  # noqa: D417 - the options are filled in below
     return _train(model, dataset, task, given, callback)
 
 
-def _signature() -> inspect.Signature:
-    """The arguments of ``fit`` with one keyword for each option."""
-    *own, task, callback, _ = inspect.signature(fit).parameters.values()
-    options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
-        for name, option in OPTIONS.items()
-    ]
-    return inspect.Signature([*own, task, *options, callback], return_annotation=FitResult)
-
-
-fit.__signature__ = _signature()  # type: ignore[attr-defined]
+*_own, _callback, _ = inspect.signature(fit).parameters.values()
+_options = (
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
+    for name, option in OPTIONS.items()
+)
+fit.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [*_own, *_options, _callback], return_annotation=FitResult
+)
 describe_arguments(fit, {name: option.help for name, option in OPTIONS.items()})
 
 

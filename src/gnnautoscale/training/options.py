@@ -7,7 +7,7 @@ all follow from these dataclasses.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -224,22 +224,18 @@ class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output
             raise InputError(
                 f"batch_size must be at most num_parts, {self.num_parts}", got=str(self.batch_size), fix="Lower it."
             )
-        if not self.has_histories:
-            self._refuse_options_of_histories()
-        if self.mode == "sage":
-            check_fan_out(self.fan_out)
-        elif self.fan_out is not None:
-            raise InputError("fan_out belongs to mode 'sage'", got=f"it with mode {self.mode!r}", fix="Leave it out.")
-        object.__setattr__(self, "device", pick_device(self.device))
-
-    def _refuse_options_of_histories(self) -> None:
         for name, each in OPTIONS.items():
-            if each.needs_histories and getattr(self, name) != each.default:
+            if each.needs_histories and not self.has_histories and getattr(self, name) != each.default:
                 raise InputError(
                     f"{name} must be {each.default!r} with mode {self.mode!r}, which has no histories",
                     got=repr(getattr(self, name)),
                     fix="Leave it out, or choose another mode.",
                 )
+        if self.mode == "sage":
+            check_fan_out(self.fan_out)
+        elif self.fan_out is not None:
+            raise InputError("fan_out belongs to mode 'sage'", got=f"it with mode {self.mode!r}", fix="Leave it out.")
+        object.__setattr__(self, "device", pick_device(self.device))
 
     @property
     def has_histories(self) -> bool:
@@ -261,8 +257,8 @@ class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output
 
     def to_dict(self) -> dict[str, Any]:
         """All options as plain values, for JSON."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in OPTIONS}
+        values = {name: getattr(self, name) for name in OPTIONS}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def default_device() -> str:

@@ -233,11 +233,11 @@ class Trials:
             self._failed.add(parts)
         return True
 
-    def run(self, parts: int, place: Place, *, batch_size: int = 1, **changed: Any) -> Trial:
+    def run(self, parts: int, place: Place, **changed: Any) -> Trial:
         """Train for a few epochs, with changed options of ``fit``; one part is full batch."""
-        batches = self._batches(-(-parts // batch_size))
+        batches = self._batches(parts)
         options = self._options.to_dict() | {name: OPTIONS[name].default for name in _LENGTH}
-        options |= {"mode": "full" if parts == 1 else "gas", "num_parts": parts, "batch_size": batch_size}
+        options |= {"mode": "full" if parts == 1 else "gas", "num_parts": parts}
         options |= {"storage": place.storage, "history_dtype": place.history_dtype, **self.batch_options(place)}
         options |= {"epochs": EPOCHS, "steps_per_epoch": batches, **changed}
         model = self._model()
