@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gnnautoscale.cli.display import errors, megabytes, percent, print_json, print_table
+from gnnautoscale.cli.display import Json, megabytes, percent, print_json, print_table, say
 from gnnautoscale.errors import InputError
 
 _BATCHES = 10
@@ -19,7 +19,7 @@ _MODES = {"gas": "GAS", "full": "full batch", "history": "naive history"}
 def demo(
     graphs: Annotated[int, typer.Option(help="Number of training graphs of CLUSTER.")] = 80,
     epochs: Annotated[int, typer.Option(help="Number of epochs with histories.")] = 25,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
     """Train a 4-layer GIN on CLUSTER with GAS, in full batch and with naive histories, and compare them."""
     if graphs < 1 or epochs < 1:
@@ -43,7 +43,7 @@ def demo(
             for mode, result in results.items()
         ],
     )
-    errors.print("more about these runs: gas report runs -o report.html", soft_wrap=True)
+    say("more about these runs: gas report runs -o report.html")
 
 
 def _train(mode: str, graphs: int, epochs: int, *, quiet: bool) -> dict[str, Any]:

@@ -7,8 +7,9 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -16,6 +17,13 @@ from rich.table import Table
 from gnnautoscale.runs import Epoch, jsonable
 
 errors = Console(stderr=True)
+#: The flag ``--json``.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def say(line: str, **style: Any) -> None:
+    """Print a line for the user on the error stream."""
+    errors.print(line, soft_wrap=True, markup=False, highlight=False, **style)
 
 
 def print_json(value: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gnnautoscale.cli.display import print_json, print_table
+from gnnautoscale.cli.display import Json, print_json, print_table
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import expressiveness as experiment
 
@@ -19,7 +19,7 @@ def expressiveness(
     partition: Annotated[str, typer.Option(help="How to partition graphs: metis or random.")] = "metis",
     rescale: Annotated[bool, typer.Option(help="Let the baselines' remaining edges stand for those they drop.")] = True,
     lr: Annotated[float, typer.Option(help="Learning rate of 'GAS in training'.")] = 1e-3,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
     """Show which nodes GAS and the baselines can tell apart, beside the Weisfeiler-Lehman test."""
     if draws < 1:

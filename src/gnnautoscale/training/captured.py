@@ -38,15 +38,9 @@ class Engine(Steps):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        feed: Feed,
-        *,
-        capture: bool = True,
-        **how: Any,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, *, capture: bool = True, **further: Any
     ) -> None:
-        super().__init__(model, optimizer, feed.task, feed.device, **how)
+        super().__init__(model, optimizer, feed.task, feed.device, **further)
         self._feed = feed
         self._scaler = attached(model)
         self._warm_up = _WARM_UP

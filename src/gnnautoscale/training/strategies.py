@@ -253,8 +253,9 @@ class SubgraphStrategy(Strategy):
         self._loader, self._device = loader, torch.device(options.device)
         self._graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
         self._signature = inspect.signature(model.forward)
-        how: dict[str, Any] = {"grad_norm": options.grad_norm, "precision": options.precision}
-        super().__init__(model, Steps(model, optimizer, task, self._device, call=self._call, **how))
+        clip, precision = options.grad_norm, options.precision
+        steps = Steps(model, optimizer, task, self._device, call=self._call, grad_norm=clip, precision=precision)
+        super().__init__(model, steps)
 
     def describe(self, result: FitResult) -> None:
         """See :meth:`Strategy.describe`."""
