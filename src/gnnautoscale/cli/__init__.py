@@ -250,8 +250,8 @@ def _show_results(title: str, results: list[FitResult]) -> None:
 def _show_facts(title: str, facts: dict[str, Any], json: bool) -> None:
     if json:
         print_json(facts)
-        return
-    print_table(title, ["", "value"], [[name, _text(value)] for name, value in facts.items()])
+    else:
+        print_table(title, ["", "value"], [[name, _text(value)] for name, value in facts.items()])
 
 
 def _text(value: bool | float) -> str:

@@ -51,25 +51,11 @@ def _train(mode: str, graphs: int, epochs: int, *, quiet: bool) -> dict[str, Any
     batch_size = max(1, graphs // _BATCHES)
     if mode == "full":  # one step per epoch
         epochs *= -(-graphs // batch_size)
-    flags = {
-        "data": "cluster",
-        "graphs": graphs,
-        "model": "gin",
-        "layers": 4,
-        "hidden": 32,
-        "mode": mode,
-        "num-parts": graphs,
-        "batch-size": batch_size,
-        "epochs": epochs,
-        "evaluate-every": max(1, epochs // 5),
-        "evaluate-parts": 1,
-        "lr": 0.005,
-        "schedule": "cosine",
-    }
-    command = [sys.executable, "-m", "gnnautoscale.cli", "train", "--json", *(f"--{k}={v}" for k, v in flags.items())]
-    command.append("--no-track-running-stats")  # as in the paper
-    if quiet:
-        command.append("--quiet")
+    flags = f"--data=cluster --graphs={graphs} --num-parts={graphs} --batch-size={batch_size} --mode={mode}"
+    flags += " --model=gin --layers=4 --hidden=32 --no-track-running-stats"  # as in the paper
+    flags += f" --epochs={epochs} --lr=0.005 --schedule=cosine --evaluate-every={max(1, epochs // 5)}"
+    flags += " --evaluate-parts=1 --json" + " --quiet" * quiet
+    command = [sys.executable, "-m", "gnnautoscale.cli", "train", *flags.split()]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout  # noqa: S603
     result: dict[str, Any] = json_format.loads(output)["runs"][0]
     return result

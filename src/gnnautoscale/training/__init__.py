@@ -6,7 +6,7 @@ It knows nothing about the command line.
 
 from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.checkpoint import latest_checkpoint
-from gnnautoscale.training.feed import Feed, Item, Placement, plain_item
+from gnnautoscale.training.feed import Feed, Placement, plain_item
 from gnnautoscale.training.journal import describe_machine
 from gnnautoscale.training.loop import fit
 from gnnautoscale.training.optimizer import make_optimizer
@@ -20,7 +20,7 @@ from gnnautoscale.training.options import (
     pick_device,
 )
 from gnnautoscale.training.resume import open_checkpoint
-from gnnautoscale.training.steps import Precision, Steps
+from gnnautoscale.training.steps import Steps
 
 __all__ = [
     "OPTIONS",
@@ -28,12 +28,10 @@ __all__ = [
     "Feed",
     "FitOptions",
     "HistoryDtype",
-    "Item",
     "Optimization",
     "Output",
     "Partitioner",
     "Placement",
-    "Precision",
     "Steps",
     "describe_machine",
     "fit",

@@ -13,13 +13,6 @@ class Clock:
     """Adds up the seconds of named pieces of work in place; time inside a nested piece counts for that piece only.
 
     It waits for a GPU, so that work counts for the piece that launched it.
-
-    Example:
-        >>> clock = Clock({}, torch.device("cpu"))
-        >>> with clock("train"):
-        ...     pass
-        >>> clock.total("train") > 0
-        True
     """
 
     def __init__(self, seconds: dict[str, float], device: torch.device) -> None:

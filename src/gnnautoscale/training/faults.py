@@ -79,12 +79,7 @@ def _share(error: BaseException) -> float:
 
 
 def _bytes(text: str) -> int | None:
-    """The bytes that could not be allocated, if an error names them.
-
-    Example:
-        >>> _bytes("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 ...")
-        1610612736
-    """
+    """The bytes that could not be allocated, if an error names them: ``Tried to allocate 1.50 GiB``."""
     found = re.search(r"allocate ([\d.]+) ?(bytes|[KMGT]iB)", text)
     if found is None:
         return None

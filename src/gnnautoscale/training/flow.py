@@ -5,6 +5,7 @@ Nothing here waits for a GPU or takes part in a captured step.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,19 +23,6 @@ class Flow:
 
     A batch consists of parts, so all rows of a part are written at the same time. ``labels`` holds the part of each
     node, ``[num_nodes]``, and ``steps`` counts steps.
-
-    Example:
-        A graph of two parts, 0 and 1 | 2; each is the other's halo.
-
-        >>> from gnnautoscale.graph.loader import HaloLoader
-        >>> from torch_geometric.data import Data
-        >>> data = Data(edge_index=torch.tensor([[0, 1, 2], [1, 2, 1]]), num_nodes=3, x=torch.ones(3, 1))
-        >>> loader = HaloLoader(data, partition=torch.tensor([0, 0, 1]))
-        >>> flow = Flow(loader.labels)
-        >>> for batch in loader:
-        ...     flow.step(batch.edge_index.info)
-        >>> flow.taken(row_bytes=8)
-        {'pulled_bytes': 16, 'pushed_bytes': 24, 'hit_ratio': 0.5, 'age': {'mean': 1.0, 'max': 1}}
     """
 
     def __init__(self, labels: Tensor) -> None:
@@ -42,7 +30,7 @@ class Flow:
         self.steps = 0
         # The step after which each part's rows were written last; -1 for never.
         self._written = np.full(int(labels.max()) + 1, -1)
-        self._sums: dict[str, int] = {}
+        self._sums: Counter[str] = Counter()
         # Steps that are not counted yet; counting many of them at a time is much faster.
         self._waiting: list[tuple[_Parts, bool]] = []
 
@@ -64,15 +52,8 @@ class Flow:
                 hits = int(rows.sum())
             ages = step - written
             moved = batch.num_halo - (int(rows[ages == 1].sum()) if skips_shared else 0)
-            for name, value in (
-                ("pulled", batch.num_halo),
-                ("moved", moved),
-                ("pushed", batch.batch_size),
-                ("hits", hits),
-                ("ages", int(rows @ ages)),
-            ):
-                sums[name] = sums.get(name, 0) + value
-            sums["oldest"] = max(sums.get("oldest", 0), int(ages.max(initial=0)))
+            sums.update(pulled=batch.num_halo, moved=moved, pushed=batch.batch_size, hits=hits, ages=int(rows @ ages))
+            sums["oldest"] = max(sums["oldest"], int(ages.max(initial=0)))
             self._written[batch.own] = step
         self._waiting.clear()
 
@@ -93,8 +74,8 @@ class Flow:
         ``row_bytes`` is the size of a node's rows in all histories together.
         """
         self._count()
-        sums, self._sums = self._sums, {}
-        if not sums.get("pulled"):
+        sums, self._sums = self._sums, Counter()
+        if not sums["pulled"]:
             return {}
         hits = sums["hits"]
         return {
@@ -114,7 +95,7 @@ class Flow:
         if state is None:
             self.refreshed()
             return
-        self.steps, self._sums = state["steps"], dict(state["sums"])
+        self.steps, self._sums = state["steps"], Counter(state["sums"])
         self._written[:] = state["written"].numpy()
 
     def _parts(self, info: BatchInfo) -> _Parts:

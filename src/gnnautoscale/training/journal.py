@@ -32,7 +32,7 @@ _MOST_GROUPS, _MOST_BATCHES = 48, 512
 
 
 class Journal:
-    """Follows a training run and writes its folder; without one it does nothing.
+    """Follows a training run and writes its folder and TensorBoard; without a folder it does nothing.
 
     Args:
         folder: The folder, if there is one.
@@ -42,7 +42,7 @@ class Journal:
         task: What is learned.
         what: What to measure besides what each epoch takes and moves.
         every: When to measure it: "auto", "never", or a number of epochs.
-        board: Writes numbers for TensorBoard too.
+        board: Writes for TensorBoard.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Journal:
         self._probed: int | None = None
 
     def is_due(self, epoch: int, *, last: bool, trained: float) -> bool:
-        """Whether to measure errors after an epoch, which may be the last, after so many seconds of training."""
+        """Whether to measure errors after an epoch; ``trained`` is the training time so far, in seconds."""
         if not self._what or self._every == "never" or self._probed == epoch:
             return False
         if self._every != "auto":
@@ -162,12 +162,7 @@ def describe_run(
 
 
 def describe_machine(device: str, threads: int | None = None) -> str:
-    """The name of a GPU, or what is known about the CPU; ``threads`` are by default PyTorch's in this process.
-
-    Example:
-        >>> describe_machine("cpu", 1).endswith(", 1 thread)")
-        True
-    """
+    """The GPU's name, or the CPU's architecture and number of threads, by default PyTorch's in this process."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(torch.device(device))
     threads = torch.get_num_threads() if threads is None else threads
@@ -177,14 +172,8 @@ def describe_machine(device: str, threads: int | None = None) -> str:
 def describe_parts(edge_index: Tensor, labels: Tensor) -> dict[str, Any]:
     """How large parts are, and which of them pull from which, as if each were a batch of its own.
 
-    ``edge_index`` is ``[2, num_edges]``, and ``labels`` the part of each node, ``[num_nodes]``.
-
-    Example:
-        >>> parts = describe_parts(torch.tensor([[0, 1, 2], [1, 2, 1]]), torch.tensor([0, 0, 1]))
-        >>> parts["halo"]  # part 0 pulls 1 row for 2 nodes, part 1 pulls 1 row for 1 node
-        [[0.0, 0.5], [1.0, 0.0]]
-        >>> parts["batches"]
-        {'nodes': [2, 1], 'halo': [1, 1], 'edges_inside': [1, 0], 'edges_crossing': [1, 1]}
+    ``edge_index`` is ``[2, num_edges]``, and ``labels`` the part of each node, ``[num_nodes]``. ``halo`` in the result
+    has the rows that a group of parts pulls from another, per node.
     """
     sizes = torch.bincount(labels)
     count, num_nodes = sizes.numel(), labels.numel()

@@ -20,14 +20,14 @@ from gnnautoscale.attach import LocalLipschitz, autoscale, is_autoscaled
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
-from gnnautoscale.runs import Epoch, FitResult, check_run_dir
+from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder, check_run_dir
 from gnnautoscale.tasks import Task, task_for
 from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.checkpoint import Checkpoint
 from gnnautoscale.training.clock import Clock
 from gnnautoscale.training.faults import explained
 from gnnautoscale.training.feed import Feed
-from gnnautoscale.training.journal import Board, Journal, check_tensorboard, describe_run
+from gnnautoscale.training.journal import Board, Journal, check_tensorboard, describe_run, epoch_record
 from gnnautoscale.training.optimizer import LearningRate, make_optimizer
 from gnnautoscale.training.options import OPTIONS, FitOptions
 from gnnautoscale.training.resume import (
@@ -36,7 +36,6 @@ from gnnautoscale.training.resume import (
     check_same_run,
     labels_of,
     open_checkpoint,
-    open_run_folder,
     stop_requests,
 )
 from gnnautoscale.training.strategies import (
@@ -278,11 +277,16 @@ def _open_journal(
     loader: HaloLoader | None,
     checkpoint: Checkpoint | None,
 ) -> Journal:
-    """Open the run's folder, if it has one."""
-    folder, board = None, None
+    """Open the run's folder, if it has one: a new one, or that of the run that a checkpoint resumes."""
+    folder, board, epochs = None, None, run.result.epochs
     if options.run_dir is not None:
-        about = describe_run(options.to_dict(), dataset, task, run.model, loader)
-        folder = open_run_folder(options, about, checkpoint, run.result)
-        board = Board(folder.path, len(run.result.epochs) + 1) if options.tensorboard else None
+        path, about = Path(options.run_dir), describe_run(options.to_dict(), dataset, task, run.model, loader)
+        if checkpoint is not None and (path / RUN).exists():
+            folder = RunFolder.reopen(path, about, epoch=len(epochs), free=options.may_change())
+        else:
+            folder = RunFolder.create(path, about)
+            for epoch in epochs:  # of a run that resumes with a new folder
+                folder.append(epoch_record(epoch))
+        board = Board(folder.path, len(epochs) + 1) if options.tensorboard else None
     what, every = options.diagnose, options.diagnose_every
     return Journal(folder, run.strategy, run.model, loader, task, what=what, every=every, board=board)

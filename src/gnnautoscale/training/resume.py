@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gnnautoscale._util import random_states, set_random_states
 from gnnautoscale.errors import InputError
-from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder
+from gnnautoscale.runs import Epoch, FitResult
 from gnnautoscale.training.checkpoint import (
     Checkpoint,
     join_tensors,
@@ -27,7 +26,6 @@ from gnnautoscale.training.checkpoint import (
     save_checkpoint,
     split_tensors,
 )
-from gnnautoscale.training.journal import epoch_record
 from gnnautoscale.training.optimizer import LearningRate
 from gnnautoscale.training.options import FitOptions
 from gnnautoscale.training.strategies import Strategy
@@ -143,19 +141,6 @@ def check_same_run(checkpoint: Checkpoint, options: FitOptions, key: str, model:
         raise _other_run(
             checkpoint, "model: its weights have other names, shapes or types", "Build the model as for the first run."
         )
-
-
-def open_run_folder(
-    options: FitOptions, about: Mapping[str, Any], checkpoint: Checkpoint | None, result: FitResult
-) -> RunFolder:
-    """The folder for the measurements of a run: a new one, or that of the run that a checkpoint resumes."""
-    path = Path(str(options.run_dir))
-    if checkpoint is not None and (path / RUN).exists():
-        return RunFolder.reopen(path, about, epoch=len(result.epochs), free=options.may_change())
-    folder = RunFolder.create(path, about)
-    for epoch in result.epochs:  # of a run that resumes with a new folder
-        folder.append(epoch_record(epoch))
-    return folder
 
 
 def _other_run(checkpoint: Checkpoint, what: str, fix: str) -> InputError:

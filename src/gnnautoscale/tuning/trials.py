@@ -295,10 +295,6 @@ def interpolate(points: dict[float, float], place: float, *, least_slope: float 
     """The value at a place on straight lines through known points, extended beyond them.
 
     A single point is taken to grow in proportion. Beyond the points there is a least slope.
-
-    Example:
-        >>> interpolate({1.0: 10.0, 3.0: 14.0}, 2.0), interpolate({1.0: 10.0, 3.0: 14.0}, 5.0)
-        (12.0, 18.0)
     """
     places = sorted(points)
     if len(places) == 1:
