@@ -69,6 +69,8 @@ def test_a_group_declares_options() -> None:
     # Types of local classes are resolved by name, so that only plain ones work here.
     assert options_of(Some)["width"] == Option("width", float, 2, "Its width.", "Some", above=0)
     assert type(Some().width) is float
+    with pytest.raises(gas.InputError, match=r"^width must be a number above 0, but got 0\. Change this option\.$"):
+        Some(width=0)
 
 
 @dataclass

@@ -56,24 +56,13 @@ class Option:
 
     @property
     def rule(self) -> str:
-        """What its value must be, in words.
-
-        Example:
-            >>> Option("refresh_every", Literal["never", "epoch"] | int, least=1).rule
-            'one of never, epoch, or an integer of at least 1'
-        """
+        """What its value must be, in words, such as ``one of never, epoch, or an integer of at least 1``."""
         bounds = {"of at least": self.least, "above": self.above, "below": self.below}
         within = " and".join(f" {words} {bound}" for words, bound in bounds.items() if bound is not None)
         return ", or ".join(_in_words(kind) + within * (kind in (int, float)) for kind in self.kinds)
 
     def check(self, given: Any, fix: str = "Change this option.") -> Any:
-        """Convert a value to the option's type, or refuse it and say how to fix it.
-
-        Example:
-            >>> option = Option("refresh_every", Literal["never", "epoch"] | int, least=1)
-            >>> option.check("5"), option.check(5), option.check("epoch")
-            (5, 5, 'epoch')
-        """
+        """Convert a value to the option's type, or refuse it and say how to fix it."""
         if given is None and types.NoneType in get_args(self.type):
             return None
         value = given
@@ -102,17 +91,7 @@ def option(default: Any, text: str, **facts: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class OptionGroup:
-    """Base of dataclasses whose fields are options: values are checked and converted when an instance is made.
-
-    Example:
-        >>> @dataclass(frozen=True, kw_only=True)
-        ... class Cut(OptionGroup):
-        ...     num_parts: int = option(8, "Number of parts.", least=1)
-        >>> Cut(num_parts=0)
-        Traceback (most recent call last):
-        ...
-        gnnautoscale.errors.InputError: num_parts must be an integer of at least 1, but got 0. Change this option.
-    """
+    """Base of dataclasses whose fields are options: values are checked and converted when an instance is made."""
 
     def __post_init__(self) -> None:
         for name, declared in options_of(type(self)).items():
@@ -133,15 +112,7 @@ def options_of(group: type[Any]) -> Mapping[str, Option]:
 
 
 def check_names(given: Iterable[str], known: Iterable[str], rule: str, otherwise: str = "Leave it out.") -> None:
-    """Refuse names that break a rule, since they are not known; the closest known one is the hint, else ``otherwise``.
-
-    Example:
-        >>> check_names(["epoch"], ["epochs", "lr"], "fit takes the options of its documentation")
-        Traceback (most recent call last):
-        ...
-        gnnautoscale.errors.InputError: fit takes the options of its documentation, but got 'epoch'. Did you mean \
-'epochs'?
-    """
+    """Refuse names that are not known, and hint at the closest known one, else at what to do ``otherwise``."""
     known = list(known)
     for name in given:
         if name not in known:

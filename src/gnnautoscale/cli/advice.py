@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,13 +70,7 @@ def explain(
 
 
 def train_command(given: dict[str, Any], proposed: dict[str, Any]) -> str:
-    """The command line that trains with given values of the options in ``TUNE``, and with the proposed options.
-
-    Example:
-        >>> given = {option.name: option.default for option in TUNE} | {"data": "my graph.npz", "hidden": 64}
-        >>> train_command(given, {"num_parts": 8})
-        "gas train --data 'my graph.npz' --hidden 64 --num-parts 8"
-    """
+    """The command line that trains with given values of the options in ``TUNE``, and with the proposed options."""
     changed = {option.name: given[option.name] for option in TUNE if given[option.name] != option.default}
     return shlex.join(["gas", "train", *(word for item in {**changed, **proposed}.items() for word in _flag(*item))])
 
@@ -89,18 +84,11 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def parse_memory(text: str) -> int:
-    """The number of bytes in a text.
-
-    Example:
-        >>> parse_memory("8GB"), parse_memory("1.5 GiB"), parse_memory("1000")
-        (8000000000, 1610612736, 1000)
-    """
+    """The number of bytes in a text, such as ``8GB``, ``1.5 GiB`` or ``1000``."""
     found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
-    try:
-        if found is not None:
+    if found is not None:
+        with suppress(ValueError, KeyError):
             return int(float(found[1]) * _UNITS[found[2].upper()])
-    except (ValueError, KeyError):
-        pass
     raise InputError("--memory must be a number of bytes, KB, MB, GB or TB", got=repr(text), fix="Write it like 8GB.")
 
 

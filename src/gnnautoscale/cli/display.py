@@ -39,7 +39,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         return
     table = Table(title=title, title_justify="left", title_style="bold")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
+        table.add_column(column, justify="right" if number else "left")
     for row in rows:
         table.add_row(*row)
     Console().print(table)

@@ -158,12 +158,7 @@ def _is_integers(each: Option) -> bool:
 
 
 def resolve(options: Iterable[Option], given: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
-    """The values of options: those given (not ``None`` or empty), else those of a TOML file, else the defaults.
-
-    Example:
-        >>> resolve([OPTIONS["lr"], OPTIONS["num_parts"]], {"lr": 0.1, "num_parts": None}, None)
-        {'lr': 0.1, 'num_parts': 8}
-    """
+    """The values of options: those given (not ``None`` or empty), else those of a TOML file, else the defaults."""
     known = {each.name: each for each in options}
     values = {name: each.default for name, each in known.items()}
     if file is not None:

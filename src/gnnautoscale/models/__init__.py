@@ -56,11 +56,7 @@ def model_options(name: str) -> Mapping[str, Option]:
 
 
 def check_model_options(name: str, options: Iterable[str]) -> None:
-    """Raise an :class:`InputError` for an option that a model does not have.
-
-    Example:
-        >>> check_model_options("gat", ["heads", "dropout"])
-    """
+    """Raise an :class:`InputError` for an option that a model does not have."""
     known = model_options(name)
     unknown = sorted(set(options) - known.keys())
     if unknown:

@@ -205,10 +205,7 @@ class Engine(Steps):
 
         On a GPU a batch that comes back stays there, and from the third pass on a captured one is replayed if nothing
         stands in the way. Another batch takes its place. A refresh also writes all histories, which must be in device
-        memory then.
-
-        Returns:
-            The output on the model's device, ``[num_nodes, num_outputs]``; the next call overwrites it.
+        memory then. The output, ``[num_nodes, num_outputs]``, is on the model's device; the next call overwrites it.
         """
         comes_back = self._whole is not None and self._whole() is batch.info
         if not comes_back:

@@ -50,18 +50,16 @@ def _remedy(error: BaseException, strategy: Strategy, options: FitOptions) -> st
     """What to change, and by how much, after an allocation failed."""
     reason = (str(error) or type(error).__name__).splitlines()[0]
     problem, share = f"There is not enough memory ({reason})", _share(error)
-
-    def larger(count: int) -> str:
-        return f"{count} to {math.ceil(count / share)}"
-
     if strategy.between and strategy.evaluates_at_once:
         return f"{problem} to evaluate on the whole graph at once."
     if strategy.between and options.evaluate_parts is not None:
-        return f"{problem}. Raise evaluate_parts from {larger(options.evaluate_parts)}."
-    if options.batch_size == 1:
-        return f"{problem}. Raise num_parts from {larger(options.num_parts)}."
-    smaller = max(1, int(options.batch_size * share))
-    return f"{problem}. Lower batch_size from {options.batch_size} to {smaller}, or raise num_parts."
+        name, count = "evaluate_parts", options.evaluate_parts
+    elif options.batch_size == 1:
+        name, count = "num_parts", options.num_parts
+    else:
+        smaller = max(1, int(options.batch_size * share))
+        return f"{problem}. Lower batch_size from {options.batch_size} to {smaller}, or raise num_parts."
+    return f"{problem}. Raise {name} from {count} to {math.ceil(count / share)}."
 
 
 def _share(error: BaseException) -> float:

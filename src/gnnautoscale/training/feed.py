@@ -37,11 +37,8 @@ _SLACK = 1.1
 class Item:
     """A training batch on the compute device.
 
-    Attributes:
-        batch: The model's argument.
-        rows: The rows of the model's output that the loss takes, ``[num_rows]``, or ``None`` for all own nodes.
-        targets: Their targets, ``[num_targets, ...]``.
-        version: The feed's version when the batch was placed, or ``None`` if it is not packed.
+    The loss takes ``rows`` of the model's output, ``[num_rows]``, or all if ``None``, and their ``targets``,
+    ``[num_targets, ...]``. ``version`` is the feed's when the batch was placed, or ``None`` if it is not packed.
     """
 
     batch: Data
@@ -66,10 +63,8 @@ def plain_item(batch: Data, task: Task, device: torch.device) -> Item:
 class _Package:
     """A batch in one buffer, on the GPU or in pinned host memory.
 
-    Attributes:
-        places: Where its rows lie in histories.
-        layout: The type, shape and first byte of each tensor.
-        item: The batch with its tensors in the buffer itself; ``None`` if they are copied for each step.
+    ``layout`` has the type, shape and first byte of each tensor. ``item`` is the batch with its tensors in the buffer
+    itself, or ``None`` if they are copied for each step.
     """
 
     info: BatchInfo
@@ -104,14 +99,10 @@ class _Package:
 
 
 class Feed:
-    """Gives training steps their batches.
+    """Gives training steps of an autoscaled model their batches.
 
-    Args:
-        model: The autoscaled model, on the compute device.
-        task: Selects what to train on.
-        placement: Where packed batches live: ``"device"``, ``"host"``, or ``"auto"`` for the device if they fit.
-        fixed: Whether the same batches come back every epoch.
-        num_batches: Their number in an epoch.
+    The task selects what to train on. Packed batches live where ``placement`` says; with ``"auto"`` on the device if
+    all of an epoch's ``num_batches`` fit. ``fixed`` batches come back every epoch.
     """
 
     def __init__(

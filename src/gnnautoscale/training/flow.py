@@ -69,10 +69,7 @@ class Flow:
         return torch.from_numpy(ages)[self._labels]
 
     def taken(self, row_bytes: int) -> dict[str, Any]:
-        """What steps moved since the last call; empty if they pulled nothing.
-
-        ``row_bytes`` is the size of a node's rows in all histories together.
-        """
+        """What steps moved since the last call, if anything; a node has ``row_bytes`` in all histories together."""
         self._count()
         sums, self._sums = self._sums, Counter()
         if not sums["pulled"]:

@@ -32,17 +32,10 @@ _MOST_GROUPS, _MOST_BATCHES = 48, 512
 
 
 class Journal:
-    """Follows a training run and writes its folder and TensorBoard; without a folder it does nothing.
+    """Follows a training run and writes its folder and for TensorBoard; without a folder it does nothing.
 
-    Args:
-        folder: The folder, if there is one.
-        strategy: How the run is trained.
-        model: The model.
-        loader: Cuts the training graph into batches with a halo; ``None`` in modes that have none.
-        task: What is learned.
-        what: What to measure besides what each epoch takes and moves.
-        every: When to measure it: "auto", "never", or a number of epochs.
-        board: Writes for TensorBoard.
+    ``loader`` is ``None`` in modes without a halo. ``what`` to measure comes on top of what each epoch takes and moves,
+    and ``every`` says when: "auto", "never", or a number of epochs.
     """
 
     def __init__(
@@ -246,12 +239,7 @@ def check_tensorboard() -> None:
 
 
 def _scalars(prefix: str, value: Any) -> dict[str, float]:
-    """All numbers in nested values, by their path; items of lists go by their layer.
-
-    Example:
-        >>> _scalars("", {"loss": 0.5, "age": {"mean": 2.0}, "layers": [{"layer": "convs.0", "bound": 1.0}]})
-        {'loss': 0.5, 'age/mean': 2.0, 'convs.0/bound': 1.0}
-    """
+    """All numbers in nested values, by a path such as ``age/mean``; items of lists go by their layer."""
     if isinstance(value, dict):
         items = [(prefix if name == "layers" else f"{prefix}/{name}", item) for name, item in value.items()]
     elif isinstance(value, list):

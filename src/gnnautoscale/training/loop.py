@@ -151,7 +151,6 @@ def _train(
     ):
         if checkpoint is not None:
             run.load(checkpoint)
-        result.connectivity = strategy.connectivity
         journal = files.enter_context(_open_journal(given, dataset, task, run, loader, checkpoint))
 
         def save() -> None:

@@ -201,13 +201,7 @@ OPTIONS: Mapping[str, Option] = {name: each for group in GROUPS for name, each i
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output):
-    """All options of one training run, checked; ``device`` is a real one.
-
-    Example:
-        >>> options = FitOptions.of({"num_parts": 4, "refresh_every": "5", "device": "cpu"})
-        >>> options.num_parts, options.refresh_every, options.lr
-        (4, 5, 0.01)
-    """
+    """All options of one training run, checked; ``device`` is a real one."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> FitOptions:
@@ -267,12 +261,7 @@ def default_device() -> str:
 
 
 def pick_device(device: str) -> str:
-    """Check the name of a device; ``"auto"`` becomes a real one.
-
-    Example:
-        >>> pick_device("cpu")
-        'cpu'
-    """
+    """Check the name of a device; ``"auto"`` becomes a real one."""
     if device == "auto":
         device = default_device()
     try:

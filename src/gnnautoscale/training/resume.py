@@ -132,15 +132,11 @@ def check_same_run(checkpoint: Checkpoint, options: FitOptions, key: str, model:
     given, may_change = options.to_dict(), options.may_change()
     for name, value in state["options"].items():
         if name not in may_change and given.get(name) != value:
-            raise _other_run(
-                checkpoint,
-                f"option: {name} was {value!r} and is {given.get(name)!r}",
-                "Give the options of the first run.",
-            )
+            what = f"option: {name} was {value!r} and is {given.get(name)!r}"
+            raise _other_run(checkpoint, what, "Give the options of the first run.")
     if _shapes(state["model"]) != _shapes(model.state_dict()):
-        raise _other_run(
-            checkpoint, "model: its weights have other names, shapes or types", "Build the model as for the first run."
-        )
+        what = "model: its weights have other names, shapes or types"
+        raise _other_run(checkpoint, what, "Build the model as for the first run.")
 
 
 def _other_run(checkpoint: Checkpoint, what: str, fix: str) -> InputError:
@@ -160,7 +156,7 @@ def stop_requests(enabled: bool) -> Iterator[threading.Event]:
     wanted = threading.Event()
     before = signal.getsignal(signal.SIGINT)
     in_main = threading.current_thread() is threading.main_thread()
-    # None stands for a handler outside of Python, which could not be restored.
+    # None stands for a handler outside Python, which could not be restored.
     if not enabled or not in_main or before in (signal.SIG_IGN, None):
         yield wanted
         return

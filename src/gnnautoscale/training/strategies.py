@@ -37,7 +37,6 @@ class Strategy:
         done: Number of batches done in this epoch.
         between: Whether no training step is running.
         flow: Follows the rows that steps pull and push; see :meth:`watch`.
-        connectivity: Halo nodes per batch node.
     """
 
     #: Whether an evaluation needs memory for the whole graph at once.
@@ -49,7 +48,6 @@ class Strategy:
         self._model, self._steps = model, steps
         self.done, self.between = 0, True
         self.flow: Flow | None = None
-        self.connectivity = 0.0
 
     @property
     def steps(self) -> int:
@@ -57,7 +55,7 @@ class Strategy:
         return self._steps.steps
 
     def describe(self, result: FitResult) -> None:
-        """Say in a result how steps ran, where histories live, and how large they are."""
+        """Say in a result how steps ran, where histories live, and how large halo and histories are."""
         raise NotImplementedError
 
     def running(self) -> AbstractContextManager[None]:
@@ -114,15 +112,11 @@ class Strategy:
 class HistoryStrategy(Strategy):
     """Trains an autoscaled model on batches with their halo: GAS, full batch and naive histories.
 
-    Args:
-        model: The autoscaled model.
-        loaders: A loader for each split, see :func:`halo_loaders`.
-        engine: Runs the steps.
-        evaluate_parts: Number of batches to evaluate and refresh in; by default those of training.
+    It evaluates and refreshes in ``evaluate_parts`` batches, ``None`` for those of training.
     """
 
     def __init__(
-        self, model: nn.Module, loaders: dict[str, HaloLoader], engine: Engine, evaluate_parts: int | None = None
+        self, model: nn.Module, loaders: dict[str, HaloLoader], engine: Engine, evaluate_parts: int | None
     ) -> None:
         super().__init__(model, engine)
         self._engine, self._loaders, self._loader = engine, loaders, loaders["train"]
@@ -131,7 +125,6 @@ class HistoryStrategy(Strategy):
         if evaluate_parts is not None:
             made = {loader: HaloLoader(loader.data, evaluate_parts, keep=loader.keep) for loader in loaders.values()}
             self._exact_loaders = {split: made[loader] for split, loader in loaders.items()}
-        self.connectivity = self._loader.connectivity
 
     @property
     def _memory(self) -> GraphMemory:
@@ -168,6 +161,7 @@ class HistoryStrategy(Strategy):
         memory = self._memory
         result.how, result.storage = self._engine.how, f"{memory.medium or memory.storage}: {memory.why}"
         result.history_bytes = sum(history.num_bytes for history in memory.histories.values())
+        result.connectivity = self._loader.connectivity
 
     def _train(self, most: int | None, after_step: Callable[[Item], None]) -> float:
         batches = islice(self._loader.ready_batches(), most)

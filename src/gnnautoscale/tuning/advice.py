@@ -157,12 +157,7 @@ def tune(
 
 
 def part_counts(num_nodes: int) -> list[int]:
-    """Numbers of parts worth considering: powers of two, or of four on large graphs.
-
-    Example:
-        >>> part_counts(2708), part_counts(60)
-        ([1, 2, 4, 8, 16, 32], [1, 2])
-    """
+    """Numbers of parts worth considering: powers of two, or of four on large graphs."""
     most = max(2, num_nodes // LEAST_NODES)
     doublings = [2**power for power in range(most.bit_length())]
     return doublings if len(doublings) <= MOST_COUNTS else doublings[::2][:MOST_COUNTS]
@@ -336,10 +331,5 @@ def _refresh(chosen: Candidate, place: Place, trials: Trials) -> tuple[str, str]
 
 
 def amount(num_bytes: float) -> str:
-    """An amount of memory in words.
-
-    Example:
-        >>> amount(41_300_000), amount(2e9)
-        ('41.3 MB', '2 GB')
-    """
+    """An amount of memory in words, such as ``41.3 MB`` or ``2 GB``."""
     return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"

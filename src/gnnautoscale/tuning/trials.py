@@ -34,10 +34,7 @@ _LENGTH = ("evaluate_every", "patience", "schedule")
 
 @dataclass(frozen=True)
 class Place:
-    """A place for histories and batches.
-
-    ``keep`` tells whether recurring batches are kept in the memory that is counted, ``why`` why histories live there.
-    """
+    """A place for histories, and whether recurring batches are kept in the memory that is counted."""
 
     storage: Medium
     history_dtype: HistoryDtype
@@ -51,12 +48,10 @@ class Cut:
 
     Attributes:
         labels: The part of each node, ``[num_nodes]``.
-        connectivity: Halo nodes per batch node, the mean over the parts.
         rows: Nodes and halo of the largest part.
         work: Mean number of nodes, halo nodes and edges of a part.
         kept: Bytes of the attributes of all parts and their halos.
         largest: Those of the largest part alone.
-        skew: How far the targets of a part are from those of the graph, see :meth:`gnnautoscale.tasks.Task.skew`.
     """
 
     labels: Tensor
@@ -96,8 +91,7 @@ class Trial:
 class Trials:
     """Cuts a graph, trains on it for a few steps where that is safe, and estimates the rest.
 
-    ``counts`` are numbers of parts, ascending; ``memory`` is the number of bytes to train in, ``None`` for all that are
-    free; ``options`` are those that the user chose.
+    ``counts`` are numbers of parts, ascending, and ``memory`` the bytes to train in, ``None`` for all that are free.
     """
 
     def __init__(
@@ -292,9 +286,9 @@ def with_margin(memory: int) -> int:
 
 
 def interpolate(points: dict[float, float], place: float, *, least_slope: float = 0.0) -> float:
-    """The value at a place on straight lines through known points, extended beyond them.
+    """The value at a place on straight lines through known points, or in proportion to the only one.
 
-    A single point is taken to grow in proportion. Beyond the points there is a least slope.
+    Beyond the points there is a least slope.
     """
     places = sorted(points)
     if len(places) == 1:
