@@ -238,10 +238,8 @@ def _show_results(title: str, results: list[FitResult]) -> None:
         for result in results
     ]
     if len(results) > 1:
-        spread = []
-        for split in results[0].scores:
-            values = [result.scores[split] for result in results]
-            spread.append(f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}")
+        scores = [[result.scores[split] for result in results] for split in results[0].scores]
+        spread = [f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}" for values in scores]
         total = sum(sum(result.seconds.values()) for result in results)
         rows.append(["mean", *spread, "", "", f"{total / len(results):.1f}", ""])
     print_table(title, columns, rows)

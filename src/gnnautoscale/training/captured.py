@@ -242,10 +242,7 @@ class Engine(Steps):
 
 @cache
 def _training_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all training on a device, since PyTorch keeps work space on the GPU for each stream.
-
-    A step comes before the transfers beside it where both want the same part of the GPU.
-    """
+    """The one stream of all training, since PyTorch keeps work space for each; steps go before transfers beside them."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     return stream
 

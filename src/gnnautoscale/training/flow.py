@@ -35,7 +35,7 @@ class Flow:
         self._waiting: list[tuple[_Parts, bool]] = []
 
     def step(self, info: BatchInfo, *, skips_shared: bool = False) -> None:
-        """Count a step that is done; ``skips_shared`` if it found rows of the step before it without a pull."""
+        """Count a step; with ``skips_shared`` it found the rows that the step before it wrote without a pull."""
         self.steps += 1
         self._waiting.append((self._parts(info), skips_shared))
         if len(self._waiting) >= _MOST_WAITING:

@@ -31,12 +31,10 @@ from gnnautoscale.transfer import times_for
 
 
 class Strategy:
-    """How a mode trains and evaluates. This base keeps count of batches, and has no histories.
+    """How a mode trains and evaluates; this base has no histories.
 
-    Attributes:
-        done: Number of batches done in this epoch.
-        between: Whether no training step is running.
-        flow: Follows the rows that steps pull and push; see :meth:`watch`.
+    ``done`` is the number of batches done in this epoch, ``between`` tells whether no step is running, and after
+    :meth:`watch` ``flow`` follows the rows that steps pull and push.
     """
 
     #: Whether an evaluation needs memory for the whole graph at once.
