@@ -100,7 +100,7 @@ class OptionGroup:
 
 def options_of(group: type[Any]) -> Mapping[str, Option]:
     """The options of a dataclass, by name; a subclass that only changes a default inherits everything else."""
-    hints, facts = get_type_hints(group), {}
+    hints, facts = get_type_hints(group), dict[str, Mapping[str, Any]]()
     for base in reversed(group.__mro__):
         if is_dataclass(base):
             facts |= {each.name: each.metadata for each in fields(base) if each.metadata}

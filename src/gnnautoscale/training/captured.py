@@ -242,7 +242,7 @@ class Engine(Steps):
 
 @cache
 def _training_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of all training, since PyTorch keeps work space for each; steps go before transfers beside them."""
+    """The one stream of all training, since PyTorch keeps work space for each; steps precede transfers beside them."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     return stream
 
