@@ -24,6 +24,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import gnnautoscale.cli as cli
+from gnnautoscale._util import Option
 from gnnautoscale.cli import display
 from gnnautoscale.cli.schema import MODEL, TRAIN, resolve
 from gnnautoscale.data import datasets, generate
@@ -32,7 +33,6 @@ from gnnautoscale.models import MODELS, model_options
 from gnnautoscale.runs.folder import read_run
 from gnnautoscale.training import journal
 from gnnautoscale.training.loop import fit
-from gnnautoscale.training.option import Option
 from gnnautoscale.training.options import OPTIONS
 
 TINY = ["--data", "communities", "--nodes", "60", "--degree", "4", "--features", "5", "--classes", "3"]

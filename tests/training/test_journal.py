@@ -292,7 +292,7 @@ def test_by_default_they_are_measured_while_that_is_cheap(
 
 
 class _Way:
-    steps = 7
+    steps, flow = 7, None
 
 
 def test_rows_that_do_not_fit_are_not_compared_unless_asked(

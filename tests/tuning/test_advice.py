@@ -142,7 +142,7 @@ def test_refresh_if_histories_are_at_risk_and_it_costs_little() -> None:
     class Refreshed(Known):
         cost = 0.0
 
-        def run(self, parts: int, place: Place, *, batch_size: int = 1, **changed: Any) -> Trial:
+        def run(self, parts: int, place: Place, **changed: Any) -> Trial:
             assert changed == {"refresh_every": "epoch"}
             return Trial(50 * UNIT, 1.0, self.cost)
 

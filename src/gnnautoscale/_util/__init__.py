@@ -1,21 +1,28 @@
 """Helpers for every package, none of them for users.
 
-Atomic files, random states, available and peak memory, nested tensors. It knows nothing about graphs or models.
+Atomic files, options, random states, available and peak memory, nested tensors. It knows nothing about graphs
+or models.
 """
 
 from gnnautoscale._util.atomic import write_atomically
 from gnnautoscale._util.docstrings import describe_arguments
 from gnnautoscale._util.memory import available_memory
 from gnnautoscale._util.nested import map_tensors, tensors_in
+from gnnautoscale._util.options import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale._util.peak_memory import PeakMemory
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
 
 __all__ = [
+    "Option",
+    "OptionGroup",
     "PeakMemory",
     "RandomState",
     "available_memory",
+    "check_names",
     "describe_arguments",
     "map_tensors",
+    "option",
+    "options_of",
     "random_states",
     "set_random_states",
     "tensors_in",

@@ -19,16 +19,16 @@ from torch import nn
 from gnnautoscale._util import write_atomically
 from gnnautoscale.attach import autoscale
 from gnnautoscale.attach import infer as run_inference
-from gnnautoscale.cli import advice as advice_commands
-from gnnautoscale.cli import bench as bench_commands
-from gnnautoscale.cli import expressiveness as expressiveness_command
+from gnnautoscale.cli import bench
+from gnnautoscale.cli.advice import TUNE, explain, tune
 from gnnautoscale.cli.demo import demo
-from gnnautoscale.cli.display import epochs_shown, errors, megabytes, percent, print_json, print_table
+from gnnautoscale.cli.display import Json, epochs_shown, megabytes, percent, print_json, print_table, say
+from gnnautoscale.cli.expressiveness import expressiveness
 from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
 from gnnautoscale.cli.saved import load_model, save_model
-from gnnautoscale.cli.schema import DATA, MODEL, PARTITION, TRAIN, Files, Generators, chosen, with_options
-from gnnautoscale.data import Dataset, datasets
+from gnnautoscale.cli.schema import DATA, MODEL, PARTITION, TRAIN, chosen, load_dataset, with_options
+from gnnautoscale.data import datasets
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader, connectivity
 from gnnautoscale.graph import partition as cut
@@ -43,7 +43,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def train(
@@ -67,12 +66,12 @@ def train(
     results: list[FitResult] = []
     model: nn.Module | None = None
     for run in range(options["runs"]):
-        dataset = _dataset({**options, "split": options["split"] + run})
+        dataset = load_dataset({**options, "split": options["split"] + run})
         seed = training.seed + run
         torch.manual_seed(seed)
         model = build_model(model_name, dataset.train, task_for(dataset).num_outputs, **built)
         if run == 0 and "edge_attr" in dataset.train and not quiet:
-            errors.print("note: none of these models uses edge features (edge_attr)", soft_wrap=True)
+            say("note: none of these models uses edge features (edge_attr)")
         title = f"{dataset.name} {model_name} {training.mode} seed {seed}"
         with epochs_shown(title, training.epochs, quiet=quiet) as show:
             try:
@@ -88,13 +87,14 @@ def train(
         print_json({"options": options, "runs": [result.to_dict() for result in results]})
     else:
         _show_results(f"{options['data']} · {model_name} · {training.mode}", results)
-    if training.device != "cpu" and not quiet:
-        errors.print(f"steps: {results[-1].how}", soft_wrap=True)
-    if training.storage == "auto" and not quiet:
-        errors.print(f"histories: {results[-1].storage}", soft_wrap=True)
-    if results[-1].options["run_dir"] is not None and not quiet:
-        folders = ", ".join(str(result.options["run_dir"]) for result in results)
-        errors.print(f"run: {folders}", soft_wrap=True, markup=False, highlight=False)
+    if quiet:
+        return
+    if training.device != "cpu":
+        say(f"steps: {results[-1].how}")
+    if training.storage == "auto":
+        say(f"histories: {results[-1].storage}")
+    if results[-1].options["run_dir"] is not None:
+        say("run: " + ", ".join(str(result.options["run_dir"]) for result in results))
 
 
 def partition(
@@ -105,7 +105,7 @@ def partition(
 ) -> None:
     """Cut a graph into parts and show how many edges stay inside them."""
     _check_target("--output", output)
-    graph = _dataset(options).train
+    graph = load_dataset(options).train
     start = time.perf_counter()
     labels = cut(
         graph.edge_index,
@@ -146,7 +146,7 @@ def infer(
     device = pick_device(device)
     OPTIONS["num_parts"].check(num_parts)
     _check_target("--output", output)
-    dataset = _dataset(options)
+    dataset = load_dataset(options)
     task, graph = task_for(dataset), dataset.test
     trained = load_model(model, graph, task.num_outputs).to(device)
     scaled = autoscale(trained, graph, storage="host")
@@ -170,7 +170,7 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
         else:
             print("\n".join(datasets.names()))
         return
-    dataset = _dataset(options)
+    dataset = load_dataset(options)
     graphs = {"": dataset.train} if not dataset.inductive else {"train ": dataset.train, "test ": dataset.test}
     facts: dict[str, Any] = {}
     for prefix, graph in graphs.items():
@@ -180,30 +180,17 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
     _show_facts(options["data"], facts, json)
 
 
-def tune(
-    options: dict[str, Any],
-    *,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory to train in, like 8GB; by default all that is free.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Propose from short trials how to train on a graph on this machine, and print the command for it."""
-    check_model_options(options["model"], [])
-    advice_commands.tune(_dataset(options), options, memory, json=json)
-
-
-app.add_typer(bench_commands.app, name="bench")
+app.add_typer(bench.app, name="bench")
 app.command()(demo)
 app.command()(reproduce)
 app.command()(report)
-app.command()(expressiveness_command.expressiveness)
+app.command()(expressiveness)
 app.command()(with_options(TRAIN, train))
 app.command()(with_options(PARTITION, partition))
 app.command()(with_options(DATA, infer))
 app.command()(with_options(DATA, data))
-app.command()(with_options(advice_commands.TUNE, tune))
-app.command()(advice_commands.explain)
+app.command()(with_options(TUNE, tune))
+app.command()(explain)
 
 
 def main() -> None:
@@ -211,32 +198,8 @@ def main() -> None:
     try:
         app()
     except (InputError, FloatingPointError, MemoryError) as error:
-        errors.print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        say(f"error: {error}", style="bold red")
         sys.exit(2)
-
-
-def _dataset(options: dict[str, Any]) -> Dataset:
-    """Load the data set that the options name."""
-    source = options["data"]
-    if source is None:
-        raise InputError(
-            "--data must name a data set or a file",
-            got="nothing",
-            fix="Pass a data set's name (`gas data` lists them) or a file.",
-        )
-    of_file, of_generator = chosen(Files, options), chosen(Generators, options)
-    is_file = source.lower() not in datasets.names() and (Path(source).suffix != "" or Path(source).exists())
-    misplaced = of_generator if is_file else of_file
-    if misplaced:
-        raise InputError(
-            f"{', '.join('--' + name.replace('_', '-') for name in misplaced)} "
-            f"{'belong to generated data sets' if is_file else 'belong to files'}",
-            got=f"--data {source}",
-            fix="Leave them out.",
-        )
-    if is_file:
-        return datasets.from_file(source, split=options["split"], **of_file)
-    return datasets.load(source, options["root"], split=options["split"], **of_generator)
 
 
 def _run_dir(options: dict[str, Any], name: str, seed: int) -> str | None:
@@ -256,7 +219,7 @@ def _run_dir(options: dict[str, Any], name: str, seed: int) -> str | None:
 def _say_how_to_resume(folder: str) -> NoReturn:
     latest = latest_checkpoint(Path(folder))
     if latest is not None:
-        errors.print(f"stopped; the same command with --resume {folder} continues from {latest.name}", soft_wrap=True)
+        say(f"stopped; the same command with --resume {folder} continues from {latest.name}")
     raise typer.Exit(130)
 
 
@@ -275,10 +238,8 @@ def _show_results(title: str, results: list[FitResult]) -> None:
         for result in results
     ]
     if len(results) > 1:
-        spread = []
-        for split in results[0].scores:
-            values = [result.scores[split] for result in results]
-            spread.append(f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}")
+        scores = [[result.scores[split] for result in results] for split in results[0].scores]
+        spread = [f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}" for values in scores]
         total = sum(sum(result.seconds.values()) for result in results)
         rows.append(["mean", *spread, "", "", f"{total / len(results):.1f}", ""])
     print_table(title, columns, rows)
@@ -287,8 +248,8 @@ def _show_results(title: str, results: list[FitResult]) -> None:
 def _show_facts(title: str, facts: dict[str, Any], json: bool) -> None:
     if json:
         print_json(facts)
-        return
-    print_table(title, ["", "value"], [[name, _text(value)] for name, value in facts.items()])
+    else:
+        print_table(title, ["", "value"], [[name, _text(value)] for name, value in facts.items()])
 
 
 def _text(value: bool | float) -> str:

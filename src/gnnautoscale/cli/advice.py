@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gnnautoscale.cli.display import errors, print_json, print_table
-from gnnautoscale.cli.schema import DATA, MODEL, chosen
-from gnnautoscale.data import Dataset
+from gnnautoscale.cli.display import Json, print_json, print_table, say
+from gnnautoscale.cli.schema import DATA, MODEL, chosen, load_dataset
 from gnnautoscale.errors import InputError
+from gnnautoscale.models import check_model_options
 from gnnautoscale.runs import explain as find
 from gnnautoscale.runs import read_run
 from gnnautoscale.training import OPTIONS
@@ -27,13 +28,21 @@ _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", star
 _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", start=1)}
 
 
-def tune(dataset: Dataset, options: dict[str, Any], memory: str | None, *, json: bool) -> None:
-    """Propose how to train, and print the command for it."""
+def tune(
+    options: dict[str, Any],
+    *,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory to train in, like 8GB; by default all that is free.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Propose from short trials how to train on a graph on this machine, and print the command for it."""
     built = chosen(MODEL, options)
     name = built.pop("model")
-    training = {name: options[name] for name in PASSED}
+    check_model_options(name, [])
     budget = None if memory is None else parse_memory(memory)
-    advice = propose(name, dataset, memory=budget, model_options=built, **training)
+    training = {name: options[name] for name in PASSED}
+    advice = propose(name, load_dataset(options), memory=budget, model_options=built, **training)
     command = train_command(options, advice.options)
     if json:
         print_json({**advice.to_dict(), "command": command})
@@ -57,21 +66,11 @@ def explain(
     if not findings:
         print("Nothing stands out.")
     if not record.staleness:
-        errors.print("note: this run did not measure staleness", soft_wrap=True)
+        say("note: this run did not measure staleness")
 
 
 def train_command(given: dict[str, Any], proposed: dict[str, Any]) -> str:
-    """The command line that trains with given and proposed options.
-
-    Args:
-        given: Values of the options in ``TUNE``; defaults are left out.
-        proposed: Further options of ``gas train``.
-
-    Example:
-        >>> given = {option.name: option.default for option in TUNE} | {"data": "my graph.npz", "hidden": 64}
-        >>> train_command(given, {"num_parts": 8})
-        "gas train --data 'my graph.npz' --hidden 64 --num-parts 8"
-    """
+    """The command line that trains with given values of the options in ``TUNE``, and with the proposed options."""
     changed = {option.name: given[option.name] for option in TUNE if given[option.name] != option.default}
     return shlex.join(["gas", "train", *(word for item in {**changed, **proposed}.items() for word in _flag(*item))])
 
@@ -85,18 +84,11 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def parse_memory(text: str) -> int:
-    """The number of bytes in a text.
-
-    Example:
-        >>> parse_memory("8GB"), parse_memory("1.5 GiB"), parse_memory("1000")
-        (8000000000, 1610612736, 1000)
-    """
+    """The number of bytes in a text, such as ``8GB``, ``1.5 GiB`` or ``1000``."""
     found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
-    try:
-        if found is not None:
+    if found is not None:
+        with suppress(ValueError, KeyError):
             return int(float(found[1]) * _UNITS[found[2].upper()])
-    except (ValueError, KeyError):
-        pass
     raise InputError("--memory must be a number of bytes, KB, MB, GB or TB", got=repr(text), fix="Write it like 8GB.")
 
 

@@ -12,7 +12,7 @@ import torch
 import typer
 
 from gnnautoscale._util import write_atomically
-from gnnautoscale.cli.display import megabytes, print_json, print_table
+from gnnautoscale.cli.display import Json, megabytes, print_json, print_table
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import bench, figure
 from gnnautoscale.training import describe_machine, pick_device
@@ -28,7 +28,6 @@ Layers = Annotated[int, typer.Option(help="Number of layers.")]
 Epochs = Annotated[int, typer.Option(help="Timed epochs for each number.")]
 Device = Annotated[str, typer.Option(help="Where to compute.")]
 Output = Annotated[Path | None, typer.Option(help="Where to write the numbers, as JSON.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @app.command()

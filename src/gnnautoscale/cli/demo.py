@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gnnautoscale.cli.display import errors, megabytes, percent, print_json, print_table
+from gnnautoscale.cli.display import Json, megabytes, percent, print_json, print_table, say
 from gnnautoscale.errors import InputError
 
 _BATCHES = 10
@@ -19,7 +19,7 @@ _MODES = {"gas": "GAS", "full": "full batch", "history": "naive history"}
 def demo(
     graphs: Annotated[int, typer.Option(help="Number of training graphs of CLUSTER.")] = 80,
     epochs: Annotated[int, typer.Option(help="Number of epochs with histories.")] = 25,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
     """Train a 4-layer GIN on CLUSTER with GAS, in full batch and with naive histories, and compare them."""
     if graphs < 1 or epochs < 1:
@@ -43,7 +43,7 @@ def demo(
             for mode, result in results.items()
         ],
     )
-    errors.print("more about these runs: gas report runs -o report.html", soft_wrap=True)
+    say("more about these runs: gas report runs -o report.html")
 
 
 def _train(mode: str, graphs: int, epochs: int, *, quiet: bool) -> dict[str, Any]:
@@ -51,25 +51,11 @@ def _train(mode: str, graphs: int, epochs: int, *, quiet: bool) -> dict[str, Any
     batch_size = max(1, graphs // _BATCHES)
     if mode == "full":  # one step per epoch
         epochs *= -(-graphs // batch_size)
-    flags = {
-        "data": "cluster",
-        "graphs": graphs,
-        "model": "gin",
-        "layers": 4,
-        "hidden": 32,
-        "mode": mode,
-        "num-parts": graphs,
-        "batch-size": batch_size,
-        "epochs": epochs,
-        "evaluate-every": max(1, epochs // 5),
-        "evaluate-parts": 1,
-        "lr": 0.005,
-        "schedule": "cosine",
-    }
-    command = [sys.executable, "-m", "gnnautoscale.cli", "train", "--json", *(f"--{k}={v}" for k, v in flags.items())]
-    command.append("--no-track-running-stats")  # as in the paper
-    if quiet:
-        command.append("--quiet")
+    flags = f"--data=cluster --graphs={graphs} --num-parts={graphs} --batch-size={batch_size} --mode={mode}"
+    flags += " --model=gin --layers=4 --hidden=32 --no-track-running-stats"  # as in the paper
+    flags += f" --epochs={epochs} --lr=0.005 --schedule=cosine --evaluate-every={max(1, epochs // 5)}"
+    flags += " --evaluate-parts=1 --json" + " --quiet" * quiet
+    command = [sys.executable, "-m", "gnnautoscale.cli", "train", *flags.split()]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout  # noqa: S603
     result: dict[str, Any] = json_format.loads(output)["runs"][0]
     return result

@@ -7,8 +7,9 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -16,6 +17,13 @@ from rich.table import Table
 from gnnautoscale.runs import Epoch, jsonable
 
 errors = Console(stderr=True)
+#: The flag ``--json``.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def say(line: str, **style: Any) -> None:
+    """Print a line for the user on the error stream."""
+    errors.print(line, soft_wrap=True, markup=False, highlight=False, **style)
 
 
 def print_json(value: Any) -> None:
@@ -31,7 +39,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         return
     table = Table(title=title, title_justify="left", title_style="bold")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
+        table.add_column(column, justify="right" if number else "left")
     for row in rows:
         table.add_row(*row)
     Console().print(table)

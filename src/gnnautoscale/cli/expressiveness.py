@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gnnautoscale.cli.display import print_json, print_table
+from gnnautoscale.cli.display import Json, print_json, print_table
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import expressiveness as experiment
 
@@ -19,7 +19,7 @@ def expressiveness(
     partition: Annotated[str, typer.Option(help="How to partition graphs: metis or random.")] = "metis",
     rescale: Annotated[bool, typer.Option(help="Let the baselines' remaining edges stand for those they drop.")] = True,
     lr: Annotated[float, typer.Option(help="Learning rate of 'GAS in training'.")] = 1e-3,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
     """Show which nodes GAS and the baselines can tell apart, beside the Weisfeiler-Lehman test."""
     if draws < 1:
@@ -32,17 +32,17 @@ def expressiveness(
         methods = {method: [draw[method] for draw in found] for method in found[0]}
         colours = int(example.colours.max()) + 1
         facts = {"graph": example.name, "nodes": example.data.num_nodes, "layers": example.layers, "colours": colours}
-        rows.append({**facts, "methods": {method: _facts(results) for method, results in methods.items()}})
+        kept = {
+            method: {"kept": sum(result.same for result in results), "draws": [asdict(result) for result in results]}
+            for method, results in methods.items()
+        }
+        rows.append({**facts, "methods": kept})
         table.append([*map(str, facts.values()), *(_cell(results) for results in methods.values())])
     if json:
         print_json({"draws": draws, **options, "rows": rows})
     else:
         heads = ["graph", "nodes", "layers", "WL colours", *rows[0]["methods"]]
         print_table("Do outputs keep the Weisfeiler-Lehman classes?", heads, table)
-
-
-def _facts(results: Sequence[experiment.Comparison]) -> dict[str, Any]:
-    return {"kept": sum(result.same for result in results), "draws": [asdict(result) for result in results]}
 
 
 def _cell(results: Sequence[experiment.Comparison]) -> str:

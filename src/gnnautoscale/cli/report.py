@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gnnautoscale.cli.display import errors
+from gnnautoscale.cli.display import say
 from gnnautoscale.report import write_report
 
 
@@ -17,5 +17,4 @@ def report(
 ) -> None:
     """Write one HTML page that compares training runs: curves, staleness, errors, parts, time and memory."""
     count = write_report(runs, output)
-    written = f"written: {output}, about {count} {'run' if count == 1 else 'runs'}"
-    errors.print(written, soft_wrap=True, markup=False, highlight=False)
+    say(f"written: {output}, about {count} {'run' if count == 1 else 'runs'}")

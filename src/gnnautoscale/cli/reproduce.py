@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gnnautoscale.cli.display import errors, print_json, print_table
+from gnnautoscale.cli.display import Json, print_json, print_table, say
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import reproduce as paper
 from gnnautoscale.training import OPTIONS, describe_machine, pick_device
@@ -24,7 +24,7 @@ def reproduce(
     jobs: Annotated[int, typer.Option(help="Number of parallel processes.")] = 1,
     root: Annotated[str, typer.Option(help="Folder of the published data sets.")] = "data",
     output: Annotated[Path, typer.Option(help="Folder for results.")] = Path("reproduction"),
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    json: Json = False,
 ) -> None:
     """Run an experiment of the paper and show its results beside the published ones.
 
@@ -40,7 +40,7 @@ def reproduce(
         described = paper.load(name)
         listed = described.jobs(only=only or (), seeds=seeds, device=describe_machine(device))
         folder = output / "runs"
-        failed += paper.run_all(listed, store, root=root, device=device, processes=jobs, runs_dir=folder, show=_say)
+        failed += paper.run_all(listed, store, root=root, device=device, processes=jobs, runs_dir=folder, show=say)
         if not any(store.get(job) for job in listed):
             continue
         report = paper.make_report(described, listed, store)
@@ -50,14 +50,10 @@ def reproduce(
         else:
             print_table(report.title, report.columns, report.rows)
             print("\n".join(report.notes))
-        _say("written: " + ", ".join(map(str, files)))
+        say("written: " + ", ".join(map(str, files)))
     if failed:
         raise InputError(
             "all runs should succeed",
             got=f"{len(failed)} that failed: {', '.join(map(str, failed[:3]))}{' ...' if len(failed) > 3 else ''}",
             fix="See the reasons above; the same command tries these runs again.",
         )
-
-
-def _say(line: str) -> None:
-    errors.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -18,26 +18,14 @@ _FORMAT = "gnnautoscale model 1"
 
 
 def save_model(path: Path, model: nn.Module, options: dict[str, Any]) -> None:
-    """Write a model's weights and options.
-
-    Args:
-        path: The file to write.
-        model: The trained model.
-        options: Its name as ``"model"``, and its options.
-    """
+    """Write a model's weights and its options, with its name as ``"model"``."""
     weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
     content = {"format": _FORMAT, "options": options, "weights": weights}
     write_atomically(path, lambda stream: torch.save(content, stream), rule="the model's file must be writable")
 
 
 def load_model(path: Path, data: Data, num_outputs: int) -> nn.Module:
-    """Build a saved model for a graph and load its weights.
-
-    Args:
-        path: A file that :func:`save_model` wrote.
-        data: A graph with the same features as in training.
-        num_outputs: Number of outputs per node.
-    """
+    """Build a model that :func:`save_model` wrote for a graph with the same features, and load its weights."""
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
         if saved["format"] != _FORMAT:

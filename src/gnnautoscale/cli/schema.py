@@ -1,19 +1,21 @@
-"""Flags and configuration files, both generated from the declared options of data, model and training."""
+"""Flags and configuration files, generated from the declared options of data, model and training; loads the data."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from gnnautoscale._util import Option, OptionGroup, check_names, option, options_of
+from gnnautoscale.data import Dataset, datasets
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import MODELS, model_options
-from gnnautoscale.training import OPTIONS, Option, OptionGroup, check_names, option, options_of
+from gnnautoscale.training import OPTIONS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -56,8 +58,8 @@ def _of_models() -> dict[str, Option]:
     """The options of all models together; what is not given is left to the model."""
     found = {"model": Option("model", str, "gcn", f"One of {', '.join(MODELS)}.", "Model")}
     for model in MODELS:
-        for name, (kind, text) in model_options(model).items():
-            found.setdefault(name, Option(name, kind, None, text, "Model"))
+        for name, each in model_options(model).items():
+            found.setdefault(name, replace(each, default=None, group="Model"))
     return found
 
 
@@ -76,13 +78,34 @@ def chosen(group: type[OptionGroup] | list[Option], options: Mapping[str, Any]) 
     return {name: options[name] for name in names if options[name] is not None}
 
 
-def with_options(options: list[Option], command: Callable[..., None]) -> Callable[..., None]:
-    """Add flags for options to a command.
+def load_dataset(options: dict[str, Any]) -> Dataset:
+    """Load the data set that the options name."""
+    source = options["data"]
+    if source is None:
+        raise InputError(
+            "--data must name a data set or a file",
+            got="nothing",
+            fix="Pass a data set's name (`gas data` lists them) or a file.",
+        )
+    of_file, of_generator = chosen(Files, options), chosen(Generators, options)
+    is_file = source.lower() not in datasets.names() and (Path(source).suffix != "" or Path(source).exists())
+    misplaced = of_generator if is_file else of_file
+    if misplaced:
+        raise InputError(
+            f"{', '.join('--' + name.replace('_', '-') for name in misplaced)} "
+            f"{'belong to generated data sets' if is_file else 'belong to files'}",
+            got=f"--data {source}",
+            fix="Leave them out.",
+        )
+    if is_file:
+        return datasets.from_file(source, split=options["split"], **of_file)
+    return datasets.load(source, options["root"], split=options["split"], **of_generator)
 
-    Args:
-        options: The options. ``--config`` names a TOML file with the same keys; flags win over the file, and the file
-            wins over defaults.
-        command: Takes the values by name as its first argument, then its own arguments.
+
+def with_options(options: list[Option], command: Callable[..., None]) -> Callable[..., None]:
+    """Add flags for options to a command, which takes their values by name as its first argument.
+
+    ``--config`` names a TOML file with the same keys; flags win over the file, and the file wins over defaults.
     """
     hints = get_type_hints(command, include_extras=True)
     own = [
@@ -135,17 +158,7 @@ def _is_integers(each: Option) -> bool:
 
 
 def resolve(options: Iterable[Option], given: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
-    """The values of options: those given, else those of a file, else the defaults.
-
-    Args:
-        options: All options.
-        given: Values of flags by name; ``None`` and empty lists count as not given.
-        file: A TOML file with further values.
-
-    Example:
-        >>> resolve([OPTIONS["lr"], OPTIONS["num_parts"]], {"lr": 0.1, "num_parts": None}, None)
-        {'lr': 0.1, 'num_parts': 8}
-    """
+    """The values of options: those given (not ``None`` or empty), else those of a TOML file, else the defaults."""
     known = {each.name: each for each in options}
     values = {name: each.default for name, each in known.items()}
     if file is not None:

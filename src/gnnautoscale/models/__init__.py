@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import describe_arguments
+from gnnautoscale._util import Option, describe_arguments, options_of
 from gnnautoscale.errors import InputError
 from gnnautoscale.models.operators import APPNP, GAT, GCN, GCNII, GIN, PNA, GraphSAGE
 from gnnautoscale.models.stack import PaperModel, Stack
@@ -42,37 +41,22 @@ MODELS: dict[str, type[PaperModel]] = {
     "pna-jk": PNA,
 }
 
-# The name or the graph determines these.
-_GIVEN = {"in_channels", "out_channels", "degrees", "jumping_knowledge"}
 
-
-def model_options(name: str) -> dict[str, tuple[Any, str]]:
-    """Type and description of the options of a model, by name.
+def model_options(name: str) -> Mapping[str, Option]:
+    """The options of a model, each with type, default and description, by name.
 
     Example:
-        >>> model_options("appnp")["layers"]
-        (<class 'int'>, 'Number of propagations.')
+        >>> layers = model_options("appnp")["layers"]
+        >>> layers.type, layers.default, layers.help
+        (<class 'int'>, 10, 'Number of propagations.')
     """
     if name not in MODELS:
         raise InputError(f"a model is one of {', '.join(MODELS)}", got=repr(name), fix="Choose one of these.")
-    model = MODELS[name]
-    hints = get_type_hints(model)
-    described = {
-        each.name: each.metadata["help"]
-        for base in reversed(model.__mro__)
-        if is_dataclass(base)
-        for each in fields(base)
-        if "help" in each.metadata
-    }
-    return {key: (hints[key], text) for key, text in described.items() if key not in _GIVEN}
+    return options_of(MODELS[name])
 
 
 def check_model_options(name: str, options: Iterable[str]) -> None:
-    """Raise an :class:`InputError` for an option that a model does not have.
-
-    Example:
-        >>> check_model_options("gat", ["heads", "dropout"])
-    """
+    """Raise an :class:`InputError` for an option that a model does not have."""
     known = model_options(name)
     unknown = sorted(set(options) - known.keys())
     if unknown:
@@ -111,4 +95,4 @@ def build_model(name: str, data: Data, num_outputs: int, **options: Any) -> nn.M
 
 
 for _name, _model in MODELS.items():
-    describe_arguments(_model, {key: text for key, (_, text) in model_options(_name).items()})
+    describe_arguments(_model, {key: each.help for key, each in model_options(_name).items()})

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 
+from gnnautoscale._util import option
 from gnnautoscale.errors import InputError
-from gnnautoscale.models.stack import PaperModel, Stack, option
+from gnnautoscale.models.stack import PaperModel, Stack
 
 _AGGREGATORS = ("mean", "min", "max", "std", "var", "sum")
 _SCALERS = ("identity", "amplification", "attenuation")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale._util import option
 from gnnautoscale.errors import InputError
 
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -21,14 +22,9 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
-def option(default: Any, text: str) -> Any:
-    """A field of a model with a description. A subclass that only changes the default inherits the description."""
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(eq=False, repr=False)
-class PaperModel(nn.Module):
-    """A model whose options are the fields of a dataclass, each declared with :func:`option`.
+class PaperModel(nn.Module, ABC):
+    """A model whose options are the fields of a dataclass, each declared with ``option``.
 
     A subclass adds fields or changes their defaults, creates its modules in ``_build``, and computes in ``forward``.
     """
@@ -58,12 +54,13 @@ class PaperModel(nn.Module):
                 if not holds(value):
                     raise InputError(f"{each.name} must be {rule}", got=f"{value}", fix="Change it.")
 
+    @abstractmethod
     def _build(self) -> None:
-        raise NotImplementedError
+        """Create the modules."""
 
+    @abstractmethod
     def decayed_modules(self) -> Iterable[nn.Module]:
         """The modules whose weights decay by ``weight_decay_conv``; the others decay by ``weight_decay_other``."""
-        raise NotImplementedError
 
     def _check_edge_weight(self, edge_weight: Tensor | None) -> None:
         if edge_weight is not None and not self.takes_edge_weight:
@@ -95,9 +92,9 @@ class Stack(PaperModel):
     #: Whether the last linear layer reads the outputs of all layers.
     jumping_knowledge = False
 
+    @abstractmethod
     def _make_layer(self, width_in: int, width_out: int, number: int) -> MessagePassing:
         """Create a layer; ``number`` counts from 1."""
-        raise NotImplementedError
 
     def _make_norm(self) -> nn.Module:
         return nn.BatchNorm1d(self.hidden) if self.batch_norm else nn.Identity()

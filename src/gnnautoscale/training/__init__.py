@@ -6,11 +6,10 @@ It knows nothing about the command line.
 
 from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.checkpoint import latest_checkpoint
-from gnnautoscale.training.feed import Feed, Item, Placement, plain_item
+from gnnautoscale.training.feed import Feed, Placement, plain_item
 from gnnautoscale.training.journal import describe_machine, versions
 from gnnautoscale.training.loop import fit
 from gnnautoscale.training.optimizer import make_optimizer
-from gnnautoscale.training.option import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale.training.options import (
     OPTIONS,
     FitOptions,
@@ -21,7 +20,7 @@ from gnnautoscale.training.options import (
     pick_device,
 )
 from gnnautoscale.training.resume import open_checkpoint
-from gnnautoscale.training.steps import Precision, Steps
+from gnnautoscale.training.steps import Steps
 
 __all__ = [
     "OPTIONS",
@@ -29,23 +28,16 @@ __all__ = [
     "Feed",
     "FitOptions",
     "HistoryDtype",
-    "Item",
     "Optimization",
-    "Option",
-    "OptionGroup",
     "Output",
     "Partitioner",
     "Placement",
-    "Precision",
     "Steps",
-    "check_names",
     "describe_machine",
     "fit",
     "latest_checkpoint",
     "make_optimizer",
     "open_checkpoint",
-    "option",
-    "options_of",
     "pick_device",
     "plain_item",
     "versions",

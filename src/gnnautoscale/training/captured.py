@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnnautoscale.attach import LocalLipschitz, attached
+from gnnautoscale.attach import attached
 from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, ReadyBatch
 from gnnautoscale.training.feed import Feed, Item, plain_item
-from gnnautoscale.training.steps import Precision, Steps
+from gnnautoscale.training.steps import Steps
 from gnnautoscale.transfer import Transfer
 
 # Every CUDA graph takes some of the GPU's memory, however small its batch; further batches run uncaptured.
@@ -32,42 +32,15 @@ _WARM_UP = 2
 class Engine(Steps):
     """Trains an autoscaled model on the batches of a feed.
 
-    On a GPU each batch's step is captured as a CUDA graph if batches come back unchanged and the model does the same
-    in every step; :attr:`how` says so, or why not.
-
-    Args:
-        model: The autoscaled model.
-        optimizer: Updates its weights; with ``capturable=True`` on a GPU.
-        feed: Gives the batches and their targets.
-        grad_norm: Norm that gradients are clipped to.
-        penalty: Local Lipschitz penalty.
-        penalty_weight: Its weight in the loss.
-        precision: Of matrix products: full, TF32 inside products, or bfloat16 by autocast.
-        capture: Whether steps may be captured.
+    On a GPU each batch's step is captured as a CUDA graph if ``capture`` allows it, batches come back unchanged and the
+    model does the same in every step; :attr:`how` says so, or why not. The optimizer needs ``capturable=True`` there.
+    Further arguments are those of :class:`Steps`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        feed: Feed,
-        *,
-        grad_norm: float | None = None,
-        penalty: LocalLipschitz | None = None,
-        penalty_weight: float = 0.0,
-        precision: Precision = "float32",
-        capture: bool = True,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, *, capture: bool = True, **further: Any
     ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            feed.task,
-            feed.device,
-            grad_norm=grad_norm,
-            penalty=penalty,
-            penalty_weight=penalty_weight,
-            precision=precision,
-        )
+        super().__init__(model, optimizer, feed.task, feed.device, **further)
         self._feed = feed
         self._scaler = attached(model)
         self._warm_up = _WARM_UP
@@ -101,7 +74,7 @@ class Engine(Steps):
     def _obstacle(self, capture: bool) -> str | None:
         if not capture:
             return "this was asked for"
-        if self.device.type != "cuda":
+        if not self.on_gpu:
             return "there is no GPU"
         if not self._feed.fixed:
             return "parts are drawn into new batches every epoch (use one part per batch, no shuffling, or drawings)"
@@ -112,7 +85,7 @@ class Engine(Steps):
     @contextmanager
     def running(self) -> Iterator[None]:
         """The context of everything that touches the model while it trains; on a GPU it has a stream of its own."""
-        if self.device.type != "cuda":
+        if not self.on_gpu:
             yield
             return
         main, stream = torch.cuda.current_stream(self.device), _training_stream(self.device)
@@ -135,15 +108,9 @@ class Engine(Steps):
         after_step: Callable[[Item], None] | None = None,
         then: Callable[[], ReadyBatch | None] | None = None,
     ) -> float:
-        """Train on some batches.
+        """Train on batches of the training graph; returns the mean loss over all targets, without the penalty.
 
-        Args:
-            batches: Batches of the training graph, in order.
-            after_step: Called with each of them after its step.
-            then: Gives the first batch of the next epoch, if it is known at the end of this one.
-
-        Returns:
-            The mean loss over all training rows, without the penalty.
+        ``then`` gives the first batch of the next epoch, if it is known at the end of this one.
         """
         return self.train(self._feed.items(batches, then), after_step)
 
@@ -237,14 +204,8 @@ class Engine(Steps):
         """The model's output for the whole training graph as one batch, in evaluation mode.
 
         On a GPU a batch that comes back stays there, and from the third pass on a captured one is replayed if nothing
-        stands in the way. Another batch takes its place.
-
-        Args:
-            batch: All nodes of the training graph.
-            refresh: Whether to write all histories on the way, which must be in device memory then.
-
-        Returns:
-            The output on the model's device, ``[num_nodes, num_outputs]``; the next call overwrites it.
+        stands in the way. Another batch takes its place. A refresh also writes all histories, which must be in device
+        memory then. The output, ``[num_nodes, num_outputs]``, is on the model's device; the next call overwrites it.
         """
         comes_back = self._whole is not None and self._whole() is batch.info
         if not comes_back:
@@ -281,10 +242,7 @@ class Engine(Steps):
 
 @cache
 def _training_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all training on a device, since PyTorch keeps work space on the GPU for each stream.
-
-    A step comes before the transfers beside it where both want the same part of the GPU.
-    """
+    """The one stream of all training, since PyTorch keeps work space for each; steps precede transfers beside them."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     return stream
 

@@ -10,18 +10,9 @@ import torch
 
 
 class Clock:
-    """Adds up the time of named pieces of work; time inside a nested piece counts for that piece only.
+    """Adds up the seconds of named pieces of work in place; time inside a nested piece counts for that piece only.
 
-    Args:
-        seconds: Seconds by name, updated in place.
-        device: Where the work runs. A GPU is waited for, so that work counts for the piece that launched it.
-
-    Example:
-        >>> clock = Clock({}, torch.device("cpu"))
-        >>> with clock("train"):
-        ...     pass
-        >>> clock.total("train") > 0
-        True
+    It waits for a GPU, so that work counts for the piece that launched it.
     """
 
     def __init__(self, seconds: dict[str, float], device: torch.device) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from gnnautoscale._util import available_memory
 from gnnautoscale.training.options import FitOptions
-from gnnautoscale.training.strategies import HistoryStrategy, SubgraphStrategy
+from gnnautoscale.training.strategies import Strategy
 
 # Messages of plain RuntimeErrors that mean a lack of memory.
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "CUDA error: out of memory")
@@ -20,14 +20,8 @@ _LEAST_SHARE = 0.1
 
 
 @contextmanager
-def explained(strategy: HistoryStrategy | SubgraphStrategy, epoch: int, options: FitOptions) -> Iterator[None]:
-    """Add place and remedy to the known failures of an epoch.
-
-    Args:
-        strategy: Trains.
-        epoch: Number of the epoch.
-        options: Its options, with the effects of the mode.
-    """
+def explained(strategy: Strategy, epoch: int, options: FitOptions) -> Iterator[None]:
+    """Add place and remedy to the known failures of an epoch; the options have the effects of the mode."""
     try:
         yield
     except FloatingPointError as error:
@@ -46,28 +40,26 @@ def explained(strategy: HistoryStrategy | SubgraphStrategy, epoch: int, options:
         raise
 
 
-def _place(strategy: HistoryStrategy | SubgraphStrategy, epoch: int) -> str:
+def _place(strategy: Strategy, epoch: int) -> str:
     if not strategy.between:
         return f"in batch {strategy.done + 1} of epoch {epoch}"
     return f"after batch {strategy.done} of epoch {epoch}" if strategy.done else f"after epoch {epoch}"
 
 
-def _remedy(error: BaseException, strategy: HistoryStrategy | SubgraphStrategy, options: FitOptions) -> str:
+def _remedy(error: BaseException, strategy: Strategy, options: FitOptions) -> str:
     """What to change, and by how much, after an allocation failed."""
     reason = (str(error) or type(error).__name__).splitlines()[0]
     problem, share = f"There is not enough memory ({reason})", _share(error)
     if strategy.between and strategy.evaluates_at_once:
         return f"{problem} to evaluate on the whole graph at once."
     if strategy.between and options.evaluate_parts is not None:
-        return f"{problem}. Raise evaluate_parts from {_larger(options.evaluate_parts, share)}."
-    if options.batch_size == 1:
-        return f"{problem}. Raise num_parts from {_larger(options.num_parts, share)}."
-    smaller = max(1, int(options.batch_size * share))
-    return f"{problem}. Lower batch_size from {options.batch_size} to {smaller}, or raise num_parts."
-
-
-def _larger(count: int, share: float) -> str:
-    return f"{count} to {math.ceil(count / share)}"
+        name, count = "evaluate_parts", options.evaluate_parts
+    elif options.batch_size == 1:
+        name, count = "num_parts", options.num_parts
+    else:
+        smaller = max(1, int(options.batch_size * share))
+        return f"{problem}. Lower batch_size from {options.batch_size} to {smaller}, or raise num_parts."
+    return f"{problem}. Raise {name} from {count} to {math.ceil(count / share)}."
 
 
 def _share(error: BaseException) -> float:
@@ -85,12 +77,7 @@ def _share(error: BaseException) -> float:
 
 
 def _bytes(text: str) -> int | None:
-    """The bytes that could not be allocated, if an error names them.
-
-    Example:
-        >>> _bytes("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 ...")
-        1610612736
-    """
+    """The bytes that could not be allocated, if an error names them: ``Tried to allocate 1.50 GiB``."""
     found = re.search(r"allocate ([\d.]+) ?(bytes|[KMGT]iB)", text)
     if found is None:
         return None

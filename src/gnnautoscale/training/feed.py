@@ -37,11 +37,8 @@ _SLACK = 1.1
 class Item:
     """A training batch on the compute device.
 
-    Attributes:
-        batch: The model's argument.
-        rows: The rows of the model's output that the loss takes, ``[num_rows]``, or ``None`` for all own nodes.
-        targets: Their targets, ``[num_targets, ...]``.
-        version: The feed's version when the batch was placed, or ``None`` if it is not packed.
+    The loss takes ``rows`` of the model's output, ``[num_rows]``, or all if ``None``, and their ``targets``,
+    ``[num_targets, ...]``. ``version`` is the feed's when the batch was placed, or ``None`` if it is not packed.
     """
 
     batch: Data
@@ -57,27 +54,17 @@ class Item:
 
 
 def plain_item(batch: Data, task: Task, device: torch.device) -> Item:
-    """Move a batch without packing it.
-
-    Args:
-        batch: A batch of a training graph.
-        task: Selects what to train on.
-        device: The compute device.
-    """
+    """Move a batch without packing it; the task selects what to train on."""
     rows, targets = task.targets(batch)
     return Item(batch.to(str(device)), None if rows is None else rows.to(device), targets.to(device))
 
 
 @dataclass(eq=False)
 class _Package:
-    """A batch in one buffer.
+    """A batch in one buffer, on the GPU or in pinned host memory.
 
-    Attributes:
-        info: Where the batch lies in its graph.
-        places: Where its rows lie in histories.
-        layout: The type, shape and first byte of each tensor.
-        buffer: The bytes, on the GPU or in pinned host memory.
-        item: The batch with its tensors in the buffer itself; ``None`` if they are copied for each step.
+    ``layout`` has the type, shape and first byte of each tensor. ``item`` is the batch with its tensors in the buffer
+    itself, or ``None`` if they are copied for each step.
     """
 
     info: BatchInfo
@@ -112,14 +99,10 @@ class _Package:
 
 
 class Feed:
-    """Gives training steps their batches.
+    """Gives training steps of an autoscaled model their batches.
 
-    Args:
-        model: The autoscaled model, on the compute device.
-        task: Selects what to train on.
-        placement: Where packed batches live: ``"device"``, ``"host"``, or ``"auto"`` for the device if they fit.
-        fixed: Whether the same batches come back every epoch.
-        num_batches: Number of batches of an epoch.
+    The task selects what to train on. Packed batches live where ``placement`` says; with ``"auto"`` on the device if
+    all of an epoch's ``num_batches`` fit. ``fixed`` batches come back every epoch.
     """
 
     def __init__(
@@ -145,9 +128,7 @@ class Feed:
     ) -> Iterator[Item]:
         """The batches of an epoch on the compute device; each is valid until the next is asked for.
 
-        Args:
-            batches: The batches, in order.
-            then: Gives the first batch of the next epoch, if it is known at the end of this one.
+        ``then`` gives the first batch of the next epoch, if it is known at the end of this one.
         """
         batches = iter(batches)
         # On a GPU the first is not packed: what the model does with edges is known only once it has run.

@@ -5,6 +5,7 @@ Nothing here waits for a GPU or takes part in a captured step.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,45 +21,21 @@ _MOST_WAITING = 256
 class Flow:
     """Follows which rows of histories steps pull and push, part by part.
 
-    A batch consists of parts, so all rows of a part are written at the same time.
-
-    Args:
-        labels: The part of each node, ``[num_nodes]``.
-
-    Attributes:
-        steps: Number of steps so far.
-
-    Example:
-        A graph of two parts, 0 and 1 | 2; each is the other's halo.
-
-        >>> from gnnautoscale.graph.loader import HaloLoader
-        >>> from torch_geometric.data import Data
-        >>> data = Data(edge_index=torch.tensor([[0, 1, 2], [1, 2, 1]]), num_nodes=3, x=torch.ones(3, 1))
-        >>> loader = HaloLoader(data, partition=torch.tensor([0, 0, 1]))
-        >>> flow = Flow(loader.labels)
-        >>> for batch in loader:
-        ...     flow.step(batch.edge_index.info)
-        >>> flow.taken(row_bytes=8)
-        {'pulled_bytes': 16, 'pushed_bytes': 24, 'hit_ratio': 0.5, 'age': {'mean': 1.0, 'max': 1}}
+    A batch consists of parts, so all rows of a part are written at the same time. ``labels`` holds the part of each
+    node, ``[num_nodes]``, and ``steps`` counts steps.
     """
 
     def __init__(self, labels: Tensor) -> None:
         self._labels = labels
-        self._num_parts = int(labels.max()) + 1
         self.steps = 0
         # The step after which each part's rows were written last; -1 for never.
-        self._written = np.full(self._num_parts, -1)
-        self._sums: dict[str, int] = {}
+        self._written = np.full(int(labels.max()) + 1, -1)
+        self._sums: Counter[str] = Counter()
         # Steps that are not counted yet; counting many of them at a time is much faster.
         self._waiting: list[tuple[_Parts, bool]] = []
 
     def step(self, info: BatchInfo, *, skips_shared: bool = False) -> None:
-        """Count a step that is done.
-
-        Args:
-            info: Its batch.
-            skips_shared: Whether it found the rows that the step before wrote without a pull.
-        """
+        """Count a step; with ``skips_shared`` it found the rows that the step before it wrote without a pull."""
         self.steps += 1
         self._waiting.append((self._parts(info), skips_shared))
         if len(self._waiting) >= _MOST_WAITING:
@@ -75,15 +52,8 @@ class Flow:
                 hits = int(rows.sum())
             ages = step - written
             moved = batch.num_halo - (int(rows[ages == 1].sum()) if skips_shared else 0)
-            for name, value in (
-                ("pulled", batch.num_halo),
-                ("moved", moved),
-                ("pushed", batch.batch_size),
-                ("hits", hits),
-                ("ages", int(rows @ ages)),
-            ):
-                sums[name] = sums.get(name, 0) + value
-            sums["oldest"] = max(sums.get("oldest", 0), int(ages.max(initial=0)))
+            sums.update(pulled=batch.num_halo, moved=moved, pushed=batch.batch_size, hits=hits, ages=int(rows @ ages))
+            sums["oldest"] = max(sums["oldest"], int(ages.max(initial=0)))
             self._written[batch.own] = step
         self._waiting.clear()
 
@@ -99,14 +69,10 @@ class Flow:
         return torch.from_numpy(ages)[self._labels]
 
     def taken(self, row_bytes: int) -> dict[str, Any]:
-        """What steps moved since the last call; empty if they pulled nothing.
-
-        Args:
-            row_bytes: Bytes of a node's rows in all histories together.
-        """
+        """What steps moved since the last call, if anything; a node has ``row_bytes`` in all histories together."""
         self._count()
-        sums, self._sums = self._sums, {}
-        if not sums.get("pulled"):
+        sums, self._sums = self._sums, Counter()
+        if not sums["pulled"]:
             return {}
         hits = sums["hits"]
         return {
@@ -126,19 +92,16 @@ class Flow:
         if state is None:
             self.refreshed()
             return
-        self.steps, self._sums = state["steps"], dict(state["sums"])
+        self.steps, self._sums = state["steps"], Counter(state["sums"])
         self._written[:] = state["written"].numpy()
 
     def _parts(self, info: BatchInfo) -> _Parts:
-        return info.derive(self, lambda: self._count_parts(info))
+        def count() -> _Parts:
+            rows = torch.bincount(self._labels[info.halo])
+            own, halo = (counts.nonzero().squeeze(1) for counts in (torch.bincount(self._labels[info.nodes]), rows))
+            return _Parts(own.numpy(), halo.numpy(), rows[halo].numpy(), info.batch_size, info.num_halo)
 
-    def _count_parts(self, info: BatchInfo) -> _Parts:
-        own, halo = (
-            torch.bincount(self._labels[nodes], minlength=self._num_parts) for nodes in (info.nodes, info.halo)
-        )
-        parts = halo.nonzero().squeeze(1)
-        own = own.nonzero().squeeze(1)
-        return _Parts(own.numpy(), parts.numpy(), halo[parts].numpy(), info.batch_size, info.num_halo)
+        return info.derive(self, count)
 
 
 class _Parts(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,34 +22,26 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import Epoch, FitResult, RunFolder
 from gnnautoscale.tasks import Task
-from gnnautoscale.training.strategies import HistoryStrategy, SubgraphStrategy
+from gnnautoscale.training.strategies import Strategy
 
-# The share of the training time that measuring errors may take if nobody says how often to.
-_SHARE = 0.02
-# The share of the free memory that it may take then, and how much it needs for each value in histories.
-_MEMORY_SHARE, _BYTES_PER_VALUE = 0.5, 48
-# Into how many groups parts are put to say which pull from which, and for how many of them sizes are told.
+# With every="auto": the share of the training time that measuring errors may take, the share of the free memory, and
+# the bytes needed for each value in histories.
+_SHARE, _MEMORY_SHARE, _BYTES_PER_VALUE = 0.02, 0.5, 48
+# The most groups of parts whose pulls are told apart, and the most parts whose sizes are listed.
 _MOST_GROUPS, _MOST_BATCHES = 48, 512
 
 
 class Journal:
-    """Follows a training run and writes its folder; without one it does nothing.
+    """Follows a training run and writes its folder and for TensorBoard; without a folder it does nothing.
 
-    Args:
-        folder: The folder, if there is one.
-        strategy: How the run is trained.
-        model: The model.
-        loader: Cuts the training graph into batches with a halo; ``None`` in modes that have none.
-        task: What is learned.
-        what: What to measure besides what each epoch takes and moves.
-        every: When to: "auto", "never", or a number of epochs.
-        board: Where numbers are written for TensorBoard too.
+    ``loader`` is ``None`` in modes without a halo. ``what`` to measure comes on top of what each epoch takes and moves,
+    and ``every`` says when: "auto", "never", or a number of epochs.
     """
 
     def __init__(
         self,
         folder: RunFolder | None,
-        strategy: HistoryStrategy | SubgraphStrategy,
+        strategy: Strategy,
         model: nn.Module,
         loader: HaloLoader | None,
         task: Task,
@@ -60,20 +53,13 @@ class Journal:
         self._folder, self._strategy, self._model, self._loader = folder, strategy, model, loader
         self._task, self._every, self._board = task, str(every), board
         # One batch of all nodes pulls nothing that could be stale.
-        halo = loader is not None and len(loader) > 1
         able = folder is not None and loader is not None
-        self._what = [name for name in what if halo or name != "staleness"] if able else []
+        self._what = [name for name in what if name != "staleness" or len(loader or ()) > 1] if able else []
         self._spent = self._last_cost = 0.0
         self._probed: int | None = None
 
     def is_due(self, epoch: int, *, last: bool, trained: float) -> bool:
-        """Whether errors are to be measured after an epoch.
-
-        Args:
-            epoch: The epoch.
-            last: Whether no other follows.
-            trained: Seconds of training so far.
-        """
+        """Whether to measure errors after an epoch; ``trained`` is the training time so far, in seconds."""
         if not self._what or self._every == "never" or self._probed == epoch:
             return False
         if self._every != "auto":
@@ -85,8 +71,7 @@ class Journal:
         """Measure errors with weights and histories as they are now."""
         if self._loader is None:
             return
-        flow = getattr(self._strategy, "flow", None)
-        ages = None if flow is None else flow.ages()
+        ages = None if self._strategy.flow is None else self._strategy.flow.ages()
         try:
             found = diagnose(self._model, self._loader, self._what, ages=ages, task=self._task)
         except (RuntimeError, MemoryError) as error:  # such as a lack of memory: no reason to end a run of days
@@ -105,15 +90,8 @@ class Journal:
         measured = self._strategy.measured()
         times = measured.pop("time")
         times["compute"] = max(epoch.seconds - sum(times.values()), 0.0)
-        self._write(
-            {
-                **epoch_record(epoch),
-                "steps": self._strategy.steps,
-                "memory": memory,
-                "time": times,
-                **measured,
-            }
-        )
+        own = {"steps": self._strategy.steps, "memory": memory, "time": times}
+        self._write({**epoch_record(epoch), **own, **measured})
 
     def finish(self, result: FitResult) -> None:
         """Write down what the run gave."""
@@ -144,15 +122,9 @@ class Journal:
 
 
 def epoch_record(epoch: Epoch) -> dict[str, Any]:
-    """What is written down about an epoch even if nobody measured what it took."""
-    return {
-        "kind": "epoch",
-        "epoch": epoch.number,
-        "loss": epoch.loss,
-        "scores": epoch.scores,
-        "learning_rate": epoch.learning_rate,
-        "seconds": epoch.seconds,
-    }
+    """The record of an epoch, without measurements of its steps."""
+    values = asdict(epoch)
+    return {"kind": "epoch", "epoch": values.pop("number"), **values}
 
 
 # What a run is #######################################################################################################
@@ -161,15 +133,7 @@ def epoch_record(epoch: Epoch) -> dict[str, Any]:
 def describe_run(
     options: dict[str, Any], dataset: Dataset, task: Task, model: nn.Module, loader: HaloLoader | None
 ) -> dict[str, Any]:
-    """What a run is, as plain values.
-
-    Args:
-        options: The options of training.
-        dataset: What it is trained on.
-        task: What is learned.
-        model: The model.
-        loader: Cuts the training graph into parts, if there is a halo.
-    """
+    """What a run is, as plain values; ``loader`` cuts the training graph into parts, if the mode has a halo."""
     graph = dataset.train
     built: dict[str, Any] = getattr(model, "built_from", {})
     name = built.get("model", type(model).__name__.lower())
@@ -191,16 +155,7 @@ def describe_run(
 
 
 def describe_machine(device: str, threads: int | None = None) -> str:
-    """What results are made on, in words.
-
-    Args:
-        device: Where is computed.
-        threads: Number of threads of a CPU; by default PyTorch's in this process.
-
-    Example:
-        >>> describe_machine("cpu", 1).endswith(", 1 thread)")
-        True
-    """
+    """The GPU's name, or the CPU's architecture and number of threads, by default PyTorch's in this process."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(torch.device(device))
     threads = torch.get_num_threads() if threads is None else threads
@@ -210,16 +165,8 @@ def describe_machine(device: str, threads: int | None = None) -> str:
 def describe_parts(edge_index: Tensor, labels: Tensor) -> dict[str, Any]:
     """How large parts are, and which of them pull from which, as if each were a batch of its own.
 
-    Args:
-        edge_index: Sources and targets, ``[2, num_edges]``.
-        labels: The part of each node, ``[num_nodes]``.
-
-    Example:
-        >>> parts = describe_parts(torch.tensor([[0, 1, 2], [1, 2, 1]]), torch.tensor([0, 0, 1]))
-        >>> parts["halo"]  # part 0 pulls 1 row for 2 nodes, part 1 pulls 1 row for 1 node
-        [[0.0, 0.5], [1.0, 0.0]]
-        >>> parts["batches"]
-        {'nodes': [2, 1], 'halo': [1, 1], 'edges_inside': [1, 0], 'edges_crossing': [1, 1]}
+    ``edge_index`` is ``[2, num_edges]``, and ``labels`` the part of each node, ``[num_nodes]``. ``halo`` in the result
+    has the rows that a group of parts pulls from another, per node.
     """
     sizes = torch.bincount(labels)
     count, num_nodes = sizes.numel(), labels.numel()
@@ -263,14 +210,9 @@ def versions() -> dict[str, str]:
 
 
 class Board:
-    """Writes the numbers of records for TensorBoard.
+    """Writes the numbers of records for TensorBoard, from an epoch on; what a folder has from there on is dropped."""
 
-    Args:
-        path: The folder for its files.
-        first: The first epoch that is written; what is there from this one on is dropped.
-    """
-
-    def __init__(self, path: Path, first: int = 1) -> None:
+    def __init__(self, path: Path, first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(path), purge_step=first)
@@ -298,12 +240,7 @@ def check_tensorboard() -> None:
 
 
 def _scalars(prefix: str, value: Any) -> dict[str, float]:
-    """All numbers in nested values, by their path; items of lists go by their layer.
-
-    Example:
-        >>> _scalars("", {"loss": 0.5, "age": {"mean": 2.0}, "layers": [{"layer": "convs.0", "bound": 1.0}]})
-        {'loss': 0.5, 'age/mean': 2.0, 'convs.0/bound': 1.0}
-    """
+    """All numbers in nested values, by a path such as ``age/mean``; items of lists go by their layer."""
     if isinstance(value, dict):
         items = [(prefix if name == "layers" else f"{prefix}/{name}", item) for name, item in value.items()]
     elif isinstance(value, list):

@@ -20,14 +20,14 @@ from gnnautoscale.attach import LocalLipschitz, autoscale, is_autoscaled
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
-from gnnautoscale.runs import Epoch, FitResult, check_run_dir
+from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder, check_run_dir
 from gnnautoscale.tasks import Task, task_for
 from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.checkpoint import Checkpoint
 from gnnautoscale.training.clock import Clock
 from gnnautoscale.training.faults import explained
 from gnnautoscale.training.feed import Feed
-from gnnautoscale.training.journal import Board, Journal, check_tensorboard, describe_run
+from gnnautoscale.training.journal import Board, Journal, check_tensorboard, describe_run, epoch_record
 from gnnautoscale.training.optimizer import LearningRate, make_optimizer
 from gnnautoscale.training.options import OPTIONS, FitOptions
 from gnnautoscale.training.resume import (
@@ -36,11 +36,11 @@ from gnnautoscale.training.resume import (
     check_same_run,
     labels_of,
     open_checkpoint,
-    open_run_folder,
     stop_requests,
 )
 from gnnautoscale.training.strategies import (
     HistoryStrategy,
+    Strategy,
     SubgraphStrategy,
     data_key,
     halo_loaders,
@@ -96,17 +96,14 @@ def fit(  # noqa: D417 - the options are filled in below
     return _train(model, dataset, task, given, callback)
 
 
-def _signature() -> inspect.Signature:
-    """The arguments of ``fit`` with one keyword for each option."""
-    *own, task, callback, _ = inspect.signature(fit).parameters.values()
-    options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
-        for name, option in OPTIONS.items()
-    ]
-    return inspect.Signature([*own, task, *options, callback], return_annotation=FitResult)
-
-
-fit.__signature__ = _signature()  # type: ignore[attr-defined]
+*_own, _callback, _ = inspect.signature(fit).parameters.values()
+_options = (
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
+    for name, option in OPTIONS.items()
+)
+fit.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [*_own, *_options, _callback], return_annotation=FitResult
+)
 describe_arguments(fit, {name: option.help for name, option in OPTIONS.items()})
 
 
@@ -126,7 +123,7 @@ def _train(
     clock = Clock(result.seconds, device)
     optimizer = make_optimizer(model.to(device), options)
     rate = LearningRate(optimizer, options.schedule, options.epochs)
-    strategy: HistoryStrategy | SubgraphStrategy
+    strategy: Strategy
     loader: HaloLoader | None = None
     if options.has_histories:
         labels = None if checkpoint is None else labels_of(checkpoint, dataset.train.num_nodes)
@@ -154,7 +151,6 @@ def _train(
     ):
         if checkpoint is not None:
             run.load(checkpoint)
-        result.connectivity = strategy.connectivity
         journal = files.enter_context(_open_journal(given, dataset, task, run, loader, checkpoint))
 
         def save() -> None:
@@ -230,11 +226,10 @@ def _train(
             with explained(strategy, len(result.epochs), options):
                 result.epochs[-1] = replace(result.epochs[-1], scores=scores_now())
             keep_if_best(result.epochs[-1])
-        result.how, result.storage = strategy.how, strategy.storage
+        strategy.describe(result)
         on_failure.pop_all()
     model.load_state_dict(run.best_weights)
     result.peak_memory = peak.num_bytes
-    result.history_bytes = strategy.history_bytes
     journal.finish(result)
     return result
 
@@ -247,7 +242,7 @@ def _with_histories(
     task: Task,
     options: FitOptions,
 ) -> HistoryStrategy:
-    """Attach histories to the model and train it with them."""
+    """Attach histories to the model; returns what trains it with them."""
     name, loader = options.history_dtype, loaders["train"]
     autoscale(
         model,
@@ -281,11 +276,16 @@ def _open_journal(
     loader: HaloLoader | None,
     checkpoint: Checkpoint | None,
 ) -> Journal:
-    """Open the run's folder, if it has one."""
-    folder, board = None, None
+    """Open the run's folder, if it has one: a new one, or that of the run that a checkpoint resumes."""
+    folder, board, epochs = None, None, run.result.epochs
     if options.run_dir is not None:
-        about = describe_run(options.to_dict(), dataset, task, run.model, loader)
-        folder = open_run_folder(options, about, checkpoint, run.result)
-        board = Board(folder.path, len(run.result.epochs) + 1) if options.tensorboard else None
+        path, about = Path(options.run_dir), describe_run(options.to_dict(), dataset, task, run.model, loader)
+        if checkpoint is not None and (path / RUN).exists():
+            folder = RunFolder.reopen(path, about, epoch=len(epochs), free=options.may_change())
+        else:
+            folder = RunFolder.create(path, about)
+            for epoch in epochs:  # of a run that resumes with a new folder
+                folder.append(epoch_record(epoch))
+        board = Board(folder.path, len(epochs) + 1) if options.tensorboard else None
     what, every = options.diagnose, options.diagnose_every
     return Journal(folder, run.strategy, run.model, loader, task, what=what, every=every, board=board)

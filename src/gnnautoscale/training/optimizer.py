@@ -6,24 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.training.options import Optimization, Schedule
 
 
 def make_optimizer(model: nn.Module, options: Optimization) -> torch.optim.Optimizer:
-    """Adam with the two weight-decay groups of the paper's experiments; its steps on a GPU can be captured.
-
-    Args:
-        model: The model, on its device.
-        options: Learning rate and weight decay.
-
-    Example:
-        >>> from gnnautoscale.models import APPNP
-        >>> optimizer = make_optimizer(APPNP(8, 3), Optimization(weight_decay=0.1, weight_decay_other=0.0))
-        >>> [group["weight_decay"] for group in optimizer.param_groups]
-        [0.1, 0.0]
-    """
+    """Adam with the two weight-decay groups of the paper's experiments; its steps on a GPU can be captured."""
     named = getattr(model, "decayed_modules", None)
     modules = named() if named else [module for module in model.modules() if isinstance(module, MessagePassing)]
     first = {id(weight): weight for module in modules for weight in module.parameters()}
@@ -42,37 +32,27 @@ def make_optimizer(model: nn.Module, options: Optimization) -> torch.optim.Optim
 
 
 class LearningRate:
-    """Updates the learning rate after each epoch.
-
-    Args:
-        optimizer: Holds the rates.
-        schedule: See :func:`gnnautoscale.fit`.
-        epochs: Number of epochs.
-    """
+    """Updates the learning rate after each epoch, see the option ``schedule``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, epochs: int) -> None:
-        self._plateau = self._cosine = None
+        self._scheduler: lr_scheduler.ReduceLROnPlateau | lr_scheduler.CosineAnnealingLR | None = None
         if schedule == "plateau":
-            self._plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                optimizer, mode="max", factor=0.5, patience=9, threshold=0.0
-            )
+            self._scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=9, threshold=0.0)
         elif schedule == "cosine":
-            self._cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
+            self._scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
 
     def step(self, val_score: float | None) -> None:
         """Update the rate, with the validation score if the epoch was evaluated."""
-        if self._cosine is not None:
-            self._cosine.step()
-        elif self._plateau is not None and val_score is not None:
-            self._plateau.step(val_score)
+        if isinstance(self._scheduler, lr_scheduler.CosineAnnealingLR):
+            self._scheduler.step()
+        elif self._scheduler is not None and val_score is not None:
+            self._scheduler.step(val_score)
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
-        scheduler = self._plateau or self._cosine
-        return {} if scheduler is None else dict(scheduler.state_dict())
+        return {} if self._scheduler is None else dict(self._scheduler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        scheduler = self._plateau or self._cosine
-        if scheduler is not None:
-            scheduler.load_state_dict(state)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state)

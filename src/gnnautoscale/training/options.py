@@ -7,17 +7,17 @@ all follow from these dataclasses.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
+from gnnautoscale._util import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale.analysis import Diagnostic
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import check_fan_out
 from gnnautoscale.history import Storage, check_storage
 from gnnautoscale.training.feed import Placement
-from gnnautoscale.training.option import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale.training.steps import Precision
 
 Mode = Literal["gas", "full", "history", "cluster", "sage"]
@@ -201,13 +201,7 @@ OPTIONS: Mapping[str, Option] = {name: each for group in GROUPS for name, each i
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output):
-    """All options of one training run, checked; ``device`` is a real one.
-
-    Example:
-        >>> options = FitOptions.of({"num_parts": 4, "refresh_every": "5", "device": "cpu"})
-        >>> options.num_parts, options.refresh_every, options.lr
-        (4, 5, 0.01)
-    """
+    """All options of one training run, checked; ``device`` is a real one."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> FitOptions:
@@ -224,22 +218,18 @@ class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output
             raise InputError(
                 f"batch_size must be at most num_parts, {self.num_parts}", got=str(self.batch_size), fix="Lower it."
             )
-        if not self.has_histories:
-            self._refuse_options_of_histories()
-        if self.mode == "sage":
-            check_fan_out(self.fan_out)
-        elif self.fan_out is not None:
-            raise InputError("fan_out belongs to mode 'sage'", got=f"it with mode {self.mode!r}", fix="Leave it out.")
-        object.__setattr__(self, "device", pick_device(self.device))
-
-    def _refuse_options_of_histories(self) -> None:
         for name, each in OPTIONS.items():
-            if each.needs_histories and getattr(self, name) != each.default:
+            if each.needs_histories and not self.has_histories and getattr(self, name) != each.default:
                 raise InputError(
                     f"{name} must be {each.default!r} with mode {self.mode!r}, which has no histories",
                     got=repr(getattr(self, name)),
                     fix="Leave it out, or choose another mode.",
                 )
+        if self.mode == "sage":
+            check_fan_out(self.fan_out)
+        elif self.fan_out is not None:
+            raise InputError("fan_out belongs to mode 'sage'", got=f"it with mode {self.mode!r}", fix="Leave it out.")
+        object.__setattr__(self, "device", pick_device(self.device))
 
     @property
     def has_histories(self) -> bool:
@@ -261,8 +251,8 @@ class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output
 
     def to_dict(self) -> dict[str, Any]:
         """All options as plain values, for JSON."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in OPTIONS}
+        values = {name: getattr(self, name) for name in OPTIONS}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def default_device() -> str:
@@ -271,12 +261,7 @@ def default_device() -> str:
 
 
 def pick_device(device: str) -> str:
-    """Check the name of a device; ``"auto"`` becomes a real one.
-
-    Example:
-        >>> pick_device("cpu")
-        'cpu'
-    """
+    """Check the name of a device; ``"auto"`` becomes a real one."""
     if device == "auto":
         device = default_device()
     try:

@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gnnautoscale._util import random_states, set_random_states
 from gnnautoscale.errors import InputError
-from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder
+from gnnautoscale.runs import Epoch, FitResult
 from gnnautoscale.training.checkpoint import (
     Checkpoint,
     latest_checkpoint,
@@ -25,33 +24,21 @@ from gnnautoscale.training.checkpoint import (
     load_latest,
     save_checkpoint,
 )
-from gnnautoscale.training.journal import epoch_record
 from gnnautoscale.training.optimizer import LearningRate
 from gnnautoscale.training.options import FitOptions
-from gnnautoscale.training.strategies import HistoryStrategy, SubgraphStrategy
+from gnnautoscale.training.strategies import Strategy
 
 _SAME_DATA = "Use the data of the first run."
 
 
 @dataclass
 class RunState:
-    """Everything that changes during a training run.
-
-    Attributes:
-        model: The model.
-        optimizer: Updates its weights.
-        rate: Updates the learning rate.
-        strategy: Trains.
-        result: The results so far.
-        device: Where the model is.
-        best_weights: The weights of the best epoch so far.
-        batches: Number of batches so far.
-    """
+    """Everything that changes during a training run; ``batches`` counts those of all epochs."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     rate: LearningRate
-    strategy: HistoryStrategy | SubgraphStrategy
+    strategy: Strategy
     result: FitResult
     device: torch.device
     best_weights: dict[str, Tensor] = field(default_factory=dict)
@@ -97,11 +84,7 @@ class RunState:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint.
-
-    Args:
-        path: Its file, or a folder, for the newest one in it.
-    """
+    """Read a checkpoint from its file, or the newest one in a folder."""
     found = load_latest(path) if path.is_dir() else load_checkpoint(path)
     if found is None:
         raise InputError("resume needs a checkpoint", got=f"{path}, which has none", fix="Start without resume.")
@@ -139,49 +122,18 @@ def labels_of(checkpoint: Checkpoint, num_nodes: int) -> Tensor:
 
 
 def check_same_run(checkpoint: Checkpoint, options: FitOptions, key: str, model: nn.Module) -> None:
-    """Refuse a checkpoint of another run: other options, another graph, or another model.
-
-    Args:
-        checkpoint: The checkpoint.
-        options: The options of training.
-        key: Fingerprint of the data to train on.
-        model: The model to train.
-    """
+    """Refuse a checkpoint of another run: other options, another graph (its ``key`` differs), or another model."""
     state = checkpoint.state
     if state["strategy"]["graph"] != key:
         raise _other_run(checkpoint, "graph: its edges, features, labels or masks differ", _SAME_DATA)
     given, may_change = options.to_dict(), options.may_change()
     for name, value in state["options"].items():
         if name not in may_change and given.get(name) != value:
-            raise _other_run(
-                checkpoint,
-                f"option: {name} was {value!r} and is {given.get(name)!r}",
-                "Give the options of the first run.",
-            )
+            what = f"option: {name} was {value!r} and is {given.get(name)!r}"
+            raise _other_run(checkpoint, what, "Give the options of the first run.")
     if _shapes(state["model"]) != _shapes(model.state_dict()):
-        raise _other_run(
-            checkpoint, "model: its weights have other names, shapes or types", "Build the model as for the first run."
-        )
-
-
-def open_run_folder(
-    options: FitOptions, about: Mapping[str, Any], checkpoint: Checkpoint | None, result: FitResult
-) -> RunFolder:
-    """The folder for the measurements of a run: a new one, or that of the resumed run.
-
-    Args:
-        options: Name the folder.
-        about: What the run is.
-        checkpoint: The checkpoint that the run resumes from.
-        result: The results until then.
-    """
-    path = Path(str(options.run_dir))
-    if checkpoint is not None and (path / RUN).exists():
-        return RunFolder.reopen(path, about, epoch=len(result.epochs), free=options.may_change())
-    folder = RunFolder.create(path, about)
-    for epoch in result.epochs:  # of a run that resumes with a new folder
-        folder.append(epoch_record(epoch))
-    return folder
+        what = "model: its weights have other names, shapes or types"
+        raise _other_run(checkpoint, what, "Build the model as for the first run.")
 
 
 def _other_run(checkpoint: Checkpoint, what: str, fix: str) -> InputError:
@@ -194,16 +146,14 @@ def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.
 
 @contextmanager
 def stop_requests(enabled: bool) -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets, so that a run can end cleanly; a second Ctrl-C ends it at once.
+    """An event that Ctrl-C sets if enabled, so that a run can end cleanly; a second Ctrl-C ends it at once.
 
-    Args:
-        enabled: Whether to catch Ctrl-C. Outside of the main thread, and in a process that ignores Ctrl-C, such as one
-            in the background of a script, nothing changes.
+    Outside the main thread, and in a process that ignores Ctrl-C (one in the background of a script), nothing changes.
     """
     wanted = threading.Event()
     before = signal.getsignal(signal.SIGINT)
     in_main = threading.current_thread() is threading.main_thread()
-    # None stands for a handler outside of Python, which could not be restored.
+    # None stands for a handler outside Python, which could not be restored.
     if not enabled or not in_main or before in (signal.SIG_IGN, None):
         yield wanted
         return

@@ -21,16 +21,9 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 class Steps:
     """Trains a model on batches, one step after the other.
 
-    Args:
-        model: The model.
-        optimizer: Updates its weights.
-        task: Computes the loss.
-        device: Where the model and its batches are.
-        call: Calls the model with a batch and returns the rows of the batch's own nodes; the model itself by default.
-        grad_norm: Norm that gradients are clipped to.
-        penalty: Local Lipschitz penalty.
-        penalty_weight: Its weight in the loss.
-        precision: Of matrix products: full, TF32 inside products, or bfloat16 by autocast.
+    ``call`` takes a batch and returns the model's output for the batch's own nodes; it is the model itself by default.
+    Gradients are clipped to ``grad_norm``. ``precision`` is that of matrix products: full, TF32 inside products, or
+    bfloat16 by autocast.
     """
 
     def __init__(
@@ -71,15 +64,7 @@ class Steps:
             torch.set_float32_matmul_precision(before)
 
     def train(self, items: Iterable[Item], after_step: Callable[[Item], None] | None = None) -> float:
-        """Train on some batches.
-
-        Args:
-            items: The batches on the compute device, in order.
-            after_step: Called with each of them after its step.
-
-        Returns:
-            The mean loss over all targets, without the penalty.
-        """
+        """Train on batches; returns the mean loss over all targets, without the penalty."""
         try:
             items = iter(items)
             while (item := self._next(items)) is not None:

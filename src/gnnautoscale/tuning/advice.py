@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import undisturbed
+from gnnautoscale._util import options_of, undisturbed
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.history import Medium
 from gnnautoscale.models import build_model
 from gnnautoscale.tasks import Task, task_for
-from gnnautoscale.training import OPTIONS, FitOptions, HistoryDtype, Output, options_of
+from gnnautoscale.training import OPTIONS, FitOptions, HistoryDtype, Output
 from gnnautoscale.tuning.trials import Place, Trials, with_margin
 
 # Fewer parts have smaller halos, so more parts must be faster by more than this.
@@ -157,25 +157,17 @@ def tune(
 
 
 def part_counts(num_nodes: int) -> list[int]:
-    """Numbers of parts worth considering: powers of two, or of four on large graphs.
-
-    Example:
-        >>> part_counts(2708), part_counts(60)
-        ([1, 2, 4, 8, 16, 32], [1, 2])
-    """
+    """Numbers of parts worth considering: powers of two, or of four on large graphs."""
     most = max(2, num_nodes // LEAST_NODES)
     doublings = [2**power for power in range(most.bit_length())]
     return doublings if len(doublings) <= MOST_COUNTS else doublings[::2][:MOST_COUNTS]
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The candidate with the fewest parts that fits and is not slower than one with more parts.
+    """The candidate with the fewest parts that fits and is not slower than one with more parts, if anything fits.
 
     A candidate that is slower than another one needs at least as much memory, so the other one fits too. With less
     memory there are never fewer parts.
-
-    Returns:
-        The choice, or ``None`` if nothing fits.
     """
     fitting = (each for each in candidates if each.fits and each.slower_than is None)
     return min(fitting, key=lambda each: each.num_parts, default=None)
@@ -235,27 +227,23 @@ def _advise(trials: Trials) -> Advice:
     why = _why_parts(chosen, candidates, trials)
     if chosen.num_parts == 1:
         return Advice({"mode": "full"}, {"mode": why}, chosen, candidates, trials.budget)
-    options: dict[str, Any] = {"num_parts": chosen.num_parts}
-    reasons = {"num_parts": why}
     joined, why_joined = _join(chosen, place, trials)
-    options |= joined
-    reasons["batch_size"] = why_joined
     if "num_parts" in joined:
-        reasons["num_parts"] = f"{JOINED} of them are as large as one of {chosen.num_parts} parts, {why}"
-    if "drawings" in joined:
-        reasons["drawings"] = "batches that come back are captured as CUDA graphs"
-    options["storage"], reasons["storage"] = place.storage, place.why
-    options["history_dtype"] = place.history_dtype
-    reasons["history_dtype"] = (
-        "there is room for histories as they are"
-        if place.history_dtype == "same"
-        else "half of the bytes fit where all of them do not, at hardly any loss"
-    )
-    for name, value in trials.batch_options(place).items():
-        options[name] = value
-        reasons[name] = f"all batches together take {amount(trials.cuts[chosen.num_parts].kept)}, too much to keep"
+        why = f"{JOINED} of them are as large as one of {chosen.num_parts} parts, {why}"
+    why_dtype = "half of the bytes fit where all of them do not, at hardly any loss"
+    options = {"num_parts": chosen.num_parts, **joined, "storage": place.storage, "history_dtype": place.history_dtype}
+    options |= trials.batch_options(place)
+    too_much = f"all batches together take {amount(trials.cuts[chosen.num_parts].kept)}, too much to keep"
+    reasons = {
+        "num_parts": why,
+        "batch_size": why_joined,
+        "drawings": "batches that come back are captured as CUDA graphs",
+        "storage": place.why,
+        "history_dtype": "there is room for histories as they are" if place.history_dtype == "same" else why_dtype,
+        **dict.fromkeys(trials.batch_options(place), too_much),
+    }
     options["refresh_every"], reasons["refresh_every"] = _refresh(chosen, place, trials)
-    return Advice(options, reasons, chosen, candidates, trials.budget)
+    return Advice(options, {name: reasons[name] for name in options}, chosen, candidates, trials.budget)
 
 
 def _place_of(chosen: Candidate, trials: Trials) -> Place:
@@ -343,10 +331,5 @@ def _refresh(chosen: Candidate, place: Place, trials: Trials) -> tuple[str, str]
 
 
 def amount(num_bytes: float) -> str:
-    """An amount of memory in words.
-
-    Example:
-        >>> amount(41_300_000), amount(2e9)
-        ('41.3 MB', '2 GB')
-    """
+    """An amount of memory in words, such as ``41.3 MB`` or ``2 GB``."""
     return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"

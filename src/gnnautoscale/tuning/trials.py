@@ -34,14 +34,7 @@ _LENGTH = ("evaluate_every", "patience", "schedule")
 
 @dataclass(frozen=True)
 class Place:
-    """A place for histories and batches.
-
-    Attributes:
-        storage: Where histories live.
-        history_dtype: Their type.
-        why: Why they live there.
-        keep: Whether recurring batches are kept in the memory that is counted.
-    """
+    """A place for histories, and whether recurring batches are kept in the memory that is counted."""
 
     storage: Medium
     history_dtype: HistoryDtype
@@ -55,12 +48,10 @@ class Cut:
 
     Attributes:
         labels: The part of each node, ``[num_nodes]``.
-        connectivity: Halo nodes per batch node, the mean over the parts.
         rows: Nodes and halo of the largest part.
         work: Mean number of nodes, halo nodes and edges of a part.
         kept: Bytes of the attributes of all parts and their halos.
         largest: Those of the largest part alone.
-        skew: How far the targets of a part are from those of the graph, see :meth:`gnnautoscale.tasks.Task.skew`.
     """
 
     labels: Tensor
@@ -90,13 +81,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Trial:
-    """What training takes.
-
-    Attributes:
-        memory: Bytes at the peak, as ``FitResult.peak_memory`` counts them.
-        step_seconds: Seconds of a training step.
-        other_seconds: Seconds of evaluation and refresh in an epoch.
-    """
+    """What training takes: bytes at the peak, and seconds of a step, and of evaluation and refresh in an epoch."""
 
     memory: int
     step_seconds: float
@@ -106,13 +91,7 @@ class Trial:
 class Trials:
     """Cuts a graph, trains on it for a few steps where that is safe, and estimates the rest.
 
-    Args:
-        build: Builds the model.
-        dataset: The graph to train on.
-        task: What to learn.
-        counts: Numbers of parts, ascending.
-        memory: Bytes to train in; ``None`` for all that is free.
-        options: Options of ``fit`` that the user chose.
+    ``counts`` are numbers of parts, ascending, and ``memory`` the bytes to train in, ``None`` for all that are free.
     """
 
     def __init__(
@@ -248,18 +227,11 @@ class Trials:
             self._failed.add(parts)
         return True
 
-    def run(self, parts: int, place: Place, *, batch_size: int = 1, **changed: Any) -> Trial:
-        """Train for a few epochs.
-
-        Args:
-            parts: Number of parts; 1 is full batch.
-            place: Where histories live.
-            batch_size: Number of parts in a batch.
-            changed: Further options of ``fit``.
-        """
-        batches = self._batches(-(-parts // batch_size))
+    def run(self, parts: int, place: Place, **changed: Any) -> Trial:
+        """Train for a few epochs, with changed options of ``fit``; one part is full batch."""
+        batches = self._batches(parts)
         options = self._options.to_dict() | {name: OPTIONS[name].default for name in _LENGTH}
-        options |= {"mode": "full" if parts == 1 else "gas", "num_parts": parts, "batch_size": batch_size}
+        options |= {"mode": "full" if parts == 1 else "gas", "num_parts": parts}
         options |= {"storage": place.storage, "history_dtype": place.history_dtype, **self.batch_options(place)}
         options |= {"epochs": EPOCHS, "steps_per_epoch": batches, **changed}
         model = self._model()
@@ -314,16 +286,9 @@ def with_margin(memory: int) -> int:
 
 
 def interpolate(points: dict[float, float], place: float, *, least_slope: float = 0.0) -> float:
-    """The value at a place on straight lines through known points, extended beyond them.
+    """The value at a place on straight lines through known points, or in proportion to the only one.
 
-    Args:
-        points: Values by place, at least one. A single one is taken to grow in proportion.
-        place: The place.
-        least_slope: The least slope beyond the points.
-
-    Example:
-        >>> interpolate({1.0: 10.0, 3.0: 14.0}, 2.0), interpolate({1.0: 10.0, 3.0: 14.0}, 5.0)
-        (12.0, 18.0)
+    Beyond the points there is a least slope.
     """
     places = sorted(points)
     if len(places) == 1:

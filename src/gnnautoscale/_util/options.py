@@ -1,4 +1,4 @@
-"""An option of training: name, type, default, help text and check, declared once as the field of a dataclass."""
+"""Options: name, type, default, help text and check of each, declared once as a field of a dataclass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gnnautoscale.errors import InputError
@@ -29,8 +29,6 @@ class Option:
     Attributes:
         name: Its name in Python and in configuration files; its flag has dashes instead of underscores.
         type: ``bool``, ``int``, ``float``, ``str``, a ``Literal``, a tuple or sequence of one of them, or a union.
-        default: Its value unless another one is given.
-        help: What it does.
         group: The dataclass that declares it.
         least: The smallest number allowed.
         above: Numbers must be larger than this.
@@ -58,28 +56,13 @@ class Option:
 
     @property
     def rule(self) -> str:
-        """What its value must be, in words.
-
-        Example:
-            >>> Option("refresh_every", Literal["never", "epoch"] | int, least=1).rule
-            'one of never, epoch, or an integer of at least 1'
-        """
+        """What its value must be, in words, such as ``one of never, epoch, or an integer of at least 1``."""
         bounds = {"of at least": self.least, "above": self.above, "below": self.below}
         within = " and".join(f" {words} {bound}" for words, bound in bounds.items() if bound is not None)
         return ", or ".join(_in_words(kind) + within * (kind in (int, float)) for kind in self.kinds)
 
     def check(self, given: Any, fix: str = "Change this option.") -> Any:
-        """Convert a value to the option's type, or refuse it.
-
-        Args:
-            given: The value.
-            fix: What to do if it is refused.
-
-        Example:
-            >>> option = Option("refresh_every", Literal["never", "epoch"] | int, least=1)
-            >>> option.check("5"), option.check(5), option.check("epoch")
-            (5, 5, 'epoch')
-        """
+        """Convert a value to the option's type, or refuse it and say how to fix it."""
         if given is None and types.NoneType in get_args(self.type):
             return None
         value = given
@@ -102,29 +85,13 @@ class Option:
 
 
 def option(default: Any, text: str, **facts: Any) -> Any:
-    """A dataclass field that declares an option.
-
-    Args:
-        default: Its default.
-        text: What it does.
-        facts: Further attributes of :class:`Option`.
-    """
+    """A dataclass field that declares an option; ``facts`` are further attributes of :class:`Option`."""
     return field(default=default, metadata={"help": text, **facts})
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionGroup:
-    """Base of dataclasses whose fields are options: values are checked and converted when an instance is made.
-
-    Example:
-        >>> @dataclass(frozen=True, kw_only=True)
-        ... class Cut(OptionGroup):
-        ...     num_parts: int = option(8, "Number of parts.", least=1)
-        >>> Cut(num_parts=0)
-        Traceback (most recent call last):
-        ...
-        gnnautoscale.errors.InputError: num_parts must be an integer of at least 1, but got 0. Change this option.
-    """
+    """Base of dataclasses whose fields are options: values are checked and converted when an instance is made."""
 
     def __post_init__(self) -> None:
         for name, declared in options_of(type(self)).items():
@@ -132,31 +99,20 @@ class OptionGroup:
 
 
 def options_of(group: type[Any]) -> Mapping[str, Option]:
-    """The options that a dataclass declares, by name."""
-    hints = get_type_hints(group)
+    """The options of a dataclass, by name; a subclass that only changes a default inherits everything else."""
+    hints, facts = get_type_hints(group), dict[str, Mapping[str, Any]]()
+    for base in reversed(group.__mro__):
+        if is_dataclass(base):
+            facts |= {each.name: each.metadata for each in fields(base) if each.metadata}
     return {
-        each.name: Option(each.name, hints[each.name], each.default, group=group.__name__, **each.metadata)
+        each.name: Option(each.name, hints[each.name], each.default, group=group.__name__, **facts[each.name])
         for each in fields(group)
-        if each.default is not MISSING
+        if each.name in facts
     }
 
 
 def check_names(given: Iterable[str], known: Iterable[str], rule: str, otherwise: str = "Leave it out.") -> None:
-    """Refuse unknown names, with the closest known one as a hint.
-
-    Args:
-        given: The names.
-        known: All names there are.
-        rule: What the names must be.
-        otherwise: What to do if no known name is close.
-
-    Example:
-        >>> check_names(["epoch"], ["epochs", "lr"], "fit takes the options of its documentation")
-        Traceback (most recent call last):
-        ...
-        gnnautoscale.errors.InputError: fit takes the options of its documentation, but got 'epoch'. Did you mean \
-'epochs'?
-    """
+    """Refuse names that are not known, and hint at the closest known one, else at what to do ``otherwise``."""
     known = list(known)
     for name in given:
         if name not in known:
