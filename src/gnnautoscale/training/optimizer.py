@@ -37,7 +37,9 @@ class LearningRate:
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, epochs: int) -> None:
         self._scheduler: lr_scheduler.ReduceLROnPlateau | lr_scheduler.CosineAnnealingLR | None = None
         if schedule == "plateau":
-            self._scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=9, threshold=0.0)
+            self._scheduler = lr_scheduler.ReduceLROnPlateau(
+                optimizer, mode="max", factor=0.5, patience=9, threshold=0.0
+            )
         elif schedule == "cosine":
             self._scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
 
