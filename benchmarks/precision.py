@@ -91,7 +91,7 @@ class Bench:
     def __init__(self, path: Path, root: str, device: str, *, tiny: bool) -> None:
         self._path, self._root, self._device, self._tiny = path, root, device, tiny
         self._start = time.perf_counter()
-        self._table1 = config.load("table1")
+        self._table1 = config.load_experiment("table1")
         self._loaded: dict[str, Dataset] = {}
         self.rows: list[Row] = []
         self.outputs: list[Row] = []

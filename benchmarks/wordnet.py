@@ -25,7 +25,7 @@ from torch_geometric.utils import to_torch_csr_tensor
 
 import gnnautoscale as gas
 from gnnautoscale.data.datasets import Dataset, from_file
-from gnnautoscale.experiments.reproduce import load
+from gnnautoscale.experiments.reproduce import load_experiment
 from gnnautoscale.models import build_model
 
 # Each is "gas" with these changes.
@@ -101,7 +101,7 @@ def train(dataset: Dataset, work: Mapping[str, Any], way: str, args: argparse.Na
 
 def main() -> None:
     """Print a line of JSON for each model and way to train it."""
-    works = {(run.cell.split(".")[0], run.variant): run.work for run in load("wordnet").jobs(seeds=1)}
+    works = {(run.cell.split(".")[0], run.variant): run.work for run in load_experiment("wordnet").jobs(seeds=1)}
     models, variants = (list(dict.fromkeys(names)) for names in zip(*works, strict=True))
     ways = [*variants, *CHANGES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

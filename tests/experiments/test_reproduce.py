@@ -27,9 +27,9 @@ from gnnautoscale.experiments.reproduce import (
     Report,
     Store,
     config,
-    load,
+    experiment_names,
+    load_experiment,
     make_report,
-    names,
     pool,
     published,
     run_all,
@@ -113,13 +113,15 @@ def cells_of(text: str) -> list[list[str]]:
 
 
 def test_every_experiment_has_a_configuration_and_a_report() -> None:
-    assert names() == tuple(sorted(tables._REPORTS))
-    assert {"table1", "table2", "table3", "table4", "table5", "table6", "table7", "figure3", "figure4"} < set(names())
+    assert experiment_names() == tuple(sorted(tables._REPORTS))
+    assert {"table1", "table2", "table3", "table4", "table5", "table6", "table7", "figure3", "figure4"} < set(
+        experiment_names()
+    )
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", experiment_names())
 def test_all_runs_of_a_configuration_can_be_done(name: str) -> None:
-    for run in load(name).jobs():
+    for run in load_experiment(name).jobs():
         check = {"train": check_train, "connectivity": check_connectivity, "neighbourhood": check_neighbourhood}
         check.get(run.work["kind"], check_step)(run.work)
 
@@ -155,7 +157,7 @@ def check_step(work: Mapping[str, Any]) -> None:
 @pytest.mark.parametrize(("name", "size"), [("table1", "small"), ("table5", "large")])
 def test_hyperparameters_are_the_published_ones(name: str, size: str) -> None:
     renamed = {"parts": "num_parts", "parts_per_batch": "batch_size", "steps_per_epoch_at_most": "steps_per_epoch"}
-    ours = load(name).cells
+    ours = load_experiment(name).cells
     paper = tomllib.loads(HYPERPARAMETERS.read_text())[size]
     theirs = {f"{model}.{dataset}": options for model, by in paper.items() for dataset, options in by.items()}
     assert ours.keys() == theirs.keys()
@@ -169,17 +171,17 @@ def test_hyperparameters_are_the_published_ones(name: str, size: str) -> None:
 
 def test_published_numbers_cover_the_cells() -> None:
     paper = published()
-    assert all(cell in paper["table4"] for cell in load("table4").cells)
-    assert all(cell.split(".")[1] in paper["table3"]["datasets"] for cell in load("table3").cells)
+    assert all(cell in paper["table4"] for cell in load_experiment("table4").cells)
+    assert all(cell.split(".")[1] in paper["table3"]["datasets"] for cell in load_experiment("table3").cells)
     assert all(len(row) == 4 for model in ("gcn", "gat", "appnp", "gcnii") for row in paper["table1"][model].values())
 
 
 def test_unknown_experiments_and_keys_are_refused(configured: Callable[..., None]) -> None:
     with pytest.raises(InputError, match=r"an experiment is one of figure3, .*, but got table9"):
-        load("table9")
+        load_experiment("table9")
     configured(table1=TINY + "\n[cellz]\n")
     with pytest.raises(InputError, match=r"table1\.toml may hold .*, but got cellz"):
-        load("table1")
+        load_experiment("table1")
 
 
 # Runs ################################################################################################################
@@ -190,7 +192,12 @@ def test_published_results_belong_to_jobs() -> None:
     stored = {line["key"] for line in lines}
     assert all(line["key"] == Job("", "", 0, line["work"]).key for line in lines)
     machines = sorted({line["machine"] for line in lines})
-    known = {job.key for name in names() for machine in machines for job in load(name).jobs(device=machine)}
+    known = {
+        job.key
+        for name in experiment_names()
+        for machine in machines
+        for job in load_experiment(name).jobs(device=machine)
+    }
     # Two results are of jobs that the configurations no longer have.
     assert (len(stored), len(stored & known)) == (768, 766)
 
@@ -203,7 +210,8 @@ def test_equal_work_has_an_equal_key() -> None:
 
 def test_full_batch_runs_of_tables_1_and_2_are_the_same() -> None:
     first, second = (
-        {str(run): run.key for run in load(name).jobs(only=["gcnii.*/full"], seeds=2)} for name in ("table1", "table2")
+        {str(run): run.key for run in load_experiment(name).jobs(only=["gcnii.*/full"], seeds=2)}
+        for name in ("table1", "table2")
     )
     assert first == second
     assert len(first) == 16
@@ -230,13 +238,15 @@ def test_full_batch_does_not_depend_on_what_belongs_to_batches() -> None:
 
 
 def test_a_fan_out_is_kept_for_sampling_only() -> None:
-    runs = {run.variant: run.work["train"] for run in load("wordnet").jobs(only=["gcnii.*"])}
+    runs = {run.variant: run.work["train"] for run in load_experiment("wordnet").jobs(only=["gcnii.*"])}
     assert [variant for variant, train in runs.items() if "fan_out" in train] == ["sage"]
 
 
 def test_the_device_belongs_to_times_only() -> None:
-    for name in names():
-        here, there = ([run.key for run in load(name).jobs(seeds=1, device=device)] for device in ("here", "there"))
+    for name in experiment_names():
+        here, there = (
+            [run.key for run in load_experiment(name).jobs(seeds=1, device=device)] for device in ("here", "there")
+        )
         assert (here != there) == (name in ("table4", "figure4")), name
 
 
@@ -253,12 +263,12 @@ def test_the_device_belongs_to_times_only() -> None:
     ],
 )
 def test_patterns_choose_cells_and_variants(patterns: list[str], count: int) -> None:
-    assert len(load("table1").jobs(only=patterns)) == count
+    assert len(load_experiment("table1").jobs(only=patterns)) == count
 
 
 def test_a_pattern_that_chooses_nothing_is_refused() -> None:
     with pytest.raises(InputError, match=r"such as gcn\.cora, or .* such as gcn\.cora/full, but got gcn/cora, x"):
-        load("table1").jobs(only=["gcn/cora", "x"])
+        load_experiment("table1").jobs(only=["gcn/cora", "x"])
 
 
 # The store ###########################################################################################################
@@ -354,7 +364,7 @@ def test_times_are_not_taken_side_by_side(
 
 def test_several_processes_give_the_same_results(tmp_path: Path, configured: Callable[..., None]) -> None:
     configured(table1=TINY)
-    runs = load("table1").jobs()
+    runs = load_experiment("table1").jobs()
     found = []
     for jobs in (1, 2):
         store = Store(tmp_path / f"{jobs}" / "runs.jsonl")
@@ -401,7 +411,7 @@ Results = dict[tuple[str, str], list[dict[str, Any]]]
 
 def report_of(tmp_path: Path, name: str, results: Results) -> Report:
     """A report from made-up results."""
-    experiment, store = load(name), Store(tmp_path / "runs.jsonl")
+    experiment, store = load_experiment(name), Store(tmp_path / "runs.jsonl")
     runs = experiment.jobs(seeds=max(map(len, results.values())))
     for run in runs:
         of_cell = results.get((run.cell, run.variant), [])
@@ -565,7 +575,7 @@ def test_wordnet_shows_accuracy_time_and_memory(tmp_path: Path) -> None:
 
 def test_a_report_needs_results(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a report needs results"):
-        make_report(load("table1"), load("table1").jobs(seeds=1), Store(tmp_path / "runs.jsonl"))
+        make_report(load_experiment("table1"), load_experiment("table1").jobs(seeds=1), Store(tmp_path / "runs.jsonl"))
 
 
 def test_numbers_that_are_not_there_become_null(tmp_path: Path) -> None:
@@ -623,7 +633,7 @@ def test_steps_are_measured_drawn_and_kept_by_device(tmp_path: Path, configured:
 
 
 def test_neighbourhoods_are_measured_by_work(tmp_path: Path) -> None:
-    train = {**load("table4").train, "batch_nodes": 20, "steps": 1, "epochs": 1}
+    train = {**load_experiment("table4").train, "batch_nodes": 20, "steps": 1, "epochs": 1}
     work = {
         "kind": "neighbourhood",
         "cell": "communities",

@@ -13,7 +13,7 @@ from gnnautoscale.errors import InputError
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, rule: str) -> None:
-    """Write a file beside its place and move it there once it is complete, so that nobody ever sees half of it.
+    """Write a file beside its place and move it there once it is complete, so that no reader ever sees half of it.
 
     It is on the disk before it is moved, so even a crash of the machine leaves the old file or the new one. ``write``
     gets the open file; ``rule`` is the rule of the error if that fails.

@@ -14,7 +14,7 @@ from gnnautoscale.training import OPTIONS, describe_machine, pick_device
 
 
 def reproduce(
-    experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(paper.names())}, or all.")],
+    experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(paper.experiment_names())}, or all.")],
     *,
     only: Annotated[
         list[str] | None, typer.Option(help="Cells such as 'gcn.cora', '*.cora' or 'gcn.cora/full'; repeatable.")
@@ -36,8 +36,8 @@ def reproduce(
     device = pick_device(device)
     store = paper.Store(output / "runs.jsonl")
     failed = []
-    for name in paper.names() if experiment == "all" else [experiment]:
-        described = paper.load(name)
+    for name in paper.experiment_names() if experiment == "all" else [experiment]:
+        described = paper.load_experiment(name)
         listed = described.jobs(only=only or (), seeds=seeds, device=describe_machine(device))
         folder = output / "runs"
         failed += paper.run_all(listed, store, root=root, device=device, processes=jobs, runs_dir=folder, show=say)

@@ -145,7 +145,7 @@ def time_epochs(
 
 
 @dataclass(frozen=True)
-class Histories:
+class HistorySetup:
     """How a benchmark keeps and moves histories; ``cold`` files leave the system's cache before every epoch."""
 
     storage: Storage
@@ -157,28 +157,28 @@ class Histories:
 
 #: The columns of the step benchmark.
 COLUMNS = {
-    "device fp32": Histories("device"),
-    "host fp32": Histories("host"),
-    "host bf16": Histories("host", torch.bfloat16),
-    "host fp32, serial": Histories("host", overlap=False),
-    "host fp32, eager": Histories("host", capture=False),
+    "device fp32": HistorySetup("device"),
+    "host fp32": HistorySetup("host"),
+    "host bf16": HistorySetup("host", torch.bfloat16),
+    "host fp32, serial": HistorySetup("host", overlap=False),
+    "host fp32, eager": HistorySetup("host", capture=False),
 }
 
 #: The rows of the storage benchmark.
 MEDIA = {
-    "device float32": Histories("device"),
-    "host float32": Histories("host"),
-    "host float32, serial": Histories("host", overlap=False),
-    "host bfloat16": Histories("host", torch.bfloat16),
-    "host float16": Histories("host", torch.float16),
-    "host int8": Histories("host", torch.int8),
-    "host float8": Histories("host", torch.float8_e4m3fn),
-    "disk float32": Histories("disk"),
-    "disk float32, serial": Histories("disk", overlap=False),
-    "disk float32, cold": Histories("disk", cold=True),
-    "disk float32, cold, serial": Histories("disk", cold=True, overlap=False),
-    "disk bfloat16": Histories("disk", torch.bfloat16),
-    "disk int8": Histories("disk", torch.int8),
+    "device float32": HistorySetup("device"),
+    "host float32": HistorySetup("host"),
+    "host float32, serial": HistorySetup("host", overlap=False),
+    "host bfloat16": HistorySetup("host", torch.bfloat16),
+    "host float16": HistorySetup("host", torch.float16),
+    "host int8": HistorySetup("host", torch.int8),
+    "host float8": HistorySetup("host", torch.float8_e4m3fn),
+    "disk float32": HistorySetup("disk"),
+    "disk float32, serial": HistorySetup("disk", overlap=False),
+    "disk float32, cold": HistorySetup("disk", cold=True),
+    "disk float32, cold, serial": HistorySetup("disk", cold=True, overlap=False),
+    "disk bfloat16": HistorySetup("disk", torch.bfloat16),
+    "disk int8": HistorySetup("disk", torch.int8),
 }
 
 
@@ -249,7 +249,7 @@ def _time_gin(
     graph: BenchGraph,
     loader: HaloLoader,
     device: torch.device,
-    how: Histories,
+    how: HistorySetup,
     layers: int,
     epochs: int,
     folder: Path | None = None,

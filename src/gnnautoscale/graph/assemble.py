@@ -72,8 +72,8 @@ def select_attributes(data: Data, n_id: Tensor, batch_size: int, e_id: Tensor, e
     return subgraph
 
 
-def versions(data: Data) -> list[int]:
-    """Counters of in-place writes, one per tensor: equal lists mean that nobody wrote into the data."""
+def write_counts(data: Data) -> list[int]:
+    """Counters of in-place writes, one per tensor: equal lists mean unchanged data."""
     return [value._version for _, value in data if isinstance(value, Tensor)]
 
 

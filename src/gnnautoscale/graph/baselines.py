@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.assemble import PartGroup, build_each, select_attributes, versions
+from gnnautoscale.graph.assemble import PartGroup, build_each, select_attributes, write_counts
 from gnnautoscale.graph.graph import Graph, check_distinct_nodes
 from gnnautoscale.graph.loader import HaloLoader
 
@@ -213,13 +213,13 @@ class ClusterLoader:
     def __iter__(self) -> Iterator[Data]:
         groups = self._parts.draw()
         # Batches that somebody wrote into are built again.
-        kept = {group: batch for group, (batch, before) in self._kept.items() if before == versions(batch)}
+        kept = {group: batch for group, (batch, before) in self._kept.items() if before == write_counts(batch)}
         jobs = [self._parts.nodes_of(group) for group in groups if group not in kept]
         built = build_each(self._subgraphs.induced, jobs, self._parts.num_workers, self._worker_seeds)
         for group in groups:
             batch = kept[group] if group in kept else next(built)
             if self._parts.is_fixed:
-                self._kept[group] = batch, versions(batch)
+                self._kept[group] = batch, write_counts(batch)
             yield copy.copy(batch)
 
 

@@ -141,7 +141,7 @@ _KNOWN: dict[int, Graph] = {}
 
 
 def _version(tensor: Tensor) -> int:
-    """Number of in-place writes; tensors of inference mode have no such counter, and allow none outside of it."""
+    """Number of in-place writes; tensors of inference mode have no such counter, and allow none outside it."""
     return 0 if tensor.is_inference() else tensor._version
 
 

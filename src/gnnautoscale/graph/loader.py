@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.assemble import BatchBuilder, PartGroup, build_each, versions
+from gnnautoscale.graph.assemble import BatchBuilder, PartGroup, build_each, write_counts
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor, PartOrder
 from gnnautoscale.graph.graph import Graph, check_distinct_nodes
 from gnnautoscale.graph.partitioning import check_labels, connectivity
@@ -250,11 +250,11 @@ class ReadyBatch:
 
     def __init__(self, batch: Data, info: BatchInfo) -> None:
         self._batch, self.info = batch, info
-        self._versions = versions(batch)
+        self._write_counts = write_counts(batch)
 
     def intact(self) -> bool:
-        """Whether nobody wrote into its tensors."""
-        return self._versions == versions(self._batch)
+        """Whether its tensors are unchanged."""
+        return self._write_counts == write_counts(self._batch)
 
     def tagged_copy(self) -> Data:
         """A copy for the user to move and change; it shares the tensors, and edges and nodes carry a tag."""

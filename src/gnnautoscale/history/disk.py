@@ -183,7 +183,7 @@ class Folder:
             raise InputError(rule, got=got, fix="Choose another one.") from None
         self._unlock = weakref.finalize(self, os.close, lock)
         if not _locked(lock):
-            gc.collect()  # a model of this process may hold it that nobody uses any more
+            gc.collect()  # an unused model of this process may still hold it
         if not _locked(lock):
             rule, got = "a folder of histories belongs to one run at a time", f"{path}, which another run is using"
             raise InputError(rule, got=got, fix="Wait for it to end, or choose another folder.")

@@ -217,7 +217,7 @@ class Engine(Steps):
                 self._scaler.visiting(batch.info.graph, apart=not refresh) as memory,
                 self._scaler.running(StepExchange(push_all=refresh)),
             ):
-                memory.mark_changed()  # nobody asks during training, and checksums take a while
+                memory.mark_changed()  # not asked for during training, and checksums take time
                 unpacked = [] if comes_back else [plain_item(batch.tagged_copy(), self.task, self.device)]
                 for item in unpacked or self._whole_feed.items([batch]):
                     self._passes[refresh] += 1

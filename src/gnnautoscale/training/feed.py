@@ -93,7 +93,7 @@ class _Package:
         }
 
     def displace(self) -> None:
-        """Let nobody find the batch's tensors in a buffer any more."""
+        """Forget the batch's tensors, whose buffer is used again."""
         self.info.displace()
         self.places.displace()
 

@@ -1,6 +1,6 @@
 """The paper's experiments: each has a configuration file, and its results appear beside the published numbers."""
 
-from gnnautoscale.experiments.reproduce.config import Experiment, Job, load, names, published
+from gnnautoscale.experiments.reproduce.config import Experiment, Job, experiment_names, load_experiment, published
 from gnnautoscale.experiments.reproduce.pool import run_all
 from gnnautoscale.experiments.reproduce.report import Report, write_files
 from gnnautoscale.experiments.reproduce.store import Store
@@ -11,9 +11,9 @@ __all__ = [
     "Job",
     "Report",
     "Store",
-    "load",
+    "experiment_names",
+    "load_experiment",
     "make_report",
-    "names",
     "published",
     "run_all",
     "write_files",

@@ -120,16 +120,18 @@ _OF_MODES = {
 }
 
 
-def names() -> tuple[str, ...]:
+def experiment_names() -> tuple[str, ...]:
     """The experiments with a configuration."""
     files = (entry.name for entry in _folder().iterdir())
     return tuple(sorted(file.removesuffix(".toml") for file in files if file.endswith(".toml")))
 
 
-def load(name: str) -> Experiment:
+def load_experiment(name: str) -> Experiment:
     """Read an experiment's configuration."""
-    if name not in names():
-        raise InputError(f"an experiment is one of {', '.join(names())}", got=name, fix="Choose one of these.")
+    if name not in experiment_names():
+        raise InputError(
+            f"an experiment is one of {', '.join(experiment_names())}", got=name, fix="Choose one of these."
+        )
     read = _read(name)
     unknown = sorted(read.keys() - _KEYS)
     if unknown:
