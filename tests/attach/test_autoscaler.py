@@ -27,6 +27,7 @@ from conftest import (
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import memory as memory_module
+from gnnautoscale.graph.graph import Graph
 
 C = CHANNELS
 
@@ -550,3 +551,16 @@ def test_histories_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memory_module, "open_history", no_room)
     with pytest.raises(InputError, match=r"device memory must have room.*99 bytes.*'convs.0'.*storage='disk'"):
         gas.refresh(model, gas.HaloLoader(data, 3))
+
+
+def test_visits_of_graphs_are_nested() -> None:
+    data, other = undirected_graph(), odd_graph()
+    scaler = attached(gas.autoscale(gcn(), data))
+    here, there = Graph.of(data), Graph.of(other)
+    with scaler.visiting(there, apart=True) as outer:
+        with scaler.visiting(here, apart=True) as inner:
+            assert scaler.memory_of(here) is inner
+        assert scaler.memory_of(there) is outer
+    with pytest.raises(InputError, match="batches of"):
+        scaler.memory_of(there)
+    assert scaler.memory_of(here) is scaler.memory

@@ -467,3 +467,22 @@ def test_lstm_aggregation_is_refused() -> None:
     model = gas.autoscale(Stack([pyg.SAGEConv(C, C, aggr="lstm")]), data)
     with pytest.raises(UnsupportedModelError, match=r"SAGEConv \('layers.0'\) must compute the same rows"):
         model(next(iter(gas.HaloLoader(data, 4))))
+
+
+class OftenerInEvaluation(pyg.MessagePassing):  # type: ignore[misc]
+    """Propagates twice, but not in training."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="mean")
+        self.lin = nn.Linear(C, C)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=self.lin(x))
+        return out if self.training else out + self.propagate(edge_index, x=x)
+
+
+def test_another_number_of_propagations_in_training_is_refused() -> None:
+    data = undirected_graph()
+    model = gas.autoscale(Stack([OftenerInEvaluation(), OftenerInEvaluation()]), data)
+    with pytest.raises(UnsupportedModelError, match="propagate in training as often as in evaluation, but got 2 edges"):
+        model(next(iter(gas.HaloLoader(data, 4))))

@@ -191,9 +191,14 @@ class _Rehearsals:
                 self.hooks.run(rehearsal.step(), self.trial.arguments(batch))
             seen.append(rehearsal.local_edges)
         evaluated, trained = seen
-        for number, (name, after) in enumerate(trained):
-            before = evaluated[number][1] if len(evaluated) == len(trained) else None
-            if before is None or not torch.equal(before, after):
+        if [name for name, _ in evaluated] != [name for name, _ in trained]:
+            raise UnsupportedModelError(
+                "layers must call propagate in training as often as in evaluation",
+                got=f"{len(trained)} edges and edge weights passed to it in training, {len(evaluated)} in evaluation",
+                fix="Make the number of propagations independent of the mode.",
+            )
+        for (name, before), (_, after) in zip(evaluated, trained, strict=True):
+            if not torch.equal(before, after):
                 raise UnsupportedModelError(
                     f"{name} must pass the same edges and edge weights to propagate in training as in evaluation",
                     got="edges or edge weights that it changes at random in training",
