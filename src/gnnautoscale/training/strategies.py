@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -30,7 +31,7 @@ from gnnautoscale.training.steps import Steps
 from gnnautoscale.transfer import times_for
 
 
-class Strategy:
+class Strategy(ABC):
     """How a mode trains and evaluates; this base has no histories.
 
     ``done`` is the number of batches done in this epoch, ``between`` tells whether no step is running, and after
@@ -52,9 +53,9 @@ class Strategy:
         """Number of optimizer steps so far."""
         return self._steps.steps
 
+    @abstractmethod
     def describe(self, result: FitResult) -> None:
         """Say in a result how steps ran, where histories live, and how large halo and histories are."""
-        raise NotImplementedError
 
     def running(self) -> AbstractContextManager[None]:
         """The context for all training."""
@@ -82,29 +83,33 @@ class Strategy:
         self.done, self.between = 0, True
         return loss
 
+    @abstractmethod
     def _train(self, most: int | None, after_step: Callable[[Item], None]) -> float:
-        raise NotImplementedError
+        """Train on the batches of an epoch, or on its first ``most``; returns the mean loss."""
+
+    @abstractmethod
+    def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
+        """The model's output for all nodes of a split's graph, ``[num_nodes, num_outputs]``, in host memory."""
 
     def _follow(self, item: Item) -> None:
         """Note the rows that a step moved."""
-
-    def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
-        """The model's output for all nodes of a split's graph, ``[num_nodes, num_outputs]``, in host memory."""
-        raise NotImplementedError
+        return
 
     def refresh(self) -> None:
         """Recompute all histories."""
+        return
 
     def give_up(self) -> None:
         """Detach histories from the model after a failure."""
+        return
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint, even within an epoch: histories, parts, order and loss."""
-        raise NotImplementedError  # the options refuse checkpoints in modes without histories
+        return {}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Restore the state of a checkpoint; the loader must have the same parts."""
-        raise NotImplementedError
+        return
 
 
 class HistoryStrategy(Strategy):
