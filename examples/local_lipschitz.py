@@ -1,7 +1,8 @@
 """Adds the local Lipschitz penalty to your own loop, so that stale histories matter less.
 
 The penalty measures how much each layer's output changes when its input moves a little. The script also measures how
-far a batch's outputs are from exact ones.
+far a batch's outputs are from exact ones. Its settings were chosen to show the effect: with them the error fell for 5
+of 5 seeds of weights and batches. It need not: with lr=0.01 and weight 5 it rose for one of 3 seeds.
 """
 
 import torch
