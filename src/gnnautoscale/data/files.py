@@ -81,7 +81,8 @@ def _read(path: Path) -> dict[str, _Array]:
     except (InputError, MemoryError):
         raise
     except Exception as error:  # a damaged file can make its reader raise almost anything
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        # The first sentence: NumPy goes on to advise unsafe loading.
+        reason = (str(error) or type(error).__name__).splitlines()[0].partition(". ")[0].rstrip(".")
         fix = "Check the path, or write the file again."
         raise InputError(f"{path} must be a readable {kind} file", got=reason, fix=fix) from error
 
