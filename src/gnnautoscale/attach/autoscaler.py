@@ -85,6 +85,10 @@ class Autoscaler:
         self._hooks.remove()
         self.memory.release()
 
+    def bare_copy(self) -> nn.Module:
+        """A deep copy of the model without histories, in the same mode."""
+        return self._hooks.bare_copy()
+
     # Running #########################################################################################################
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

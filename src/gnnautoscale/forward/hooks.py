@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import map_tensors
+from gnnautoscale._util import map_tensors, tensors_in
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.record import EDGE_METHODS, Arguments, describe
 from gnnautoscale.forward.session import Session
@@ -23,6 +25,7 @@ class Hooks:
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         #: The running pass, if any.
         self.session: Session | None = None
+        self._model = model
         self._overridden: list[tuple[nn.Module, str, Any]] = []
         for name, module in model.named_modules():
             if isinstance(module, MessagePassing):
@@ -49,6 +52,24 @@ class Hooks:
             else:
                 module.__dict__[name] = before
         self._overridden.clear()
+
+    @contextmanager
+    def lifted(self) -> Iterator[nn.Module]:
+        """The model without its hooks, for as long as this context lasts."""
+        hooks = [(module, name, module.__dict__[name]) for module, name, _ in self._overridden]
+        before = self._overridden.copy()
+        self.remove()
+        try:
+            yield self._model
+        finally:
+            for module, name, hook in hooks:
+                module.__dict__[name] = hook
+            self._overridden = before
+
+    def bare_copy(self) -> nn.Module:
+        """A deep copy of the model without hooks, in the same mode; attributes that cannot be copied are shared."""
+        with self.lifted() as model:
+            return _deep_copy(model)
 
     def run(self, session: Session | None, arguments: Arguments) -> Any:
         """Run the model's own forward pass in a session; ``None`` stays in the running one."""
@@ -84,6 +105,24 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether hooks are attached to a module."""
     overrides = (module.__dict__.get(name) for name in ("forward", *EDGE_METHODS))
     return any(isinstance(run, partial) and isinstance(getattr(run.func, "__self__", None), Hooks) for run in overrides)
+
+
+def _deep_copy(model: nn.Module) -> nn.Module:
+    # Tensors that a model keeps from its last call cannot be copied while autograd tracks them.
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    memo: dict[int, Any] = {
+        id(value): value.detach().clone() for value in tensors_in(attributes) if value.grad_fn is not None
+    }
+    try:
+        return copy.deepcopy(model, memo.copy())
+    except Exception:  # raised by whatever object cannot be copied, such as a lock or an open file
+        for value in attributes:
+            if not isinstance(value, (dict, Tensor, nn.Module)):
+                try:
+                    copy.deepcopy(value, memo.copy())
+                except Exception:
+                    memo[id(value)] = value
+        return copy.deepcopy(model, memo)
 
 
 def _without_edges(value: Tensor) -> Tensor:
