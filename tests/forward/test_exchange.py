@@ -30,6 +30,7 @@ from gnnautoscale.forward.exchange import (
     run_pass,
 )
 from gnnautoscale.forward.observe import LayerRun, Observer
+from gnnautoscale.forward.record import Arguments
 from gnnautoscale.forward.session import Session
 from gnnautoscale.forward.sweep import SweepExchange
 
@@ -173,7 +174,9 @@ class Notes(Observer):
         self.edges: list[tuple[str, int]] = []
         self.again: list[float] = []
 
-    def around_layer(self, session: Session, call: str, layer: MessagePassing, run: Callable[[], Any]) -> Any:
+    def around_layer(
+        self, session: Session, call: str, layer: MessagePassing, arguments: Arguments, run: Callable[[], Any]
+    ) -> Any:
         self.calls.append(call)
         return run()
 

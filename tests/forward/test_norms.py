@@ -16,7 +16,7 @@ from torch_geometric.utils import scatter  # type: ignore[import-untyped]
 import gnnautoscale as gas
 from conftest import CHANNELS, EDGE_CHANNELS, assert_same, undirected_graph, whole, with_attributes
 from gnnautoscale.forward.norms import (
-    normalize_by_constants,
+    
     normalize_by_own_rows,
     normalize_untracked,
     uses_own_statistics,
@@ -71,13 +71,6 @@ def test_averages_stay_as_they_are_without_tracking() -> None:
     assert_same(normalize_untracked(norm, x), scaled_by(x, x, norm))
     assert norm.running_mean is not None
     assert not norm.running_mean.any()
-
-
-def test_constants_treat_each_row_by_itself() -> None:
-    norm, x = bare_norm(), torch.randn(6, C)
-    nn.init.normal_(norm.weight)
-    assert_same(normalize_by_constants(norm, x), x / (1 + norm.eps) ** 0.5 * norm.weight)
-    assert_same(normalize_by_constants(norm, x)[2:4], normalize_by_constants(norm, x[2:4]))
 
 
 # Models without running averages #####################################################################################

@@ -12,7 +12,8 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from gnnautoscale.errors import UnsupportedModelError
-from gnnautoscale.forward.record import ArgumentKind, EdgeRecord, Recorder, align, keep_edges, weightless_copy
+from gnnautoscale.forward.plan import LayerCall
+from gnnautoscale.forward.record import EdgeRecord, Recorder, align, keep_edges, weightless_copy
 from gnnautoscale.graph import Graph
 
 
@@ -22,8 +23,8 @@ def star() -> Data:
 
 
 def record(layer: pyg.MessagePassing, recorder: Recorder, edges: Tensor) -> EdgeRecord:
-    kinds: list[ArgumentKind] = ["node", "own"]
-    (found,) = recorder.record(layer, "a layer", ((torch.ones(2, 2), edges), {}), kinds, 1)
+    known = LayerCall(["node", "own"], [None, "edge_index"], [frozenset()])
+    (found,) = recorder.of_call("a layer", layer, known, ((torch.ones(2, 2), edges), {}))
     return found
 
 

@@ -7,7 +7,7 @@ or models.
 from gnnautoscale._util.atomic import write_atomically
 from gnnautoscale._util.docstrings import describe_arguments
 from gnnautoscale._util.memory import available_memory
-from gnnautoscale._util.nested import map_tensors, tensors_in
+from gnnautoscale._util.nested import map_others, map_tensors, others_in, tensors_in
 from gnnautoscale._util.options import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale._util.peak_memory import PeakMemory
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
@@ -20,9 +20,11 @@ __all__ = [
     "available_memory",
     "check_names",
     "describe_arguments",
+    "map_others",
     "map_tensors",
     "option",
     "options_of",
+    "others_in",
     "random_states",
     "set_random_states",
     "tensors_in",

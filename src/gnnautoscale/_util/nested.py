@@ -1,4 +1,4 @@
-"""Tensors in nested tuples, lists and dictionaries."""
+"""Tensors, and all that is none, in nested tuples, lists and dictionaries."""
 
 from __future__ import annotations
 
@@ -39,3 +39,27 @@ def tensors_in(value: Any) -> list[Tensor]:
     elif not isinstance(value, (tuple, list)):
         return []
     return [tensor for item in value if type(item) not in _PLAIN_TYPES for tensor in tensors_in(item)]
+
+
+def map_others(function: Callable[[Any], Any], value: T) -> T:
+    """Apply a function to everything but tensors in nested tuples, lists and dictionaries, in a fixed order."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return cast(T, type(value)(*[map_others(function, item) for item in value]))
+    if isinstance(value, (tuple, list)):
+        return cast(T, type(value)([map_others(function, item) for item in value]))
+    if isinstance(value, dict):
+        return cast(T, {name: map_others(function, item) for name, item in value.items()})
+    return cast(T, function(value))
+
+
+def others_in(value: Any) -> list[Any]:
+    """Everything but tensors in nested tuples, lists and dictionaries, in the order of :func:`map_others`."""
+    if isinstance(value, Tensor):
+        return []
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return [value]
+    return [other for item in value if not isinstance(item, Tensor) for other in others_in(item)]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -16,10 +16,12 @@ from torch._dynamo import OptimizedModule
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale.attach.calling import find_batch, needs_input_gradients, unpack_batch
+from gnnautoscale.attach.calling import find_batch, form_of_arguments, needs_input_gradients, unpack_batch
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import (
+    Arguments,
     ExchangePolicy,
+    Form,
     GraphMemory,
     Hooks,
     LayerCall,
@@ -27,17 +29,27 @@ from gnnautoscale.forward import (
     Plan,
     Session,
     StepExchange,
+    Watch,
     describe,
     has_hooks,
 )
-from gnnautoscale.graph import Graph
+from gnnautoscale.graph import BatchInfo, Graph
 from gnnautoscale.history import Storage, codec_for
-from gnnautoscale.planner import make_plan
+from gnnautoscale.planner import make_plan, skips_at_random, still_holds
 
 M = TypeVar("M", bound=nn.Module)
 
 # How many graphs besides the training graph keep their records: enough for validation and test in turn.
 _MOST_OTHERS = 4
+# How many plans are kept: for training and evaluation, other arguments, and numbers that change.
+_MOST_PLANS = 16
+
+
+class _Situation(NamedTuple):
+    """What a plan was made for; see :class:`Form`."""
+
+    structure: Hashable
+    numbers: Hashable
 
 
 @dataclass(frozen=True)
@@ -51,9 +63,10 @@ class _Passes:
 
 
 class Autoscaler:
-    """A model's hooks, its plan (``None`` before its first call), and the histories of its training graph.
+    """A model's hooks, its plans, and the histories of its training graph.
 
-    The ``key`` identifies that graph; it is ``None`` until the first batch if only the graph's size is known. An
+    A plan holds for the model, its mode and its arguments as they were when it was made; if any of these changes,
+    another one is made. The ``key`` identifies that graph; it is ``None`` until the first batch if only the graph's size is known. An
     ``explicit`` model names its own slots.
     """
 
@@ -69,16 +82,26 @@ class Autoscaler:
         _check_model(model)
         self.memory, self.key = memory, key
         self.edge_dropout, self._explicit = edge_dropout, explicit
+        #: The plan of the last pass; ``None`` before the first.
         self.plan: Plan | None = None
-        self._planned_for: set[torch.dtype] = set()
+        self._step_plan: Plan | None = None
+        self._planned_for: _Situation | None = None
+        self._plans: dict[_Situation, Plan] = {}
         self._passes = _Passes(StepExchange(), trains=True)
         # Records of other graphs that the model was evaluated on.
         self._others: dict[str, GraphMemory] = {}
         self._visited: tuple[str, GraphMemory] | None = None
         self._signature = inspect.signature(model.forward)
-        self._weights = list(model.parameters())  # kept, because finding them takes time in every step
+        self._model = model
         self._hooks = Hooks(model, partial(self._forward, model))
-        self._hooks.override(model, "_autoscaler", self)
+        self._attach()
+
+    def _attach(self) -> None:
+        """Attach hooks to all layers that the model has now."""
+        self._hooks.attach()
+        self._hooks.override(self._model, "_autoscaler", self)
+        self._weights = list(self._model.parameters())  # kept, because finding them takes time in every step
+        self._watch = Watch(self._model)
 
     def detach(self) -> None:
         """Restore the model."""
@@ -98,16 +121,12 @@ class Autoscaler:
         arguments = unpack_batch(self._signature, type(model).__name__, args, kwargs)
         info = find_batch(arguments)
         memory = self.memory_of(info.graph)
+        plan, passes = self._plan_for(info, arguments), self._passes
+        self._step_plan = plan if passes.trains else self._step_plan
         device = next(iter(self._weights), info.n_id).device
-        dtypes = {weight.dtype for weight in self._weights}
-        if self.plan is None or self._planned_for != dtypes:
-            bound = self._signature.bind(*arguments[0], **arguments[1])
-            self.plan = make_plan(model, self._hooks, info, bound, explicit=self._explicit)
-            self._planned_for = dtypes
-        passes = self._passes
         session = Session(
             info,
-            self.plan,
+            plan,
             memory,
             device,
             passes.exchange,
@@ -116,7 +135,54 @@ class Autoscaler:
             input_gradients=passes.input_gradients or (passes.trains and needs_input_gradients(arguments)),
         )
         session.begin()
-        return session.finish(self._hooks.run(session, arguments))
+        out = self._hooks.run(session, arguments)
+        skipped = session.unseen_calls()
+        if skipped and model.training and skips_at_random(plan, skipped, self._hooks, info, self._bound(arguments)):
+            plan.optional.update(skipped)
+        return session.finish(out)
+
+    def _plan_for(self, info: BatchInfo, arguments: Arguments) -> Plan:
+        """The plan for the model as it is now, called with these arguments; made if there is none."""
+        situation = self._situation(info, arguments)
+        if self.plan is not None and situation == self._planned_for:
+            return self.plan
+        plan = self._plans.pop(situation, None)
+        if plan is None:
+            alike = (known for other, known in self._plans.items() if other.structure == situation.structure)
+            similar = next(alike, None)
+            if similar is not None and still_holds(similar, self._hooks, info, self._bound(arguments)):
+                plan = similar.copy()
+            else:
+                plan = make_plan(self._hooks, info, self._bound(arguments), explicit=self._explicit)
+                self._watch.ignored |= plan.harmless
+                self._watch.look()  # lazy weights have their shapes now
+                situation = self._situation(info, arguments)
+        self._plans = {**dict(list(self._plans.items())[1 - _MOST_PLANS :]), situation: plan}
+        self.plan, self._planned_for = plan, situation
+        return plan
+
+    def _situation(self, info: BatchInfo, arguments: Arguments) -> _Situation:
+        model, given = self.form, form_of_arguments(info, arguments)
+        dtypes = frozenset({weight.dtype for weight in self._weights})
+        structure = model.structure, given.structure, info.graph.is_symmetric, dtypes
+        return _Situation(structure, (model.numbers, given.numbers))
+
+    def _bound(self, arguments: Arguments) -> inspect.BoundArguments:
+        return self._signature.bind(*arguments[0], **arguments[1])
+
+    @property
+    def form(self) -> Form:
+        """The model's modules, modes and attributes as they are now; layers that were replaced get hooks."""
+        if self._watch.has_changed():
+            unimportant, before = self._watch.changes() <= self._watch.ignored, self._watch.modules
+            self._watch.look()
+            if not unimportant and [*before.values()] != [*self._watch.modules.values()]:
+                with self._hooks.lifted() as model:
+                    _check_model(model)
+                ignored = self._watch.ignored
+                self._attach()
+                self._watch.ignored = ignored
+        return self._watch.form
 
     def running(
         self, exchange: ExchangePolicy, *, observers: Sequence[Observer] = (), input_gradients: bool = False
@@ -147,13 +213,15 @@ class Autoscaler:
 
     @property
     def calls(self) -> dict[str, LayerCall]:
-        """The plan's layer calls."""
-        return self.plan.calls if self.plan is not None else {}
+        """The layer calls of training steps."""
+        plan = self._step_plan or self.plan
+        return plan.calls if plan is not None else {}
 
     @property
     def ignores_edges(self) -> bool:
-        """Whether the model runs without the batch's own edges, on recorded ones alone."""
-        return self.plan is not None and self.plan.ignores_edges
+        """Whether training steps run without the batch's own edges, on recorded ones alone."""
+        plan = self._step_plan or self.plan
+        return plan is not None and plan.ignores_edges
 
     def attributes(self, batch: Data) -> list[str]:
         """The batch attributes that ``model(batch)`` may use."""
@@ -202,13 +270,13 @@ class Autoscaler:
         """
         self._identify(graph)
         if graph.key == self.key:
-            memory = self.memory.apart() if apart else self.memory
+            memory = self.memory.apart(graph) if apart else self.memory
         else:
             known = self._others.pop(graph.key, None)
             mine = self.memory
             known = known or GraphMemory(graph, graph.num_nodes, mine.medium or mine.storage, mine.dtype, mine.folder)
             self._others = {**dict(list(self._others.items())[1 - _MOST_OTHERS :]), graph.key: known}
-            memory = known.apart()
+            memory = known.apart(graph)
         before, self._visited = self._visited, (graph.key, memory)
         try:
             yield memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
 from gnnautoscale.errors import InputError
-from gnnautoscale.forward import Arguments, has_rows
+from gnnautoscale.forward import Arguments, Form, form_of_values, has_rows, own_attribute
 from gnnautoscale.graph import BatchInfo, BatchTensor
 
 #: Calls a model with a batch.
@@ -53,6 +53,31 @@ def find_batch(arguments: Arguments) -> BatchInfo:
             "all arguments of a call must come from the same batch", got="two batches", fix="Pass one batch at a time."
         )
     return found[0]
+
+
+def form_of_arguments(info: BatchInfo, arguments: Arguments) -> Form:
+    """What a plan depends on in a call's arguments; numbers that count the batch's rows are alike in all batches."""
+    counts = {info.num_rows, info.batch_size, info.e_id.numel()}
+    numbers: list[Any] = []
+
+    def described(value: Any) -> Hashable:
+        if isinstance(value, BatchTensor):
+            return own_attribute(info, value), value.attribute, value.dtype
+        if isinstance(value, Tensor):
+            return value.dtype, value.shape[1:], has_rows(value, info.num_rows), has_rows(value, info.e_id.numel())
+        if isinstance(value, Data):
+            return type(value), *((name, described(item)) for name, item in value)
+        if isinstance(value, (list, tuple)):
+            return type(value), *(described(item) for item in value)
+        if isinstance(value, dict):
+            return *value, *(described(item) for item in value.values())
+        if type(value) is int and value in counts:
+            return "count"
+        form = form_of_values(value)
+        numbers.extend(form.numbers)
+        return form.structure
+
+    return Form(described(arguments), tuple(numbers))
 
 
 def needs_input_gradients(arguments: Arguments) -> bool:

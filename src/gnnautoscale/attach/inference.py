@@ -167,11 +167,10 @@ def weights_checksum(model: nn.Module) -> list[float]:
 
 
 def plan_of(model: nn.Module, loader: HaloLoader, call: CallModel = call_with_batch) -> Plan:
-    """The plan of an autoscaled model, made with the first batch if there is none yet."""
+    """The plan of an autoscaled model in its present mode on a loader's graph."""
     scaler = attached(model)
-    if scaler.plan is None:
-        with scaler.running(PlanOnly()):
-            run_pass(partial(call, model, to_model_device(next(loader.in_order()), model)))
+    with scaler.running(PlanOnly()):
+        run_pass(partial(call, model, to_model_device(next(loader.in_order()), model)))
     return cast(Plan, scaler.plan)
 
 

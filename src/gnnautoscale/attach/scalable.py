@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnnautoscale.attach.autoscaler import Autoscaler, attached, is_autoscaled
+from gnnautoscale.attach.autoscaler import Autoscaler
 from gnnautoscale.errors import InputError
-from gnnautoscale.forward import GraphMemory
+from gnnautoscale.forward import GraphMemory, running_session
 from gnnautoscale.history import Storage
 
 
@@ -89,7 +89,7 @@ class ScalableGNN(nn.Module, metaclass=_AttachOnceBuilt):
         Returns:
             Embeddings of batch and halo, ``[num_rows, hidden_channels]``; the halo's are constants to autograd.
         """
-        session = attached(self).session if is_autoscaled(self) else None
+        session = running_session(self)
         if session is None:  # detached: the whole graph at once
             return x
         if x.dim() != 2 or x.size(1) != history.width or n_id.numel() != session.info.num_rows:

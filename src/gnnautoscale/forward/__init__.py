@@ -15,24 +15,27 @@ from gnnautoscale.forward.exchange import (
     as_matrix,
     run_pass,
 )
-from gnnautoscale.forward.hooks import Hooks, has_hooks
+from gnnautoscale.forward.hooks import Hooks, has_hooks, running_session
 from gnnautoscale.forward.memory import GraphMemory
-from gnnautoscale.forward.norms import normalize_by_constants, uses_own_statistics
+from gnnautoscale.forward.norms import uses_own_statistics
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
 from gnnautoscale.forward.record import ArgumentKind, Arguments, BatchEdges, EdgeRecord, describe, has_rows
 from gnnautoscale.forward.session import Session, evaluating
 from gnnautoscale.forward.sweep import SweepExchange
+from gnnautoscale.forward.watch import Attribute, Form, Watch, form_of_values
 
 __all__ = [
     "SHORTCUTS",
     "ActiveLayer",
     "ArgumentKind",
     "Arguments",
+    "Attribute",
     "BatchEdges",
     "EdgeRecord",
     "EdgeSource",
     "ExchangePolicy",
+    "Form",
     "GraphMemory",
     "HistoryStore",
     "Hooks",
@@ -47,13 +50,15 @@ __all__ = [
     "StepExchange",
     "StoreExchange",
     "SweepExchange",
+    "Watch",
     "as_matrix",
     "describe",
     "evaluating",
+    "form_of_values",
     "has_hooks",
     "has_rows",
-    "normalize_by_constants",
     "own_attribute",
     "run_pass",
+    "running_session",
     "uses_own_statistics",
 ]

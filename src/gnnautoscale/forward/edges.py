@@ -51,6 +51,10 @@ class EdgeSource(ABC):
     def replace(self, active: ActiveLayer, edge_index: Tensor, values: Values) -> tuple[Tensor, Values]:
         """The edges and values to run an edge call on."""
 
+    def finish(self, active: ActiveLayer) -> None:
+        """Called when a layer has made its last edge call."""
+        return
+
 
 @dataclass(eq=False)
 class RecordedEdges(EdgeSource):
@@ -85,14 +89,14 @@ class RecordedEdges(EdgeSource):
         """See :meth:`EdgeSource.replace`."""
         position = active.num_edge_calls
         active.num_edge_calls += 1
-        if not active.records:
-            return self._drop_derived(active, position, edge_index, values)
-        if position >= len(active.records):
+        if position >= len(active.call.edge_names):
             raise UnsupportedModelError(
                 f"{describe(active.name, active.layer)} must propagate equally often in every call",
-                got="more propagations than in the first forward pass",
+                got="more propagations than when the model was tried",
                 fix="Make the number of propagations independent of the data.",
             )
+        if not active.records:
+            return self._drop_derived(active, position, edge_index, values)
         record = active.records[position]
         batch_edges = self._batch_edges(record, active)
         if batch_edges.kept is None and active.call.fuses(position, record.constants) and _can_fuse(active.layer):
@@ -106,6 +110,16 @@ class RecordedEdges(EdgeSource):
             elif isinstance(value, Tensor) and not active.call.has_edge_updater:
                 replaced[name] = value[self._alignment(record, active, edge_index, batch_edges)]
         return batch_edges.edges, replaced
+
+    def finish(self, active: ActiveLayer) -> None:
+        """See :meth:`EdgeSource.finish`; refuses a layer that left out an edge call."""
+        if active.num_edge_calls < len(active.call.edge_names):
+            raise UnsupportedModelError(
+                f"{describe(active.name, active.layer)} must propagate equally often in every call",
+                got=f"{active.num_edge_calls} times instead of {len(active.call.edge_names)}; relations that are skipped "
+                "where a batch has no edges of them are a common cause",
+                fix="Propagate every time: a relation without edges adds nothing.",
+            )
 
     def _fused(
         self, active: ActiveLayer, position: int, record: EdgeRecord, batch_edges: BatchEdges, values: Values

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 class ExchangePolicy(ABC):
     """Decides what is pushed and pulled at each slot of a forward pass."""
 
+    #: Whether some layers are not run, because their rows are known or nothing needs them.
+    skips = False
+
     def begin(self, session: Session) -> None:
         """Called before the model runs."""
         return
@@ -77,7 +80,7 @@ class StepExchange(_SlotExchange):
         memory, push = session.memory, not session.repeating
         if push:
             memory.mark_changed()
-        history = memory.history(slot, rows)
+        history = memory.history(slot, session.plan, session.device)
         full = memory.transfer(session.device).exchange(slot, history, as_matrix(rows), push=push)
         return full if rows.dim() == 2 else full.view(-1, *rows.shape[1:])
 
@@ -121,7 +124,9 @@ class HistoryStore(RowStore):
         memory, rows = session.memory, rows.detach()
         memory.mark_changed()
         place = memory.rows_of(session.info)
-        memory.history(slot, rows).push(as_matrix(rows), place.index[: place.batch_size], place.runs)
+        memory.history(slot, session.plan, session.device).push(
+            as_matrix(rows), place.index[: place.batch_size], place.runs
+        )
 
 
 class StoreExchange(_SlotExchange):

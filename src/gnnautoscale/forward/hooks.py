@@ -25,9 +25,14 @@ class Hooks:
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         #: The running pass, if any.
         self.session: Session | None = None
-        self._model = model
+        self._model, self._forward = model, forward
         self._overridden: list[tuple[nn.Module, str, Any]] = []
-        for name, module in model.named_modules():
+        self.attach()
+
+    def attach(self) -> None:
+        """Override the methods of all layers and norms that the model has now."""
+        self.remove()
+        for name, module in self._model.named_modules():
             if isinstance(module, MessagePassing):
                 run = partial(self._layer, module, name or type(module).__name__, module.forward)
                 self.override(module, "forward", run)
@@ -35,9 +40,10 @@ class Hooks:
                 for method in EDGE_METHODS:
                     self.override(module, method, partial(self._edges, method, getattr(module, method)))
             elif isinstance(module, _BatchNorm):
-                self.override(module, "forward", partial(self._batch_norm, module, module.forward))
-        self._run_model = model.forward  # overridden above if the model is a single layer
-        self.override(model, "forward", forward)
+                self.override(module, "forward", partial(self._batch_norm, name, module, module.forward))
+        self._run_model = self._model.forward  # overridden above if the model is a single layer
+        self.override(self._model, "forward", self._forward)
+        self.override(self._model, "_history_hooks", self)
 
     def override(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of a module until :meth:`remove`."""
@@ -96,9 +102,17 @@ class Hooks:
             return run(edge_index, size=size, **values)
         return getattr(self.session, method)(run, edge_index, size, values)
 
-    def _batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], *args: Tensor, **kwargs: Tensor) -> Tensor:
+    def _batch_norm(
+        self, name: str, norm: _BatchNorm, run: Callable[[Tensor], Tensor], *args: Tensor, **kwargs: Tensor
+    ) -> Tensor:
         (x,) = (*args, *kwargs.values())
-        return run(x) if self.session is None else self.session.batch_norm(norm, run, x)
+        return run(x) if self.session is None else self.session.batch_norm(name, norm, run, x)
+
+
+def running_session(model: nn.Module) -> Session | None:
+    """The pass that a model's hooks run, if any."""
+    hooks = model.__dict__.get("_history_hooks")
+    return hooks.session if isinstance(hooks, Hooks) else None
 
 
 def has_hooks(module: nn.Module) -> bool:

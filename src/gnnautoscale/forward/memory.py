@@ -12,7 +12,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward.plan import LayerCall, Plan
-from gnnautoscale.forward.record import Arguments, EdgeRecord, Recorder, describe
+from gnnautoscale.forward.record import Arguments, EdgeRecord, Recorder
 from gnnautoscale.graph import BatchInfo, Graph, PartOrder
 from gnnautoscale.history import Folder, History, Medium, Storage, check_storage, choose_medium, codec_for, open_history
 from gnnautoscale.transfer import BatchRows, Transfer, open_transfer
@@ -48,10 +48,10 @@ class GraphMemory:
         self.why = "this was asked for"
         self.histories: dict[str, History] = {}
         self.recorder = Recorder(graph) if graph is not None else None
-        self.records: dict[str, list[EdgeRecord]] = {}
         self._overlap = overlap
         self._sets = 1
         self._prepared = False
+        self._prepared_for: Plan | None = None
         # The checksum of the weights that wrote all rows of all histories, or None if no single weights did.
         self._written_by: list[float] | None = None
         self._transfer: tuple[torch.device, Transfer] | None = None
@@ -121,10 +121,17 @@ class GraphMemory:
         self._sets = 2
 
     def prepare(self, plan: Plan, device: torch.device) -> None:
-        """Decide where histories live, and check that there is room for all of them."""
-        if self._prepared or self.medium in ("device", "host"):
-            return  # allocating them fails if there is no room
-        self._make_room({slot: self._form(plan.rows[slot]) for slot in plan.live}, device)
+        """Decide where histories live, check that there is room for all of them, and let them fit the plan."""
+        if plan is self._prepared_for:
+            return
+        self._prepared_for = plan
+        wanted = {slot: self._form(plan.rows[slot]) for slot in plan.live}
+        if not self._prepared and self.medium not in ("device", "host"):  # there, allocating fails if there is no room
+            self._make_room(wanted, device)
+        for slot, (width, dtype) in wanted.items():
+            history = self.histories.get(slot)
+            if history is not None and (history.width, history.dtype) != (width, dtype):
+                self._replace(slot, width, dtype, device)
 
     def reopen(
         self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device, order: PartOrder | None = None
@@ -135,20 +142,22 @@ class GraphMemory:
         for slot, (width, dtype) in kept.items():
             self._open(slot, width, dtype, device)
 
+    @property
+    def records(self) -> dict[str, list[EdgeRecord]]:
+        """The records of each layer call, as of its last use."""
+        return self.recorder.records if self.recorder is not None else {}
+
     def record(
         self, graph: Graph, call: str, layer: MessagePassing, known: LayerCall, arguments: Arguments
     ) -> list[EdgeRecord]:
-        """The records of a layer call, made on first use with its arguments in a batch."""
-        if call not in self.records:
-            self.recorder = self.recorder or Recorder(graph)
-            name, count = describe(call, layer), len(known.edge_names)
-            self.records[call] = self.recorder.record(layer, name, arguments, known.kinds, count)
-        return self.records[call]
+        """The records of a layer call, with its arguments in a batch."""
+        self.recorder = self.recorder or Recorder(graph)
+        return self.recorder.of_call(call, layer, known, arguments)
 
-    def history(self, slot: str, rows: Tensor) -> History:
-        """The slot's history, created on first use for rows like these, which are on the compute device."""
+    def history(self, slot: str, plan: Plan, device: torch.device) -> History:
+        """The slot's history, created on first use for a compute device."""
         if slot not in self.histories:
-            self._open(slot, *self._form(rows), rows.device)
+            self._open(slot, *self._form(plan.rows[slot]), device)
         return self.histories[slot]
 
     def _form(self, rows: Tensor) -> tuple[int, torch.dtype]:
@@ -182,13 +191,25 @@ class GraphMemory:
                 fix="Use storage='disk' (or 'host' if this was a GPU's memory), or a smaller history_dtype.",
             ) from error
 
+    def _replace(self, slot: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Give a slot a history of another width, which is empty, or of another type, with the same rows."""
+        self.settle()
+        self.mark_changed()
+        old, host = self.histories.pop(slot), torch.device("cpu")
+        chunks = torch.split(torch.arange(self.num_nodes), _MOST_COPIED)
+        kept = [old.pull(rows, device=host, dtype=dtype) for rows in chunks] if old.width == width else []
+        self._open(slot, width, dtype, device)
+        for rows, values in zip(chunks, kept, strict=False):
+            self.histories[slot].push(values.to(device), rows)
+
     # Copies ##########################################################################################################
 
-    def apart(self) -> GraphMemory:
+    def apart(self, graph: Graph) -> GraphMemory:
         """A memory of the same graph with histories of its own; what is known about edges is shared."""
+        self.recorder = self.recorder or Recorder(graph)
         # No steps to overlap with.
         memory = GraphMemory(None, self.num_nodes, self.medium or self.storage, self.dtype, self.folder, overlap=False)
-        memory.recorder, memory.records = self.recorder, self.records
+        memory.recorder = self.recorder
         return memory
 
     def grown(self, info: BatchInfo, device: torch.device) -> GraphMemory:

@@ -37,12 +37,6 @@ def normalize_untracked(norm: _BatchNorm, x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
 
 
-def normalize_by_constants(norm: _BatchNorm, x: Tensor) -> Tensor:
-    """Normalize as if mean were 0 and variance 1: scale and shift each row by itself."""
-    zeros = torch.zeros(x.size(1), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    return F.batch_norm(x, zeros, zeros + 1.0, norm.weight, norm.bias, False, 0.0, norm.eps)
-
-
 def warn_of_batch_statistics() -> None:
     """Warn that outputs in evaluation depend on the partition."""
     warnings.warn(

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.forward.edges import ActiveLayer
+from gnnautoscale.forward.record import Arguments
 from gnnautoscale.graph import BatchInfo
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ class Observer:
     #: Whether to call :meth:`layer_ran`, which requires repeatable layers.
     repeats = False
 
-    def around_layer(self, session: Session, call: str, layer: MessagePassing, run: Callable[[], Any]) -> Any:
+    def around_layer(
+        self, session: Session, call: str, layer: MessagePassing, arguments: Arguments, run: Callable[[], Any]
+    ) -> Any:
         """Called in place of a layer; must return the result of ``run``."""
         return run()
 

@@ -7,13 +7,14 @@ propagates several times. An *edge call* is a layer's call of its ``propagate`` 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gnnautoscale.forward.record import ArgumentKind
+from gnnautoscale.forward.watch import Attribute
 
 # Savings of work in a layer, the most daring first:
 # "pair":  call it with (all rows, the batch's rows), PyG's convention for messages between two sets of nodes, which
@@ -37,6 +38,7 @@ class LayerCall:
         shortcuts: The shortcuts in use; they leave the batch's rows unchanged.
         constant_halo: Positions of edge calls whose input rows depend on no weight, apart from those behind slots.
         nested: Whether the layer contains other message-passing layers.
+        sizes: Positions of the arguments, among those that are not tensors, that are the number of nodes.
         draws: Whether the layer draws random numbers in training; ``None`` if unknown.
     """
 
@@ -48,6 +50,7 @@ class LayerCall:
     shortcuts: frozenset[Shortcut] = frozenset()
     constant_halo: set[int] = field(default_factory=set)
     nested: bool = False
+    sizes: frozenset[int] = frozenset()
     draws: bool | None = None
 
     @property
@@ -77,9 +80,11 @@ class Plan:
         needs: For each slot, and for ``OUTPUT``, the slots whose rows it is computed from.
         rows: For each slot an empty tensor with the shape and type of its rows, ``[0, ...]``.
         skip_empty: Whether sweeps may pass on no rows at all where nothing needs them.
-        node_norms: The batch norms that see one row per node.
+        node_norms: The names of the batch norms that see one row per node.
         short_tail: Whether the model runs on the batch's rows only after its last layer.
         ignores_edges: Whether only layers use the edges, so that recorded ones suffice.
+        optional: Calls that training leaves out at random.
+        harmless: Attributes that the forward pass changes itself, and that do not change what it computes.
     """
 
     calls: dict[str, LayerCall] = field(default_factory=dict)
@@ -88,11 +93,17 @@ class Plan:
     needs: dict[str, frozenset[str]] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
     skip_empty: bool = False
-    node_norms: set[nn.Module] = field(default_factory=set)
+    node_norms: set[str] = field(default_factory=set)
     short_tail: bool = False
     ignores_edges: bool = False
+    optional: set[str] = field(default_factory=set)
+    harmless: set[Attribute] = field(default_factory=set)
 
     OUTPUT = "the model's output"
+
+    def copy(self) -> Plan:
+        """The same plan, for a model in which a number has changed."""
+        return replace(self, calls={name: replace(call) for name, call in self.calls.items()})
 
     @cached_property
     def live(self) -> frozenset[str]:

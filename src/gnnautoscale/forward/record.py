@@ -11,20 +11,28 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeGuard, cast
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import map_tensors
+from gnnautoscale._util import map_others, map_tensors, others_in, tensors_in
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.fused import FusedEdges
+from gnnautoscale.forward.watch import OVERRIDES, form_of, form_of_values
 from gnnautoscale.graph import BatchInfo, BatchTensor, EdgesByTarget, Graph
 from gnnautoscale.kernels import Adjacency
 
+if TYPE_CHECKING:
+    from gnnautoscale.forward.plan import LayerCall
+
 # The methods of a layer that take edges; hooks override them on the instance.
 EDGE_METHODS = ("propagate", "edge_updater")
+
+# How many different records of one call are kept: training and evaluation, in two precisions.
+_MOST_FORMS = 4
 
 ArgumentKind = Literal["own", "node", "edge", "other"]
 #: Positional and keyword arguments of a call.
@@ -119,27 +127,57 @@ def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:
 
 
 class Recorder:
-    """Records layers over one graph; equal records are shared."""
+    """Records the layer calls of a model over one graph; equal records are shared.
+
+    A call is recorded again when the layer's attributes or its arguments other than tensors have changed.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._records: list[EdgeRecord] = []
+        #: The records of each call, as of its last use.
+        self.records: dict[str, list[EdgeRecord]] = {}
+        # What the records in use were made for, and all that were made.
+        self._made_for: dict[str, tuple[LayerCall, list[torch.dtype], list[Any]]] = {}
+        self._made: dict[Any, list[EdgeRecord]] = {}
+        self._shared_records: list[EdgeRecord] = []
+
+    def of_call(self, call: str, layer: MessagePassing, known: LayerCall, arguments: Arguments) -> list[EdgeRecord]:
+        """The records of a layer call, with its arguments in a batch."""
+        dtypes = [value.dtype for value in tensors_in(arguments)]
+        others = [None if place in known.sizes else value for place, value in enumerate(others_in(arguments))]
+        made_for = self._made_for.get(call)
+        if (
+            made_for is not None
+            and made_for[0] is known
+            and made_for[1] == dtypes
+            and _same_values(made_for[2], others)
+        ):
+            return self.records[call]
+        key = call, form_of(layer), form_of_values(others), tuple(known.kinds), tuple(known.attributes), tuple(dtypes)
+        if key not in self._made:
+            self._forget_oldest(call)
+            self._made[key] = self._record(layer, describe(call, layer), arguments, known)
+        self.records[call], self._made_for[call] = self._made[key], (known, dtypes, others)
+        return self.records[call]
+
+    def _forget_oldest(self, call: str) -> None:
+        """Make room for other records of a call, since a number may change in every step."""
+        forms = [key for key in self._made if key[0] == call]
+        for key in forms[: len(forms) + 1 - _MOST_FORMS]:
+            del self._made[key]
+        used = {record for records in self._made.values() for record in records}
+        self._shared_records = [record for record in self._shared_records if record in used]
 
     @torch.inference_mode(False)  # kept for training too
-    def record(
-        self, layer: MessagePassing, name: str, arguments: Arguments, kinds: list[ArgumentKind], num_edge_calls: int
-    ) -> list[EdgeRecord]:
-        """Run a copy of the layer over the whole graph's edges and record its edge calls.
-
-        The arguments are those of a call in a batch, with the kind of each tensor in order.
-        """
+    def _record(self, layer: MessagePassing, name: str, arguments: Arguments, known: LayerCall) -> list[EdgeRecord]:
+        """Run a copy of the layer over the whole graph's edges and record its edge calls."""
         failures = []
         # The weightless copy cannot multiply edge features with weights. Such features are left out of the record;
         # the layer then uses the batch's own.
         for edge_features in (True, False):
-            whole = self._whole_graph_arguments(arguments, kinds, edge_features)
+            whole = self._whole_graph_arguments(arguments, known, edge_features)
             try:
-                caught = _run_without_weights(layer, whole, num_edge_calls)
+                caught = _run_without_weights(layer, whole, len(known.edge_names))
             except RuntimeError as error:
                 failures.append(error)
                 continue
@@ -150,8 +188,8 @@ class Recorder:
             fix="Replace the layer, or move the computation before propagate into message().",
         ) from failures[-1]
 
-    def _whole_graph_arguments(self, arguments: Arguments, kinds: list[ArgumentKind], edge_features: bool) -> Arguments:
-        remaining = iter(kinds)
+    def _whole_graph_arguments(self, arguments: Arguments, known: LayerCall, edge_features: bool) -> Arguments:
+        remaining, places = iter(known.kinds), count()
 
         def convert(value: Tensor) -> Tensor:
             kind = next(remaining)
@@ -170,19 +208,22 @@ class Recorder:
                 return value.new_empty((num_rows, *value.shape[1:]), device="meta")
             return value.to("meta") if value.is_floating_point() else value.cpu()
 
-        return map_tensors(convert, arguments)
+        def resize(value: Any) -> Any:
+            return self.graph.num_nodes if next(places) in known.sizes else value
+
+        return map_others(resize, map_tensors(convert, arguments))
 
     def _shared(self, layer: MessagePassing, edge_index: Tensor, constants: dict[str, Tensor]) -> EdgeRecord:
         row = 1 if layer.flow == "source_to_target" else 0
         edges = self.graph.incoming if row == 1 and edge_index is self.graph.edge_index else None
-        for record in self._records:
+        for record in self._shared_records:
             if record.edges.target_row != row or not _same(record.edges.edge_index, edge_index):
                 continue
             edges, same_names = record.edges, record.constants.keys() == constants.keys()
             if same_names and all(_same(record.constants[name], constants[name]) for name in constants):
                 return record
         record = EdgeRecord(edges or EdgesByTarget(edge_index, self.graph.num_nodes, row), constants)
-        self._records.append(record)
+        self._shared_records.append(record)
         return record
 
 
@@ -227,16 +268,14 @@ def weightless_copy(layer: MessagePassing) -> MessagePassing:
     memo: dict[int, Any] = {}
     for tensor in (*layer.parameters(), *layer.buffers()):
         memo[id(tensor)] = tensor.detach().to("meta")
-    overrides = ("forward", *EDGE_METHODS, "_autoscaler")
     for module in layer.modules():
         # Tensors that a layer keeps from its last call cannot be copied while autograd tracks them.
         memo.update({id(value): value.detach() for value in vars(module).values() if isinstance(value, Tensor)})
-        for name in overrides:
-            if name in module.__dict__:
-                memo[id(module.__dict__[name])] = None
+        hooks = [module.__dict__[name] for name in OVERRIDES & module.__dict__.keys()]
+        memo.update({id(hook): None for hook in hooks if hook is not True})
     copied = copy.deepcopy(layer, memo)
     for module in copied.modules():
-        for name in overrides:
+        for name in OVERRIDES:
             module.__dict__.pop(name, None)
         module.training = False
     return copied
@@ -267,6 +306,14 @@ def describe(call: str, layer: nn.Module) -> str:
 def has_rows(value: Any, *counts: int) -> TypeGuard[Tensor]:
     """Whether a value is a tensor with one of these numbers of rows."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.size(0) in counts
+
+
+def _same_values(some: list[Any], others: list[Any]) -> bool:
+    """Whether values are the same, or equal where that can be told."""
+    return len(some) == len(others) and all(
+        a is b or (type(a) is type(b) and isinstance(a, (int, float, complex, str)) and a == b)
+        for a, b in zip(some, others, strict=True)
+    )
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

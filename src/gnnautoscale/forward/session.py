@@ -28,15 +28,15 @@ from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, has_rows
 from gnnautoscale.graph import BatchInfo, BatchTensor
 
-Normalize = Callable[["Session", _BatchNorm, Callable[[Tensor], Tensor], Tensor], Tensor]
+Normalize = Callable[["Session", str, _BatchNorm, Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
 class Session:
     """A forward pass over one batch.
 
     By default layers get the recorded edges, less a share of ``edge_dropout``, and batch norms use the statistics of
-    the batch's own rows. ``normalize`` is called in place of a batch norm with the session, the norm, its forward pass
-    and the rows; ``input_gradients`` says whether the model's inputs need gradients.
+    the batch's own rows. ``normalize`` is called in place of a batch norm with the session, the norm's name, the norm,
+    its forward pass and the rows; ``input_gradients`` says whether the model's inputs need gradients.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Session:
         #: The layer calls in progress, the innermost last.
         self.active: list[ActiveLayer] = []
         self._counts: Counter[str] = Counter()
+        self._seen_calls: set[str] = set()
         #: Whether a layer's ``propagate`` is running.
         self.is_aggregating = False
         #: Whether a layer is being repeated for an observer.
@@ -79,9 +80,10 @@ class Session:
         call = f"{self.active[-1].name}>{name}" if self.active else name
         self._counts[call] += 1
         call = call if self._counts[call] == 1 else f"{call}#{self._counts[call]}"
+        self._seen_calls.add(call)
         work = partial(self._run_layer, call, layer, run, arguments)
         for observer in self._observers:
-            work = partial(observer.around_layer, self, call, layer, work)
+            work = partial(observer.around_layer, self, call, layer, arguments, work)
         return work()
 
     def _run_layer(self, call: str, layer: MessagePassing, run: Callable[..., Any], arguments: Arguments) -> Any:
@@ -95,7 +97,8 @@ class Session:
             try:
                 out = run(*args, **kwargs)
             finally:
-                self.active.pop()
+                active = self.active.pop()
+            self._edges.finish(active)
             # On unfused edges a layer may have computed the halo's rows too.
             return map_tensors(shorten, out) if "short" in planned.shortcuts else out
 
@@ -143,9 +146,9 @@ class Session:
         edge_index, values = self._replaced(self.active[-1], edge_index, values)
         return run(edge_index, size=size, **values)
 
-    def batch_norm(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def batch_norm(self, name: str, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Run a batch norm."""
-        return self._normalize(self, norm, run, x)
+        return self._normalize(self, name, norm, run, x)
 
     def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
         """Exchange a slot's rows as the policy decides."""
@@ -154,6 +157,13 @@ class Session:
     def finish(self, out: Any) -> Any:
         """End the pass and return the output rows of the batch; those of the halo are meaningless."""
         self._exchange.end(self)
+        if unseen := self.unseen_calls():
+            raise UnsupportedModelError(
+                "an autoscaled model calls the same layers in every forward pass",
+                got=f"a pass without '{unseen[0]}', which ran when the model was tried; a layer that is skipped where a "
+                "batch has no edges of some kind is a common cause",
+                fix="Call every layer every time: without edges it adds nothing to its messages.",
+            )
 
         def cut(value: Tensor) -> Tensor:
             short = self.plan.short_tail and has_rows(value, self.info.batch_size)
@@ -172,6 +182,11 @@ class Session:
                 fix="Return node-level outputs from the model.",
             )
         return map_tensors(cut, out)
+
+    def unseen_calls(self) -> list[str]:
+        """The plan's layer calls that this pass left out; those inside of layers that it skipped do not count."""
+        calls = self.plan.calls.keys() - self._seen_calls - self.plan.optional
+        return [call for call in self.plan.calls if call in calls and (">" not in call or not self._exchange.skips)]
 
     # Used by policies and observers ##################################################################################
 
@@ -202,7 +217,7 @@ class Session:
             )
         check_finite(slot, self.own(out), self.info)
 
-    def by_own_statistics(self, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def by_own_statistics(self, name: str, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Normalize all rows by the statistics of the batch's own rows."""
         if not norms.uses_own_statistics(norm):
             return run(x)
@@ -210,7 +225,7 @@ class Session:
             norms.warn_of_batch_statistics()
         if self.repeating:
             run = partial(norms.normalize_untracked, norm)
-        if self.is_aggregating or norm not in self.plan.node_norms or x.size(0) != self.info.num_rows:
+        if self.is_aggregating or name not in self.plan.node_norms or x.size(0) != self.info.num_rows:
             return run(x)
         return norms.normalize_by_own_rows(norm, run, x, self.info.batch_size)
 

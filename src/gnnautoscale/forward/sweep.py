@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.exchange import EndOfPass, ExchangePolicy, HistoryStore, RowStore
 from gnnautoscale.forward.session import Session
 
@@ -17,6 +18,8 @@ class SweepExchange(ExchangePolicy):
 
     It reads and writes the rows of ``store``, by default the histories.
     """
+
+    skips = True
 
     def __init__(self, level: frozenset[str] | None, store: RowStore | None = None) -> None:
         self._level, self._store = level, store or HistoryStore()
@@ -49,6 +52,15 @@ class SweepExchange(ExchangePolicy):
         if not self._missing:
             raise EndOfPass
         return out
+
+    def end(self, session: Session) -> None:
+        """Called at the end of the model, which a sweep over slots does not reach if it finds them all."""
+        if self._missing:
+            raise UnsupportedModelError(
+                "an autoscaled model calls the same layers in every forward pass",
+                got=f"a pass without '{sorted(self._missing)[0]}', which ran when the model was tried",
+                fix="Call every layer every time: without edges it adds nothing to its messages.",
+            )
 
 
 def _zeros(session: Session, slot: str, count: int) -> Tensor:

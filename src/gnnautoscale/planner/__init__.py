@@ -1,9 +1,10 @@
 """Finds out how to run a model with histories.
 
-It tries the model on a small graph, as a whole and in batches, which must agree. The result is a plan; this package
+It tries a copy of the model on small graphs, as a whole and in batches, which must agree. The result is a plan; this package
 knows nothing about training.
 """
 
-from gnnautoscale.planner.planning import make_plan
+from gnnautoscale.planner.planning import make_plan, skips_at_random, still_holds
+from gnnautoscale.planner.randomness import expected_randomness
 
-__all__ = ["make_plan"]
+__all__ = ["expected_randomness", "make_plan", "skips_at_random", "still_holds"]

@@ -1,77 +1,127 @@
-"""Makes a model's plan, and checks it on a trial graph.
+"""Makes a model's plan, and checks it on trial graphs.
 
-The model runs on a small graph twice: as a whole, and in batches whose histories hold the exact rows. Every layer,
-norm and output must then agree, so no table of layer types is needed. A layer that deviates, because it looks beyond
-its neighbours, gets a history at each of its propagations. If that does not help, or if something outside the layers
-mixes nodes, the model is refused and the message names the culprit.
+A copy of the model runs on small graphs, in the mode it was called in: as a whole, and in batches whose histories hold
+the exact rows. Every layer, norm and output must then agree, so no table of layer types is needed. A layer that
+deviates, because it looks beyond its neighbours, gets a history at each of its propagations. If that does not help, or
+if something outside the layers mixes nodes, the model is refused and the message names the culprit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from inspect import BoundArguments
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
+from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in, undisturbed
 from gnnautoscale.errors import UnsupportedModelError
-from gnnautoscale.forward import SHORTCUTS, Hooks, Plan, evaluating, run_pass
+from gnnautoscale.forward import SHORTCUTS, ArgumentKind, Hooks, LayerCall, Plan, describe, run_pass
 from gnnautoscale.graph import BatchInfo, BatchTensor
-from gnnautoscale.planner.rehearsal import (
-    DeviationError,
-    LayerError,
-    Observation,
-    Reference,
-    Rehearsal,
-    tolerance,
-    watching,
-)
-from gnnautoscale.planner.trial_graph import TrialGraph
+from gnnautoscale.planner.blame import DeviationError, LayerError, keeps_state, random_evaluation
+from gnnautoscale.planner.rehearsal import Observation, Reference, Rehearsal, tolerances, watching
+from gnnautoscale.planner.trial_graph import SETUPS, TrialGraph, TrialSetup
+from gnnautoscale.planner.understudy import Understudy, initialize_like, seed_everything
+
+# How often a model that skips layers at random is tried, to see all of them.
+_MOST_SEEDS = 32
 
 
-def make_plan(model: nn.Module, hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, explicit: bool) -> Plan:
-    """Make a model's plan from a call with a batch, and check that batches agree with the whole graph.
+def make_plan(hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, explicit: bool) -> Plan:
+    """Make the plan of a model with hooks from a call with a batch, and check that batches agree with the whole graph.
 
-    An ``explicit`` model names its own slots. If no placement of histories makes the model exact, an
-    :class:`UnsupportedModelError` names the layer.
+    The plan holds for the mode that the model is in. An ``explicit`` model names its own slots. If no placement of
+    histories makes the model exact, an :class:`UnsupportedModelError` names the culprit.
     """
-    device = next((value.device for value in model.parameters()), info.n_id.device)
-    with evaluating(model), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
+    with hooks.lifted() as model:
+        if any(is_lazy(weight) for weight in model.parameters()):
+            _initialize_lazy_weights(model, hooks, info, arguments, explicit=explicit)
+    with _undisturbed_trial(hooks, info) as device:
+        return _Tryout(hooks.bare_copy(), info, arguments, device, explicit).plan()
+
+
+def still_holds(plan: Plan, hooks: Hooks, info: BatchInfo, arguments: BoundArguments) -> bool:
+    """Whether a plan still holds after a number in the model or in its arguments has changed."""
+    with _undisturbed_trial(hooks, info) as device:
+        return _Tryout(hooks.bare_copy(), info, arguments, device, plan.explicit).confirms(plan)
+
+
+def skips_at_random(plan: Plan, calls: list[str], hooks: Hooks, info: BatchInfo, arguments: BoundArguments) -> bool:
+    """Whether the model leaves out these layer calls at random, whatever the graph."""
+    with _undisturbed_trial(hooks, info) as device:
+        return _Tryout(hooks.bare_copy(), info, arguments, device, plan.explicit).skips(plan, set(calls))
+
+
+@contextmanager
+def _undisturbed_trial(hooks: Hooks, info: BatchInfo) -> Iterator[torch.device]:
+    with hooks.lifted() as model:
+        device = next((value.device for value in model.parameters()), info.n_id.device)
+    with undisturbed(device), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
+        seed_everything(0)
+        yield device
+
+
+def _initialize_lazy_weights(
+    model: nn.Module, hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, explicit: bool
+) -> None:
+    """Draw lazy weights from the user's own random state, as the first run would."""
+    device = next((weight.device for weight in model.parameters()), info.n_id.device)
+    copied = hooks.bare_copy()
+    with torch.autocast(device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
         with undisturbed(device):
-            torch.manual_seed(0)
-            trial = TrialGraph(info, arguments, device)
-        rehearsals = _Rehearsals(model, hooks, trial, explicit)
-        if any(is_lazy(parameter) for parameter in model.parameters()):
-            # Lazy weights are drawn now, from the user's own random state.
-            rehearsals.observe(set())
-        with undisturbed(device), _perturbed(model):
-            return rehearsals.plan()
+            trial = TrialGraph(info, arguments, device, SETUPS[0], None)
+        batch = next(iter(trial.whole))
+        copied_hooks = Hooks(copied, lambda *args, **kwargs: copied_hooks.run(None, (args, kwargs)))
+        copied_hooks.run(Observation(trial, batch, Plan(explicit=explicit)).session, trial.arguments(batch))
+        copied_hooks.remove()
+    initialize_like(model, copied)
 
 
-class _Rehearsals:
-    """The runs on the trial graph that lead to a plan."""
+@dataclass
+class _Trial:
+    """A trial graph, the copy of the model that runs on it, the seed of all runs, and what was last observed."""
 
-    def __init__(self, model: nn.Module, hooks: Hooks, trial: TrialGraph, explicit: bool) -> None:
-        self.model, self.hooks, self.trial, self.explicit = model, hooks, trial, explicit
+    graph: TrialGraph
+    actor: Understudy
+    seed: int = 0
+    seen: Observation | None = None
+
+
+class _Tryout:
+    """The runs on trial graphs that lead to a plan."""
+
+    def __init__(
+        self, model: nn.Module, info: BatchInfo, arguments: BoundArguments, device: torch.device, explicit: bool
+    ) -> None:
+        self._info, self._arguments, self._device, self._explicit = info, arguments, device, explicit
+        self._training = any(module.training for module in model.modules())
+        self._model = model
+        self._actors: dict[torch.dtype | None, Understudy] = {}
         # The batch attributes that the model uses outside its layers.
         self._used_attributes: list[str] = []
-        self._other_modules = _other_modules(model)
+
+    # What others ask #################################################################################################
 
     def plan(self) -> Plan:
         """Try histories at the outputs of layers, and at the propagations of layers that deviate."""
+        trials = self._trials()
+        if not self._training:
+            self._check_determinism(trials[0])
         inner: set[str] = set()
         everything_needed = False
         while True:
-            plan, reference = self.observe(inner, everything_needed=everything_needed)
-            deviation = self._rehearse(plan, reference) or self._sweep(plan, reference)
+            observations = [
+                trial.seen if trial.seen is not None and not inner else self._observe(trial, inner) for trial in trials
+            ]
+            plan = _merged(observations, inner, self._explicit, everything_needed=everything_needed)
+            references = [seen.reference for seen in observations]
+            deviation = self._rehearse_all(trials, plan, references)
             if deviation is None:
                 break
             call = plan.calls.get(deviation.name)
@@ -81,16 +131,272 @@ class _Rehearsals:
                 # Autograd may have missed what a slot is computed from, for example under no_grad.
                 everything_needed = True
             else:
-                raise deviation.error()
-        with evaluating(self.model):
-            self._check_training_mode(plan, reference)
-        self._take_shortcuts(plan, reference)
+                raise deviation.error(plan, self._used_attributes, training=self._training)
+        self._check_succession(trials[0], plan)
+        if self._training:
+            self._check_recorded_values(trials[0], plan, references[0])
+        self._take_shortcuts(trials, plan, references)
+        self._note_types(trials[0], plan)
         return plan
 
-    def _take_shortcuts(self, plan: Plan, reference: Reference) -> None:
-        """Take all shortcuts that change neither the batch's rows nor gradients."""
+    def confirms(self, plan: Plan) -> bool:
+        """Whether batches agree with the whole graph by a plan that is there already."""
         try:
-            plain = self._train(plan, reference)
+            trial = self._trials(SETUPS[:1])[0]
+            seen = self._observe(trial, plan.inner)
+            found = _merged([seen], plan.inner, plan.explicit)
+            same_calls = found.calls.keys() == plan.calls.keys() and all(
+                (call.num_propagations, call.attributes, len(call.edge_names))
+                == (plan.calls[name].num_propagations, plan.calls[name].attributes, len(plan.calls[name].edge_names))
+                for name, call in found.calls.items()
+            )
+            same_slots = found.needs.keys() == plan.needs.keys() and all(
+                needed <= plan.needs[slot] for slot, needed in found.needs.items()
+            )
+            return same_calls and same_slots and self._rehearse(trial, plan, seen.reference) is None
+        except Exception:
+            return False  # A new plan says why, if it fails as well.
+
+    def skips(self, plan: Plan, calls: set[str]) -> bool:
+        """Whether these calls are left out at random on the whole of a trial graph."""
+        trial, skipped = self._trials(SETUPS[:1])[0], set[str]()
+        for seed in range(_MOST_SEEDS):
+            trial.seed = seed
+            skipped |= calls - self._observe(trial, plan.inner, by_chance=True).plan.calls.keys()
+        return skipped == calls
+
+    # Trials ##########################################################################################################
+
+    def _trials(self, setups: Iterable[TrialSetup] = SETUPS) -> list[_Trial]:
+        """A trial for each setup that the model runs on as a whole; the first one has to.
+
+        In double precision, where rounding hides nothing, if the model runs in it.
+        """
+        attempts = [(torch.float64, True), (None, True), (torch.float64, False), (None, False)]
+        trials: list[_Trial] = []
+        for setup in setups:
+            failures: list[Exception] = []
+            for dtype, by_size in attempts:
+                try:
+                    graph = TrialGraph(self._info, self._arguments, self._device, setup, dtype, by_size=by_size)
+                    trial = _Trial(graph, self._actor(dtype))
+                    trial.seen = self._observe(trial, set())
+                except Exception as error:
+                    failures.append(error)
+                    continue
+                if not trials or trial.seen.reference.is_finite:
+                    trials.append(trial)
+                attempts = [kept for kept in attempts if kept[1] is by_size]
+                break
+            if not trials:
+                raise failures[1]
+        if self._training:
+            self._choose_seed(trials)
+        return trials
+
+    def _actor(self, dtype: torch.dtype | None) -> Understudy:
+        if dtype not in self._actors:
+            self._actors[dtype] = Understudy(self._model, dtype)
+        return self._actors[dtype]
+
+    def _choose_seed(self, trials: list[_Trial]) -> None:
+        """Choose a seed that skips none of the layers of evaluation mode, if training skips some at random."""
+        first = trials[0]
+        evaluated = Understudy(self._model, first.actor.dtype)
+        evaluated.model.eval()
+        try:
+            wanted = self._observe(_Trial(first.graph, evaluated), set()).plan.calls.keys()
+        except Exception:
+            return  # A model may run in training mode only.
+        for seed in range(_MOST_SEEDS):
+            seen = self._observe(_Trial(first.graph, first.actor, seed), set()) if seed else first.seen
+            if seen is not None and wanted <= seen.plan.calls.keys():
+                for trial in trials if seed else ():
+                    trial.seed, trial.seen = seed, None
+                return
+
+    # Runs ############################################################################################################
+
+    def _observe(self, trial: _Trial, inner: set[str], *, by_chance: bool = False, reset: bool = True) -> Observation:
+        """Run the whole trial graph, and note how layers are called and what each slot is computed from."""
+        if reset:
+            trial.actor.reset()
+        batch = next(iter(trial.graph.whole))
+        seen = Observation(trial.graph, batch, Plan(inner=inner, explicit=self._explicit))
+        arguments = trial.graph.arguments(batch)
+        watched = watching(_other_modules(trial.actor.model), seen.note), BatchTensor.watched(self._used_attributes)
+        with torch.enable_grad(), watched[0], watched[1]:
+            out = trial.actor.run(seen.session, arguments, seed=trial.seed, by_chance=by_chance)
+        seen.plan.needs[Plan.OUTPUT] = seen.sources(out)
+        seen.note(Plan.OUTPUT, None, None, out)
+        return seen
+
+    def _rehearse_all(self, trials: list[_Trial], plan: Plan, references: list[Reference]) -> DeviationError | None:
+        """Run all trial graphs in batches, as steps and as sweeps; returns the first deviation.
+
+        A trial that fails in another way says nothing about the user's graph, except for the first one.
+        """
+        for number, trial in enumerate(list(trials)):
+            try:
+                deviation = self._rehearse(trial, plan, references[number])
+            except (LayerError, RuntimeError, ValueError, TypeError, LookupError, AssertionError):
+                if number == 0:
+                    raise
+                continue
+            if deviation is not None:
+                return deviation
+        # Whether sweeps and steps agree depends on the model alone, so that one graph shows it.
+        return self._sweep(trials[0], plan, references[0])
+
+    def _rehearse(self, trial: _Trial, plan: Plan, reference: Reference) -> DeviationError | None:
+        """Run a trial graph in batches with exact histories; returns the first deviation."""
+        try:
+            for batch in trial.graph.parts:
+                trial.actor.reset()
+                self._step(trial, batch, plan, reference)
+        except DeviationError as deviation:
+            return deviation
+        return None
+
+    def _step(self, trial: _Trial, batch: Data, plan: Plan, reference: Reference) -> None:
+        rehearsal = Rehearsal(trial.graph, batch, plan, reference)
+        session = rehearsal.step()
+        with torch.no_grad(), watching(_other_modules(trial.actor.model), rehearsal.check):
+            out = trial.actor.run(session, trial.graph.arguments(batch), seed=trial.seed)
+        rehearsal.check(Plan.OUTPUT, None, None, out)
+        session.finish(out)
+
+    def _sweep(self, trial: _Trial, plan: Plan, reference: Reference) -> DeviationError | None:
+        """Compute each level from the levels below; first try to skip the rows that nothing needs."""
+        deviation: DeviationError | None = None
+        for skip_empty in (True, False):
+            plan.skip_empty = skip_empty
+            try:
+                for batch in trial.graph.parts:
+                    for level in (*plan.levels, None):
+                        self._sweep_batch(trial, batch, plan, reference, level)
+                return None
+            except DeviationError as error:
+                deviation = error
+            except (RuntimeError, ValueError, IndexError):
+                if not plan.skip_empty:
+                    raise
+        return deviation
+
+    def _sweep_batch(
+        self, trial: _Trial, batch: Data, plan: Plan, reference: Reference, level: frozenset[str] | None
+    ) -> None:
+        trial.actor.reset()
+        rehearsal = Rehearsal(trial.graph, batch, plan, reference)
+        session = rehearsal.sweep(level)
+        session.begin()
+        with torch.no_grad():
+            arguments = trial.graph.arguments(batch)
+            out = run_pass(partial(trial.actor.run, session, arguments, seed=trial.seed))
+        if level is None:
+            rehearsal.check(Plan.OUTPUT, None, None, out)
+
+    def _train(self, trial: _Trial, plan: Plan, reference: Reference) -> list[Tensor | None]:
+        """Outputs and gradients of steps on a trial graph, with exact histories."""
+        found: list[Tensor | None] = []
+        for batch in trial.graph.parts:
+            trial.actor.reset()
+            weights = [weight for weight in trial.actor.model.parameters() if weight.is_floating_point()]
+            session = Rehearsal(trial.graph, batch, plan, reference, checking=False).step()
+            with torch.enable_grad(), BatchTensor.watched(self._used_attributes):
+                out = trial.actor.run(session, trial.graph.arguments(batch), seed=trial.seed)
+                values = [value for value in tensors_in(session.finish(out)) if value.is_floating_point()]
+                found += [value.detach() for value in values]
+                # Every entry has its own factor, so that no two of them can be mixed up.
+                loss = torch.zeros(())
+                for value in values:
+                    factors = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device)
+                    loss = loss + (value * factors.view_as(value)).sum()
+                if loss.requires_grad:
+                    found += _gradients(loss, weights)
+        return found
+
+    # Checks ##########################################################################################################
+
+    def _check_determinism(self, trial: _Trial) -> None:
+        """Refuse a model that is random in evaluation mode."""
+        outputs = []
+        for seed in (1, 2):
+            drawn = self._observe(_Trial(trial.graph, trial.actor, seed), set(), by_chance=True)
+            outputs.append(tensors_in(drawn.reference.outputs[Plan.OUTPUT]))
+        if len(outputs[0]) != len(outputs[1]) or not _alike([*outputs[0]], [*outputs[1]]):
+            raise random_evaluation()
+
+    def _check_succession(self, trial: _Trial, plan: Plan) -> None:
+        """Refuse a model that keeps something of one batch for the next; note what it may change."""
+        self._observe(trial, plan.inner)
+        touched = trial.actor.touched()
+        if not touched:
+            return
+        attributes = trial.actor.changed_attributes()
+        trial.actor.reset()
+        try:
+            references = [self._observe(trial, plan.inner, reset=False).reference for _ in trial.graph.parts]
+            trial.actor.reset()
+            for batch, reference in zip(trial.graph.parts, references, strict=True):
+                self._step(trial, batch, plan, reference)
+        except (DeviationError, UnsupportedModelError, RuntimeError, ValueError, LookupError, TypeError) as error:
+            raise keeps_state(touched) from error
+        plan.harmless = {attribute for attribute in attributes if self._is_idle(trial, plan, attribute)}
+
+    def _is_idle(self, trial: _Trial, plan: Plan, attribute: tuple[str, str]) -> bool:
+        """Whether the value of an attribute that the model changes itself makes no difference."""
+        path, name = attribute
+        trial.actor.reset()
+        wanted = self._observe(trial, plan.inner).reference.outputs[Plan.OUTPUT]
+        trial.actor.reset()
+        value = getattr(trial.actor.model.get_submodule(path), name, None)
+        if isinstance(value, (bool, str)):
+            return False
+        if not isinstance(value, (int, float)):
+            return True  # Runs in succession have shown that.
+        for other in (value + 1, value + 1000, 2 * value + 3):
+            trial.actor.reset()
+            setattr(trial.actor.model.get_submodule(path), name, other)
+            try:
+                found = self._observe(trial, plan.inner, reset=False).reference.outputs[Plan.OUTPUT]
+            except Exception:
+                return False
+            if not _alike([*tensors_in(found)], [*tensors_in(wanted)]):
+                return False
+        return True
+
+    def _check_recorded_values(self, trial: _Trial, plan: Plan, reference: Reference) -> None:
+        """Refuse layers that change recorded values at random in training: the record would undo that."""
+        batch = next(iter(trial.graph.parts))
+        seen = []
+        for by_chance in (False, True):
+            trial.actor.reset()
+            # Not checked, because dropout may change the output.
+            rehearsal = Rehearsal(trial.graph, batch, plan, reference, checking=False)
+            with torch.no_grad():
+                arguments = trial.graph.arguments(batch)
+                trial.actor.run(rehearsal.step(), arguments, seed=trial.seed, by_chance=by_chance)
+            seen.append(rehearsal.local_edges)
+        expected, drawn = seen
+        if [name for name, _ in expected] != [name for name, _ in drawn]:
+            return  # Layers are skipped at random.
+        for (name, before), (_, after) in zip(expected, drawn, strict=True):
+            if not torch.equal(before, after):
+                raise UnsupportedModelError(
+                    f"{describe(name, _layer_of(trial.actor.model, name))} must pass the same edges and edge weights to "
+                    "propagate in every training step",
+                    got="edges or edge weights that it changes at random in training",
+                    fix="Set the layer's own dropout to 0 and use autoscale(..., edge_dropout=p).",
+                )
+
+    # Shortcuts #######################################################################################################
+
+    def _take_shortcuts(self, trials: list[_Trial], plan: Plan, references: list[Reference]) -> None:
+        """Take all shortcuts that change neither the batch's rows nor gradients."""
+
+        try:
+            plain = self._train(trials[0], plan, references[0])
         except Exception:
             plain = None  # The model may still be evaluated; training it will raise this error.
         for call in plan.calls.values():
@@ -100,8 +406,8 @@ class _Rehearsals:
         while True:
             culprit, only_gradients = None, False
             try:
-                deviation = self._rehearse(plan, reference) or self._sweep(plan, reference)
-                if deviation is None and (plain is None or _alike(self._train(plan, reference), plain)):
+                deviation = self._rehearse_all(trials, plan, references)
+                if deviation is None and (plain is None or _alike(self._train(trials[0], plan, references[0]), plain)):
                     return
                 culprit, only_gradients = (None, True) if deviation is None else (deviation.name, False)
             except LayerError as error:
@@ -124,109 +430,64 @@ class _Rehearsals:
             else:
                 return  # The model differs from run to run, so nothing can be compared.
 
-    def _train(self, plan: Plan, reference: Reference) -> list[Tensor | None]:
-        """Outputs and gradients of training steps on the trial graph, with exact histories and without dropout."""
-        weights = [weight for weight in self.model.parameters() if weight.is_floating_point()]
-        found: list[Tensor | None] = []
-        with _training(self.model), _NoDropout(), torch.enable_grad():
-            for batch in self.trial.parts:
-                torch.manual_seed(0)
-                session = Rehearsal(self.trial, batch, plan, reference, checking=False).step()
-                arguments = self.trial.arguments(batch)
-                with BatchTensor.watched(self._used_attributes):
-                    out = self.hooks.run(session, arguments)
-                values = [value for value in tensors_in(session.finish(out)) if value.is_floating_point()]
-                found += [value.detach() for value in values]
-                # Every entry has its own factor, so that no two of them can be mixed up.
-                loss = torch.zeros(())
-                for value in values:
-                    factors = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device)
-                    loss = loss + (value * factors.view_as(value)).sum()
-                if loss.requires_grad:
-                    found += _gradients(loss, weights)
-        return found
+    def _note_types(self, trial: _Trial, plan: Plan) -> None:
+        """Give the plan the types of rows that the model itself computes, not those of a copy in another precision."""
+        if trial.actor.dtype is None:
+            return
+        graph = TrialGraph(self._info, self._arguments, self._device, SETUPS[0], None)
+        seen = self._observe(_Trial(graph, self._actor(None), trial.seed), plan.inner)
+        plan.rows = seen.plan.rows
 
-    def observe(self, inner: set[str], *, everything_needed: bool = False) -> tuple[Plan, Reference]:
-        """Run the whole trial graph, and note how layers are called and what each slot is computed from."""
-        plan = Plan(inner=inner, explicit=self.explicit)
-        batch = next(iter(self.trial.whole))
-        seen = Observation(self.trial, batch, plan)
-        arguments = self.trial.arguments(batch)
-        watched = watching(self._other_modules, seen.note), BatchTensor.watched(self._used_attributes)
-        with torch.enable_grad(), _all_trainable(self.model), watched[0], watched[1]:
-            out = self.hooks.run(seen.session, arguments)
-        plan.needs[Plan.OUTPUT] = seen.sources(out)
-        seen.note(Plan.OUTPUT, None, out)
-        if everything_needed:
-            slots = list(plan.needs)
-            plan.needs = {slot: frozenset(slots[:number]) for number, slot in enumerate(slots)}
-        return plan, seen.reference
 
-    def _rehearse(self, plan: Plan, reference: Reference) -> DeviationError | None:
-        """Run the trial graph in batches with exact histories; returns the first deviation."""
-        try:
-            for batch in self.trial.parts:
-                rehearsal = Rehearsal(self.trial, batch, plan, reference)
-                session = rehearsal.step()
-                with torch.no_grad(), watching(self._other_modules, rehearsal.check):
-                    out = self.hooks.run(session, self.trial.arguments(batch))
-                rehearsal.check(Plan.OUTPUT, None, out)
-                session.finish(out)
-        except DeviationError as deviation:
-            return deviation
-        return None
+def _merged(
+    observations: list[Observation], inner: set[str], explicit: bool, *, everything_needed: bool = False
+) -> Plan:
+    """The plan that holds on all graphs that a model was observed on."""
+    plans = [seen.plan for seen in observations]
+    plan = Plan(inner=inner, explicit=explicit, rows=plans[0].rows)
+    for other in plans[1:]:
+        if list(other.calls) != list(plans[0].calls) or other.needs.keys() != plans[0].needs.keys():
+            different = next(iter(other.calls.keys() ^ plans[0].calls.keys()), "layers in another order")
+            raise _graph_decides(f"the same layers on every graph, but '{different}' is not")
+    for name, first in plans[0].calls.items():
+        calls = [other.calls[name] for other in plans]
+        forms = {(call.num_propagations, len(call.edge_names), *call.attributes) for call in calls}
+        kinds = [seen.kinds[name] for seen in observations]
+        if len(forms) > 1 or len({len(some) for some in kinds}) > 1:
+            raise _graph_decides(f"'{name}' with the same arguments and as many propagations on every graph")
+        possible = [_kind(set.intersection(*some)) for some in zip(*kinds, strict=True)]
+        shortcuts = frozenset.intersection(*(call.possible_shortcuts for call in calls))
+        plan.calls[name] = LayerCall(
+            possible,
+            first.attributes,
+            [frozenset.intersection(*names) for names in zip(*(call.edge_names for call in calls), strict=True)],
+            first.num_propagations,
+            shortcuts if possible.count("node") == 1 else shortcuts - {"pair"},
+            constant_halo=set.intersection(*(call.constant_halo for call in calls)),
+            nested=first.nested,
+            sizes=frozenset.intersection(*(call.sizes for call in calls)),
+        )
+    for slot in plans[0].needs:
+        plan.needs[slot] = frozenset().union(*(other.needs[slot] for other in plans))
+    if everything_needed:
+        slots = list(plan.needs)
+        plan.needs = {slot: frozenset(slots[:number]) for number, slot in enumerate(slots)}
+    plan.node_norms = set[str]().union(*(other.node_norms for other in plans))
+    return plan
 
-    def _check_training_mode(self, plan: Plan, reference: Reference) -> None:
-        """Refuse layers that change recorded values at random in training: the record would undo that."""
-        batch = next(iter(self.trial.parts))
-        seen = []
-        for training in (False, True):
-            # Only the layers themselves: their norms must not update running averages.
-            for module in self.model.modules():
-                if isinstance(module, MessagePassing):
-                    module.training = training
-            # Not checked, because dropout in layers may change their output.
-            rehearsal = Rehearsal(self.trial, batch, plan, reference, checking=False)
-            with torch.no_grad():
-                self.hooks.run(rehearsal.step(), self.trial.arguments(batch))
-            seen.append(rehearsal.local_edges)
-        evaluated, trained = seen
-        if [name for name, _ in evaluated] != [name for name, _ in trained]:
-            raise UnsupportedModelError(
-                "layers must call propagate in training as often as in evaluation",
-                got=f"{len(trained)} edges and edge weights passed to it in training, {len(evaluated)} in evaluation",
-                fix="Make the number of propagations independent of the mode.",
-            )
-        for (name, before), (_, after) in zip(evaluated, trained, strict=True):
-            if not torch.equal(before, after):
-                raise UnsupportedModelError(
-                    f"{name} must pass the same edges and edge weights to propagate in training as in evaluation",
-                    got="edges or edge weights that it changes at random in training",
-                    fix="Set the layer's own dropout to 0 and use autoscale(..., edge_dropout=p).",
-                )
 
-    def _sweep(self, plan: Plan, reference: Reference) -> DeviationError | None:
-        """Compute each level from the levels below; first try to skip the rows that nothing needs."""
-        deviation: DeviationError | None = None
-        for skip_empty in (True, False):
-            plan.skip_empty = skip_empty
-            try:
-                for batch in self.trial.parts:
-                    for level in (*plan.levels, None):
-                        rehearsal = Rehearsal(self.trial, batch, plan, reference)
-                        session = rehearsal.sweep(level)
-                        session.begin()
-                        with torch.no_grad():
-                            out = run_pass(partial(self.hooks.run, session, self.trial.arguments(batch)))
-                        if level is None:
-                            rehearsal.check(Plan.OUTPUT, None, out)
-                return None
-            except DeviationError as error:
-                deviation = error
-            except (RuntimeError, ValueError, IndexError):
-                if not plan.skip_empty:
-                    raise
-        return deviation
+def _kind(possible: set[ArgumentKind]) -> ArgumentKind:
+    """What a tensor is, if it may be all of these on every graph."""
+    order: tuple[ArgumentKind, ...] = ("own", "node", "edge", "other")
+    return next(kind for kind in order if kind in possible)
+
+
+def _graph_decides(wanted: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "an autoscaled model makes the same layer calls on every graph",
+        got=f"a model that does not call {wanted}",
+        fix="Make the calls independent of the graph: a layer without edges adds nothing to its messages.",
+    )
 
 
 def _other_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -240,67 +501,11 @@ def _other_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-class _NoDropout(TorchFunctionMode):
-    """Switches dropout off, so that runs on different numbers of rows can be compared."""
-
-    _DROPOUTS = frozenset(
-        {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
-        | {torch.dropout, torch.alpha_dropout, torch.feature_dropout}
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in self._DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Put a model into training mode with all weights trainable; afterwards it is as before."""
-    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    attributes = {module: dict(vars(module)) for module in model.modules()}
-    with evaluating(model), _all_trainable(model):
-        model.train()
-        try:
-            yield
-        finally:
-            for module, values in attributes.items():
-                vars(module).clear()
-                vars(module).update(values)
-            with torch.no_grad():
-                for buffer, value in buffers.items():
-                    buffer.copy_(value)
-
-
-@contextmanager
-def _all_trainable(model: nn.Module) -> Iterator[None]:
-    """Let gradients flow to frozen weights too, because they may be trained later."""
-    frozen = [weight for weight in model.parameters() if weight.is_floating_point() and not weight.requires_grad]
-    for weight in frozen:
-        weight.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for weight in frozen:
-            weight.requires_grad_(False)
-
-
-@contextmanager
-def _perturbed(model: nn.Module) -> Iterator[None]:
-    """Perturb weights whose entries are all equal, such as gates that start at zero and would hide a deviation."""
-    originals = {
-        weight: weight.data
-        for weight in model.parameters()
-        if weight.numel() and bool((weight == weight.flatten()[0]).all())
-    }
-    try:
-        for weight, value in originals.items():
-            weight.data = value + 0.3 * torch.randn_like(value) if value.is_floating_point() else value
-        yield
-    finally:
-        for weight, value in originals.items():
-            weight.data = value
+def _layer_of(model: nn.Module, call: str) -> nn.Module:
+    """The layer that a call is of."""
+    path = call.split(">")[-1].split("#")[0]
+    found: nn.Module = dict(model.named_modules()).get(path, model)
+    return found
 
 
 def _gradients(loss: Tensor, weights: list[nn.Parameter]) -> list[Tensor | None]:
@@ -328,7 +533,7 @@ def _alike(got: list[Tensor | None], wanted: list[Tensor | None]) -> bool:
         if one is None or other is None:
             continue
         # A gradient that cancels out, such as that of a bias before a norm, is only the rounding of larger ones.
-        bound = tolerance(one.dtype) * (size + 0.1 * max(sizes)) + 1e-9
+        bound = tolerances(one.dtype)[0] * (size + 0.1 * max(sizes)) + 1e-9
         if one.shape != other.shape or not torch.allclose(one, other, rtol=0.0, atol=bound, equal_nan=True):
             return False
     return True

@@ -1,4 +1,4 @@
-"""Runs a model on the trial graph: observed on the whole of it, then compared with that in batches."""
+"""Runs a model on a trial graph: observed on the whole of it, then compared with that in batches."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import map_tensors, tensors_in
+from gnnautoscale._util import map_tensors, others_in, tensors_in
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import (
     ActiveLayer,
@@ -32,43 +33,60 @@ from gnnautoscale.forward import (
     Shortcut,
     StoreExchange,
     SweepExchange,
-    describe,
     has_rows,
-    normalize_by_constants,
     own_attribute,
     uses_own_statistics,
 )
 from gnnautoscale.graph import BatchInfo, BatchTensor
-from gnnautoscale.planner.trial_graph import NUM_NODES, TrialGraph, kind_of
+from gnnautoscale.planner.blame import DeviationError, failed_layer, whole_table
+from gnnautoscale.planner.trial_graph import TrialGraph, kinds_of
 
 
 @dataclass
 class Reference:
-    """Outputs of modules and rows of slots on the whole trial graph."""
+    """What the modules of a model, called by name, did on the whole trial graph.
 
+    Attributes:
+        inputs: The tensors that each was called with.
+        outputs: Their outputs.
+        rows: The rows of slots.
+        statistics: Mean and variance of the rows that batch norms saw.
+    """
+
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
+    statistics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the model's output is."""
+        return all(bool(torch.isfinite(value).all()) for value in tensors_in(self.outputs[Plan.OUTPUT]))
 
 
 class Observation(ExchangePolicy, EdgeSource, Observer):
-    """Runs the whole trial graph, as one batch, on its own edges and fills in a plan.
+    """Runs a whole trial graph, as one batch, on its own edges and fills in a plan.
 
     It is policy, edge source and observer at once, because the usual ones follow a plan.
     """
 
     def __init__(self, trial: TrialGraph, batch: Data, plan: Plan) -> None:
-        self.reference, self._plan = Reference(), plan
+        self.reference, self.plan, self._trial = Reference(), plan, trial
         self._info: BatchInfo = batch.edge_index.info
         self.session = Session(
             self._info, plan, trial.memory, trial.device, self, edges=self, observers=[self], normalize=self._normalize
         )
+        #: For each call the kinds that each of its tensors may have, judged by this graph alone.
+        self.kinds: dict[str, list[set[ArgumentKind]]] = {}
         self._slot_of: dict[int, str] = {}
         self._leaves: list[Tensor] = []
         self._seen: Counter[str] = Counter()
 
-    def note(self, name: str, module: nn.Module | None, out: Any) -> None:
-        """Keep a module's output."""
-        self.reference.outputs[_numbered(self._seen, name)] = map_tensors(lambda value: value.detach().clone(), out)
+    def note(self, name: str, module: nn.Module | None, given: Any, out: Any) -> None:
+        """Keep what a module was called with, and its output."""
+        name = _numbered(self._seen, name)
+        self.reference.inputs[name] = [value.detach().clone() for value in tensors_in(given)]
+        self.reference.outputs[name] = map_tensors(lambda value: value.detach().clone(), out)
 
     def sources(self, out: Any) -> frozenset[str]:
         """The slots that a value was computed from."""
@@ -92,12 +110,14 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """Note the slot and what it is computed from."""
         out = compute()
-        call = self._plan.calls.get(slot)
+        call = self.plan.calls.get(slot)
         if call is not None and not call.num_propagations:
             return out
+        if has_rows(out, self._trial.info.graph.num_nodes) and not has_rows(out, self._trial.num_nodes):
+            raise whole_table(slot, out.size(0))
         session.check_rows(slot, out)
-        self._plan.needs[slot] = self.sources(out)
-        self._plan.rows[slot] = out.detach()[:0]
+        self.plan.needs[slot] = self.sources(out)
+        self.plan.rows[slot] = out.detach()[:0]
         self.reference.rows[slot] = out.detach().clone()
         leaf = out.detach().requires_grad_()
         self._leaves.append(leaf)
@@ -105,24 +125,26 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
         # A copy, because autograd forbids in-place changes of the leaf itself.
         return leaf.clone()
 
-    def around_layer(self, session: Session, call: str, layer: MessagePassing, run: Callable[[], Any]) -> Any:
+    def around_layer(
+        self, session: Session, call: str, layer: MessagePassing, arguments: Arguments, run: Callable[[], Any]
+    ) -> Any:
         """Keep a layer's output, and note which shortcuts may apply to it."""
         after: list[str] = []  # the layer's modules that compute on nodes once it has aggregated
 
-        def note(name: str, module: nn.Module, out: Any) -> None:
+        def note(name: str, module: nn.Module, given: Any, out: Any) -> None:
             aggregated = session.active and session.active[-1].num_propagations and not session.is_aggregating
-            if aggregated and has_rows(out, NUM_NODES):
+            if aggregated and has_rows(out, self._trial.num_nodes):
                 after.append(name)
 
         inside = {name: module for name, module in layer.named_modules() if not isinstance(module, MessagePassing)}
         with watching(inside, note), BatchTensor.watched(None):
             out = run()
-        self.note(call, layer, out)
-        self._plan.calls[call].possible_shortcuts = self._possible_shortcuts(call, layer, bool(after))
+        self.note(call, layer, arguments, out)
+        self.plan.calls[call].possible_shortcuts = self._possible_shortcuts(call, layer, bool(after))
         return out
 
     def _possible_shortcuts(self, call: str, layer: MessagePassing, dense_after: bool) -> frozenset[Shortcut]:
-        planned = self._plan.calls[call]
+        planned = self.plan.calls[call]
 
         def depth(method: str) -> int:
             """How far up in the layer's class hierarchy a method is defined."""
@@ -131,21 +153,23 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
         # A subclass may override messages and forget the method that fuses them.
         fuse = layer.fuse and depth("message_and_aggregate") <= min(depth("message"), depth("aggregate"))
         shortcuts: set[Shortcut] = {"fused"} if fuse else set()
-        if call not in self._plan.inner and planned.num_propagations == 1:
+        if call not in self.plan.inner and planned.num_propagations == 1:
             shortcuts |= {"short"} if fuse else set()
-            shortcuts |= {"pair"} if dense_after and planned.kinds.count("node") == 1 else set()
+            shortcuts |= {"pair"} if dense_after and sum("node" in kinds for kinds in self.kinds[call]) == 1 else set()
         return frozenset(shortcuts)
 
     def start(self, call: str, layer: MessagePassing, arguments: Arguments) -> tuple[LayerCall, list[EdgeRecord]]:
-        """Add a call to the plan, with the kinds of its arguments."""
+        """Add a call to the plan, with what is known about its arguments."""
         tensors = tensors_in(arguments)
         attributes = [own_attribute(self._info, value) for value in tensors]
-        kinds: list[ArgumentKind] = [
-            "own" if attribute is not None else kind_of(value, NUM_NODES, self._info.e_id.numel())
+        self.kinds[call] = [
+            {"own"} if attribute is not None else kinds_of(value, self._trial.num_nodes, self._info.e_id.numel())
             for value, attribute in zip(tensors, attributes, strict=True)
         ]
         nested = any(isinstance(module, MessagePassing) for module in layer.modules() if module is not layer)
-        return self._plan.calls.setdefault(call, LayerCall(kinds, attributes, nested=nested)), []
+        others = enumerate(others_in(arguments))
+        sizes = frozenset(place for place, value in others if type(value) is int and value == self._trial.num_nodes)
+        return self.plan.calls.setdefault(call, LayerCall([], attributes, nested=nested, sizes=sizes)), []
 
     def replace(self, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Keep the edges; note which values belong to edges, and whether rows depend on weights."""
@@ -156,15 +180,22 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
             active.call.constant_halo.add(len(active.call.edge_names) - 1)
         return edge_index, values
 
-    def _normalize(self, session: Session, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Note norms that see one row per node."""
-        if not session.is_aggregating and x.size(0) == NUM_NODES:
-            self._plan.node_norms.add(norm)
-        return _row_by_row(norm, run, x)
+    def _normalize(
+        self, session: Session, name: str, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        """Note norms that see one row per node, and the statistics of those that take them."""
+        if not session.is_aggregating and x.size(0) == self._trial.num_nodes:
+            self.plan.node_norms.add(name)
+        if not uses_own_statistics(norm):
+            return run(x)
+        with torch.no_grad():
+            variance, mean = torch.var_mean(x, dim=[0, *range(2, x.dim())], correction=0)
+        self.reference.statistics[_numbered(self._seen, f"{name} statistics")] = mean, variance
+        return F.batch_norm(x, mean, variance, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
 class Rehearsal(Observer, RowStore):
-    """Compares a batch of the trial graph, whose histories hold the exact rows, with the whole graph.
+    """Compares a batch of a trial graph, whose histories hold the exact rows, with the whole graph.
 
     It stands in for these histories, and compares what a sweep writes to them. Without ``checking`` it only runs the
     batch.
@@ -177,6 +208,8 @@ class Rehearsal(Observer, RowStore):
         self._info: BatchInfo = batch.edge_index.info
         self._seen: Counter[str] = Counter()
         self._sweeping = False
+        # Modules since the last one that agreed, whose outputs cannot be compared row by row.
+        self._suspects: list[tuple[str, nn.Module]] = []
         #: The edges and values that each layer computed itself and a record replaces.
         self.local_edges: list[tuple[str, Tensor]] = []
 
@@ -195,8 +228,8 @@ class Rehearsal(Observer, RowStore):
 
     def write(self, session: Session, slot: str, rows: Tensor) -> None:
         """See :meth:`RowStore.write`."""
-        if self._sweeping:
-            self._compare(slot, None, rows, self._reference.rows[slot])
+        if self._sweeping and not self._agrees(rows, self._reference.rows[slot]):
+            raise DeviationError(slot, None)
 
     def _session(self, exchange: ExchangePolicy, observers: list[Observer]) -> Session:
         trial = self._trial
@@ -204,26 +237,47 @@ class Rehearsal(Observer, RowStore):
             self._info, self._plan, trial.memory, trial.device, exchange, observers=observers, normalize=self._normalize
         )
 
-    def check(self, name: str, module: nn.Module | None, out: Any) -> None:
+    def check(self, name: str, module: nn.Module | None, given: Any, out: Any) -> None:
         """Compare the batch's rows with the whole graph's; those of the halo may be meaningless."""
-        if self._checking:
-            name = _numbered(self._seen, name)
-            self._compare(name, module, out, self._reference.outputs[name])
-
-    def _compare(self, name: str, module: nn.Module | None, out: Any, whole: Any) -> None:
-        got_values, want_values = tensors_in(out), tensors_in(whole)
-        if len(got_values) != len(want_values):
+        if not self._checking:
+            return
+        name = _numbered(self._seen, name)
+        got, want = tensors_in(out), tensors_in(self._reference.outputs.get(name))
+        if len(got) != len(want):
             raise DeviationError(name, module)
-        for value, expected in zip(got_values, want_values, strict=True):
-            if not has_rows(value, self._info.num_rows, self._info.batch_size) or expected.size(0) != NUM_NODES:
-                continue
-            got = value[: self._info.batch_size].double()
-            want = expected[self._info.nodes.to(expected.device)].double()
-            bound = tolerance(value.dtype) * want.nan_to_num().abs().amax().clamp(min=1e-6) if want.numel() else 1.0
-            if got.shape != want.shape or not torch.allclose(got, want, rtol=0.0, atol=float(bound), equal_nan=True):
-                raise DeviationError(name, module)
+        if not all(self._is_comparable(*pair) for pair in zip(got, want, strict=True)):
+            if module is not None:
+                self._suspects.append((name, module))
+            return
+        if all(self._agrees(*pair) for pair in zip(got, want, strict=True)):
+            self._suspects.clear()
+            return
+        before = self._reference.inputs.get(name, [])
+        mixed_before = module is not None and any(
+            self._is_comparable(value, expected) and not self._agrees(value, expected, halo=True)
+            for value, expected in zip(tensors_in(given), before, strict=False)
+        )
+        raise DeviationError(name, module, mixed_before=mixed_before, suspects=self._suspects)
 
-    def around_layer(self, session: Session, call: str, layer: MessagePassing, run: Callable[[], Any]) -> Any:
+    def _is_comparable(self, value: Tensor, whole: Tensor) -> bool:
+        per_node = has_rows(value, self._info.num_rows, self._info.batch_size)
+        return per_node and has_rows(whole, self._trial.num_nodes)
+
+    def _agrees(self, value: Tensor, whole: Tensor, *, halo: bool = False) -> bool:
+        """Whether rows agree with the whole graph's up to rounding, column by column; by default the batch's rows."""
+        count = value.size(0) if halo else self._info.batch_size
+        got = value[:count].double()
+        want = whole[self._info.n_id[:count].to(whole.device)].double()
+        if got.shape != want.shape:
+            return False
+        relative, least = tolerances(value.dtype)
+        size = whole.double().nan_to_num().abs()
+        bound = relative * size.amax(0) + least * size.max().clamp(min=1e-6) if size.numel() else size.new_zeros(())
+        return bool(((got - want).abs() <= bound).logical_or(got.isnan() & want.isnan()).logical_or(got == want).all())
+
+    def around_layer(
+        self, session: Session, call: str, layer: MessagePassing, arguments: Arguments, run: Callable[[], Any]
+    ) -> Any:
         """Compare a layer's output; if the layer fails, say which one."""
         try:
             with BatchTensor.watched(None):
@@ -231,83 +285,51 @@ class Rehearsal(Observer, RowStore):
         except UnsupportedModelError:
             raise
         except Exception as error:
-            raise LayerError(
-                call,
-                f"{describe(call, layer)} must run on a batch as on the whole graph",
-                got=f"the error '{error}'",
-                fix="Replace it by a layer that computes each node's row from its neighbours.",
-            ) from error
-        self.check(call, layer, out)
+            raise failed_layer(call, layer, error) from error
+        self.check(call, layer, arguments, out)
         return out
 
     def edges_used(self, session: Session, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any]) -> None:
         """Keep the edges and values that the layer computed."""
         if active.record is not None:
-            name = describe(active.name, active.layer)
             for value in (edge_index, *(values.get(constant) for constant in active.record.constants)):
                 if isinstance(value, Tensor):
-                    self.local_edges.append((name, value.detach().clone()))
+                    self.local_edges.append((active.name, value.detach().clone()))
 
-    def _normalize(self, session: Session, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Normalize such that batches can be compared with the whole graph."""
-        return session.by_own_statistics(norm, run, x) if norm.training else _row_by_row(norm, run, x)
+    def _normalize(
+        self, session: Session, name: str, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        """Normalize by the whole graph's statistics: in a batch they differ, which is known and accepted.
 
-
-class LayerError(UnsupportedModelError):
-    """A layer fails on a batch."""
-
-    def __init__(self, call: str, rule: str, *, got: str, fix: str) -> None:
-        super().__init__(rule, got=got, fix=fix)
-        self.call = call
-
-
-class DeviationError(Exception):
-    """A module computes other rows in a batch than on the whole graph."""
-
-    def __init__(self, name: str, module: nn.Module | None) -> None:
-        super().__init__(name)
-        self.name, self.module = name, module
-
-    def error(self) -> UnsupportedModelError:
-        """The error to show to the user."""
-        if self.module is None:
-            return UnsupportedModelError(
-                "every row of the model's output must depend on its node's neighbourhood only",
-                got="an output that mixes all nodes of a batch after the last layer",
-                fix="Move pooling and statistics over nodes out of the model.",
-            )
-        layer = isinstance(self.module, MessagePassing)
-        return UnsupportedModelError(
-            f"{describe(self.name.strip(), self.module)} must compute the same rows in a batch as in the whole graph",
-            got="different rows: the module, or something right before it, "
-            + ("uses more of the graph than a node's neighbours" if layer else "mixes all nodes of a batch"),
-            fix="Replace it by a layer that computes each node's row from its neighbours."
-            if layer
-            else "Use a norm that treats each node separately, such as BatchNorm or LayerNorm(mode='node').",
+        A norm over other rows than those of nodes or edges gets its own, to see whether that matters.
+        """
+        if not uses_own_statistics(norm):
+            return run(x)
+        known = self._reference.statistics.get(_numbered(self._seen, f"{name} statistics"))
+        usual = session.is_aggregating or (
+            name in self._plan.node_norms and has_rows(x, self._info.num_rows, self._info.batch_size)
         )
+        if not self._checking or known is None or not usual:
+            return session.by_own_statistics(name, norm, run, x)
+        return F.batch_norm(x, *known, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
 @contextmanager
-def watching(modules: Mapping[str, nn.Module], note: Callable[[str, nn.Module, Any], None]) -> Iterator[None]:
-    """Call ``note(name, module, output)`` whenever one of the modules has run."""
+def watching(modules: Mapping[str, nn.Module], note: Callable[[str, nn.Module, Any, Any], None]) -> Iterator[None]:
+    """Call ``note(name, module, arguments, output)`` whenever one of the modules has run."""
 
-    def hook(name: str, module: nn.Module, _: Any, out: Any) -> None:
-        note(name, module, out)
+    def hook(name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        note(name, module, (args, kwargs), out)
 
     with ExitStack() as hooks:
         for name, module in modules.items():
-            hooks.enter_context(module.register_forward_hook(partial(hook, name)))
+            hooks.enter_context(module.register_forward_hook(partial(hook, name), with_kwargs=True))
         yield
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """How far two runs may differ by rounding, relative to the largest value."""
-    return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
-
-
-def _row_by_row(norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Normalize as in evaluation; by constants if the norm would take statistics of its input."""
-    return normalize_by_constants(norm, x) if uses_own_statistics(norm) else run(x)
+def tolerances(dtype: torch.dtype) -> tuple[float, float]:
+    """How far two runs may differ by rounding: relative to a column's largest value, and to the largest of all."""
+    return {torch.float64: (1e-5, 1e-9), torch.float32: (1e-3, 2e-5)}.get(dtype, (5e-2, 5e-3))
 
 
 def _numbered(seen: Counter[str], name: str) -> str:

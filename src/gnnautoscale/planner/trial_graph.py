@@ -1,10 +1,13 @@
-"""The small graph that models are tried on, and a model's arguments for it."""
+"""The small graphs that models are tried on, and a model's arguments for them."""
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from inspect import BoundArguments
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,26 +16,54 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale.forward import ArgumentKind, Arguments, GraphMemory, has_rows
 from gnnautoscale.graph import BatchInfo, BatchTensor, HaloLoader
 
-# A ring with chords and one self-loop. Halo nodes have neighbours beyond the halo, so their degrees in a batch are
-# wrong; no number of edges equals a number of nodes.
-NUM_NODES = 13
-_PAIRS = [(i, (i + 1) % NUM_NODES) for i in range(NUM_NODES)]
-_PAIRS += [(0, 5), (1, 7), (2, 9), (11, 3), (8, 4), (12, 6), (0, 10)]
-_PARTS = (0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2)
+
+@dataclass(frozen=True)
+class TrialSetup:
+    """What a trial graph is like.
+
+    Attributes:
+        num_nodes: Its number of nodes.
+        features: Where features come from: the batch's own values, shuffled; noise; or own values, scaled up.
+        lopsided: Whether edges into the first part have only one value in attributes of whole numbers, as in a batch
+            that lacks some relations.
+    """
+
+    num_nodes: int
+    features: Literal["own", "noise", "large"]
+    lopsided: bool = False
+
+
+#: As different from each other as possible, so that what one does not show another does. The first one decides where
+#: histories are, since features like the user's are what the model was made for.
+SETUPS = (TrialSetup(13, "own"), TrialSetup(31, "noise", lopsided=True), TrialSetup(257, "large"))
 
 
 class TrialGraph:
-    """The trial graph, as a whole and in parts, with features and edge attributes like those of a real batch."""
+    """A trial graph, as a whole and in parts, with features and edge attributes like those of a real batch.
 
-    def __init__(self, info: BatchInfo, arguments: BoundArguments, device: torch.device) -> None:
-        self.info, self.call, self.device = info, arguments, device
-        # Symmetric if the real graph is, because a model may rely on that.
-        pairs = [*_PAIRS, *((b, a) for a, b in _PAIRS)] if info.graph.is_symmetric else _PAIRS
-        # Sorted by target, as some aggregations require.
-        edge_index = torch.tensor(sorted([*pairs, (2, 2)], key=lambda pair: pair[1])).t().contiguous()
-        data = Data(edge_index=edge_index, num_nodes=NUM_NODES)
+    Features are of type ``dtype`` where the batch's are floating-point numbers; ``None`` keeps theirs. Tensors that
+    the graph does not name belong to nodes or edges if their number of rows says so, and ``by_size`` allows it.
+    """
+
+    def __init__(
+        self,
+        info: BatchInfo,
+        arguments: BoundArguments,
+        device: torch.device,
+        setup: TrialSetup,
+        dtype: torch.dtype | None,
+        *,
+        by_size: bool = True,
+    ) -> None:
+        self.info, self.call, self.device, self.dtype, self.num_nodes = info, arguments, device, dtype, setup.num_nodes
+        self._setup, self._by_size = setup, by_size
+        edge_index = _edges(setup.num_nodes, symmetric=info.graph.is_symmetric)
+        parts = _parts(setup.num_nodes)
+        self._in_first_part = parts[edge_index[1]] == 0
+        data = _emptied(arguments)
+        data.edge_index, data.num_nodes = edge_index, setup.num_nodes
         for name, value in info.graph.edge_attributes.items():
-            data[name] = _sample(value, edge_index.size(1), edge_level=True)
+            data[name] = self._sample(value, edge_index.size(1), edge_level=True)
         self._names: dict[int, str] = {}
         for parameter, value in arguments.arguments.items():
             for leaf in _leaves(value):
@@ -40,10 +71,10 @@ class TrialGraph:
                     self._add_batch(data, leaf)
                 elif not isinstance(leaf, BatchTensor):
                     self._add(data, f"{parameter} {len(self._names)}", leaf)
-        self.whole = HaloLoader(data, partition=torch.zeros(NUM_NODES, dtype=torch.long))
+        self.whole = HaloLoader(data, partition=torch.zeros(setup.num_nodes, dtype=torch.long))
         # Bidirectional, because the real loader may be; if a layer needs that and it is not, the layer says so later.
-        self.parts = HaloLoader(data, partition=torch.tensor(_PARTS), bidirectional=True)
-        self.memory = GraphMemory(self.parts.graph, NUM_NODES, "device", None)
+        self.parts = HaloLoader(data, partition=parts, bidirectional=True)
+        self.memory = GraphMemory(self.parts.graph, setup.num_nodes, "device", None)
 
     def _add_batch(self, data: Data, batch: Data) -> None:
         for name, value in batch:
@@ -54,11 +85,16 @@ class TrialGraph:
 
     def _add(self, data: Data, name: str, value: Tensor) -> bool:
         """Add rows like the given ones to the trial graph, if they belong to nodes or edges."""
-        kind = kind_of(value, self.info.num_rows, self.info.e_id.numel(), name)
-        if kind == "other":
+        kinds = kinds_of(value, self.info.num_rows, self.info.e_id.numel())
+        if "edge" in kinds and ("node" not in kinds or "edge" in name):
+            kind = "edge"
+        else:
+            kind = "node" if "node" in kinds else "other"
+        known = name.split(" ")[0] in self.info.graph.features
+        if kind == "other" or not (self._by_size or known):
             return False
-        num_rows = NUM_NODES if kind == "node" else data.edge_index.size(1)
-        data[name] = _sample(value, num_rows, edge_level=kind == "edge").cpu()
+        num_rows = self.num_nodes if kind == "node" else data.edge_index.size(1)
+        data[name] = self._sample(value, num_rows, edge_level=kind == "edge").cpu()
         self._names[id(value)] = name
         return True
 
@@ -66,6 +102,7 @@ class TrialGraph:
         """The call's arguments, taken from a batch of the trial graph."""
         # A copy, because the model may write into its inputs.
         batch = batch.clone().to(str(self.device))
+        counts = {"num_nodes": batch.num_nodes, "batch_size": batch.batch_size, "num_edges": batch.edge_index.size(1)}
 
         def recast(value: Any) -> Any:
             if isinstance(value, BatchTensor):
@@ -75,7 +112,7 @@ class TrialGraph:
             if isinstance(value, Tensor):
                 name = self._names.get(id(value))
                 if name is None:
-                    return value
+                    return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
                 found = batch[name]
                 return found.plain if isinstance(found, BatchTensor) else found
             if isinstance(value, Data):
@@ -86,15 +123,71 @@ class TrialGraph:
                 return {name: recast(item) for name, item in value.items()}
             return value
 
-        return recast(self.call.args), recast(self.call.kwargs)
+        named = {name: counts.get(name) for name, value in self.call.arguments.items() if isinstance(value, int)}
+        known = {name: count for name, count in named.items() if count is not None}
+        call = BoundArguments(self.call.signature, OrderedDict(self.call.arguments | known))
+        return recast(call.args), recast(call.kwargs)
+
+    def _sample(self, value: Tensor, num_rows: int, *, edge_level: bool) -> Tensor:
+        """Rows like the given ones, ``[num_rows, ...]``."""
+        value, setup = value.detach(), self._setup
+        shape = (num_rows, *value.shape[1:])
+        if not value.size(0):
+            return value.new_zeros(shape)
+        if not value.is_floating_point():
+            rows = value[torch.arange(num_rows, device=value.device) % value.size(0)]
+            if edge_level and setup.lopsided:
+                rows = torch.where(_widened(self._in_first_part.to(rows.device), rows), rows[:1], rows)
+            return rows
+        # Each column is shuffled by itself, which gives more different rows.
+        flat = value.reshape(value.size(0), -1)
+        own: Tensor = flat.gather(0, torch.randint(value.size(0), (num_rows, flat.size(1))).to(flat.device)).view(shape)
+        whole_numbers = (flat == flat.round()).all(0).view(shape[1:])
+        constant = (flat == flat[:1]).all(0).view(shape[1:])
+        own = torch.where(whole_numbers, own, own * (0.5 + 0.5 * torch.rand(shape).to(own)))
+        if setup.features == "noise":
+            noise = torch.rand(shape) + 0.5 if edge_level else torch.randn(shape)
+            own = torch.where(whole_numbers & ~constant, own, noise.to(own))
+        elif setup.features == "large" and not edge_level:
+            own = 100 * own
+        return own if self.dtype is None else own.to(self.dtype)
 
 
-def kind_of(value: Tensor, num_nodes: int, num_edges: int, name: str = "") -> ArgumentKind:
-    """Whether a tensor's rows belong to nodes, to edges or to neither."""
-    if not has_rows(value, num_nodes, num_edges):
-        return "other"
-    # With as many edges as nodes, only the name can tell.
-    return "node" if value.size(0) == num_nodes and not (num_nodes == num_edges and "edge" in name) else "edge"
+def kinds_of(value: Tensor, num_nodes: int, num_edges: int) -> set[ArgumentKind]:
+    """What a tensor's rows may belong to, judged by their number: nodes, edges or something else."""
+    kinds: set[ArgumentKind] = {"other"}
+    kinds |= {"node"} if has_rows(value, num_nodes) else set()
+    return kinds | ({"edge"} if has_rows(value, num_edges) else set())
+
+
+def _edges(num_nodes: int, *, symmetric: bool) -> Tensor:
+    """A ring with chords and a self-loop, sorted by target, as some aggregations require; ``[2, num_edges]``.
+
+    Halo nodes have neighbours beyond the halo, so their degrees in a batch are wrong.
+    """
+    generator = torch.Generator().manual_seed(num_nodes)
+    nodes = torch.arange(num_nodes)
+    ring = torch.stack([nodes, (nodes + 1) % num_nodes])
+    steps = torch.randint(3, num_nodes - 3, nodes[::2].shape, generator=generator)
+    pairs = torch.cat([ring, torch.stack([nodes[::2], (nodes[::2] + steps) % num_nodes])], dim=1)
+    pairs = torch.cat([pairs, pairs.flip(0)], dim=1) if symmetric else pairs
+    pairs = torch.unique(torch.cat([pairs, torch.tensor([[2], [2]])], dim=1), dim=1)
+    return pairs[:, pairs[1].argsort(stable=True)]
+
+
+def _parts(num_nodes: int) -> Tensor:
+    """Three contiguous parts of different size, ``[num_nodes]``."""
+    nodes = torch.arange(num_nodes)
+    return (nodes >= 3 * num_nodes // 10 + 1).long() + (nodes >= 7 * num_nodes // 10).long()
+
+
+def _emptied(arguments: BoundArguments) -> Data:
+    """A graph without attributes, of the class of the batch among the arguments."""
+    batch = next((leaf for leaf in _leaves([*arguments.arguments.values()]) if isinstance(leaf, Data)), None)
+    data = Data() if batch is None else copy.copy(batch)
+    for name in list(data.keys()):
+        del data[name]
+    return data
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -107,13 +200,6 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield from _leaves(list(value.values()))
 
 
-def _sample(value: Tensor, num_rows: int, *, edge_level: bool) -> Tensor:
-    """Rows like the given ones: random if they are floating-point numbers, otherwise taken from them."""
-    shape = (num_rows, *value.shape[1:])
-    if value.is_floating_point():
-        # Positive edge weights, because layers take roots of their sums.
-        rows = torch.rand(shape) + 0.5 if edge_level else torch.randn(shape)
-        return rows.to(value.device, value.dtype)
-    if not value.size(0):
-        return value.new_zeros(shape)
-    return value.detach()[torch.arange(num_rows, device=value.device) % value.size(0)]
+def _widened(flags: Tensor, rows: Tensor) -> Tensor:
+    """Flags, ``[num_rows]``, with as many dimensions as the rows."""
+    return flags.view(-1, *(1 for _ in rows.shape[1:]))

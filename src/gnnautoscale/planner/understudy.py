@@ -1,0 +1,123 @@
+"""Copies of a model that are tried in its place, so that a trial leaves no trace in the model itself."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter, is_lazy
+
+from gnnautoscale.forward import Arguments, Hooks, Session, Watch
+from gnnautoscale.planner.randomness import expected_randomness
+
+
+class Understudy:
+    """A copy of a model that starts every run in the same state.
+
+    It is as the model was, except that all weights are trainable, because they may be trained later; that weights whose
+    entries are all equal, such as gates that start at zero, are disturbed, because they would hide a deviation; and
+    that weights are of type ``dtype`` unless that is ``None``.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
+        self._original = copy.deepcopy(model)
+        self.dtype = dtype
+        if dtype is not None:
+            self._original.to(dtype)
+        for weight in self._original.parameters():
+            if is_lazy(weight):
+                continue
+            if weight.is_floating_point():
+                weight.requires_grad_(True)
+                if weight.numel() and bool((weight == weight.flatten()[0]).all()):
+                    weight.data = weight.data + 0.3 * torch.randn_like(weight)
+
+    @cached_property
+    def _current(self) -> tuple[nn.Module, Hooks, Watch, list[int]]:
+        # Weights are shared: forward passes rarely write to them, and an embedding of all nodes is large.
+        model = copy.deepcopy(self._original, {id(weight): weight for weight in self._original.parameters()})
+        hooks = Hooks(model, lambda *args, **kwargs: hooks.run(None, (args, kwargs)))
+        return model, hooks, Watch(model), [buffer._version for buffer in model.buffers()]
+
+    @property
+    def model(self) -> nn.Module:
+        """The copy in use."""
+        return self._current[0]
+
+    def touched(self) -> list[str]:
+        """The attributes and buffers that runs have changed since the last reset."""
+        model, _, watch, versions = self._current
+        attributes = watch.changes() if watch.has_changed() else set()
+        names = [
+            name for (name, buffer), old in zip(model.named_buffers(), versions, strict=False) if buffer._version != old
+        ]
+        return sorted(f"{path}.{name}" if path else name for path, name in attributes) + names
+
+    def reset(self) -> None:
+        """Go back to the model's state."""
+        if "_current" in vars(self) and self.touched():
+            del self._current
+
+    def changed_attributes(self) -> set[tuple[str, str]]:
+        """The attributes that runs have changed since the last reset, as (path of the module, name)."""
+        return self._current[2].changes()
+
+    def run(self, session: Session, arguments: Arguments, *, seed: int = 0, by_chance: bool = False) -> Any:
+        """Run the forward pass; everything random gives its expected value unless ``by_chance``."""
+        model, hooks = self._current[:2]
+        seed_everything(seed)
+        # In evaluation mode nothing is random, and without this mode runs are faster.
+        certain = not by_chance and any(module.training for module in model.modules())
+        with _default_dtype(self.dtype), expected_randomness() if certain else nullcontext():
+            return hooks.run(session, arguments)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed everything random; whoever calls this restores the states."""
+    # Not torch.manual_seed, which takes a millisecond.
+    torch.default_generator.manual_seed(seed)
+    for generator in torch.cuda.default_generators:
+        generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Create new tensors in another type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def initialize_like(model: nn.Module, copied: nn.Module) -> None:
+    """Give a model's lazy weights the shapes and values that a copy of it got when it ran."""
+    for module, other in zip(model.modules(), copied.modules(), strict=True):
+        lazy = {name: weight for name, weight in module.named_parameters(recurse=False) if is_lazy(weight)}
+        if not lazy:
+            continue
+        for name, weight in lazy.items():
+            made = other._parameters[name]
+            if made is None or is_lazy(made):
+                continue  # nothing used it
+            cast(UninitializedParameter, weight).materialize(made.shape, made.device, made.dtype)
+            weight.data.copy_(made.data)
+        hooks = module._forward_pre_hooks
+        for key in [key for key in hooks if key not in other._forward_pre_hooks]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for name in [name for name in vars(module) if name not in vars(other)]:
+            del vars(module)[name]
+        sizes = {name: value for name, value in vars(other).items() if isinstance(value, (int, str, float))}
+        vars(module).update(sizes)
+        module.__class__ = type(other)
