@@ -18,6 +18,7 @@ import gnnautoscale.history.placement as choice_module
 from conftest import CHANNELS, history_rows, undirected_graph
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError
+from gnnautoscale.graph import Graph
 from gnnautoscale.history import choose_medium
 from gnnautoscale.history.device import DeviceHistory
 from gnnautoscale.history.disk import DiskHistory
@@ -123,7 +124,7 @@ def test_where_histories_live_is_decided_with_the_first_batch(
     # It is decided once, and what is made of it lives there too.
     memory_of(10**6 - free)
     models[1](batch)
-    assert memory.medium == memory.apart().medium == medium
+    assert memory.medium == memory.apart(Graph.of(data)).medium == medium
     memory.settle()
     first, second = (history_rows(model) for model in models)
     assert all(torch.equal(first[slot], second[slot]) for slot in first)

@@ -4,6 +4,7 @@ Records of the edges that layers use, the plan with the model's slots, the sessi
 that exchange rows at slots. This package knows nothing about training.
 """
 
+from gnnautoscale.forward.copying import copy_model
 from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, own_attribute
 from gnnautoscale.forward.exchange import (
     ExchangePolicy,
@@ -52,6 +53,7 @@ __all__ = [
     "SweepExchange",
     "Watch",
     "as_matrix",
+    "copy_model",
     "describe",
     "evaluating",
     "form_of_values",

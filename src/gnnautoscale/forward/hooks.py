@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import map_tensors, tensors_in
+from gnnautoscale._util import map_tensors
 from gnnautoscale.errors import UnsupportedModelError
+from gnnautoscale.forward.copying import copy_model
 from gnnautoscale.forward.record import EDGE_METHODS, Arguments, describe
 from gnnautoscale.forward.session import Session
 from gnnautoscale.graph import BatchTensor
@@ -75,7 +75,7 @@ class Hooks:
     def bare_copy(self) -> nn.Module:
         """A deep copy of the model without hooks, in the same mode; attributes that cannot be copied are shared."""
         with self.lifted() as model:
-            return _deep_copy(model)
+            return copy_model(model)
 
     def run(self, session: Session | None, arguments: Arguments) -> Any:
         """Run the model's own forward pass in a session; ``None`` stays in the running one."""
@@ -119,24 +119,6 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether hooks are attached to a module."""
     overrides = (module.__dict__.get(name) for name in ("forward", *EDGE_METHODS))
     return any(isinstance(run, partial) and isinstance(getattr(run.func, "__self__", None), Hooks) for run in overrides)
-
-
-def _deep_copy(model: nn.Module) -> nn.Module:
-    # Tensors that a model keeps from its last call cannot be copied while autograd tracks them.
-    attributes = [value for module in model.modules() for value in vars(module).values()]
-    memo: dict[int, Any] = {
-        id(value): value.detach().clone() for value in tensors_in(attributes) if value.grad_fn is not None
-    }
-    try:
-        return copy.deepcopy(model, memo.copy())
-    except Exception:  # raised by whatever object cannot be copied, such as a lock or an open file
-        for value in attributes:
-            if not isinstance(value, (dict, Tensor, nn.Module)):
-                try:
-                    copy.deepcopy(value, memo.copy())
-                except Exception:
-                    memo[id(value)] = value
-        return copy.deepcopy(model, memo)
 
 
 def _without_edges(value: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ class Recorder:
     def _forget_oldest(self, call: str) -> None:
         """Make room for other records of a call, since a number may change in every step."""
         forms = [key for key in self._made if key[0] == call]
-        for key in forms[: len(forms) + 1 - _MOST_FORMS]:
+        for key in forms[: max(0, len(forms) + 1 - _MOST_FORMS)]:
             del self._made[key]
         used = {record for records in self._made.values() for record in records}
         self._shared_records = [record for record in self._shared_records if record in used]

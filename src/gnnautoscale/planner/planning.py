@@ -303,8 +303,9 @@ class _Tryout:
             trial.actor.reset()
             weights = [weight for weight in trial.actor.model.parameters() if weight.is_floating_point()]
             session = Rehearsal(trial.graph, batch, plan, reference, checking=False).step()
+            arguments = trial.graph.arguments(batch)
             with torch.enable_grad(), BatchTensor.watched(self._used_attributes):
-                out = trial.actor.run(session, trial.graph.arguments(batch), seed=trial.seed)
+                out = trial.actor.run(session, arguments, seed=trial.seed)
                 values = [value for value in tensors_in(session.finish(out)) if value.is_floating_point()]
                 found += [value.detach() for value in values]
                 # Every entry has its own factor, so that no two of them can be mixed up.
@@ -394,7 +395,6 @@ class _Tryout:
 
     def _take_shortcuts(self, trials: list[_Trial], plan: Plan, references: list[Reference]) -> None:
         """Take all shortcuts that change neither the batch's rows nor gradients."""
-
         try:
             plain = self._train(trials[0], plan, references[0])
         except Exception:

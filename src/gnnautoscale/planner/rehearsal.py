@@ -85,7 +85,7 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
     def note(self, name: str, module: nn.Module | None, given: Any, out: Any) -> None:
         """Keep what a module was called with, and its output."""
         name = _numbered(self._seen, name)
-        self.reference.inputs[name] = [value.detach().clone() for value in tensors_in(given)]
+        self.reference.inputs[name] = [value.detach().clone() for value in _inputs(given)]
         self.reference.outputs[name] = map_tensors(lambda value: value.detach().clone(), out)
 
     def sources(self, out: Any) -> frozenset[str]:
@@ -190,7 +190,7 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
             return run(x)
         with torch.no_grad():
             variance, mean = torch.var_mean(x, dim=[0, *range(2, x.dim())], correction=0)
-        self.reference.statistics[_numbered(self._seen, f"{name} statistics")] = mean, variance
+        self.reference.statistics[_numbered(self._seen, _norm_call(session, name))] = mean, variance
         return F.batch_norm(x, mean, variance, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
@@ -253,9 +253,11 @@ class Rehearsal(Observer, RowStore):
             self._suspects.clear()
             return
         before = self._reference.inputs.get(name, [])
+        # A layer reads the halo's rows as well; to other modules they may be meaningless.
+        layer = isinstance(module, MessagePassing)
         mixed_before = module is not None and any(
-            self._is_comparable(value, expected) and not self._agrees(value, expected, halo=True)
-            for value, expected in zip(tensors_in(given), before, strict=False)
+            self._is_comparable(value, expected) and not self._agrees(value, expected, halo=layer)
+            for value, expected in zip(_inputs(given), before, strict=False)
         )
         raise DeviationError(name, module, mixed_before=mixed_before, suspects=self._suspects)
 
@@ -305,10 +307,9 @@ class Rehearsal(Observer, RowStore):
         """
         if not uses_own_statistics(norm):
             return run(x)
-        known = self._reference.statistics.get(_numbered(self._seen, f"{name} statistics"))
-        usual = session.is_aggregating or (
-            name in self._plan.node_norms and has_rows(x, self._info.num_rows, self._info.batch_size)
-        )
+        known = self._reference.statistics.get(_numbered(self._seen, _norm_call(session, name)))
+        per_node = name in self._plan.node_norms and has_rows(x, self._info.num_rows, self._info.batch_size)
+        usual = session.is_aggregating or per_node or has_rows(x, self._info.e_id.numel())
         if not self._checking or known is None or not usual:
             return session.by_own_statistics(name, norm, run, x)
         return F.batch_norm(x, *known, norm.weight, norm.bias, False, 0.0, norm.eps)
@@ -330,6 +331,16 @@ def watching(modules: Mapping[str, nn.Module], note: Callable[[str, nn.Module, A
 def tolerances(dtype: torch.dtype) -> tuple[float, float]:
     """How far two runs may differ by rounding: relative to a column's largest value, and to the largest of all."""
     return {torch.float64: (1e-5, 1e-9), torch.float32: (1e-3, 2e-5)}.get(dtype, (5e-2, 5e-3))
+
+
+def _norm_call(session: Session, name: str) -> str:
+    """The name of a norm's call, which does not change if other layers are skipped."""
+    return f"{session.active[-1].name if session.active else ''} {name} statistics"
+
+
+def _inputs(given: Any) -> list[Tensor]:
+    """The tensors that a module was called with, apart from those of the batch itself."""
+    return [value for value in tensors_in(given) if not isinstance(value, BatchTensor)]
 
 
 def _numbered(seen: Counter[str], name: str) -> str:

@@ -150,7 +150,7 @@ class TrialGraph:
             own = torch.where(whole_numbers & ~constant, own, noise.to(own))
         elif setup.features == "large" and not edge_level:
             own = 100 * own
-        return own if self.dtype is None else own.to(self.dtype)
+        return own.to(self.dtype or own.dtype)
 
 
 def kinds_of(value: Tensor, num_nodes: int, num_edges: int) -> set[ArgumentKind]:

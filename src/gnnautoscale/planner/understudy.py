@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from gnnautoscale.forward import Arguments, Hooks, Session, Watch
+from gnnautoscale.forward import Arguments, Hooks, Session, Watch, copy_model
 from gnnautoscale.planner.randomness import expected_randomness
 
 
@@ -27,7 +26,7 @@ class Understudy:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
-        self._original = copy.deepcopy(model)
+        self._original = copy_model(model)
         self.dtype = dtype
         if dtype is not None:
             self._original.to(dtype)
@@ -42,7 +41,7 @@ class Understudy:
     @cached_property
     def _current(self) -> tuple[nn.Module, Hooks, Watch, list[int]]:
         # Weights are shared: forward passes rarely write to them, and an embedding of all nodes is large.
-        model = copy.deepcopy(self._original, {id(weight): weight for weight in self._original.parameters()})
+        model = copy_model(self._original, share_weights=True)
         hooks = Hooks(model, lambda *args, **kwargs: hooks.run(None, (args, kwargs)))
         return model, hooks, Watch(model), [buffer._version for buffer in model.buffers()]
 
@@ -103,14 +102,15 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 def initialize_like(model: nn.Module, copied: nn.Module) -> None:
     """Give a model's lazy weights the shapes and values that a copy of it got when it ran."""
     for module, other in zip(model.modules(), copied.modules(), strict=True):
-        lazy = {name: weight for name, weight in module.named_parameters(recurse=False) if is_lazy(weight)}
-        if not lazy:
+        weights = dict(module.named_parameters(recurse=False))
+        if not any(map(is_lazy, weights.values())):
             continue
-        for name, weight in lazy.items():
+        for name, weight in weights.items():
             made = other._parameters[name]
             if made is None or is_lazy(made):
                 continue  # nothing used it
-            cast(UninitializedParameter, weight).materialize(made.shape, made.device, made.dtype)
+            if is_lazy(weight):
+                cast(UninitializedParameter, weight).materialize(made.shape, made.device, made.dtype)
             weight.data.copy_(made.data)
         hooks = module._forward_pre_hooks
         for key in [key for key in hooks if key not in other._forward_pre_hooks]:

@@ -1,0 +1,60 @@
+"""Copies models."""
+
+from __future__ import annotations
+
+import copy
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from gnnautoscale._util import tensors_in
+
+
+def copy_model(model: nn.Module, *, share_weights: bool = False) -> nn.Module:
+    """A deep copy of a model; what cannot be copied, such as a lock, is shared, and so are weights if wanted.
+
+    Functions that the model holds use the copies of the modules that they used, not the modules themselves.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2))
+        >>> model.scale = lambda x: x * model[0].weight.size(0)
+        >>> copied = copy_model(model)
+        >>> model[0] = nn.Linear(2, 5)
+        >>> copied.scale(1)
+        2
+    """
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    # Tensors that a model keeps from its last call cannot be copied while autograd tracks them.
+    memo: dict[int, Any] = {
+        id(value): value.detach().clone() for value in tensors_in(attributes) if value.grad_fn is not None
+    }
+    memo.update({id(weight): weight for weight in model.parameters()} if share_weights else {})
+    known = memo.copy()
+    try:
+        copied = copy.deepcopy(model, memo)
+    except Exception:  # raised by whatever object cannot be copied, such as a lock or an open file
+        for value in attributes:
+            if not isinstance(value, (dict, Tensor, nn.Module)):
+                try:
+                    copy.deepcopy(value, known.copy())
+                except Exception:
+                    known[id(value)] = value
+        copied, memo = copy.deepcopy(model, known), known
+    for module in copied.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, FunctionType) and value.__closure__:
+                module.__dict__[name] = _rebound(value, memo)
+    return copied
+
+
+def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    def rebind(cell: CellType) -> CellType:
+        content = cell.cell_contents
+        owner = content.__self__ if isinstance(content, MethodType) else content
+        return CellType(copy.deepcopy(content, memo)) if id(owner) in memo else cell
+
+    cells = tuple(rebind(cell) for cell in function.__closure__ or ())
+    rebound = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    rebound.__kwdefaults__ = function.__kwdefaults__
+    return rebound
