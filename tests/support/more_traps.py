@@ -1,0 +1,1 @@
+"""Further models in the spirit of the known traps."""
