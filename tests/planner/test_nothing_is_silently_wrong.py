@@ -7,11 +7,10 @@ of the words in their name.
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 
-import support.known_traps
-import support.more_traps  # noqa: F401  (both fill the list)
 from support.traps import TRAPS
 
 
@@ -27,11 +26,13 @@ def main(words: list[str]) -> None:
     bad = 0
     names = [name for name in TRAPS if not words or any(word in name for word in words)]
     for name in names:
+        start = time.perf_counter()
         found = TRAPS[name].run()
-        complaint = TRAPS[name].complaint(found)
+        complaint, seconds = TRAPS[name].complaint(found), time.perf_counter() - start
         bad += bool(complaint)
         print(
-            f"{'BAD' if complaint else 'ok ':3} {name:58} {found.kind:14} {complaint or found.detail[:150]}", flush=True
+            f"{'BAD' if complaint else 'ok ':3} {name:58} {seconds:5.2f} s {found.kind:14} {complaint or found.detail}",
+            flush=True,
         )
     print(f"{len(names)} cases, {bad} bad")
 

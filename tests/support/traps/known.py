@@ -24,12 +24,12 @@ from torch_geometric.utils import (  # type: ignore[import-untyped]
 import gnnautoscale as gas
 from conftest import NUM_RELATIONS, Stack
 from support.oracle import Outcome, compare, judged, outcome
-from support.traps import C, Net, directed, graph, in_blocks, sage, trap
+from support.traps.registry import C, Net, directed, graph, in_blocks, sage, trap
 
-# 1. State that is set on the first call ##############################################################################
+# State that is set on the first call #################################################################################
 
 
-@trap("1 mean kept from the first call")
+@trap("state: mean kept from the first call")
 def _() -> Outcome:
     def centred(model: Any, x: Tensor) -> Any:
         if model.mean is None:
@@ -39,7 +39,7 @@ def _() -> Outcome:
     return outcome(lambda: Net(centred, mean=None), graph())
 
 
-@trap("1 mean kept from the first call, in a buffer")
+@trap("state: mean kept from the first call, in a buffer")
 def _() -> Outcome:
     def centred(model: Any, x: Tensor) -> Any:
         if not bool(model.known):
@@ -73,12 +73,12 @@ class ActNorm(nn.Module):
         return (x + self.shift) * self.scale
 
 
-@trap("1 ActNorm")
+@trap("state: ActNorm")
 def _() -> Outcome:
     return outcome(lambda: Net(lambda model, x: model.norm(x), norm=ActNorm()), graph())
 
 
-@trap("1 counter of calls")
+@trap("state: counter of calls")
 def _() -> Outcome:
     def counted(model: Any, x: Tensor) -> Tensor:
         model.calls += 1
@@ -107,12 +107,12 @@ class Tracked(MessagePassing):  # type: ignore[misc]
         return out
 
 
-@trap("1 buffers that a layer updates in training")
+@trap("state: buffers that a layer updates in training")
 def _() -> Outcome:
     return outcome(lambda: Net(layer=Tracked), graph())
 
 
-# 2. Relations without edges ##########################################################################################
+# Relations without edges #############################################################################################
 
 
 class PerRelation(MessagePassing):  # type: ignore[misc]
@@ -153,17 +153,17 @@ def rare_relation() -> Data:
     return data
 
 
-@trap("2 layer skips relations without edges")
+@trap("relations: layer skips relations without edges")
 def _() -> Outcome:
     return outcome(lambda: Stack([PerRelation(), PerRelation()], ("edge_type",)), rare_relation(), in_blocks)
 
 
-@trap("2 a conv per relation with edges")
+@trap("relations: a conv per relation with edges")
 def _() -> Outcome:
     return outcome(lambda: Stack([ConvPerRelation(), ConvPerRelation()], ("edge_type",)), rare_relation(), in_blocks)
 
 
-# 3. What a layer computed from edges #################################################################################
+# What a layer computed from edges ####################################################################################
 
 
 class Cheb(nn.Module):
@@ -177,7 +177,7 @@ class Cheb(nn.Module):
         return x
 
 
-@trap("3 lambda_max of ChebConv changes")
+@trap("record: lambda_max of ChebConv changes")
 def _() -> Outcome:
     return outcome(
         Cheb,
@@ -203,7 +203,7 @@ class Annealed(MessagePassing):  # type: ignore[misc]
         return x_j * weight.unsqueeze(-1)
 
 
-@trap("3 annealed attribute of a layer")
+@trap("record: annealed attribute of a layer")
 def _() -> Outcome:
     def anneal(model: Any) -> None:
         for layer in model.layers:
@@ -213,7 +213,7 @@ def _() -> Outcome:
     return outcome(make, graph(), changes=[anneal, anneal])
 
 
-@trap("3 double precision, and the weights left out")
+@trap("record: double precision, and the weights left out")
 def _() -> Outcome:
     data = graph()
     data.x, data.edge_weight = data.x.float(), data.edge_weight.float()
@@ -228,10 +228,10 @@ def _() -> Outcome:
     )
 
 
-# 4. and 5. Layers and flags that change ##############################################################################
+# Layers and flags that change ########################################################################################
 
 
-@trap("4 last layer replaced")
+@trap("layers: last layer replaced")
 def _() -> Outcome:
     def replace(model: Any) -> None:
         model.convs[-1] = pyg.GCNConv(C, C).double()
@@ -239,7 +239,7 @@ def _() -> Outcome:
     return outcome(lambda: Net(layer=lambda: pyg.GCNConv(C, C)), graph(), changes=[replace])
 
 
-@trap("4 first layer replaced by another type")
+@trap("layers: first layer replaced by another type")
 def _() -> Outcome:
     def replace(model: Any) -> None:
         model.convs[0] = pyg.GATConv(C, C).double()
@@ -259,7 +259,7 @@ class Centring(nn.Module):
         return self.second(x, edge_index)
 
 
-@trap("5 flag passed in a later call")
+@trap("flags: flag passed in a later call")
 def _() -> Outcome:
     return outcome(
         Centring,
@@ -270,12 +270,12 @@ def _() -> Outcome:
     )
 
 
-@trap("5 attribute set later")
+@trap("flags: attribute set later")
 def _() -> Outcome:
     return outcome(Centring, graph(), changes=[lambda model: setattr(model, "center", True)])
 
 
-@trap("5 Polynormer switches to global attention")
+@trap("flags: Polynormer switches to global attention")
 def _() -> Outcome:
     make = partial(pyg.Polynormer, C, C, C, local_layers=2, global_layers=1, in_dropout=0.0, dropout=0.0)
     return outcome(
@@ -287,15 +287,15 @@ def _() -> Outcome:
     )
 
 
-# 6. Training mode ####################################################################################################
+# Training mode #######################################################################################################
 
 
-@trap("6 mean over all nodes in training")
+@trap("training: mean over all nodes in training")
 def _() -> Outcome:
     return outcome(lambda: Net(lambda model, x: x - x.mean(0) if model.training else x), graph())
 
 
-@trap("6 mean over all nodes in training, at the end")
+@trap("training: mean over all nodes in training, at the end")
 def _() -> Outcome:
     return outcome(lambda: Net(at_end=lambda model, x: x - x.mean(0) if model.training else x), graph())
 
@@ -314,7 +314,7 @@ class SideBranch(nn.Module):
         return self.second(h, edge_index)
 
 
-@trap("6 branch that is joined in training only")
+@trap("training: branch that is joined in training only")
 def _() -> Outcome:
     return outcome(SideBranch, graph())
 
@@ -325,12 +325,12 @@ class ComputedButJoinedInTraining(SideBranch):
         return self.second(h + side if self.training else h, edge_index)
 
 
-@trap("6 branch that is computed always and joined in training")
+@trap("training: branch that is computed always and joined in training")
 def _() -> Outcome:
     return outcome(ComputedButJoinedInTraining, graph())
 
 
-@trap("6 InstanceNorm with running statistics")
+@trap("training: InstanceNorm with running statistics")
 def _() -> Outcome:
     norm = partial(pyg.InstanceNorm, C, track_running_stats=True)
     return outcome(lambda: Net(lambda model, x: model.norm(x), norm=norm()), graph())
@@ -356,17 +356,17 @@ class NormedSubset(nn.Module):
         return h.masked_scatter(chosen.unsqueeze(-1), rows)
 
 
-@trap("6 batch norm over some rows")
+@trap("training: batch norm over some rows")
 def _() -> Outcome:
     return by_own_rows(functional=False, subset=True)
 
 
-@trap("6 functional batch norm")
+@trap("training: functional batch norm")
 def _() -> Outcome:
     return by_own_rows(functional=True, subset=False)
 
 
-@trap("6 functional batch norm over some rows")
+@trap("training: functional batch norm over some rows")
 def _() -> Outcome:
     return by_own_rows(functional=True, subset=True)
 
@@ -389,7 +389,7 @@ def by_own_rows(*, functional: bool, subset: bool) -> Outcome:
     return Outcome.worst([outcome(make, graph(), mode=("evaluation", "one part")), judged(check)])
 
 
-# 7. and 8. Other graphs and data #####################################################################################
+# Other graphs and data ###############################################################################################
 
 
 class Undirected(nn.Module):
@@ -406,7 +406,7 @@ class Undirected(nn.Module):
         return x
 
 
-@trap("7 planned on a symmetric graph, evaluated on a directed one")
+@trap("graphs: planned on a symmetric graph, evaluated on a directed one")
 def _() -> Outcome:
     def check() -> None:
         data, other = graph(), directed()
@@ -447,32 +447,32 @@ def with_new_data(change: Callable[[Data], object]) -> Outcome:
     )
 
 
-@trap("8 features replaced after the loader was made")
+@trap("data: features replaced after the loader was made")
 def _() -> Outcome:
     return with_new_data(lambda data: setattr(data, "x", data.x.flip(0) * 2))
 
 
-@trap("8 features written to after the loader was made")
+@trap("data: features written to after the loader was made")
 def _() -> Outcome:
     return with_new_data(lambda data: data.x.mul_(2))
 
 
-@trap("8 edge weights replaced after the loader was made")
+@trap("data: edge weights replaced after the loader was made")
 def _() -> Outcome:
     return with_new_data(lambda data: setattr(data, "edge_weight", data.edge_weight.square()))
 
 
-@trap("8 edge weights written to after the loader was made")
+@trap("data: edge weights written to after the loader was made")
 def _() -> Outcome:
     return with_new_data(lambda data: data.edge_weight.pow_(2))
 
 
-@trap("8 edges replaced after the loader was made")
+@trap("data: edges replaced after the loader was made")
 def _() -> Outcome:
     return with_new_data(lambda data: setattr(data, "edge_index", (data.edge_index + 1) % data.num_nodes))
 
 
-# 9. Terms that a small graph does not trigger ########################################################################
+# Terms that a small graph does not trigger ###########################################################################
 
 
 def threshold(count: int) -> Outcome:
@@ -480,24 +480,24 @@ def threshold(count: int) -> Outcome:
     return outcome(make, graph(max(40, 3 * count), max(70, 6 * count)))
 
 
-@trap("9 mean over all nodes above 13 nodes")
+@trap("scale: mean over all nodes above 13 nodes")
 def _() -> Outcome:
     return threshold(13)
 
 
-@trap("9 mean over all nodes above 50 nodes")
+@trap("scale: mean over all nodes above 50 nodes")
 def _() -> Outcome:
     return threshold(50)
 
 
-@trap("9 mean over all nodes for features above 20")
+@trap("scale: mean over all nodes for features above 20")
 def _() -> Outcome:
     data = graph()
     data.x[:, 1] = data.x[:, 1].abs() * 100
     return outcome(lambda: Net(first=lambda model, x: x - x.mean(0) if bool(x.abs().max() > 20) else x), data)
 
 
-@trap("9 small columns next to one of 1e4")
+@trap("scale: small columns next to one of 1e4")
 def _() -> Outcome:
     def mixed(model: Any, x: Tensor) -> Tensor:
         return torch.cat([x[:, :1] * 1e4, x[:, 1:] - 0.1 * x[:, 1:].mean(0)], dim=1)
@@ -505,17 +505,17 @@ def _() -> Outcome:
     return outcome(lambda: Net(at_end=mixed), graph())
 
 
-@trap("9 small features next to a column of 1e4")
+@trap("scale: small features next to a column of 1e4")
 def _() -> Outcome:
     data = graph()
     data.x[:, 0] *= 1e4
     return outcome(lambda: Net(at_end=lambda model, x: x - 1e-4 * x.mean(0)), data)
 
 
-# 10. Types ###########################################################################################################
+# Types ###############################################################################################################
 
 
-@trap("10 float32 inference after training under autocast")
+@trap("types: float32 inference after training under autocast")
 def _() -> Outcome:
     def check() -> None:
         data = graph()
@@ -532,7 +532,7 @@ def _() -> Outcome:
     return judged(check)
 
 
-# 11. and 12. Needless refusals #######################################################################################
+# Needless refusals ###################################################################################################
 
 
 def on_random_graphs(layer: Callable[[], Any], *arguments: str) -> Outcome:
@@ -540,12 +540,12 @@ def on_random_graphs(layer: Callable[[], Any], *arguments: str) -> Outcome:
     return Outcome.worst([outcome(make, graph(seed=seed), mode="evaluation") for seed in range(8)])
 
 
-@trap("11 RGCNConv on random graphs", exact=True)
+@trap("sizes: RGCNConv on random graphs", exact=True)
 def _() -> Outcome:
     return on_random_graphs(lambda: pyg.RGCNConv(C, C, NUM_RELATIONS), "edge_type")
 
 
-@trap("11 FiLMConv on random graphs", exact=True)
+@trap("sizes: FiLMConv on random graphs", exact=True)
 def _() -> Outcome:
     return on_random_graphs(lambda: pyg.FiLMConv(C, C, NUM_RELATIONS), "edge_type")
 
@@ -556,12 +556,12 @@ def positive() -> Data:
     return data
 
 
-@trap("12 log1p of the features", exact=True)
+@trap("features: log1p of the features", exact=True)
 def _() -> Outcome:
     return outcome(lambda: Net(first=lambda model, x: x.log1p()), positive())
 
 
-@trap("12 square root of the features", exact=True)
+@trap("features: square root of the features", exact=True)
 def _() -> Outcome:
     return outcome(lambda: Net(first=lambda model, x: x.sqrt()), positive())
 
@@ -580,14 +580,14 @@ class CategoryColumn(nn.Module):
         return h
 
 
-@trap("12 embedding of a float column", exact=True)
+@trap("features: embedding of a float column", exact=True)
 def _() -> Outcome:
     data = graph()
     data.x[:, 0] = torch.arange(data.num_nodes) % 6
     return outcome(CategoryColumn, data)
 
 
-# 13. Raw errors ######################################################################################################
+# Raw errors ##########################################################################################################
 
 
 class SparseInput(nn.Module):
@@ -604,14 +604,14 @@ class SparseInput(nn.Module):
         return h
 
 
-@trap("13 sparse features, COO")
+@trap("input: sparse features, COO")
 def _() -> Outcome:
     data = graph()
     data.x = data.x.relu().to_sparse()
     return outcome(SparseInput, data)
 
 
-@trap("13 sparse features, CSR")
+@trap("input: sparse features, CSR")
 def _() -> Outcome:
     data = graph()
     data.x = data.x.relu().to_sparse_csr()
@@ -635,12 +635,12 @@ def two_edge_sets() -> Data:
     return data
 
 
-@trap("13 second edge set in the data that the model does not use")
+@trap("input: second edge set in the data that the model does not use")
 def _() -> Outcome:
     return outcome(Net, two_edge_sets())
 
 
-@trap("13, 15 second edge set that the model uses")
+@trap("input: second edge set that the model uses")
 def _() -> Outcome:
     return outcome(TwoEdgeSets, two_edge_sets())
 
@@ -655,14 +655,14 @@ class TakesNumNodes(nn.Module):
         return self.second(self.first(x, edge_index).tanh(), looped)
 
 
-@trap("13 num_nodes as an argument")
+@trap("input: num_nodes as an argument")
 def _() -> Outcome:
     data = graph()
     call = lambda model, batch: model(batch.x, batch.edge_index, batch.num_nodes)  # noqa: E731
     return Outcome.worst([outcome(TakesNumNodes, data), outcome(TakesNumNodes, data, call=call)])
 
 
-@trap("13 pickled batch")
+@trap("input: pickled batch")
 def _() -> Outcome:
     def check() -> None:
         data = graph()
@@ -678,7 +678,7 @@ def _() -> Outcome:
     return judged(check)
 
 
-@trap("13 torch.func.grad")
+@trap("input: torch.func.grad")
 def _() -> Outcome:
     def check() -> None:
         data = graph()
@@ -719,12 +719,12 @@ def with_properties() -> Properties:
     return Properties(**{name: value for name, value in data if name != "edge_weight"})
 
 
-@trap("13 Data with properties")
+@trap("input: Data with properties")
 def _() -> Outcome:
     return outcome(lambda: Net(layer=lambda: pyg.GCNConv(C, C)), with_properties())
 
 
-@trap("13 Data with properties that the model uses")
+@trap("input: Data with properties that the model uses")
 def _() -> Outcome:
     call = lambda model, batch: model(batch.x, batch.edge_index, batch.edge_weight)  # noqa: E731
     return outcome(lambda: pyg.GCN(C, C, 2), with_properties(), call=call)
@@ -742,17 +742,17 @@ class Heat(nn.Module):
         return x
 
 
-@trap("13 HEATConv")
+@trap("input: HEATConv")
 def _() -> Outcome:
     data = graph()
     data.node_type = torch.arange(data.num_nodes) % 2
     return outcome(Heat, data)
 
 
-# 14. Messages ########################################################################################################
+# Messages ############################################################################################################
 
 
-@trap("14 GPSConv", says="attention")
+@trap("message: GPSConv", says="attention")
 def _() -> Outcome:
     layer = lambda: pyg.GPSConv(C, sage(), heads=2, norm=None, dropout=0.0)  # noqa: E731
     return outcome(lambda: Net(layer=layer), graph(), mode="evaluation")
@@ -776,7 +776,7 @@ BEFORE_A_LAYER = r"edge.*(before|outside).*(loader|data)"
 
 
 def changing(name: str, change: Callable[[Tensor, int], Tensor], layer: Callable[[], Any] = sage) -> None:
-    @trap(f"14 {name} before a layer", says=BEFORE_A_LAYER)
+    @trap(f"message: {name} before a layer", says=BEFORE_A_LAYER)
     def _() -> Outcome:
         data = directed()
         data.edge_index = torch.cat([data.edge_index, torch.arange(0, 20, 2).repeat(2, 1)], dim=1)
@@ -810,17 +810,17 @@ class DegreeEmbedding(nn.Module):
         return x
 
 
-@trap("14 degree embedding", says=r"edges.*(outside|before).*data")
+@trap("message: degree embedding", says=r"edges.*(outside|before).*data")
 def _() -> Outcome:
     return outcome(DegreeEmbedding, graph(), mode="evaluation")
 
 
-@trap("14 dropout in evaluation", says="random")
+@trap("message: dropout in evaluation", says="random")
 def _() -> Outcome:
     return outcome(lambda: Net(lambda model, x: F.dropout(x, 0.5, training=True)), graph(), mode="evaluation")
 
 
-@trap("14 model(batch) that passes the weights too", says=r"^(?!.*edge_dropout)")
+@trap("message: model(batch) that passes the weights too", says=r"^(?!.*edge_dropout)")
 def _() -> Outcome:
     return outcome(
         lambda: pyg.GCN(C, C, 2, C),
@@ -836,7 +836,7 @@ class AnyArguments(Net):
         return super().forward(*args, **kwargs)
 
 
-@trap("14 forward(*args, **kwargs) called with a batch", says=r"batch\.x, batch\.edge_index|call=")
+@trap("message: forward(*args, **kwargs) called with a batch", says=r"batch\.x, batch\.edge_index|call=")
 def _() -> Outcome:
     def check() -> None:
         data = graph()
@@ -853,13 +853,13 @@ class TakesBatch(Net):
         return super().forward(batch.x, batch.edge_index)
 
 
-@trap("14 forward(batch) on a PyG Batch", says="^(?!.*unchanged)")
+@trap("message: forward(batch) on a PyG Batch", says="^(?!.*unchanged)")
 def _() -> Outcome:
     data = Batch.from_data_list([graph(20, 30, seed) for seed in range(3)])
     return outcome(TakesBatch, data, call=lambda model, batch: model(batch))
 
 
-@trap("14 infer takes the data", exact=True)
+@trap("message: infer takes the data", exact=True)
 def _() -> Outcome:
     def check() -> None:
         data = graph()
@@ -871,7 +871,7 @@ def _() -> Outcome:
     return judged(check)
 
 
-@trap("14 LightGCN", says="n_id")
+@trap("message: LightGCN", says="n_id")
 def _() -> Outcome:
     return outcome(LightEmbeddings, graph(), mode="evaluation")
 
@@ -901,7 +901,7 @@ class WholeTable(nn.Module):
         return x
 
 
-@trap("14 Embedding.weight", says="n_id")
+@trap("message: Embedding.weight", says="n_id")
 def _() -> Outcome:
     return outcome(lambda: WholeTable(40), graph(), mode="evaluation")
 
@@ -914,24 +914,24 @@ class TableWithFeatures(WholeTable):
         return x
 
 
-@trap("14 Embedding.weight added to the features", says="n_id")
+@trap("message: Embedding.weight added to the features", says="n_id")
 def _() -> Outcome:
     return outcome(lambda: TableWithFeatures(40), graph(), mode="evaluation")
 
 
-# 15. Refused, but right if done right ################################################################################
+# Refused, but right if done right ####################################################################################
 
 
-@trap("15 APPNP with dropout")
+@trap("worth it: APPNP with dropout")
 def _() -> Outcome:
     return outcome(lambda: Net(layer=lambda: pyg.APPNP(3, 0.1, dropout=0.4)), graph())
 
 
-@trap("15 LayerNorm over the graph")
+@trap("worth it: LayerNorm over the graph")
 def _() -> Outcome:
     return outcome(lambda: Net(lambda model, x: model.norm(x), norm=pyg.LayerNorm(C)), graph())
 
 
-@trap("15 GraphNorm")
+@trap("worth it: GraphNorm")
 def _() -> Outcome:
     return outcome(lambda: Net(lambda model, x: model.norm(x), norm=pyg.GraphNorm(C)), graph())

@@ -1,7 +1,8 @@
-"""The list of models that may deceive the library, filled by the modules that define them."""
+"""The list of traps, which the other modules fill, and the small models that most of them use."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from conftest import CHANNELS, odd_graph, undirected_graph
-from support.oracle import Outcome
+from support.oracle import Change, Outcome, outcome
 
 C = CHANNELS
 Step = Callable[[Any, Tensor], Any]
@@ -91,3 +92,22 @@ class Net(nn.Module):
         x = self.between(self, x) if self.between else x
         x = self.convs[1](x, edge_index)
         return self.at_end(self, x) if self.at_end else x
+
+
+def centred(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+def later(make: Callable[[], nn.Module], *changes: Change, data: Data | None = None) -> Outcome:
+    """A model that is changed after its first calls."""
+    return outcome(make, graph() if data is None else data, changes=changes, mode=("evaluation", "training"))
+
+
+def between(step: Step, data: Data | None = None, **state: Any) -> Outcome:
+    """A model with a step between its layers."""
+    return outcome(lambda: Net(step, **copy.deepcopy(state)), graph() if data is None else data)
+
+
+def at_end(step: Step, data: Data | None = None, **state: Any) -> Outcome:
+    """A model with a step after its layers."""
+    return outcome(lambda: Net(at_end=step, **copy.deepcopy(state)), graph() if data is None else data)

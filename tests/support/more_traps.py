@@ -1,1 +1,0 @@
-"""Further models in the spirit of the known traps."""
