@@ -109,6 +109,59 @@ def _() -> Outcome:
     return outcome(lambda: Net(layer=lambda: pyg.SAGEConv(-1, C)), graph(), mode="evaluation")
 
 
+class KeepsSmoothness(MessagePassing):  # type: ignore[misc]
+    """Keeps how much the rows differ along edges, for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="mean")
+        self.lin = nn.Linear(C, C)
+        self.smoothness: Tensor | None = None
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        x = self.lin(x)
+        source, target = edge_index
+        self.smoothness = (x[source] - x[target]).square().mean()
+        return self.propagate(edge_index, x=x)
+
+
+@trap("state: a loss that a layer keeps")
+def _() -> Outcome:
+    return outcome(lambda: Net(layer=KeepsSmoothness), graph(), mode="one part")
+
+
+@trap("state: a loss that the model keeps")
+def _() -> Outcome:
+    class Smooth(Net):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+            x = super().forward(x, edge_index)
+            self.smoothness = (x[edge_index[0]] - x[edge_index[1]]).square().mean()
+            return x
+
+    return outcome(Smooth, graph(), mode="one part")
+
+
+@trap("state: rows that the model keeps")
+def _() -> Outcome:
+    def step(model: Any, x: Tensor) -> Tensor:
+        model.hidden = x
+        return x
+
+    return outcome(lambda: Net(step, hidden=None), graph(), mode="one part")
+
+
+@trap("state: attention loss of SuperGATConv")
+def _() -> Outcome:
+    def check() -> None:
+        data = graph()
+        model: Any = Net(layer=lambda: pyg.SuperGATConv(C, C)).double()
+        gas.autoscale(model, data)
+        model(next(iter(gas.HaloLoader(data, 1))))
+        for conv in model.convs:  # scores of all edges, of a self-loop for each node, and of pairs without an edge
+            compare(conv.att_y.sum(), torch.tensor(data.num_edges + data.num_nodes, dtype=conv.att_y.dtype))
+
+    return judged(check)
+
+
 # Attributes, hooks and modules that change ###########################################################################
 
 

@@ -586,6 +586,32 @@ def _() -> Outcome:
     return outcome(Net, data, call=lambda model, batch: model(batch.x, batch.edge_index))
 
 
+def aggregating(name: str, make: Callable[[], Any]) -> None:
+    """An aggregation of PyG; some pad all nodes to the largest degree of the batch, or depend on the order of edges."""
+
+    @trap(f"aggregation: {name}")
+    def _() -> Outcome:
+        data = directed().sort(sort_by_row=False)
+        data.edge_index = torch.cat(
+            [data.edge_index, torch.tensor([[32], [32]])], dim=1
+        )  # none without an edge at the end
+        layer = lambda: pyg.SAGEConv(C, C, aggr=make())  # noqa: E731
+        return outcome(lambda: Net(layer=layer), Data(x=data.x, edge_index=data.edge_index), mode="evaluation")
+
+
+aggregating("LSTM", lambda: pyg.aggr.LSTMAggregation(C, C))
+aggregating("GRU", lambda: pyg.aggr.GRUAggregation(C, C))
+aggregating("set transformer", lambda: pyg.aggr.SetTransformerAggregation(C))
+aggregating("deep sets", lambda: pyg.aggr.DeepSetsAggregation(nn.Linear(C, C), nn.Linear(C, C)))
+aggregating("attention", lambda: pyg.aggr.AttentionalAggregation(nn.Linear(C, 1)))
+aggregating("power mean", lambda: pyg.aggr.PowerMeanAggregation(learn=True))
+aggregating("quantile", lambda: pyg.aggr.QuantileAggregation(0.3))
+aggregating("median", pyg.aggr.MedianAggregation)
+aggregating("variance preserving", pyg.aggr.VariancePreservingAggregation)
+aggregating("LCM", lambda: pyg.aggr.LCMAggregation(C, C, project=False))
+aggregating("equilibrium", lambda: pyg.aggr.EquilibriumAggregation(C, C, [C]))
+
+
 @trap("graphs: edges sorted by source inside")
 def _() -> Outcome:
     class Sorts(Net):
