@@ -1,4 +1,7 @@
-"""Random models are exact, or refused if something in them is not harmless; ``benchmarks/random_models.py`` runs as many as one likes."""
+"""Random models are exact, or refused if something in them is not harmless.
+
+``benchmarks/random_models.py`` runs as many as one likes.
+"""
 
 from __future__ import annotations
 
