@@ -1,0 +1,32 @@
+"""Random models are exact, or refused if something in them is not harmless.
+
+``benchmarks/random_models.py`` runs as many as one likes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from support.random_models import Recipe
+
+SEEDS = 40
+TOGETHER = 5
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, TOGETHER))
+def test_exact_or_refused(first: int) -> None:
+    bad = {}
+    for seed in range(first, first + TOGETHER):
+        recipe = Recipe.draw(seed)
+        found = recipe.outcome()
+        assert "fails on the whole graph" not in found.detail, (recipe, found)
+        if not found.held or (found.kind == "refused" and recipe.is_harmless):
+            bad[seed] = f"{found.kind}: {found.detail}\n{recipe}"
+    assert not bad, "\n".join(f"seed {seed}: {text}" for seed, text in bad.items())
+
+
+def test_the_same_seed_gives_the_same_model() -> None:
+    first, second = (Recipe.draw(7) for _ in range(2))
+    assert first == second
+    assert first.outcome() == second.outcome()
+    assert Recipe.draw(8) != first
