@@ -264,7 +264,7 @@ def _replace_layer(which: int, model: Any) -> None:
 
 def _other_aggregation(model: Any) -> None:
     for conv in model.convs:
-        if conv.aggr == "mean":
+        if getattr(conv, "aggr", None) == "mean":
             conv.aggr, conv.aggr_module = "max", aggregation_resolver("max")
 
 
@@ -394,8 +394,10 @@ class Recipe:
     def is_harmless(self) -> bool:
         """Whether every part is known to be exact, so that a refusal would be needless."""
         one_way = self.bidirectional or self.graph in SYMMETRIC or not {*self.layers} & {*TWO_WAY_LAYERS}
-        harmless = self.step in ROWWISE and self.norm in HARMLESS_NORMS and self.edges == "as they are"
-        return harmless and one_way and {*self.layers} <= {*ALL_LAYERS} and {*self.changes} <= HARMLESS_CHANGES
+        rowwise = self.step in ROWWISE and self.step != "running mean"  # which takes the mean of a batch
+        harmless = rowwise and self.norm in HARMLESS_NORMS and self.edges == "as they are"
+        exact = {*ALL_LAYERS} - {"SuperGAT"}  # it keeps a loss over its edges
+        return harmless and one_way and {*self.layers} <= exact and {*self.changes} <= HARMLESS_CHANGES
 
     def data(self) -> Data:
         data = GRAPHS[self.graph](self.seed)
