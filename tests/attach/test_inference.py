@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -357,3 +358,85 @@ def test_plain_calls_agree_with_predictions_afterwards() -> None:
             assert_same(model(batch), expected[batch.n_id[: batch.batch_size]])
     gas.detach(model)
     assert_same(call_whole(model, data), expected)
+
+
+# Changed data ########################################################################################################
+
+
+def loss_of(model: nn.Module, loader: gas.HaloLoader) -> float:
+    """Takes a step on every batch; returns the sum of the losses."""
+    model.train()
+    total = 0.0
+    for batch in loader:
+        out = model(batch)
+        loss = nn.functional.cross_entropy(out, batch.y[: batch.batch_size])
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+    return total
+
+
+@pytest.mark.parametrize("num_parts", [1, 5])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.update({"x": data.x * 2 + 1}),
+        lambda data: data.x.mul_(3),
+        lambda data: data.update({"edge_weight": data.edge_weight.flip(0)}),
+        lambda data: data.edge_weight.mul_(2),
+        lambda data: data.edge_index.copy_(data.edge_index.roll(1, 1)),
+    ],
+    ids=["new x", "written x", "new weights", "written weights", "written edges"],
+)
+def test_changed_inputs_are_seen_by_infer_and_refused_in_training(
+    num_parts: int, keep: bool, change: Callable[[Data], Any]
+) -> None:
+    data = undirected_graph()
+    plain = Stack([pyg.GraphConv(C, 6), pyg.GraphConv(6, 6), pyg.GraphConv(6, 4)], ("edge_weight",)).eval()
+    model = gas.autoscale(copy.deepcopy(plain), data)
+    loader = gas.HaloLoader(data, num_parts, partition="random", keep=keep)
+    loss_of(model, loader)
+    gas.infer(model, loader)
+    change(data)
+    assert_same(gas.infer(model, loader), whole(plain, data))
+    training_and_predicting = (
+        lambda: loss_of(model, loader),
+        lambda: gas.refresh(model, loader),
+        lambda: gas.predict(model, loader, torch.tensor([1])),
+    )
+    for use in training_and_predicting:
+        with pytest.raises(InputError, match=r"takes batches of its training graph.*different features.*autoscale it"):
+            use()
+    # As the message says.
+    gas.autoscale(gas.detach(model), data)
+    loss_of(model, loader)
+    assert_same(gas.infer(model, loader), whole(plain, data))
+
+
+def test_changed_labels_are_taken_over() -> None:
+    model, data, loader, expected = scaled()
+    gas.refresh(model, loader)
+    rows = history_rows(model)
+    data.y = (data.y + 1) % 4
+    data.train_mask.logical_not_()
+    assert_same(gas.predict(model, loader, torch.arange(40)), expected)
+    model.eval()
+    for batch in loader:
+        model(batch)
+        assert torch.equal(batch.y, data.y[batch.n_id])
+        assert torch.equal(batch.train_mask, data.train_mask[batch.n_id])
+    assert all(torch.equal(now, rows[slot]) for slot, now in history_rows(model).items())
+
+
+def test_a_batch_of_data_that_were_written_to_is_refused() -> None:
+    model, data, loader, _ = scaled()
+    batch = next(iter(loader))
+    data.y.zero_()
+    model(batch)  # does not read labels
+    data.edge_weight.mul_(2)
+    with pytest.raises(InputError, match="must not be written to while its batches are in use, but got edge_weight"):
+        model(batch)
+    data.x = data.x + 1
+    with pytest.raises(InputError, match="but got edge_weight"):
+        model(batch)
+    gas.infer(model, loader)

@@ -701,6 +701,33 @@ def test_epochs_end_early(steps: int | None, expected: int) -> None:
     assert run(data=data, batch_size=1, steps_per_epoch=steps).result.steps == expected
 
 
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_labels_that_change_between_epochs_are_learned_from_then_on(batch_size: int) -> None:
+    def losses(change_after: int | None) -> list[float]:
+        data = community_graph()
+
+        def change(epoch: Epoch) -> None:
+            if epoch.number == change_after:
+                data.y = (data.y + 1) % CLASSES
+
+        result = fit(gcn(), data, num_parts=4, batch_size=batch_size, epochs=3, callback=change)
+        return [epoch.loss for epoch in result.epochs]
+
+    before, after = losses(None), losses(2)
+    assert after[:2] == before[:2]
+    assert after[2] > before[2] + 0.1
+
+
+def test_features_that_change_between_epochs_are_refused() -> None:
+    data = community_graph()
+
+    def change(epoch: Epoch) -> None:
+        data.x = data.x + 1
+
+    with pytest.raises(gas.InputError, match="takes batches of its training graph"):
+        fit(gcn(), data, num_parts=4, epochs=3, callback=change)
+
+
 def test_the_callback_hears_of_every_epoch_in_order_while_it_happens() -> None:
     heard: list[Epoch] = []
     model, states = gcn(), []

@@ -52,6 +52,7 @@ def find_batch(arguments: Arguments) -> BatchInfo:
         raise InputError(
             "all arguments of a call must come from the same batch", got="two batches", fix="Pass one batch at a time."
         )
+    found[0].graph.check_unwritten(labels=False)
     return found[0]
 
 

@@ -57,7 +57,7 @@ def infer(
         torch.Size([34, 4])
     """
     scaler = attached(model)
-    with evaluating(model), scaler.visiting(loader.graph, apart=not update_histories) as memory:
+    with evaluating(model), scaler.visiting(loader.follow(), apart=not update_histories) as memory:
         if len(loader) == 1:
             out = collect(model, loader, call, StepExchange(push_all=update_histories))
         else:
@@ -94,7 +94,7 @@ def refresh(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with
         >>> model = gas.autoscale(GCN(34, 16, num_layers=2, out_channels=4), data)
         >>> gas.refresh(model, gas.HaloLoader(data, num_parts=4))
     """
-    memory = attached(model).memory_of(loader.graph)
+    memory = attached(model).memory_of(loader.follow())
     with evaluating(model):
         if len(loader) == 1:
             collect(model, loader, call, StepExchange(push_all=True))
@@ -132,8 +132,9 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
         torch.Size([2, 4])
     """
     scaler = attached(model)
-    nodes = check_nodes(nodes, loader.graph.num_nodes)
-    memory = scaler.memory_of(loader.graph)
+    graph = loader.follow()
+    nodes = check_nodes(nodes, graph.num_nodes)
+    memory = scaler.memory_of(graph)
     distinct, position = torch.unique(nodes, return_inverse=True)
     batch = to_model_device(loader.batch_for(distinct), model)
     with evaluating(model):

@@ -17,15 +17,18 @@ PartGroup: TypeAlias = tuple[int, ...]
 
 
 class BatchBuilder:
-    """Builds a batch from some nodes: these nodes, their halo, and every edge into them."""
+    """Builds a batch from some nodes of a graph: these nodes, their halo, and every edge into them."""
 
-    def __init__(self, data: Data, graph: Graph, members: list[Tensor], bidirectional: bool) -> None:
-        self._data = data
-        self._graph = graph
+    def __init__(self, graph: Graph, members: list[Tensor], bidirectional: bool) -> None:
+        self.graph = graph
         self._members = members
         self._bidirectional = bidirectional
         # Group the edges once here, not once per worker.
         _ = graph.incoming, graph.outgoing if bidirectional else None
+
+    def of(self, graph: Graph) -> BatchBuilder:
+        """A builder of the same parts of another graph."""
+        return BatchBuilder(graph, self._members, self._bidirectional)
 
     def nodes(self, parts: PartGroup) -> Tensor:
         """The nodes of some parts, part by part, ``[num_nodes_in_parts]``."""
@@ -39,14 +42,14 @@ class BatchBuilder:
     @torch.inference_mode(False)
     def from_nodes(self, nodes: Tensor) -> Data:
         """The batch of distinct nodes, ``[batch_size]``, in their order."""
-        target, source, e_id = self._graph.incoming.into(nodes)
+        target, source, e_id = self.graph.incoming.into(nodes)
         neighbours = source
         if self._bidirectional:
-            neighbours = torch.cat([source, self._graph.outgoing.into(nodes)[1]])
-        outside = neighbours[self._graph.locate(nodes, neighbours) < 0]
+            neighbours = torch.cat([source, self.graph.outgoing.into(nodes)[1]])
+        outside = neighbours[self.graph.locate(nodes, neighbours) < 0]
         n_id = torch.cat([nodes, torch.unique(outside)])
-        edge_index = torch.stack([self._graph.locate(n_id, source), target])
-        return select_attributes(self._data, n_id, nodes.numel(), e_id, edge_index)
+        edge_index = torch.stack([self.graph.locate(n_id, source), target])
+        return select_attributes(self.graph.data, n_id, nodes.numel(), e_id, edge_index)
 
 
 def select_attributes(data: Data, n_id: Tensor, batch_size: int, e_id: Tensor, edge_index: Tensor) -> Data:
