@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from conftest import CHANNELS, Counted, Stack, assert_same, call_whole, history_rows, odd_graph, undirected_graph, whole
+from gnnautoscale.attach import inference as module
+from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError, StaleHistoryWarning
+from gnnautoscale.graph import loader as loader_module
+from gnnautoscale.graph.partitioning import partition
 from gnnautoscale.history.device import DeviceHistory
 
 C = CHANNELS
@@ -215,6 +220,103 @@ def test_refresh_is_for_the_training_graph() -> None:
     model, _, _, _ = scaled()
     with pytest.raises(InputError, match=r"takes batches of its training graph, which has 40 nodes.*33 nodes"):
         gas.refresh(model, gas.HaloLoader(odd_graph(), 3))
+
+
+# Without a loader ####################################################################################################
+
+
+def test_a_graph_is_enough() -> None:
+    model, data, _, expected = scaled()
+    assert_same(gas.infer(model, data), expected)
+    nodes = torch.tensor([5, 3, 5])
+    assert_same(gas.predict(model, data, nodes), expected[nodes])
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    gas.refresh(model, data)
+    out = gas.predict(model, data, nodes)
+    other = odd_graph(3)
+    elsewhere = gas.infer(model, other)
+    gas.detach(model)
+    assert_same(out, whole(model, data)[nodes])
+    assert_same(elsewhere, whole(model, other))
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of more than ten nodes are cut."""
+    monkeypatch.setattr(module, "_PART_NODES", 10)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_large_graph_is_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data, _, expected = scaled()
+    cuts: list[int] = []
+
+    def cut(*args: Any, **options: Any) -> Tensor:
+        cuts.append(args[2])
+        return partition(*args, **options)
+
+    monkeypatch.setattr(loader_module, "cut", cut)
+    for _ in range(2):
+        assert_same(gas.infer(model, data), expected)
+        assert_same(gas.predict(model, data, torch.tensor([7])), expected[7:8])
+    gas.refresh(model, data)
+    assert cuts == [4]
+    gas.infer(model, odd_graph())
+    assert cuts == [4, 4]  # 33 nodes
+    # Another number of edges is no reason to cut again, another number of nodes is.
+    data.edge_index = data.edge_index[:, 1:]
+    data.edge_weight, data.edge_attr, data.edge_type = (
+        value[1:] for value in (data.edge_weight, data.edge_attr, data.edge_type)
+    )
+    out = gas.infer(model, data)
+    assert cuts == [4, 4]
+    data.update(undirected_graph(51).to_dict())
+    grown = gas.infer(model, data)
+    assert cuts == [4, 4, 6]
+    assert out.size(0) == 40
+    gas.detach(model)
+    assert_same(grown, whole(model, data))
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_layers_against_the_edges_of_a_graph_without_a_loader() -> None:
+    data = odd_graph()
+    model = Stack([pyg.DirGNNConv(pyg.SAGEConv(C, C)), pyg.DirGNNConv(pyg.SAGEConv(C, C))])
+    expected = whole(model, data)
+    gas.autoscale(model, data)
+    assert_same(gas.infer(model, data), expected)
+
+
+def test_many_edges_are_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data, _, _ = scaled()
+    monkeypatch.setattr(module, "_PART_EDGES", data.num_edges // 3 + 1)
+    assert len(module.loader_for(model, data)) == 3
+    monkeypatch.setattr(module, "_PART_EDGES", 1)
+    assert len(module.loader_for(model, undirected_graph(seed=1))) == 40
+
+
+def test_loaders_that_were_made_go_with_the_model() -> None:
+    gc.collect()
+    before = len(module._LOADERS)
+    model, data, _, _ = scaled()
+    graphs = [data, *(odd_graph(seed) for seed in range(4))]
+    for graph in graphs:
+        gas.infer(model, graph)
+    (kept,) = [loaders for scaler, loaders in module._LOADERS.items() if scaler is attached(model)]
+    assert [loader.data for loader in kept] == graphs[1:]
+    del model, kept
+    gc.collect()
+    assert len(module._LOADERS) == before
+
+
+@pytest.mark.parametrize("graph", [None, torch.eye(3), HeteroData(), "cora", [undirected_graph()]])
+def test_anything_else_is_refused(graph: Any) -> None:
+    model, _, _, _ = scaled()
+    uses = (gas.infer, gas.refresh, lambda model, graph: gas.predict(model, graph, torch.tensor([0])))
+    for use in uses:
+        with pytest.raises(InputError, match=rf"Data or a HaloLoader, but got {type(graph).__name__}"):
+            use(model, graph)
 
 
 # predict #############################################################################################################
