@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Literal
 from weakref import finalize
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.partitioning import fingerprint
@@ -52,6 +53,7 @@ class Graph:
             got = f"num_nodes={data.num_nodes}"
             raise InputError("a graph needs at least one node", got=got, fix="Set data.x or data.num_nodes.")
         self.num_nodes = int(data.num_nodes)
+        _check_class(type(data))
         edge_index = data.edge_index
         if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.size(0) != 2:
             got = "no edge_index" if edge_index is None else _describe(edge_index)
@@ -65,8 +67,9 @@ class Graph:
         self._freeze(data)
         _check_attributes(self.data, self.num_nodes, self.data.keys())
         inputs: dict[str, Tensor] = {name: self.data[name] for name in _inputs(self.data)}
-        self.edge_attributes = {name: value.cpu() for name, value in inputs.items() if self.data.is_edge_attr(name)}
-        self.features = {name: value for name, value in inputs.items() if self.data.is_node_attr(name)}
+        of_edges = {name for name in inputs if rows_of(self.data, name) == "edge"}
+        self.edge_attributes = {name: value.cpu() for name, value in inputs.items() if name in of_edges}
+        self.features = {name: value for name, value in inputs.items() if name not in of_edges}
         self._local = torch.full((self.num_nodes,), -1, dtype=torch.long)
 
     def _freeze(self, data: Data) -> None:
@@ -194,10 +197,27 @@ _EDGE_LEVEL = ("edge_weight", "edge_attr", "edge_type")
 _KNOWN: dict[int, Graph] = {}
 
 
+def rows_of(data: Data, name: str) -> Literal["node", "edge"] | None:
+    """Whether an attribute is a tensor with a row for every node or every edge, in the dimension ``__cat_dim__`` says.
+
+    Two kinds of tensors have another number of rows, even if it is that of the nodes or edges by chance: the targets of
+    link prediction, ``edge_label_index`` and ``edge_label``, and in a ``Batch`` where each of its graphs begins.
+    """
+    target = "edge_label_index" in name or (name.endswith("edge_label") and f"{name}_index" in data)
+    if target or not isinstance(data[name], Tensor) or is_start(data, name):
+        return None
+    return "node" if data.is_node_attr(name) else "edge" if data.is_edge_attr(name) else None
+
+
+def is_start(data: Data, name: str) -> bool:
+    """Whether an attribute says where each graph of a ``Batch`` begins."""
+    return isinstance(data, Batch) and (name == "ptr" or name.endswith("_ptr"))
+
+
 def _inputs(data: Data) -> list[str]:
     """The tensors with a row for every node or edge that histories depend on: all but edges, labels and masks."""
-    tensors = [name for name, value in data if isinstance(value, Tensor) and name != "edge_index"]
-    return [name for name in tensors if data.is_edge_attr(name) or (data.is_node_attr(name) and not _is_label(name))]
+    levels = {name: rows_of(data, name) for name in data.keys() if name != "edge_index"}  # noqa: SIM118
+    return [name for name, level in levels.items() if level == "edge" or (level == "node" and not _is_label(name))]
 
 
 def _is_label(name: str) -> bool:
@@ -229,30 +249,53 @@ def _check_range(name: str, indices: Tensor, num_nodes: int, *, fix: str) -> Non
         raise InputError(f"{name} must hold indices from 0 to {num_nodes - 1}", got=got, fix=fix)
 
 
+def _check_class(kind: type[Data]) -> None:
+    """Refuse a class whose own attributes would hide those of batches; a ``Batch`` is known to."""
+    hidden = [name for name in ("n_id", "e_id", "batch_size") if hasattr(kind, name)]
+    if hidden and not issubclass(kind, Batch):
+        rule = "batches have n_id, e_id and batch_size, which the class of the graph must not define"
+        raise InputError(rule, got=f"{kind.__name__}.{hidden[0]}", fix="Give it another name.")
+
+
 def _check_attributes(data: Data, num_nodes: int, names: Iterable[str]) -> None:
     """Check some attributes of a graph."""
-    tensors = {name: data[name] for name in names if isinstance(data[name], Tensor)}
-    for name, value in tensors.items():
+    for name in names:
+        value = data[name]
+        dense = isinstance(value, Tensor) and value.layout == torch.strided
+        second = name != "edge_index" and "edge_index" in name and "label" not in name
+        if second or (name in ("adj", "adj_t") and not dense):
+            fix = (
+                "Remove it, or join both in edge_index, with an edge_type that says which set an edge is from, and use "
+                "layers that tell edges apart by it, such as RGCNConv."
+            )
+            raise InputError("a graph must have one set of edges, edge_index", got=f"also {name}", fix=fix)
+        if not isinstance(value, Tensor):
+            continue
         of_nodes, of_edges = name == "x" or _is_label(name), name in _EDGE_LEVEL
-        if (of_nodes or of_edges) and value.layout != torch.strided:
-            raise InputError(f"{name} must be a dense tensor", got=str(value.layout), fix=f"Use {name}.to_dense().")
+        if (of_nodes or of_edges or rows_of(data, name)) and not dense:
+            fix = f"Use data.{name} = data.{name}.to_dense()."
+            raise InputError(f"{name} must be a dense tensor", got=str(value.layout), fix=fix)
         rows = num_nodes if of_nodes else data.num_edges
-        if (of_nodes or of_edges) and (value.dim() == 0 or value.size(0) != rows):
+        # Labels and masks may have their nodes in another dimension; models need rows of features.
+        dim = data.__cat_dim__(name, value) if _is_label(name) else 0
+        if (of_nodes or of_edges) and (value.dim() == 0 or not isinstance(dim, int) or value.size(dim) != rows):
             kind = "node" if of_nodes else "edge"
             rule = f"{name} must have one row for each of the {rows} {kind}s"
             raise InputError(rule, got=_describe(value), fix=f"Give it one row per {kind}, in {kind} order.")
-    for name, value in tensors.items():
-        if not value.is_floating_point() or not (name == "x" or data.is_edge_attr(name)):
-            continue
-        if value.requires_grad:
-            fix = "Make it a parameter of the model, and look rows up with batch.n_id or batch.e_id."
-            raise InputError(f"{name} must be data, not a parameter", got="a tensor that requires a gradient", fix=fix)
-        # aminmax returns NaN if there is one; a mask of all values would take long on a large graph.
-        if value.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(value))).all()):
-            bad = ~torch.isfinite(value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)).all(1)
-            rule = f"{name} must be finite, or histories would keep the bad value"
-            got = f"NaN or infinity in {int(bad.sum())} rows, the first in row {int(bad.nonzero()[0])}"
-            raise InputError(rule, got=got, fix="Replace or remove these values.")
+        if value.is_floating_point() and (name == "x" or rows_of(data, name) == "edge"):
+            _check_values(name, value)
+
+
+def _check_values(name: str, value: Tensor) -> None:
+    if value.requires_grad:
+        fix = "Make it a parameter of the model, and look rows up with batch.n_id or batch.e_id."
+        raise InputError(f"{name} must be data, not a parameter", got="a tensor that requires a gradient", fix=fix)
+    # aminmax returns NaN if there is one; a mask of all values would take long on a large graph.
+    if value.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(value))).all()):
+        bad = ~torch.isfinite(value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)).all(1)
+        rule = f"{name} must be finite, or histories would keep the bad value"
+        got = f"NaN or infinity in {int(bad.sum())} rows, the first in row {int(bad.nonzero()[0])}"
+        raise InputError(rule, got=got, fix="Replace or remove these values.")
 
 
 def _describe(value: object) -> str:
