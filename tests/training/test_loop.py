@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCNConv, GraphConv  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
@@ -699,6 +699,15 @@ def test_epochs_end_early(steps: int | None, expected: int) -> None:
     data = community_graph()
     data.train_mask = torch.ones(48, dtype=torch.bool)
     assert run(data=data, batch_size=1, steps_per_epoch=steps).result.steps == expected
+
+
+@pytest.mark.parametrize("options", [{"mode": "full"}, {"mode": "gas"}, *BASELINES.values()], ids=str)
+def test_a_graph_made_of_several_trains_like_any_other(options: dict[str, Any]) -> None:
+    several = Batch.from_data_list([community_graph(), community_graph()])
+    joined = Data(**{name: value for name, value in several if name not in ("batch", "ptr")})
+    one, other = (run(data=data, num_parts=4, epochs=3, **options) for data in (several, joined))
+    assert one.losses == other.losses
+    assert one.result.scores == other.result.scores
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
