@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from conftest import CHANNELS, Counted, Stack, assert_same, call_whole, history_rows, odd_graph, undirected_graph, whole
+from gnnautoscale.attach import inference as module
+from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError, StaleHistoryWarning
+from gnnautoscale.graph import loader as loader_module
+from gnnautoscale.graph.partitioning import partition
 from gnnautoscale.history.device import DeviceHistory
 
 C = CHANNELS
@@ -216,6 +222,103 @@ def test_refresh_is_for_the_training_graph() -> None:
         gas.refresh(model, gas.HaloLoader(odd_graph(), 3))
 
 
+# Without a loader ####################################################################################################
+
+
+def test_a_graph_is_enough() -> None:
+    model, data, _, expected = scaled()
+    assert_same(gas.infer(model, data), expected)
+    nodes = torch.tensor([5, 3, 5])
+    assert_same(gas.predict(model, data, nodes), expected[nodes])
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    gas.refresh(model, data)
+    out = gas.predict(model, data, nodes)
+    other = odd_graph(3)
+    elsewhere = gas.infer(model, other)
+    gas.detach(model)
+    assert_same(out, whole(model, data)[nodes])
+    assert_same(elsewhere, whole(model, other))
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of more than ten nodes are cut."""
+    monkeypatch.setattr(module, "_PART_NODES", 10)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_large_graph_is_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data, _, expected = scaled()
+    cuts: list[int] = []
+
+    def cut(*args: Any, **options: Any) -> Tensor:
+        cuts.append(args[2])
+        return partition(*args, **options)
+
+    monkeypatch.setattr(loader_module, "cut", cut)
+    for _ in range(2):
+        assert_same(gas.infer(model, data), expected)
+        assert_same(gas.predict(model, data, torch.tensor([7])), expected[7:8])
+    gas.refresh(model, data)
+    assert cuts == [4]
+    gas.infer(model, odd_graph())
+    assert cuts == [4, 4]  # 33 nodes
+    # Another number of edges is no reason to cut again, another number of nodes is.
+    data.edge_index = data.edge_index[:, 1:]
+    data.edge_weight, data.edge_attr, data.edge_type = (
+        value[1:] for value in (data.edge_weight, data.edge_attr, data.edge_type)
+    )
+    out = gas.infer(model, data)
+    assert cuts == [4, 4]
+    data.update(undirected_graph(51).to_dict())
+    grown = gas.infer(model, data)
+    assert cuts == [4, 4, 6]
+    assert out.size(0) == 40
+    gas.detach(model)
+    assert_same(grown, whole(model, data))
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_layers_against_the_edges_of_a_graph_without_a_loader() -> None:
+    data = odd_graph()
+    model = Stack([pyg.DirGNNConv(pyg.SAGEConv(C, C)), pyg.DirGNNConv(pyg.SAGEConv(C, C))])
+    expected = whole(model, data)
+    gas.autoscale(model, data)
+    assert_same(gas.infer(model, data), expected)
+
+
+def test_many_edges_are_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data, _, _ = scaled()
+    monkeypatch.setattr(module, "_PART_EDGES", data.num_edges // 3 + 1)
+    assert len(module.loader_for(model, data)) == 3
+    monkeypatch.setattr(module, "_PART_EDGES", 1)
+    assert len(module.loader_for(model, undirected_graph(seed=1))) == 40
+
+
+def test_loaders_that_were_made_go_with_the_model() -> None:
+    gc.collect()
+    before = len(module._LOADERS)
+    model, data, _, _ = scaled()
+    graphs = [data, *(odd_graph(seed) for seed in range(4))]
+    for graph in graphs:
+        gas.infer(model, graph)
+    (kept,) = [loaders for scaler, loaders in module._LOADERS.items() if scaler is attached(model)]
+    assert [loader.data for loader in kept] == graphs[1:]
+    del model, kept
+    gc.collect()
+    assert len(module._LOADERS) == before
+
+
+@pytest.mark.parametrize("graph", [None, torch.eye(3), HeteroData(), "cora", [undirected_graph()]])
+def test_anything_else_is_refused(graph: Any) -> None:
+    model, _, _, _ = scaled()
+    uses = (gas.infer, gas.refresh, lambda model, graph: gas.predict(model, graph, torch.tensor([0])))
+    for use in uses:
+        with pytest.raises(InputError, match=rf"Data or a HaloLoader, but got {type(graph).__name__}"):
+            use(model, graph)
+
+
 # predict #############################################################################################################
 
 
@@ -357,3 +460,85 @@ def test_plain_calls_agree_with_predictions_afterwards() -> None:
             assert_same(model(batch), expected[batch.n_id[: batch.batch_size]])
     gas.detach(model)
     assert_same(call_whole(model, data), expected)
+
+
+# Changed data ########################################################################################################
+
+
+def loss_of(model: nn.Module, loader: gas.HaloLoader) -> float:
+    """Takes a step on every batch; returns the sum of the losses."""
+    model.train()
+    total = 0.0
+    for batch in loader:
+        out = model(batch)
+        loss = nn.functional.cross_entropy(out, batch.y[: batch.batch_size])
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+    return total
+
+
+@pytest.mark.parametrize("num_parts", [1, 5])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.update({"x": data.x * 2 + 1}),
+        lambda data: data.x.mul_(3),
+        lambda data: data.update({"edge_weight": data.edge_weight.flip(0)}),
+        lambda data: data.edge_weight.mul_(2),
+        lambda data: data.edge_index.copy_(data.edge_index.roll(1, 1)),
+    ],
+    ids=["new x", "written x", "new weights", "written weights", "written edges"],
+)
+def test_changed_inputs_are_seen_by_infer_and_refused_in_training(
+    num_parts: int, keep: bool, change: Callable[[Data], Any]
+) -> None:
+    data = undirected_graph()
+    plain = Stack([pyg.GraphConv(C, 6), pyg.GraphConv(6, 6), pyg.GraphConv(6, 4)], ("edge_weight",)).eval()
+    model = gas.autoscale(copy.deepcopy(plain), data)
+    loader = gas.HaloLoader(data, num_parts, partition="random", keep=keep)
+    loss_of(model, loader)
+    gas.infer(model, loader)
+    change(data)
+    assert_same(gas.infer(model, loader), whole(plain, data))
+    training_and_predicting = (
+        lambda: loss_of(model, loader),
+        lambda: gas.refresh(model, loader),
+        lambda: gas.predict(model, loader, torch.tensor([1])),
+    )
+    for use in training_and_predicting:
+        with pytest.raises(InputError, match=r"takes batches of its training graph.*different features.*autoscale it"):
+            use()
+    # As the message says.
+    gas.autoscale(gas.detach(model), data)
+    loss_of(model, loader)
+    assert_same(gas.infer(model, loader), whole(plain, data))
+
+
+def test_changed_labels_are_taken_over() -> None:
+    model, data, loader, expected = scaled()
+    gas.refresh(model, loader)
+    rows = history_rows(model)
+    data.y = (data.y + 1) % 4
+    data.train_mask.logical_not_()
+    assert_same(gas.predict(model, loader, torch.arange(40)), expected)
+    model.eval()
+    for batch in loader:
+        model(batch)
+        assert torch.equal(batch.y, data.y[batch.n_id])
+        assert torch.equal(batch.train_mask, data.train_mask[batch.n_id])
+    assert all(torch.equal(now, rows[slot]) for slot, now in history_rows(model).items())
+
+
+def test_a_batch_of_data_that_were_written_to_is_refused() -> None:
+    model, data, loader, _ = scaled()
+    batch = next(iter(loader))
+    data.y.zero_()
+    model(batch)  # does not read labels
+    data.edge_weight.mul_(2)
+    with pytest.raises(InputError, match="must not be written to while its batches are in use, but got edge_weight"):
+        model(batch)
+    data.x = data.x + 1
+    with pytest.raises(InputError, match="but got edge_weight"):
+        model(batch)
+    gas.infer(model, loader)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
@@ -446,3 +447,31 @@ def test_ready_batches_with_workers() -> None:
     for one, other in zip(*(list(loader.ready_batches()) for loader in loaders), strict=True):
         assert torch.equal(one.info.n_id, other.info.n_id)
         assert torch.equal(one.info.e_id, other.info.e_id)
+
+
+# Other processes #####################################################################################################
+
+
+class Batches(Dataset[Data]):
+    """A data set of the user's own that hands out a loader's batches."""
+
+    def __init__(self, loader: gas.HaloLoader) -> None:
+        self.batches = list(loader)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, place: int) -> Data:
+        return self.batches[place]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_through_a_data_loader(num_workers: int) -> None:
+    """From another process they come back as plain tensors, because there is no graph there to belong to."""
+    batches = Batches(gas.HaloLoader(undirected_graph(), 3))
+    loader = DataLoader(batches, batch_size=None, num_workers=num_workers, collate_fn=lambda batch: batch)
+    for batch, expected in zip(loader, batches.batches, strict=True):
+        for key, value in expected:
+            if isinstance(value, Tensor):
+                assert type(batch[key]) is (Tensor if num_workers else type(value))
+                assert torch.equal(batch[key], value)

@@ -112,6 +112,11 @@ def filled(shape: tuple[int, ...], value: float, at: tuple[int, ...]) -> Tensor:
         (bad(edge_attr=filled((2, 3), float("nan"), (1, 2))), "edge_attr must be finite"),
         (bad(x=torch.ones(4, 2, requires_grad=True)), "x must be data, not a parameter"),
         (bad(edge_weight=torch.ones(2, requires_grad=True)), "edge_weight must be data"),
+        (bad(edge_index_2=torch.tensor([[0], [1]])), r"one set of edges.*also edge_index_2.*edge_type.*RGCNConv"),
+        (bad(knn_edge_index=torch.tensor([[0, 1], [1, 2]])), "one set of edges.*also knn_edge_index"),
+        (bad(edge_index_near=[[0], [1]]), "one set of edges.*also edge_index_near"),
+        (bad(adj_t=torch.eye(4).to_sparse()), "one set of edges.*also adj_t"),
+        (bad(adj=torch.eye(4).to_sparse()), "one set of edges.*also adj"),
     ],
 )
 def test_bad_graphs_are_refused(data: Data, message: str) -> None:
@@ -119,8 +124,20 @@ def test_bad_graphs_are_refused(data: Data, message: str) -> None:
         Graph(data)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+def test_sparse_rows_are_refused(layout: str) -> None:
+    kind = getattr(torch, f"sparse_{layout}")
+    for name, rows in (("x", 4), ("y", 4), ("words", 4), ("edge_attr", 2), ("edge_words", 2)):
+        message = rf"{name} must be a dense tensor, but got torch.sparse_{layout}. Use data.{name} = .*to_dense"
+        with pytest.raises(InputError, match=message):
+            Graph(bad(**{name: torch.ones(rows, 9).to_sparse(layout=kind)}))
+
+
 def test_unusual_graphs_are_accepted() -> None:
     graph = Graph(bad(x=torch.tensor([1, 2, 3, 4]), y=filled((4,), float("nan"), (1,)), edge_index=EDGES[:, :3]))
     assert graph.num_nodes == 4
     assert Graph(Data(edge_index=EDGES, num_nodes=7)).num_nodes == 7
     assert Graph(bad(x=torch.ones(4, 2, dtype=torch.float16))).edge_attributes == {}
+    assert Graph(bad(edge_label_index=torch.tensor([[0], [3]]), other=torch.eye(3).to_sparse())).num_nodes == 4
+    assert Graph(bad(adj=torch.eye(4))).features.keys() == {"x", "adj"}

@@ -76,7 +76,7 @@ def test_a_packed_batch_trains_as_it_did(name: str) -> None:
         out = model(batch)
         expected = out.detach(), grads(model, out)
         rows = attached(model).memory.rows_of(ready.info)
-        package = _Package.of(ready.info, rows, feed._tensors(batch, ready.info), CPU)
+        package = _Package.of(batch, rows, feed._tensors(batch, ready.info), CPU)
         elsewhere = package.buffer.clone()
         package.buffer.fill_(255)  # nothing may be left in the first place
         item = feed._item(package, package.views(elsewhere))
@@ -91,6 +91,24 @@ def test_a_packed_batch_trains_as_it_did(name: str) -> None:
         package.displace()
         assert rows.on(CPU) is rows.index
         assert all(ready.info.placed(event) is None for event in feed._events)
+
+
+def test_a_packed_batch_has_the_class_and_the_plain_attributes_of_its_graph() -> None:
+    class Named(Data):  # type: ignore[misc]
+        @property
+        def shout(self) -> str:
+            return str(self.name).upper()
+
+    data = Named(**undirected_graph().to_dict(), name="ring", scale=0.5)
+    model = gas.autoscale(MODELS["gcn"](), data)
+    batch = next(iter(gas.HaloLoader(data, num_parts=3)))
+    model(batch)
+    info, feed = batch.edge_index.info, Feed(model, TASK)
+    package = _Package.of(batch, attached(model).memory.rows_of(info), feed._tensors(batch, info), CPU)
+    packed = feed._item(package, package.views(package.buffer)).batch
+    assert (type(packed), packed.shout, packed.scale) == (Named, "RING", 0.5)
+    assert (packed.num_nodes, packed.batch_size) == (batch.num_nodes, batch.batch_size)
+    assert "y" not in packed
 
 
 def test_only_what_is_needed_is_packed() -> None:
@@ -121,10 +139,11 @@ def test_edges_stay_as_they_are_for_edge_dropout() -> None:
 
 
 def test_tensors_start_at_round_addresses() -> None:
-    info = next(gas.HaloLoader(odd_graph(), num_parts=2).ready_batches()).info
+    batch = next(iter(gas.HaloLoader(odd_graph(), num_parts=2)))
+    info = batch.edge_index.info
     rows = BatchRows(info.n_id, info.batch_size)
     tensors = {"a": torch.arange(3), "b": torch.empty(0, 4), "c": torch.rand(5, 7), "d": torch.tensor([True, False])}
-    package = _Package.of(info, rows, tensors, CPU)
+    package = _Package.of(batch, rows, tensors, CPU)
     assert all(start % 256 == 0 for _, _, start in package.layout.values())
     for name, view in package.views(package.buffer).items():
         assert torch.equal(view, tensors[name])

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCNConv, GraphConv  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
@@ -699,6 +699,42 @@ def test_epochs_end_early(steps: int | None, expected: int) -> None:
     data = community_graph()
     data.train_mask = torch.ones(48, dtype=torch.bool)
     assert run(data=data, batch_size=1, steps_per_epoch=steps).result.steps == expected
+
+
+@pytest.mark.parametrize("options", [{"mode": "full"}, {"mode": "gas"}, *BASELINES.values()], ids=str)
+def test_a_graph_made_of_several_trains_like_any_other(options: dict[str, Any]) -> None:
+    several = Batch.from_data_list([community_graph(), community_graph()])
+    joined = Data(**{name: value for name, value in several if name not in ("batch", "ptr")})
+    one, other = (run(data=data, num_parts=4, epochs=3, **options) for data in (several, joined))
+    assert one.losses == other.losses
+    assert one.result.scores == other.result.scores
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_labels_that_change_between_epochs_are_learned_from_then_on(batch_size: int) -> None:
+    def losses(change_after: int | None) -> list[float]:
+        data = community_graph()
+
+        def change(epoch: Epoch) -> None:
+            if epoch.number == change_after:
+                data.y = (data.y + 1) % CLASSES
+
+        result = fit(gcn(), data, num_parts=4, batch_size=batch_size, epochs=3, callback=change)
+        return [epoch.loss for epoch in result.epochs]
+
+    before, after = losses(None), losses(2)
+    assert after[:2] == before[:2]
+    assert after[2] > before[2] + 0.1
+
+
+def test_features_that_change_between_epochs_are_refused() -> None:
+    data = community_graph()
+
+    def change(epoch: Epoch) -> None:
+        data.x = data.x + 1
+
+    with pytest.raises(gas.InputError, match="takes batches of its training graph"):
+        fit(gcn(), data, num_parts=4, epochs=3, callback=change)
 
 
 def test_the_callback_hears_of_every_epoch_in_order_while_it_happens() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
-from gnnautoscale.errors import InputError
+from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import Arguments, Form, form_of_values, has_rows, own_attribute
 from gnnautoscale.graph import BatchInfo, BatchTensor
 
@@ -36,7 +37,13 @@ def to_model_device(batch: Data, model: nn.Module) -> Data:
 
 
 def find_batch(arguments: Arguments) -> BatchInfo:
-    """The batch among a call's arguments."""
+    """The batch among a call's arguments, which are checked."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        raise UnsupportedModelError(
+            "histories need ordinary tensors",
+            got="a call inside a transform such as torch.func.grad or torch.func.vmap, or with forward-mode gradients",
+            fix="Call the model outside of it and use torch.autograd.grad; or gas.detach(model) first.",
+        )
     own = [value for value in tensors_in(arguments) if isinstance(value, BatchTensor)]
     found = [value.info for value in own if value.attribute == "edge_index"]
     edges = [batch.edge_index for batch in _batches_in(arguments)]
@@ -46,12 +53,14 @@ def find_batch(arguments: Arguments) -> BatchInfo:
             "an autoscaled model must be called with a batch of a HaloLoader",
             got="arguments without a batch's edge_index",
             fix="Pass batch.edge_index unchanged (moving it to a device is fine); for all nodes of a graph use "
-            "gas.infer(model, loader), or gas.detach(model) first.",
+            "gas.infer(model, data), or gas.detach(model) first.",
         )
     if any(info is not found[0] for info in found):
         raise InputError(
             "all arguments of a call must come from the same batch", got="two batches", fix="Pass one batch at a time."
         )
+    found[0].graph.check_unwritten(labels=False)
+    _check_dense(arguments, found[0])
     return found[0]
 
 
@@ -80,6 +89,23 @@ def form_of_arguments(info: BatchInfo, arguments: Arguments) -> Form:
     return Form(described(arguments), tuple(numbers))
 
 
+def _check_dense(arguments: Arguments, info: BatchInfo) -> None:
+    """Refuse sparse rows of nodes or edges, since histories could not replace some of them."""
+    named = [(f"argument {place}", value) for place, value in enumerate(arguments[0], 1)] + [*arguments[1].items()]
+    for batch in _batches_in(arguments):
+        named += [(f"batch.{name}", value) for name, value in batch]
+    for name, value in named:
+        for tensor in tensors_in(value):
+            if isinstance(tensor, BatchTensor) or tensor.layout == torch.strided:
+                continue
+            if has_rows(tensor, info.num_rows, info.e_id.numel()):
+                raise InputError(
+                    "an autoscaled model takes dense rows of nodes and edges",
+                    got=f"{tensor.layout} for {name}",
+                    fix="Pass it .to_dense(); pass edges as batch.edge_index.",
+                )
+
+
 def needs_input_gradients(arguments: Arguments) -> bool:
     """Whether an argument of a call, or a tensor of a batch among them, needs a gradient."""
     tensors = [value for batch in _batches_in(arguments) for _, value in batch if isinstance(value, Tensor)]
@@ -95,24 +121,31 @@ def unpack_batch(signature: inspect.Signature, model: str, args: tuple[Any, ...]
     if len(args) != 1 or not isinstance(args[0], Data):
         return args, kwargs
     batch = args[0]
-    parameters = [
-        parameter
-        for parameter in signature.parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and parameter.name not in kwargs
-    ]
+    has_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    by_name = [parameter for parameter in signature.parameters.values() if parameter.kind in has_name]
+    parameters = [parameter for parameter in by_name if parameter.name not in kwargs]
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     # The paper's listings call the edges adj_t.
-    named = {("adj_t" if name == "edge_index" and "adj_t" in required else name): batch[name] for name, _ in batch}
+    named = {**dict(batch), "num_nodes": batch.num_nodes, "adj_t": batch.edge_index}
     missing = [name for name in required if name not in named]
-    if len(required) == 1 and missing:
+    edges = [parameter.name for parameter in by_name if parameter.name in ("edge_index", "adj_t")]
+    # A graph made of several has an attribute batch, but what a model calls so is the batch.
+    if not edges and len(required) == 1 and (missing or required == ["batch"]):
         return args, kwargs
     if missing:
         raise InputError(
             f"for model(batch), the batch must have an attribute for each required argument of {model}.forward",
             got=f"a batch without {', '.join(missing)}",
-            fix="Pass the arguments one by one, e.g. model(batch.x, batch.edge_index).",
+            fix="Store it in data, or pass the arguments one by one, e.g. model(batch.x, batch.edge_index).",
+        )
+    if not edges and len(by_name) < len(signature.parameters):
+        raise InputError(
+            f"for model(batch), {model}.forward must name its arguments, which are taken from the batch by name",
+            got=f"forward{signature.replace(return_annotation=signature.empty)}",
+            fix="Pass them one by one, e.g. model(batch.x, batch.edge_index), and give gas.infer a call=... that does; "
+            "for gas.fit, wrap the model in a module with forward(self, x, edge_index).",
         )
     rows = batch.num_nodes, batch.edge_index.size(1)
     known = [parameter.name for parameter in parameters if parameter.name in named]
-    chosen = {name: named[name] for name in known if name in required or has_rows(named[name], *rows)}
+    chosen = {name: named[name] for name in known if name in (*required, *edges) or has_rows(named[name], *rows)}
     return (), {**chosen, **kwargs}

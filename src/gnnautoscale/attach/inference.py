@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in
-from gnnautoscale.attach.autoscaler import attached
+from gnnautoscale.attach.autoscaler import Autoscaler, attached
 from gnnautoscale.attach.calling import CallModel, call_with_batch, to_model_device
 from gnnautoscale.errors import InputError, StaleHistoryWarning
 from gnnautoscale.forward import (
@@ -25,12 +28,41 @@ from gnnautoscale.forward import (
     evaluating,
     run_pass,
 )
-from gnnautoscale.graph import HaloLoader, check_nodes
+from gnnautoscale.graph import Graph, HaloLoader, check_nodes
+
+# A graph that comes without a loader is cut into parts of about this size, or not at all if it is smaller.
+_PART_NODES, _PART_EDGES = 100_000, 1_000_000
+# For how many graphs a model keeps the loaders that were made for it.
+_MOST_LOADERS = 4
+_LOADERS: WeakKeyDictionary[Autoscaler, list[HaloLoader]] = WeakKeyDictionary()
+
+
+def loader_for(model: nn.Module, graph: HaloLoader | Data) -> HaloLoader:
+    """The given loader, or one made for a graph, which is kept for later calls with the same graph and model."""
+    if isinstance(graph, HaloLoader):
+        return graph
+    kept = _LOADERS.setdefault(attached(model), [])
+    if not isinstance(graph, Data):
+        raise InputError(
+            "the graph must be a torch_geometric.data.Data or a HaloLoader",
+            got=type(graph).__name__,
+            fix="Pass data, or gas.HaloLoader(data, num_parts=...).",
+        )
+    now = Graph.of(graph)
+    for loader in kept:
+        if loader.data is graph and loader.graph.num_nodes == now.num_nodes:
+            return loader
+    num_parts = math.ceil(max(now.num_nodes / _PART_NODES, now.edge_index.size(1) / _PART_EDGES))
+    num_parts = min(num_parts, now.num_nodes)
+    # Any model may take its batches, and those of a large graph are cut again rather than held in memory.
+    made = HaloLoader(graph, num_parts, bidirectional=not now.is_symmetric, keep=num_parts == 1)
+    kept[:] = [*(loader for loader in kept if loader.data is not graph), made][-_MOST_LOADERS:]
+    return made
 
 
 @torch.no_grad()
 def infer(
-    model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with_batch, update_histories: bool = True
+    model: nn.Module, loader: HaloLoader | Data, *, call: CallModel = call_with_batch, update_histories: bool = True
 ) -> Any:
     """Run a model on all nodes of a graph, exactly, one batch at a time.
 
@@ -39,7 +71,8 @@ def infer(
 
     Args:
         model: An autoscaled model; it runs in evaluation mode.
-        loader: Makes the batches, of the training graph or of another one.
+        loader: Makes the batches, of the training graph or of another one. Of a ``Data``, a loader is made and kept
+            with the model: of the whole graph in one batch if it is small, else of METIS parts.
         call: Calls the model with a batch, if ``model(batch)`` does not fit.
         update_histories: Whether to refresh the histories of the training graph on the way. If not, a temporary
             second set is used, and training continues as if nothing had happened.
@@ -55,9 +88,11 @@ def infer(
         >>> model = gas.autoscale(GCN(34, 16, num_layers=2, out_channels=4), data)
         >>> gas.infer(model, gas.HaloLoader(data, num_parts=4)).shape
         torch.Size([34, 4])
+        >>> gas.infer(model, data).shape
+        torch.Size([34, 4])
     """
-    scaler = attached(model)
-    with evaluating(model), scaler.visiting(loader.graph, apart=not update_histories) as memory:
+    scaler, loader = attached(model), loader_for(model, loader)
+    with evaluating(model), scaler.visiting(loader.follow(), apart=not update_histories) as memory:
         if len(loader) == 1:
             out = collect(model, loader, call, StepExchange(push_all=update_histories))
         else:
@@ -78,12 +113,12 @@ def infer_from_histories(model: nn.Module, loader: HaloLoader, *, call: CallMode
 
 
 @torch.no_grad()
-def refresh(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with_batch) -> None:
+def refresh(model: nn.Module, loader: HaloLoader | Data, *, call: CallModel = call_with_batch) -> None:
     """Recompute all histories of the training graph with the current weights, in evaluation mode.
 
     Args:
         model: An autoscaled model.
-        loader: Makes the batches of the training graph.
+        loader: Makes the batches of the training graph; or that graph itself, see :func:`infer`.
         call: Calls the model with a batch, if ``model(batch)`` does not fit.
 
     Example:
@@ -94,7 +129,8 @@ def refresh(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with
         >>> model = gas.autoscale(GCN(34, 16, num_layers=2, out_channels=4), data)
         >>> gas.refresh(model, gas.HaloLoader(data, num_parts=4))
     """
-    memory = attached(model).memory_of(loader.graph)
+    loader = loader_for(model, loader)
+    memory = attached(model).memory_of(loader.follow())
     with evaluating(model):
         if len(loader) == 1:
             collect(model, loader, call, StepExchange(push_all=True))
@@ -104,7 +140,7 @@ def refresh(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with
 
 
 @torch.no_grad()
-def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallModel = call_with_batch) -> Any:
+def predict(model: nn.Module, loader: HaloLoader | Data, nodes: Tensor, *, call: CallModel = call_with_batch) -> Any:
     """Run a model's last layer for some nodes, from the histories.
 
     The cost depends on the number of nodes and neighbours, not on the depth of the model or the size of the graph. The
@@ -113,7 +149,7 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
 
     Args:
         model: An autoscaled model; it runs in evaluation mode.
-        loader: A loader of the training graph.
+        loader: A loader of the training graph; or that graph itself, see :func:`infer`.
         nodes: Node indices, ``[count]``.
         call: Calls the model with a batch, if ``model(batch)`` does not fit.
 
@@ -131,9 +167,10 @@ def predict(model: nn.Module, loader: HaloLoader, nodes: Tensor, *, call: CallMo
         >>> gas.predict(model, loader, torch.tensor([0, 33])).shape
         torch.Size([2, 4])
     """
-    scaler = attached(model)
-    nodes = check_nodes(nodes, loader.graph.num_nodes)
-    memory = scaler.memory_of(loader.graph)
+    scaler, loader = attached(model), loader_for(model, loader)
+    graph = loader.follow()
+    nodes = check_nodes(nodes, graph.num_nodes)
+    memory = scaler.memory_of(graph)
     distinct, position = torch.unique(nodes, return_inverse=True)
     batch = to_model_device(loader.batch_for(distinct), model)
     with evaluating(model):

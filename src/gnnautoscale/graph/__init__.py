@@ -4,6 +4,7 @@ Partitions, batches of parts with their halo, and the loaders that yield them, a
 nothing about models or histories.
 """
 
+from gnnautoscale.graph.assemble import without_tensors
 from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader, Subgraphs, check_fan_out, whole_neighbourhood
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor, PartOrder
 from gnnautoscale.graph.graph import EdgesByTarget, Graph, check_nodes
@@ -28,4 +29,5 @@ __all__ = [
     "partition",
     "tagged_copies",
     "whole_neighbourhood",
+    "without_tensors",
 ]

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 
-from gnnautoscale.graph.graph import Graph
+from gnnautoscale.graph.graph import Graph, is_start, rows_of
 
 #: The parts of one batch.
 PartGroup: TypeAlias = tuple[int, ...]
 
 
 class BatchBuilder:
-    """Builds a batch from some nodes: these nodes, their halo, and every edge into them."""
+    """Builds a batch from some nodes of a graph: these nodes, their halo, and every edge into them."""
 
-    def __init__(self, data: Data, graph: Graph, members: list[Tensor], bidirectional: bool) -> None:
-        self._data = data
-        self._graph = graph
+    def __init__(self, graph: Graph, members: list[Tensor], bidirectional: bool) -> None:
+        self.graph = graph
         self._members = members
         self._bidirectional = bidirectional
         # Group the edges once here, not once per worker.
         _ = graph.incoming, graph.outgoing if bidirectional else None
+
+    def of(self, graph: Graph) -> BatchBuilder:
+        """A builder of the same parts of another graph."""
+        return BatchBuilder(graph, self._members, self._bidirectional)
 
     def nodes(self, parts: PartGroup) -> Tensor:
         """The nodes of some parts, part by part, ``[num_nodes_in_parts]``."""
@@ -39,37 +43,56 @@ class BatchBuilder:
     @torch.inference_mode(False)
     def from_nodes(self, nodes: Tensor) -> Data:
         """The batch of distinct nodes, ``[batch_size]``, in their order."""
-        target, source, e_id = self._graph.incoming.into(nodes)
+        target, source, e_id = self.graph.incoming.into(nodes)
         neighbours = source
         if self._bidirectional:
-            neighbours = torch.cat([source, self._graph.outgoing.into(nodes)[1]])
-        outside = neighbours[self._graph.locate(nodes, neighbours) < 0]
+            neighbours = torch.cat([source, self.graph.outgoing.into(nodes)[1]])
+        outside = neighbours[self.graph.locate(nodes, neighbours) < 0]
         n_id = torch.cat([nodes, torch.unique(outside)])
-        edge_index = torch.stack([self._graph.locate(n_id, source), target])
-        return select_attributes(self._data, n_id, nodes.numel(), e_id, edge_index)
+        edge_index = torch.stack([self.graph.locate(n_id, source), target])
+        return select_attributes(self.graph.data, n_id, nodes.numel(), e_id, edge_index)
 
 
 def select_attributes(data: Data, n_id: Tensor, batch_size: int, e_id: Tensor, edge_index: Tensor) -> Data:
-    """A subgraph with its rows of all node- and edge-level attributes; other attributes stay as they are.
+    """A subgraph with its rows of all node- and edge-level tensors; other attributes and the class stay as they are.
 
     The first ``batch_size`` of its nodes ``n_id``, ``[num_rows]``, are the batch's own. ``edge_index`` has its edges
     ``e_id``, ``[num_edges]``, as positions in ``n_id``.
     """
-    attributes: dict[str, Any] = {}
-    for name, value in data:
-        index = None
-        if isinstance(value, Tensor):
-            index = n_id if data.is_node_attr(name) else e_id if data.is_edge_attr(name) else None
-        if name == "edge_index":
-            attributes[name] = edge_index
-        elif index is not None:
-            attributes[name] = value.index_select(data.__cat_dim__(name, value), index.to(value.device))
-        elif name != "num_nodes":
-            attributes[name] = value
-    subgraph = Data.from_dict(attributes)
-    subgraph.num_nodes = n_id.numel()
+    subgraph = _as_one_graph(data)
+    for name in data.keys():  # noqa: SIM118
+        level = rows_of(data, name)
+        if level is not None and name != "edge_index":
+            value, index = data[name], n_id if level == "node" else e_id
+            subgraph[name] = value.index_select(data.__cat_dim__(name, value), index.to(value.device))
+    subgraph.edge_index, subgraph.num_nodes = edge_index, n_id.numel()
     subgraph.n_id, subgraph.e_id, subgraph.batch_size = n_id, e_id, batch_size
     return subgraph
+
+
+def _as_one_graph(data: Data) -> Data:
+    """A copy that shares all attributes, of the same class.
+
+    Only a ``Batch`` becomes the class of its graphs: its ``batch_size`` would hide that of a subgraph, and where each
+    graph begins says nothing about nodes in another order.
+    """
+    single = copy.copy(data)
+    if isinstance(data, Batch):
+        object.__setattr__(single, "__class__", type(data).__bases__[-1])
+        starts = [name for name in data.keys() if is_start(data, name)]  # noqa: SIM118
+        notes = [name for name in ("_num_graphs", "_slice_dict", "_inc_dict") if hasattr(data, name)]
+        for name in (*starts, *notes):
+            delattr(single, name)
+    return single
+
+
+def without_tensors(batch: Data) -> Data:
+    """A copy of a batch that lacks its tensors: of the same class and with all other attributes."""
+    bare = copy.copy(batch)
+    for name, value in batch:
+        if isinstance(value, Tensor):
+            del bare[name]
+    return bare
 
 
 def write_counts(data: Data) -> list[int]:

@@ -31,7 +31,7 @@ class Subgraphs:
 
     Args:
         data: The whole graph, or only its edges, ``[2, num_edges]``. A subgraph gets its rows of all node- and
-            edge-level tensors, and everything else as it is.
+            edge-level tensors, and everything else as it is. Changes from now on are not seen.
         graph: The same graph with its edges grouped, if it exists already.
     """
 
@@ -41,7 +41,6 @@ class Subgraphs:
         if not isinstance(data, Data):
             rule = "subgraphs need a torch_geometric.data.Data, or an edge_index [2, num_edges]"
             raise InputError(rule, got=type(data).__name__, fix="Pass one of these.")
-        self.data = data
         self.graph = Graph.of(data) if graph is None else graph
         _ = self.graph.incoming  # group the edges once here, not once per worker
 
@@ -63,7 +62,7 @@ class Subgraphs:
         source = self.graph.locate(nodes, source)
         inside = source >= 0
         edge_index = torch.stack([source[inside], target[inside]])
-        return select_attributes(self.data, nodes, nodes.numel(), e_id[inside], edge_index)
+        return select_attributes(self.graph.data, nodes, nodes.numel(), e_id[inside], edge_index)
 
     @torch.inference_mode(False)
     def sample(self, nodes: Tensor, fan_out: Sequence[int], generator: torch.Generator | None = None) -> Data:
@@ -95,7 +94,7 @@ class Subgraphs:
             n_id = torch.cat([n_id, frontier])
         source, target, e_id = (torch.cat(hops) for hops in zip(*edges, strict=True))
         edge_index = torch.stack([self.graph.locate(n_id, source), target])
-        return select_attributes(self.data, n_id, nodes.numel(), e_id, edge_index)
+        return select_attributes(self.graph.data, n_id, nodes.numel(), e_id, edge_index)
 
     def check(self, nodes: Tensor) -> Tensor:
         """Refuse anything but distinct nodes of the graph, ``[count]``; returns a copy in host memory."""
@@ -155,8 +154,8 @@ def check_fan_out(fan_out: Any) -> list[int]:
 class ClusterLoader:
     """Cluster-GCN's batches: some parts joined, with the edges between their nodes, and no halo.
 
-    It splits the graph and draws batches as a :class:`HaloLoader` with the same arguments does. Batches that recur
-    every epoch are built once and kept in host memory.
+    It splits the graph, draws batches and follows changes of ``data`` as a :class:`HaloLoader` with the same arguments
+    does. Batches that recur every epoch are built once and kept in host memory.
 
     Args:
         data: The whole graph.
@@ -211,15 +210,22 @@ class ClusterLoader:
         return len(self._parts)
 
     def __iter__(self) -> Iterator[Data]:
-        groups = self._parts.draw()
+        graph = self._parts.follow()
+        if graph is not self._subgraphs.graph:
+            self._subgraphs, self._kept = Subgraphs(self._parts.data, graph), {}
+        groups, keep_in = self._parts.draw(), self._kept
         # Batches that somebody wrote into are built again.
-        kept = {group: batch for group, (batch, before) in self._kept.items() if before == write_counts(batch)}
+        kept = {group: batch for group, (batch, before) in keep_in.items() if before == write_counts(batch)}
         jobs = [self._parts.nodes_of(group) for group in groups if group not in kept]
         built = build_each(self._subgraphs.induced, jobs, self._parts.num_workers, self._worker_seeds)
         for group in groups:
-            batch = kept[group] if group in kept else next(built)
+            if group in kept:
+                batch = kept[group]
+            else:
+                batch = next(built)
+                graph.check_unwritten(labels=True)
             if self._parts.is_fixed:
-                self._kept[group] = batch, write_counts(batch)
+                keep_in[group] = batch, write_counts(batch)
             yield copy.copy(batch)
 
 
@@ -227,7 +233,7 @@ class SampleLoader:
     """GraphSAGE's batches: nodes drawn at random in each epoch, with sampled neighbours.
 
     Args:
-        data: The whole graph.
+        data: The whole graph; changes are followed as by a :class:`HaloLoader`.
         nodes: The nodes to draw into batches, each once, ``[count]``.
         fan_out: How many neighbours to sample, see :meth:`Subgraphs.sample`.
         num_batches: Number of batches per epoch, at most one per node. Their sizes differ by at most one.
@@ -259,9 +265,8 @@ class SampleLoader:
             rule = "num_batches must be an integer of at least 1 and num_workers at least 0"
             got = f"num_batches={num_batches}, num_workers={num_workers}"
             raise InputError(rule, got=got, fix="num_batches is the number of batches per epoch.")
-        subgraphs = Subgraphs(data)
-        self._build = partial(_sample, subgraphs, check_fan_out(fan_out))
-        self._nodes = subgraphs.check(nodes)
+        self._data, self._subgraphs, self._fan_out = data, Subgraphs(data), check_fan_out(fan_out)
+        self._nodes = self._subgraphs.check(nodes)
         self._num_batches = min(num_batches, self._nodes.numel())
         self._num_workers = num_workers
         self._generator = torch.Generator().manual_seed(seed)
@@ -271,11 +276,17 @@ class SampleLoader:
         return self._num_batches
 
     def __iter__(self) -> Iterator[Data]:
+        graph = self._subgraphs.graph.follow(self._data)
+        if graph is not self._subgraphs.graph:
+            self._subgraphs = Subgraphs(self._data, graph)
         order = torch.randperm(self._nodes.numel(), generator=self._generator)
         # Each batch has its own seed, so it does not matter which process samples its neighbours.
         seeds = torch.randint(2**62, (len(self),), generator=self._generator).tolist()
         jobs = zip(self._nodes[order].tensor_split(len(self)), seeds, strict=True) if len(self) else ()
-        return build_each(self._build, jobs, self._num_workers, self._worker_seeds)
+        build = partial(_sample, self._subgraphs, self._fan_out)
+        for batch in build_each(build, jobs, self._num_workers, self._worker_seeds):
+            graph.check_unwritten(labels=True)
+            yield batch
 
 
 def _sample(subgraphs: Subgraphs, fan_out: list[int], job: tuple[Tensor, int]) -> Data:

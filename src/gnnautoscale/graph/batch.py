@@ -128,8 +128,8 @@ _NEUTRAL = {
 class BatchTensor(Tensor):
     """A batch's ``n_id``, or an edge-level tensor of it, that knows which batch and which attribute it is.
 
-    Moving it between devices keeps the tag; everything computed from it is a plain tensor. So the library can tell a
-    batch's own edges and edge weights from those that a model derived.
+    Moving or copying it keeps the tag; everything computed from it, or loaded from a file, is a plain tensor. So the
+    library can tell a batch's own edges and edge weights from those that a model derived.
     """
 
     info: BatchInfo
@@ -186,9 +186,16 @@ class BatchTensor(Tensor):
         with torch.inference_mode(False):
             return BatchTensor.tag(torch.empty(shape, dtype=self.dtype), self.info, self.attribute)
 
+    def __copy__(self) -> Tensor:
+        return BatchTensor.tag(self.plain, self.info, self.attribute) if self.is_original else self.plain
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied = self.plain.clone()
         return BatchTensor.tag(copied, self.info, self.attribute) if self.is_original else copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # In a file or another process there is no graph that the tensor could belong to.
+        return self.plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_function__(

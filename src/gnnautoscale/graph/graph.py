@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from functools import cached_property
+from typing import Literal
 from weakref import finalize
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.partitioning import fingerprint
@@ -39,7 +42,10 @@ class EdgesByTarget:
 
 
 class Graph:
-    """A graph's edges and edge-level attributes in host memory, and a key that identifies it with its features."""
+    """A graph as its data was at one moment: checked, with edges in host memory, and with a key that identifies it.
+
+    Its ``data`` is a copy that shares the tensors of the original, and keeps those that are replaced there later.
+    """
 
     @torch.inference_mode(False)  # written to later
     def __init__(self, data: Data) -> None:
@@ -47,6 +53,7 @@ class Graph:
             got = f"num_nodes={data.num_nodes}"
             raise InputError("a graph needs at least one node", got=got, fix="Set data.x or data.num_nodes.")
         self.num_nodes = int(data.num_nodes)
+        _check_class(type(data))
         edge_index = data.edge_index
         if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.size(0) != 2:
             got = "no edge_index" if edge_index is None else _describe(edge_index)
@@ -57,25 +64,27 @@ class Graph:
             raise InputError("edge_index must have dtype torch.int64", got=str(edge_index.dtype), fix=fix)
         _check_range("edge_index", edge_index, self.num_nodes, fix="Renumber the nodes, or set data.num_nodes.")
         self.edge_index = edge_index.cpu().contiguous()
-        self.edge_attributes = {
-            name: value.cpu()
-            for name, value in data
-            if name != "edge_index" and isinstance(value, Tensor) and data.is_edge_attr(name)
-        }
-        _check_attributes(data, self.num_nodes, self.edge_attributes)
-        self.features = {
-            name: value
-            for name, value in data
-            if isinstance(value, Tensor) and data.is_node_attr(name) and name != "y" and not name.endswith("_mask")
-        }
+        self._freeze(data)
+        _check_attributes(self.data, self.num_nodes, self.data.keys())
+        inputs: dict[str, Tensor] = {name: self.data[name] for name in _inputs(self.data)}
+        of_edges = {name for name in inputs if rows_of(self.data, name) == "edge"}
+        self.edge_attributes = {name: value.cpu() for name, value in inputs.items() if name in of_edges}
+        self.features = {name: value for name, value in inputs.items() if name not in of_edges}
         self._local = torch.full((self.num_nodes,), -1, dtype=torch.long)
-        self._tensors = {name: (value, _version(value)) for name, value in data if isinstance(value, Tensor)}
+
+    def _freeze(self, data: Data) -> None:
+        self.data = data = copy.copy(data)
+        # Counts of in-place writes; tensors of inference mode have none, and allow no writes outside it.
+        tensors = {name: value for name, value in data if isinstance(value, Tensor) and not value.is_inference()}
+        self._writes = {name: (value, value._version) for name, value in tensors.items()}
+        self._inputs = [name for name in ("edge_index", *_inputs(data)) if name in tensors]
+        self._rows = [*self._inputs, *(name for name in tensors if _is_label(name))]
 
     @staticmethod
     def of(data: Data) -> Graph:
         """The graph of a ``Data``: checked, hashed and sorted once, and shared by everyone who asks for it.
 
-        If a tensor of the ``Data`` was replaced or written to, the graph is made anew.
+        If something was changed in the ``Data`` since, the graph is made anew, from the old one as far as possible.
 
         Example:
             >>> data = Data(edge_index=torch.tensor([[0, 1], [1, 0]]), num_nodes=2)
@@ -83,20 +92,68 @@ class Graph:
             True
         """
         known = _KNOWN.get(id(data))
-        if known is not None and known._is_of(data):
-            return known
-        made = Graph(data)
         if known is None:
+            made = Graph(data)
             finalize(data, _KNOWN.pop, id(data), None)
+        else:
+            changed = known._changes(data)
+            if not changed:
+                return known
+            made = known._after(data, changed)
         _KNOWN[id(data)] = made
         return made
 
-    def _is_of(self, data: Data) -> bool:
-        """Whether the data still holds the tensors that this graph was made from, unchanged."""
-        now = {name: value for name, value in data if isinstance(value, Tensor)}
-        if data.num_nodes != self.num_nodes or now.keys() != self._tensors.keys():
-            return False
-        return all(now[name] is old and _version(old) == version for name, (old, version) in self._tensors.items())
+    def follow(self, data: Data) -> Graph:
+        """The graph of the same data as it is now, which must have as many nodes; itself if nothing changed."""
+        now = Graph.of(data)
+        if now.num_nodes != self.num_nodes:
+            raise InputError(
+                f"the graph of a loader must keep its {self.num_nodes} nodes",
+                got=f"{now.num_nodes} nodes in data now",
+                fix="Make a new loader, or call gas.grow to keep a model's histories.",
+            )
+        return now
+
+    def _changes(self, data: Data) -> set[str]:
+        """The attributes that were replaced, written to, added or removed since this graph was made from the data."""
+        now, then = dict(data), dict(self.data)
+        changed = now.keys() ^ then.keys()
+        changed |= {name for name in now.keys() & then.keys() if now[name] is not then[name]}
+        return changed | {name for name in self._writes if self._is_written(name)}
+
+    def _is_written(self, name: str) -> bool:
+        value, version = self._writes[name]
+        return value._version != version
+
+    def _after(self, data: Data, changed: set[str]) -> Graph:
+        """The graph of the same data after some of its attributes changed."""
+        now = copy.copy(data)
+        inputs = {"edge_index", "num_nodes", *self.edge_attributes, *self.features, *_inputs(now)}
+        if not changed & inputs:
+            _check_attributes(now, self.num_nodes, changed & set(now.keys()))
+            made = copy.copy(self)
+            made._freeze(data)
+            return made
+        made = Graph(data)
+        if "edge_index" not in changed and made.num_nodes == self.num_nodes:
+            made.edge_index = self.edge_index
+            known = ("incoming", "outgoing", "is_symmetric")
+            vars(made).update({name: value for name, value in vars(self).items() if name in known})
+        return made
+
+    def check_unwritten(self, *, labels: bool) -> None:
+        """Refuse to go on after a tensor with rows of nodes or edges was written to: old and new rows would mix.
+
+        Labels and masks count only if ``labels``.
+        """
+        for name in self._rows if labels else self._inputs:
+            if self._is_written(name):
+                raise InputError(
+                    "data must not be written to while its batches are in use",
+                    got=f"{name}, whose values were changed in place",
+                    fix=f"Write between two epochs, or assign a new tensor (data.{name} = ...) that the next epoch "
+                    "takes over; batches from before must not be used any more.",
+                )
 
     @cached_property
     def key(self) -> str:
@@ -140,9 +197,31 @@ _EDGE_LEVEL = ("edge_weight", "edge_attr", "edge_type")
 _KNOWN: dict[int, Graph] = {}
 
 
-def _version(tensor: Tensor) -> int:
-    """Number of in-place writes; tensors of inference mode have no such counter, and allow none outside it."""
-    return 0 if tensor.is_inference() else tensor._version
+def rows_of(data: Data, name: str) -> Literal["node", "edge"] | None:
+    """Whether an attribute is a tensor with a row for every node or every edge, in the dimension ``__cat_dim__`` says.
+
+    Two kinds of tensors have another number of rows, even if it is that of the nodes or edges by chance: the targets of
+    link prediction, ``edge_label_index`` and ``edge_label``, and in a ``Batch`` where each of its graphs begins.
+    """
+    target = "edge_label_index" in name or (name.endswith("edge_label") and f"{name}_index" in data)
+    if target or not isinstance(data[name], Tensor) or is_start(data, name):
+        return None
+    return "node" if data.is_node_attr(name) else "edge" if data.is_edge_attr(name) else None
+
+
+def is_start(data: Data, name: str) -> bool:
+    """Whether an attribute says where each graph of a ``Batch`` begins."""
+    return isinstance(data, Batch) and (name == "ptr" or name.endswith("_ptr"))
+
+
+def _inputs(data: Data) -> list[str]:
+    """The tensors with a row for every node or edge that histories depend on: all but edges, labels and masks."""
+    levels = {name: rows_of(data, name) for name in data.keys() if name != "edge_index"}  # noqa: SIM118
+    return [name for name, level in levels.items() if level == "edge" or (level == "node" and not _is_label(name))]
+
+
+def _is_label(name: str) -> bool:
+    return name == "y" or name.endswith("_mask")
 
 
 def check_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
@@ -170,30 +249,53 @@ def _check_range(name: str, indices: Tensor, num_nodes: int, *, fix: str) -> Non
         raise InputError(f"{name} must hold indices from 0 to {num_nodes - 1}", got=got, fix=fix)
 
 
-def _check_attributes(data: Data, num_nodes: int, edge_attributes: dict[str, Tensor]) -> None:
-    for name, value in data:
+def _check_class(kind: type[Data]) -> None:
+    """Refuse a class whose own attributes would hide those of batches; a ``Batch`` is known to."""
+    hidden = [name for name in ("n_id", "e_id", "batch_size") if hasattr(kind, name)]
+    if hidden and not issubclass(kind, Batch):
+        rule = "batches have n_id, e_id and batch_size, which the class of the graph must not define"
+        raise InputError(rule, got=f"{kind.__name__}.{hidden[0]}", fix="Give it another name.")
+
+
+def _check_attributes(data: Data, num_nodes: int, names: Iterable[str]) -> None:
+    """Check some attributes of a graph."""
+    for name in names:
+        value = data[name]
+        dense = isinstance(value, Tensor) and value.layout == torch.strided
+        second = name != "edge_index" and "edge_index" in name and "label" not in name
+        if second or (name in ("adj", "adj_t") and not dense):
+            fix = (
+                "Remove it, or join both in edge_index, with an edge_type that says which set an edge is from, and use "
+                "layers that tell edges apart by it, such as RGCNConv."
+            )
+            raise InputError("a graph must have one set of edges, edge_index", got=f"also {name}", fix=fix)
         if not isinstance(value, Tensor):
             continue
-        of_nodes, of_edges = name in ("x", "y") or name.endswith("_mask"), name in _EDGE_LEVEL
-        if (of_nodes or of_edges) and value.layout != torch.strided:
-            raise InputError(f"{name} must be a dense tensor", got=str(value.layout), fix=f"Use {name}.to_dense().")
+        of_nodes, of_edges = name == "x" or _is_label(name), name in _EDGE_LEVEL
+        if (of_nodes or of_edges or rows_of(data, name)) and not dense:
+            fix = f"Use data.{name} = data.{name}.to_dense()."
+            raise InputError(f"{name} must be a dense tensor", got=str(value.layout), fix=fix)
         rows = num_nodes if of_nodes else data.num_edges
-        if (of_nodes or of_edges) and (value.dim() == 0 or value.size(0) != rows):
+        # Labels and masks may have their nodes in another dimension; models need rows of features.
+        dim = data.__cat_dim__(name, value) if _is_label(name) else 0
+        if (of_nodes or of_edges) and (value.dim() == 0 or not isinstance(dim, int) or value.size(dim) != rows):
             kind = "node" if of_nodes else "edge"
             rule = f"{name} must have one row for each of the {rows} {kind}s"
             raise InputError(rule, got=_describe(value), fix=f"Give it one row per {kind}, in {kind} order.")
-    for name, value in (*edge_attributes.items(), ("x", data.x)):
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            continue
-        if value.requires_grad:
-            fix = "Make it a parameter of the model, and look rows up with batch.n_id or batch.e_id."
-            raise InputError(f"{name} must be data, not a parameter", got="a tensor that requires a gradient", fix=fix)
-        # aminmax returns NaN if there is one; a mask of all values would take long on a large graph.
-        if value.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(value))).all()):
-            bad = ~torch.isfinite(value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)).all(1)
-            rule = f"{name} must be finite, or histories would keep the bad value"
-            got = f"NaN or infinity in {int(bad.sum())} rows, the first in row {int(bad.nonzero()[0])}"
-            raise InputError(rule, got=got, fix="Replace or remove these values.")
+        if value.is_floating_point() and (name == "x" or rows_of(data, name) == "edge"):
+            _check_values(name, value)
+
+
+def _check_values(name: str, value: Tensor) -> None:
+    if value.requires_grad:
+        fix = "Make it a parameter of the model, and look rows up with batch.n_id or batch.e_id."
+        raise InputError(f"{name} must be data, not a parameter", got="a tensor that requires a gradient", fix=fix)
+    # aminmax returns NaN if there is one; a mask of all values would take long on a large graph.
+    if value.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(value))).all()):
+        bad = ~torch.isfinite(value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)).all(1)
+        rule = f"{name} must be finite, or histories would keep the bad value"
+        got = f"NaN or infinity in {int(bad.sum())} rows, the first in row {int(bad.nonzero()[0])}"
+        raise InputError(rule, got=got, fix="Replace or remove these values.")
 
 
 def _describe(value: object) -> str:

@@ -29,6 +29,8 @@ class HaloLoader:
 
     Args:
         data: The whole graph. A batch gets its rows of all node- and edge-level tensors, and everything else as it is.
+            Every epoch takes ``data`` as it is when the epoch begins; its number of nodes must stay the same. Values that
+            change behind PyTorch's back, through numpy or ``tensor.data``, go unnoticed.
         num_parts: Number of parts to cut into. Not needed when ``partition`` gives the labels.
         partition: How to cut: ``"metis"``, ``"random"``, or the part of each node as integers ``[num_nodes]``.
         batch_size: Number of parts in a batch.
@@ -40,8 +42,8 @@ class HaloLoader:
         bidirectional: Also put the nodes that edges from the batch point to into the halo. Layers that pass messages
             against the edges of a directed graph need it.
         keep: Build recurring batches (one part each, no shuffling, all parts at once, or few drawings) once and keep
-            them in host memory; they do not see later changes of ``data``. ``False`` builds them every time, so
-            memory-mapped features may be larger than the memory.
+            them in host memory until ``data`` changes. ``False`` builds them every time, so memory-mapped features
+            may be larger than the memory.
         cache_dir: Where METIS partitions are kept between runs.
 
     Example:
@@ -79,6 +81,7 @@ class HaloLoader:
             rule, got = "drawings must be an integer of at least 1, and needs shuffle=True", f"{drawings=}, {shuffle=}"
             raise InputError(rule, got=got, fix="Leave drawings out to draw anew for every epoch.")
         self.data = data
+        #: The graph as it was when batches were last asked for.
         self.graph = Graph.of(data)
         self.labels = _labels(self.graph, num_parts, partition, seed, cache_dir)
         self.num_parts = int(self.labels.max()) + 1
@@ -89,7 +92,7 @@ class HaloLoader:
         self.num_workers, self.keep, self.bidirectional, self.seed = num_workers, keep, bidirectional, seed
         order = self.labels.argsort(stable=True)
         members = list(torch.split(order, torch.bincount(self.labels).tolist()))
-        self._builder = BatchBuilder(data, self.graph, members, bidirectional)
+        self._builder = BatchBuilder(self.graph, members, bidirectional)
         #: The order in which histories keep the rows of this loader's nodes.
         self.part_order = PartOrder(order)
         self._generator = torch.Generator().manual_seed(seed)
@@ -107,8 +110,20 @@ class HaloLoader:
     def __iter__(self) -> Iterator[Data]:
         return tagged_copies(self.ready_batches())
 
+    def follow(self) -> Graph:
+        """Take over what changed in ``data`` since batches were last asked for; returns the graph of those to come.
+
+        Every epoch begins with it. An epoch that is under way goes on with the tensors that it began with.
+        """
+        graph = self.graph.follow(self.data)
+        if graph is not self.graph:
+            self.graph, self._builder, self._ready = graph, self._builder.of(graph), {}
+            vars(self).pop("connectivity", None)
+        return graph
+
     def ready_batches(self) -> Iterator[ReadyBatch]:
         """The next epoch's batches as the loader keeps them; ``iter(loader)`` yields copies of these."""
+        self.follow()
         if self._left_off:  # in the middle of an epoch
             first, self._left_off = self._left_off, 0
         else:
@@ -117,6 +132,7 @@ class HaloLoader:
 
     def first_of_next_epoch(self) -> ReadyBatch | None:
         """The batch that the next epoch begins with, if it is built already."""
+        self.follow()
         self._drawn_ahead = self._drawn_ahead or self.draw()
         return self._ready.get(self._drawn_ahead[0])
 
@@ -195,22 +211,29 @@ class HaloLoader:
             >>> len(list(loader.in_order()))
             2
         """
+        self.follow()
         return tagged_copies(self._batches(self._grouped(torch.arange(self.num_parts)), keep=self.keep))
 
     def _batches(self, groups: list[PartGroup], *, keep: bool) -> Iterator[ReadyBatch]:
-        # Decide now which batches to build: another iteration may add to self._ready in the meantime.
-        ready = {group: self._ready[group] for group in groups if group in self._ready}
+        # What belongs to the graph as it is now, since another iteration may follow a change in the meantime.
+        return self._batches_of(self._builder, self._ready, groups, keep)
+
+    def _batches_of(
+        self, builder: BatchBuilder, kept: dict[PartGroup, ReadyBatch], groups: list[PartGroup], keep: bool
+    ) -> Iterator[ReadyBatch]:
+        # Decide now which batches to build: another iteration may add to those kept in the meantime.
+        ready = {group: kept[group] for group in groups if group in kept}
         missing = [group for group in groups if group not in ready]
-        built = build_each(self._builder.from_parts, missing, self.num_workers, self._worker_seeds)
+        built = build_each(builder.from_parts, missing, self.num_workers, self._worker_seeds)
         for group in groups:
             if group not in ready:
-                batch = self._wrap(next(built))
+                batch = self._wrap(next(built), builder.graph)
             elif ready[group].intact():
                 batch = ready[group]
             else:
-                batch = self._wrap(self._builder.from_parts(group))
+                batch = self._wrap(builder.from_parts(group), builder.graph)
             if keep:
-                self._ready[group] = batch
+                kept[group] = batch
             yield batch
 
     @cached_property
@@ -230,8 +253,9 @@ class HaloLoader:
             >>> loader.batch_for(torch.tensor([3, 0])).n_id[:2]
             tensor([3, 0])
         """
-        nodes = check_distinct_nodes(nodes, self.graph.num_nodes)
-        return self._wrap(self._builder.from_nodes(nodes)).tagged_copy()
+        graph = self.follow()
+        nodes = check_distinct_nodes(nodes, graph.num_nodes)
+        return self._wrap(self._builder.from_nodes(nodes), graph).tagged_copy()
 
     def with_data(self, data: Data, labels: Tensor) -> HaloLoader:
         """A loader of another graph, given the part of each node, ``[num_nodes]``, with the settings of this one."""
@@ -239,10 +263,11 @@ class HaloLoader:
         return HaloLoader(data, partition=labels, **{name: getattr(self, name) for name in names})
 
     @torch.inference_mode(False)
-    def _wrap(self, batch: Data) -> ReadyBatch:
+    def _wrap(self, batch: Data, graph: Graph) -> ReadyBatch:
+        graph.check_unwritten(labels=True)
         # Clones, since a user may write into the batch's own.
         n_id, e_id = batch.n_id.clone(), batch.e_id.clone()
-        return ReadyBatch(batch, BatchInfo(self.graph, n_id, batch.batch_size, e_id, self.part_order))
+        return ReadyBatch(batch, BatchInfo(graph, n_id, batch.batch_size, e_id, self.part_order))
 
 
 class ReadyBatch:

@@ -7,6 +7,7 @@ them fit; otherwise the next batch's buffer is copied while a step runs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +19,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import attached
 from gnnautoscale.forward import BatchEdges, EdgeRecord
-from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, tagged_copies
+from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, tagged_copies, without_tensors
 from gnnautoscale.kernels import Adjacency
 from gnnautoscale.tasks import Task
 from gnnautoscale.transfer import BatchRows
@@ -63,24 +64,26 @@ def plain_item(batch: Data, task: Task, device: torch.device) -> Item:
 class _Package:
     """A batch in one buffer, on the GPU or in pinned host memory.
 
-    ``layout`` has the type, shape and first byte of each tensor. ``item`` is the batch with its tensors in the buffer
-    itself, or ``None`` if they are copied for each step.
+    ``bare`` is the batch without tensors, and ``layout`` has the type, shape and first byte of each tensor. ``item`` is
+    the batch with its tensors in the buffer itself, or ``None`` if they are copied for each step.
     """
 
     info: BatchInfo
+    bare: Data
     places: BatchRows
     layout: dict[Any, tuple[torch.dtype, torch.Size, int]]
     buffer: Tensor
     item: Item | None = None
 
     @staticmethod
-    def of(info: BatchInfo, places: BatchRows, tensors: Mapping[Any, Tensor], device: torch.device) -> _Package:
-        """Pack tensors one behind the other, on a device."""
+    def of(batch: Data, places: BatchRows, tensors: Mapping[Any, Tensor], device: torch.device) -> _Package:
+        """Pack tensors of a batch one behind the other, on a device."""
         layout, end = {}, 0
         for name, tensor in tensors.items():
             layout[name] = tensor.dtype, tensor.shape, end
             end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        package = _Package(info, places, layout, torch.empty(end, dtype=torch.uint8, device=device))
+        buffer = torch.empty(end, dtype=torch.uint8, device=device)
+        package = _Package(batch.edge_index.info, without_tensors(batch), places, layout, buffer)
         for name, view in package.views(package.buffer).items():
             view.copy_(tensors[name])
         return package
@@ -194,7 +197,7 @@ class Feed:
     def _package(self, batch: Data) -> _Package:
         info: BatchInfo = batch.edge_index.info
         places = self._scaler.memory.rows_of(info)
-        package = _Package.of(info, places, self._tensors(batch, info), self.device)
+        package = _Package.of(batch, places, self._tensors(batch, info), self.device)
         if self.resident is None:
             self.resident = self.fixed and self._should_stay(package.buffer.numel() * self._num_batches)
         if self.resident:
@@ -239,8 +242,7 @@ class Feed:
 
     def _item(self, package: _Package, views: dict[Any, Tensor]) -> Item:
         """The batch made of the tensors in a buffer; its rows and recorded edges are placed for sessions."""
-        info = package.info
-        batch = Data(num_nodes=info.num_rows, batch_size=info.batch_size)
+        info, batch = package.info, copy.copy(package.bare)
         for name, value in {**views, ("batch", "n_id"): views["n_id"]}.items():
             if name[0] == "batch":
                 tagged = name[1] in ("edge_index", "n_id", *info.graph.edge_attributes)

@@ -284,7 +284,8 @@ class SubgraphStrategy(Strategy):
                 got=f"shape {tuple(out.shape)}",
                 fix="Return the last layer's output as it is.",
             )
-        return out[: batch.batch_size] if isinstance(out, Tensor) else out
+        # The item, because a graph made of several has a property of that name, its number of graphs.
+        return out[: batch["batch_size"]] if isinstance(out, Tensor) else out
 
 
 def _refuse_cached(model: nn.Module) -> None:
