@@ -16,7 +16,6 @@ from torch_geometric.utils import scatter  # type: ignore[import-untyped]
 import gnnautoscale as gas
 from conftest import CHANNELS, EDGE_CHANNELS, assert_same, undirected_graph, whole, with_attributes
 from gnnautoscale.forward.norms import (
-    
     normalize_by_own_rows,
     normalize_untracked,
     uses_own_statistics,

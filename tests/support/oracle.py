@@ -103,6 +103,10 @@ class DeviationError(Exception):
     """The batches' rows are not those of the whole graph."""
 
 
+# Words of the library's own warnings, which tell as much as a refusal.
+WARNINGS = ("depend on the partition", "with two different inputs")
+
+
 def judged(check: Callable[[], object], name: str = "") -> Outcome:
     """The outcome of a check of one's own, which calls :func:`compare` for what has to be equal."""
     name = f"{name}: " if name else ""
@@ -115,7 +119,7 @@ def judged(check: Callable[[], object], name: str = "") -> Outcome:
         except gas.InputError as refusal:
             return Outcome("refused", f"{name}{refusal}")
         except DeviationError as deviation:
-            told = [str(entry.message) for entry in warned if "depend on the partition" in str(entry.message)]
+            told = [text for text in (str(entry.message) for entry in warned) if any(word in text for word in WARNINGS)]
             return Outcome("refused", f"{name}warned: {told[0]}") if told else Outcome("wrong", f"{name}{deviation}")
         except Exception as error:
             return Outcome("raw error", f"{name}{type(error).__name__}: {error}")
@@ -309,8 +313,8 @@ def deviation(got: Any, expected: Any) -> float:
 def leaves(value: Any) -> list[Tensor]:
     """The tensors in a nested value."""
     if isinstance(value, Tensor):
-        value = value.detach() if isinstance(value, nn.Parameter) else value.as_subclass(Tensor)
-        return [value if value.layout == torch.strided else value.to_dense()]
+        value = value if value.layout == torch.strided else value.to_dense()
+        return [value.detach() if isinstance(value, nn.Parameter) else value.as_subclass(Tensor)]
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in leaves(item)]
     if isinstance(value, (tuple, list)):

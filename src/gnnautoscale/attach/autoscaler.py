@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale._util import tensors_in
 from gnnautoscale.attach.calling import find_batch, form_of_arguments, needs_input_gradients, unpack_batch
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import (
+    OVERRIDES,
     Arguments,
     ExchangePolicy,
     Form,
@@ -33,7 +37,7 @@ from gnnautoscale.forward import (
     describe,
     has_hooks,
 )
-from gnnautoscale.graph import BatchInfo, Graph
+from gnnautoscale.graph import BatchInfo, BatchTensor, Graph
 from gnnautoscale.history import Storage, codec_for
 from gnnautoscale.planner import make_plan, skips_at_random, still_holds
 
@@ -82,15 +86,21 @@ class Autoscaler:
         _check_model(model)
         self.memory, self.key = memory, key
         self.edge_dropout, self._explicit = edge_dropout, explicit
+        #: How many forward passes the model has begun.
+        self.num_passes = 0
         #: The plan of the last pass; ``None`` before the first.
         self.plan: Plan | None = None
         self._step_plan: Plan | None = None
         self._planned_for: _Situation | None = None
         self._plans: dict[_Situation, Plan] = {}
+        # The weights and buffers that the model may branch on.
+        self._reads: frozenset[str] = frozenset()
         self._passes = _Passes(StepExchange(), trains=True)
         # Records of other graphs that the model was evaluated on.
         self._others: dict[str, GraphMemory] = {}
         self._visited: tuple[str, GraphMemory] | None = None
+        # The batch of the last training step, the versions of weights, and the inputs.
+        self._last_inputs: tuple[BatchInfo | None, int, list[ref[Tensor]]] = None, 0, []
         self._signature = inspect.signature(model.forward)
         self._model = model
         self._hooks = Hooks(model, partial(self._forward, model))
@@ -102,6 +112,11 @@ class Autoscaler:
         self._hooks.override(self._model, "_autoscaler", self)
         self._weights = list(self._model.parameters())  # kept, because finding them takes time in every step
         self._watch = Watch(self._model)
+        self._find_read_values()
+
+    def _find_read_values(self) -> None:
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        self._read = [value for name, value in named if name in self._reads]
 
     def detach(self) -> None:
         """Restore the model."""
@@ -134,12 +149,31 @@ class Autoscaler:
             edge_dropout=self.edge_dropout if passes.trains and model.training else 0.0,
             input_gradients=passes.input_gradients or (passes.trains and needs_input_gradients(arguments)),
         )
+        self.num_passes += 1
+        if passes.trains:
+            self._compare_inputs(info, arguments)
         session.begin()
         out = self._hooks.run(session, arguments)
         skipped = session.unseen_calls()
         if skipped and model.training and skips_at_random(plan, skipped, self._hooks, info, self._bound(arguments)):
             plan.optional.update(skipped)
         return session.finish(out)
+
+    def _compare_inputs(self, info: BatchInfo, arguments: Arguments) -> None:
+        """Warn if the model runs twice on a batch with different inputs, since histories have room for one."""
+        versions = sum(weight._version for weight in self._weights)
+        inputs = [value for value in tensors_in(arguments) if not isinstance(value, BatchTensor)]
+        same_step, before = self._last_inputs[:2] == (info, versions), self._last_inputs[2]
+        self._last_inputs = info, versions, [ref(value) for value in inputs]
+        if not same_step or len(inputs) != len(before):
+            return
+        pairs = [(old, value) for old, value in zip([old() for old in before], inputs, strict=True) if old is not value]
+        if any(old is not None and old.shape == value.shape and not torch.equal(old, value) for old, value in pairs):
+            warnings.warn(
+                "The model ran on one batch with two different inputs and the same weights. Its histories hold the rows "
+                "of the last one, which other batches will pull. Make what calls it twice one model, or use one input.",
+                stacklevel=5,
+            )
 
     def _plan_for(self, info: BatchInfo, arguments: Arguments) -> Plan:
         """The plan for the model as it is now, called with these arguments; made if there is none."""
@@ -155,6 +189,8 @@ class Autoscaler:
             else:
                 plan = make_plan(self._hooks, info, self._bound(arguments), explicit=self._explicit)
                 self._watch.ignored |= plan.harmless
+                self._reads |= plan.reads
+                self._find_read_values()
                 self._watch.look()  # lazy weights have their shapes now
                 situation = self._situation(info, arguments)
         self._plans = {**dict(list(self._plans.items())[1 - _MOST_PLANS :]), situation: plan}
@@ -165,7 +201,8 @@ class Autoscaler:
         model, given = self.form, form_of_arguments(info, arguments)
         dtypes = frozenset({weight.dtype for weight in self._weights})
         structure = model.structure, given.structure, info.graph.is_symmetric, dtypes
-        return _Situation(structure, (model.numbers, given.numbers))
+        read = tuple(float(value.detach().double().sum()) for value in self._read)
+        return _Situation(structure, (model.numbers, given.numbers, read))
 
     def _bound(self, arguments: Arguments) -> inspect.BoundArguments:
         return self._signature.bind(*arguments[0], **arguments[1])
@@ -174,9 +211,15 @@ class Autoscaler:
     def form(self) -> Form:
         """The model's modules, modes and attributes as they are now; layers that were replaced get hooks."""
         if self._watch.has_changed():
-            unimportant, before = self._watch.changes() <= self._watch.ignored, self._watch.modules
+            changed, before = self._watch.changes(), self._watch.modules
             self._watch.look()
-            if not unimportant and [*before.values()] != [*self._watch.modules.values()]:
+            if replaced := [f"{path}.{name}" for path, name in changed if name in OVERRIDES and path in before]:
+                raise InputError(
+                    "the methods that hooks override must stay as they are while a model is autoscaled",
+                    got=f"another {replaced[0]}",
+                    fix="Call gas.detach(model), replace the method, and autoscale the model again.",
+                )
+            if [*before.values()] != [*self._watch.modules.values()]:
                 with self._hooks.lifted() as model:
                     _check_model(model)
                 ignored = self._watch.ignored

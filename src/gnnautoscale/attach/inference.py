@@ -219,10 +219,17 @@ def sweep(model: nn.Module, loader: HaloLoader, call: CallModel, store: RowStore
 
 def collect(model: nn.Module, loader: HaloLoader, call: CallModel, exchange: ExchangePolicy) -> Any:
     """The model's output for all nodes, in the order of the data; ``None`` if the policy ends passes early."""
-    num_nodes, result = loader.graph.num_nodes, None
-    with attached(model).running(exchange):
+    num_nodes, result, scaler = loader.graph.num_nodes, None, attached(model)
+    with scaler.running(exchange):
         for batch in loader.in_order():
+            before = scaler.num_passes
             out = run_pass(partial(call, model, to_model_device(batch, model)))
+            if scaler.num_passes > before + 1:
+                raise InputError(
+                    "call must run the model once, because histories hold the rows of one forward pass",
+                    got=f"{scaler.num_passes - before} forward passes for one batch",
+                    fix="Infer once for each input and combine the results, or make what calls twice one model.",
+                )
             if result is None:
                 result = map_tensors(lambda rows: torch.empty((num_nodes, *rows.shape[1:]), dtype=rows.dtype), out)
             for all_rows, rows in zip(tensors_in(result), tensors_in(out), strict=True):

@@ -22,11 +22,12 @@ from gnnautoscale.forward.norms import uses_own_statistics
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
 from gnnautoscale.forward.record import ArgumentKind, Arguments, BatchEdges, EdgeRecord, describe, has_rows
-from gnnautoscale.forward.session import Session, evaluating
+from gnnautoscale.forward.session import Session, check_layout, evaluating
 from gnnautoscale.forward.sweep import SweepExchange
-from gnnautoscale.forward.watch import Attribute, Form, Watch, form_of_values
+from gnnautoscale.forward.watch import OVERRIDES, Attribute, Form, Watch, form_of_values
 
 __all__ = [
+    "OVERRIDES",
     "SHORTCUTS",
     "ActiveLayer",
     "ArgumentKind",
@@ -53,6 +54,7 @@ __all__ = [
     "SweepExchange",
     "Watch",
     "as_matrix",
+    "check_layout",
     "copy_model",
     "describe",
     "evaluating",

@@ -14,7 +14,7 @@ from gnnautoscale._util import tensors_in
 def copy_model(model: nn.Module, *, share_weights: bool = False) -> nn.Module:
     """A deep copy of a model; what cannot be copied, such as a lock, is shared, and so are weights if wanted.
 
-    Functions that the model holds use the copies of the modules that they used, not the modules themselves.
+    Functions that the model holds use copies of the modules and containers that they used, not these themselves.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2))
@@ -52,7 +52,8 @@ def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     def rebind(cell: CellType) -> CellType:
         content = cell.cell_contents
         owner = content.__self__ if isinstance(content, MethodType) else content
-        return CellType(copy.deepcopy(content, memo)) if id(owner) in memo else cell
+        known = id(owner) in memo or isinstance(content, (dict, list, set, Tensor))
+        return CellType(copy.deepcopy(content, memo)) if known else cell
 
     cells = tuple(rebind(cell) for cell in function.__closure__ or ())
     rebound = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)

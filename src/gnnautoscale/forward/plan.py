@@ -84,6 +84,7 @@ class Plan:
         short_tail: Whether the model runs on the batch's rows only after its last layer.
         ignores_edges: Whether only layers use the edges, so that recorded ones suffice.
         optional: Calls that training leaves out at random.
+        reads: Names of the weights and buffers whose values the forward pass reads, to branch on them for example.
         harmless: Attributes that the forward pass changes itself, and that do not change what it computes.
     """
 
@@ -97,6 +98,7 @@ class Plan:
     short_tail: bool = False
     ignores_edges: bool = False
     optional: set[str] = field(default_factory=set)
+    reads: frozenset[str] = frozenset()
     harmless: set[Attribute] = field(default_factory=set)
 
     OUTPUT = "the model's output"

@@ -166,6 +166,7 @@ class Session:
             )
 
         def cut(value: Tensor) -> Tensor:
+            check_layout(value)
             short = self.plan.short_tail and has_rows(value, self.info.batch_size)
             if not short and not has_rows(value, self.info.num_rows):
                 raise UnsupportedModelError(
@@ -257,6 +258,14 @@ class Session:
             return (value, self.own(value)) if value is rows else value
 
         return tuple(pair(value) for value in args), {name: pair(value) for name, value in kwargs.items()}
+
+
+def check_layout(value: Tensor) -> None:
+    """Refuse a sparse output."""
+    if value.layout != torch.strided:
+        raise UnsupportedModelError(
+            "an autoscaled model returns dense rows", got=str(value.layout), fix="Return the output .to_dense()."
+        )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from itertools import chain
 from operator import attrgetter, is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,9 @@ _RUN = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
 _ATOMS = (type(None), bool, str, bytes, type, torch.dtype, torch.device, torch.layout)
 _NUMBERS = (int, float, complex)
 # Not looked into.
-_OPAQUE = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.Generator)
+_OPAQUE = (Tensor, nn.Module, type, ModuleType, MethodType, BuiltinFunctionType, torch.Generator)
+# Where classes and functions come from that nobody changes.
+_LIBRARIES = frozenset({"torch", "torch_geometric", "builtins", "abc", "typing", "numpy", "gnnautoscale"})
 # How deep to look into the containers and objects that a module holds.
 _DEPTH = 4
 
@@ -69,6 +71,9 @@ class Watch:
         self.modules = dict(self._model.named_modules())
         owners: list[tuple[Attribute, Any]] = []
         flags: list[Tensor] = []
+        for cls in _own_classes(self.modules):
+            views = [_Reads(value) for value in vars(cls).values() if isinstance(value, FunctionType)]
+            owners += [((cls.__name__, ""), view) for view in (vars(cls), *views)]
         for path, module in self.modules.items():
             owners += [((path, name), getattr(module, name)) for name in _RUN]
             owners.append(((path, ""), vars(module)))
@@ -78,14 +83,16 @@ class Watch:
             flags += [value for value in (*module.buffers(recurse=False), *vars(module).values()) if _is_flag(value)]
         self._owners = owners
         self._dicts = [container for _, container in owners if isinstance(container, dict)]
-        self._lists = [container for _, container in owners if not isinstance(container, dict)]
+        self._views = [container for _, container in owners if isinstance(container, (_Reads, MappingProxyType))]
+        self._lists = [container for _, container in owners if isinstance(container, (list, set))]
         self._before = [_named(container) for _, container in owners]
         self._values, self._flags = self._values_now(), flags
         self._versions = [*map(_version, flags)]
         self._form: Form | None = None
 
     def _values_now(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, self._dicts)), *chain.from_iterable(self._lists)]
+        values = [view.values() for view in self._views]
+        return [*chain.from_iterable(map(dict.values, self._dicts)), *chain.from_iterable([*values, *self._lists])]
 
     def has_changed(self) -> bool:
         """Whether something was replaced, added or removed since the last look, even by an equal value."""
@@ -122,10 +129,53 @@ def form_of_values(values: Any) -> Form:
     return Form(_described(values, numbers, _DEPTH), tuple(numbers))
 
 
+class _Reads:
+    """What a function reads besides its arguments: variables of the functions around it, and global ones."""
+
+    def __init__(self, function: FunctionType) -> None:
+        own = _is_own(function)
+        names = function.__code__.co_freevars if own else ()
+        self._cells = dict(zip(names, function.__closure__ or (), strict=False))
+        self._globals = function.__globals__
+        self._names = [name for name in function.__code__.co_names if own and name in self._globals]
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Names and values; of global variables only data, since libraries fill the rest."""
+        cells = [(name, _content(cell)) for name, cell in self._cells.items()]
+        read = [(name, self._globals.get(name)) for name in self._names]
+        return cells + [
+            (name, value) for name, value in read if isinstance(value, (*_ATOMS, *_NUMBERS, list, dict, set))
+        ]
+
+    def values(self) -> list[Any]:
+        """Values alone."""
+        return [value for _, value in self.items()]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _own_classes(modules: dict[str, nn.Module]) -> list[type]:
+    """The classes of modules that belong to no library."""
+    found = {cls: None for module in modules.values() for cls in type(module).__mro__}
+    return [cls for cls in found if _is_own(cls)]
+
+
+def _is_own(item: type | FunctionType) -> bool:
+    return (item.__module__ or "").split(".")[0] not in _LIBRARIES
+
+
 def _form(modules: dict[str, nn.Module], ignored: set[Attribute]) -> Form:
     numbers: list[Any] = []
     modes = [module.training for module in modules.values()]
     structure: list[Hashable] = [modes[0] if len(set(modes)) == 1 else tuple(modes)]
+    for cls in _own_classes(modules):
+        values = {name: value for name, value in vars(cls).items() if not name.startswith("__")}
+        structure.append((cls, _described(values, numbers, _DEPTH)))
     for path, module in modules.items():
         attributes = [
             (name, _described(value, numbers, _DEPTH))
@@ -155,15 +205,21 @@ def _described(value: Any, numbers: list[Any], depth: int) -> Hashable:
         items = value.values() if isinstance(value, dict) else items
         inside = (_described(item, numbers, depth - 1) for item in items) if depth else ()
         return (type(value), len(value), names, *inside)
+    if isinstance(value, FunctionType):
+        read = dict(_Reads(value).items()) if depth else {}
+        return (value.__qualname__, id(value.__code__), _described(read, numbers, depth - 1) if depth else ())
     if depth and not isinstance(value, _OPAQUE) and hasattr(value, "__dict__"):
         return (type(value), id(value), _described(vars(value), numbers, depth - 1))
     return (type(value), id(value))
 
 
 def _containers(value: Any, depth: int = _DEPTH) -> list[Any]:
-    """The mutable containers in a value, down to some depth: dictionaries, lists and the attributes of objects."""
+    """What can change in a value, down to some depth: dictionaries, lists, attributes, and what functions read."""
     if not depth or isinstance(value, (*_ATOMS, *_NUMBERS, *_OPAQUE)):
         return []
+    if isinstance(value, FunctionType):
+        reads = _Reads(value)
+        return [reads, *(inner for item in reads.values() for inner in _containers(item, depth - 1))]
     if isinstance(value, (list, tuple, dict, set, frozenset)):
         found = [] if isinstance(value, (tuple, frozenset)) else [value]
         items = value.values() if isinstance(value, dict) else value
@@ -172,7 +228,7 @@ def _containers(value: Any, depth: int = _DEPTH) -> list[Any]:
 
 
 def _named(container: Any) -> dict[Any, Any]:
-    return dict(container) if isinstance(container, dict) else dict(enumerate(container))
+    return dict(container.items()) if hasattr(container, "items") else dict(enumerate(container))
 
 
 def _is_flag(value: Any) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import BoundArguments
 
+import torch
 from torch import nn
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale.errors import UnsupportedModelError
-from gnnautoscale.forward import Plan, describe
+from gnnautoscale._util import tensors_in
+from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.forward import Plan, describe, has_rows
+from gnnautoscale.graph import BatchInfo
 
 
 class LayerError(UnsupportedModelError):
@@ -107,10 +111,10 @@ def failed_layer(call: str, layer: MessagePassing, error: Exception) -> LayerErr
     )
 
 
-def whole_table(slot: str, num_rows: int) -> UnsupportedModelError:
-    """The error of a model that uses all rows of a table, one for each node of the graph, in a batch."""
+def whole_table(user: str, num_rows: int) -> UnsupportedModelError:
+    """The error of a model, or of a layer, that uses all rows of a table, one for each node of the graph, in a batch."""
     return UnsupportedModelError(
-        f"layer '{slot}' must get one row for each node of the batch and its halo",
+        f"'{user}' must use one row for each node of the batch and its halo",
         got=f"{num_rows} rows, as many as the whole graph has nodes, such as all rows of an embedding",
         fix="Look rows up by batch.n_id: self.embedding(n_id) instead of self.embedding.weight.",
     )
@@ -132,6 +136,36 @@ def keeps_state(attributes: Sequence[str]) -> UnsupportedModelError:
         got=f"{', '.join(attributes)}, which the forward pass sets and uses again",
         fix="Compute it once from the whole graph before training, or again in every pass.",
     )
+
+
+def explained(error: Exception, info: BatchInfo, arguments: BoundArguments, model: nn.Module) -> Exception:
+    """What to raise if a model fails on all trial graphs: the usual cause if it shows, or the error itself."""
+    given = [value for value in tensors_in([*arguments.arguments.values()]) if value.is_floating_point()]
+    if info.num_halo and any(has_rows(value, info.batch_size) for value in given):
+        return InputError(
+            f"an autoscaled model takes one row for each of the {info.num_rows} nodes of the batch and its halo",
+            got=f"rows of the {info.batch_size} nodes of the batch alone, such as the model's own output",
+            fix="Pass all rows of batch.x; make what calls itself on its output one model.",
+        )
+    if isinstance(error, UnsupportedModelError):
+        return error
+    if "differentiated" in str(error) or "does not require grad" in str(error):
+        return UnsupportedModelError(
+            "a forward pass must not compute gradients through its layers",
+            got=f"the error '{error}'",
+            fix="Compute them outside of the model: rows that come from histories are constants.",
+        )
+    held = [value for module in model.modules() for value in tensors_in([*vars(module).values()])]
+    held += [*model.parameters(), *model.buffers()]
+    if any(value.dtype == torch.long and value.dim() == 2 and value.size(0) == 2 for value in held):
+        return UnsupportedModelError(
+            "layers must run on the batch's edges",
+            got=f"a model that holds edges itself, and the error '{error}'",
+            fix="Store edges in data, and take them as an argument: model(batch.x, batch.edge_index).",
+        )
+    if any(has_rows(value, info.graph.num_nodes) for value in held):
+        return whole_table(type(model).__name__, info.graph.num_nodes)
+    return error
 
 
 def _clean(item: tuple[str, nn.Module]) -> tuple[str, nn.Module]:

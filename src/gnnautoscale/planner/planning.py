@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import BoundArguments
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,9 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in, undisturbed
 from gnnautoscale.errors import UnsupportedModelError
-from gnnautoscale.forward import SHORTCUTS, ArgumentKind, Hooks, LayerCall, Plan, describe, run_pass
+from gnnautoscale.forward import SHORTCUTS, ArgumentKind, Hooks, LayerCall, Plan, check_layout, describe, run_pass
 from gnnautoscale.graph import BatchInfo, BatchTensor
-from gnnautoscale.planner.blame import DeviationError, LayerError, keeps_state, random_evaluation
+from gnnautoscale.planner.blame import DeviationError, LayerError, explained, keeps_state, random_evaluation
 from gnnautoscale.planner.rehearsal import Observation, Reference, Rehearsal, tolerances, watching
 from gnnautoscale.planner.trial_graph import SETUPS, TrialGraph, TrialSetup
 from gnnautoscale.planner.understudy import Understudy, initialize_like, seed_everything
@@ -83,12 +84,21 @@ def _initialize_lazy_weights(
     initialize_like(model, copied)
 
 
+class _Attempt(NamedTuple):
+    """A way to try a model; see :class:`TrialGraph` and :class:`Understudy`."""
+
+    dtype: torch.dtype | None
+    by_size: bool
+    disturbed: bool
+
+
 @dataclass
 class _Trial:
-    """A trial graph, the copy of the model that runs on it, the seed of all runs, and what was last observed."""
+    """A trial graph, the copy of the model that runs on it, how it was made, the seed of all runs, and what was seen."""
 
     graph: TrialGraph
     actor: Understudy
+    attempt: _Attempt
     seed: int = 0
     seen: Observation | None = None
 
@@ -102,7 +112,14 @@ class _Tryout:
         self._info, self._arguments, self._device, self._explicit = info, arguments, device, explicit
         self._training = any(module.training for module in model.modules())
         self._model = model
-        self._actors: dict[torch.dtype | None, Understudy] = {}
+        self._actors: dict[tuple[torch.dtype | None, bool], Understudy] = {}
+        # How to try the model, the best way first.
+        self._attempts = [
+            _Attempt(dtype, by_size, disturbed)
+            for by_size in (True, False)
+            for disturbed in (True, False)
+            for dtype in (torch.float64, None)
+        ]
         # The batch attributes that the model uses outside its layers.
         self._used_attributes: list[str] = []
 
@@ -132,7 +149,7 @@ class _Tryout:
                 everything_needed = True
             else:
                 raise deviation.error(plan, self._used_attributes, training=self._training)
-        self._check_succession(trials[0], plan)
+        self._check_succession(trials[0], plan, references[0])
         if self._training:
             self._check_recorded_values(trials[0], plan, references[0])
         self._take_shortcuts(trials, plan, references)
@@ -172,44 +189,47 @@ class _Tryout:
 
         In double precision, where rounding hides nothing, if the model runs in it.
         """
-        attempts = [(torch.float64, True), (None, True), (torch.float64, False), (None, False)]
         trials: list[_Trial] = []
         for setup in setups:
             failures: list[Exception] = []
-            for dtype, by_size in attempts:
+            for attempt in self._attempts:
                 try:
-                    graph = TrialGraph(self._info, self._arguments, self._device, setup, dtype, by_size=by_size)
-                    trial = _Trial(graph, self._actor(dtype))
+                    trial = self._trial(setup, attempt)
                     trial.seen = self._observe(trial, set())
                 except Exception as error:
                     failures.append(error)
                     continue
                 if not trials or trial.seen.reference.is_finite:
                     trials.append(trial)
-                attempts = [kept for kept in attempts if kept[1] is by_size]
+                self._attempts = [other for other in self._attempts if other.by_size is attempt.by_size]
                 break
             if not trials:
-                raise failures[1]
+                raise explained(failures[-1], self._info, self._arguments, self._model) from failures[-1]
         if self._training:
             self._choose_seed(trials)
         return trials
 
-    def _actor(self, dtype: torch.dtype | None) -> Understudy:
-        if dtype not in self._actors:
-            self._actors[dtype] = Understudy(self._model, dtype)
-        return self._actors[dtype]
+    def _trial(self, setup: TrialSetup, attempt: _Attempt) -> _Trial:
+        dtype, by_size, disturbed = attempt
+        graph = TrialGraph(
+            self._info, self._arguments, self._device, setup, dtype, by_size=by_size, disturbed=disturbed
+        )
+        key = dtype, disturbed
+        if key not in self._actors:
+            self._actors[key] = Understudy(self._model, dtype, disturbed=disturbed)
+        return _Trial(graph, self._actors[key], attempt)
 
     def _choose_seed(self, trials: list[_Trial]) -> None:
         """Choose a seed that skips none of the layers of evaluation mode, if training skips some at random."""
         first = trials[0]
-        evaluated = Understudy(self._model, first.actor.dtype)
+        evaluated = Understudy(self._model, first.attempt.dtype, disturbed=first.attempt.disturbed)
         evaluated.model.eval()
         try:
-            wanted = self._observe(_Trial(first.graph, evaluated), set()).plan.calls.keys()
+            wanted = self._observe(replace(first, actor=evaluated), set()).plan.calls.keys()
         except Exception:
             return  # A model may run in training mode only.
         for seed in range(_MOST_SEEDS):
-            seen = self._observe(_Trial(first.graph, first.actor, seed), set()) if seed else first.seen
+            seen = self._observe(replace(first, seed=seed), set()) if seed else first.seen
             if seen is not None and wanted <= seen.plan.calls.keys():
                 for trial in trials if seed else ():
                     trial.seed, trial.seen = seed, None
@@ -225,8 +245,10 @@ class _Tryout:
         seen = Observation(trial.graph, batch, Plan(inner=inner, explicit=self._explicit))
         arguments = trial.graph.arguments(batch)
         watched = watching(_other_modules(trial.actor.model), seen.note), BatchTensor.watched(self._used_attributes)
-        with torch.enable_grad(), watched[0], watched[1]:
+        with torch.enable_grad(), watched[0], watched[1], seen.noting_reads(trial.actor.model):
             out = trial.actor.run(seen.session, arguments, seed=trial.seed, by_chance=by_chance)
+        for value in tensors_in(out):
+            check_layout(value)
         seen.plan.needs[Plan.OUTPUT] = seen.sources(out)
         seen.note(Plan.OUTPUT, None, None, out)
         return seen
@@ -297,7 +319,7 @@ class _Tryout:
             rehearsal.check(Plan.OUTPUT, None, None, out)
 
     def _train(self, trial: _Trial, plan: Plan, reference: Reference) -> list[Tensor | None]:
-        """Outputs and gradients of steps on a trial graph, with exact histories."""
+        """Outputs, what the model keeps, and gradients of steps on a trial graph, with exact histories."""
         found: list[Tensor | None] = []
         for batch in trial.graph.parts:
             trial.actor.reset()
@@ -307,7 +329,7 @@ class _Tryout:
             with torch.enable_grad(), BatchTensor.watched(self._used_attributes):
                 out = trial.actor.run(session, arguments, seed=trial.seed)
                 values = [value for value in tensors_in(session.finish(out)) if value.is_floating_point()]
-                found += [value.detach() for value in values]
+                found += [value.detach() for value in (*values, *trial.actor.kept_tensors())]
                 # Every entry has its own factor, so that no two of them can be mixed up.
                 loss = torch.zeros(())
                 for value in values:
@@ -323,15 +345,17 @@ class _Tryout:
         """Refuse a model that is random in evaluation mode."""
         outputs = []
         for seed in (1, 2):
-            drawn = self._observe(_Trial(trial.graph, trial.actor, seed), set(), by_chance=True)
+            drawn = self._observe(replace(trial, seed=seed), set(), by_chance=True)
             outputs.append(tensors_in(drawn.reference.outputs[Plan.OUTPUT]))
         if len(outputs[0]) != len(outputs[1]) or not _alike([*outputs[0]], [*outputs[1]]):
             raise random_evaluation()
 
-    def _check_succession(self, trial: _Trial, plan: Plan) -> None:
+    def _check_succession(self, trial: _Trial, plan: Plan, reference: Reference) -> None:
         """Refuse a model that keeps something of one batch for the next; note what it may change."""
-        self._observe(trial, plan.inner)
+        again = self._observe(trial, plan.inner).reference.outputs[Plan.OUTPUT]
         touched = trial.actor.touched()
+        if not _alike([*tensors_in(again)], [*tensors_in(reference.outputs[Plan.OUTPUT])]):
+            raise keeps_state(touched or ["something outside of the model"])
         if not touched:
             return
         attributes = trial.actor.changed_attributes()
@@ -432,11 +456,9 @@ class _Tryout:
 
     def _note_types(self, trial: _Trial, plan: Plan) -> None:
         """Give the plan the types of rows that the model itself computes, not those of a copy in another precision."""
-        if trial.actor.dtype is None:
-            return
-        graph = TrialGraph(self._info, self._arguments, self._device, SETUPS[0], None)
-        seen = self._observe(_Trial(graph, self._actor(None), trial.seed), plan.inner)
-        plan.rows = seen.plan.rows
+        if trial.attempt.dtype is not None:
+            own = self._trial(SETUPS[0], trial.attempt._replace(dtype=None))
+            plan.rows = self._observe(replace(own, seed=trial.seed), plan.inner).plan.rows
 
 
 def _merged(
@@ -473,6 +495,7 @@ def _merged(
         slots = list(plan.needs)
         plan.needs = {slot: frozenset(slots[:number]) for number, slot in enumerate(slots)}
     plan.node_norms = set[str]().union(*(other.node_norms for other in plans))
+    plan.reads = frozenset[str]().union(*(other.reads for other in plans))
     return plan
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
@@ -64,6 +65,23 @@ class Reference:
         return all(bool(torch.isfinite(value).all()) for value in tensors_in(self.outputs[Plan.OUTPUT]))
 
 
+class _HostReads(TorchFunctionMode):
+    """Collects the tensors whose values a forward pass reads, to branch on them for example."""
+
+    _READING = frozenset(
+        {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._READING:
+            self.found.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
 class Observation(ExchangePolicy, EdgeSource, Observer):
     """Runs a whole trial graph, as one batch, on its own edges and fills in a plan.
 
@@ -87,6 +105,16 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
         name = _numbered(self._seen, name)
         self.reference.inputs[name] = [value.detach().clone() for value in _inputs(given)]
         self.reference.outputs[name] = map_tensors(lambda value: value.detach().clone(), out)
+
+    @contextmanager
+    def noting_reads(self, model: nn.Module) -> Iterator[None]:
+        """Note the weights and buffers whose values the model reads."""
+        reads = _HostReads()
+        with reads:
+            yield
+        used = {id(leaf) for value in reads.found for leaf in (value, *self._leaves_of(value))}
+        named = (*model.named_parameters(), *model.named_buffers())
+        self.plan.reads = frozenset(name for name, value in named if id(value) in used)
 
     def sources(self, out: Any) -> frozenset[str]:
         """The slots that a value was computed from."""

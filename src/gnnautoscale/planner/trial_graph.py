@@ -23,26 +23,29 @@ class TrialSetup:
 
     Attributes:
         num_nodes: Its number of nodes.
+        num_chords: Its number of edges, or of pairs of edges, besides those of a ring.
         features: Where features come from: the batch's own values, shuffled; noise; or own values, scaled up.
         lopsided: Whether edges into the first part have only one value in attributes of whole numbers, as in a batch
             that lacks some relations.
     """
 
     num_nodes: int
+    num_chords: int
     features: Literal["own", "noise", "large"]
     lopsided: bool = False
 
 
 #: As different from each other as possible, so that what one does not show another does. The first one decides where
 #: histories are, since features like the user's are what the model was made for.
-SETUPS = (TrialSetup(13, "own"), TrialSetup(31, "noise", lopsided=True), TrialSetup(257, "large"))
+SETUPS = (TrialSetup(13, 7, "own"), TrialSetup(37, 400, "noise", lopsided=True), TrialSetup(257, 150, "large"))
 
 
 class TrialGraph:
     """A trial graph, as a whole and in parts, with features and edge attributes like those of a real batch.
 
     Features are of type ``dtype`` where the batch's are floating-point numbers; ``None`` keeps theirs. Tensors that
-    the graph does not name belong to nodes or edges if their number of rows says so, and ``by_size`` allows it.
+    the graph does not name belong to nodes or edges if their number of rows says so, and ``by_size`` allows it. Those
+    that belong to neither are ``disturbed`` if all their entries are equal, since a zero would hide a deviation.
     """
 
     def __init__(
@@ -54,10 +57,11 @@ class TrialGraph:
         dtype: torch.dtype | None,
         *,
         by_size: bool = True,
+        disturbed: bool = False,
     ) -> None:
         self.info, self.call, self.device, self.dtype, self.num_nodes = info, arguments, device, dtype, setup.num_nodes
-        self._setup, self._by_size = setup, by_size
-        edge_index = _edges(setup.num_nodes, symmetric=info.graph.is_symmetric)
+        self._setup, self._by_size, self._disturbed = setup, by_size, disturbed
+        edge_index = _edges(setup.num_nodes, setup.num_chords, symmetric=info.graph.is_symmetric)
         parts = _parts(setup.num_nodes)
         self._in_first_part = parts[edge_index[1]] == 0
         data = _emptied(arguments)
@@ -111,8 +115,11 @@ class TrialGraph:
                 return own if value.is_original and not value.requires_grad else own.clone().detach().mul(1)
             if isinstance(value, Tensor):
                 name = self._names.get(id(value))
+                if name is None and value.is_floating_point():
+                    other = disturb(value.detach()) if self._disturbed else value
+                    return other.to(self.dtype or other.dtype)
                 if name is None:
-                    return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
+                    return value
                 found = batch[name]
                 return found.plain if isinstance(found, BatchTensor) else found
             if isinstance(value, Data):
@@ -160,19 +167,30 @@ def kinds_of(value: Tensor, num_nodes: int, num_edges: int) -> set[ArgumentKind]
     return kinds | ({"edge"} if has_rows(value, num_edges) else set())
 
 
-def _edges(num_nodes: int, *, symmetric: bool) -> Tensor:
+def disturb(value: Tensor) -> Tensor:
+    """Values that are all equal, made different by the same small numbers every time; others as they are."""
+    if not value.numel() or not bool((value == value.flatten()[0]).all()):
+        return value
+    noise = 0.3 + 0.3 * torch.rand(value.shape, generator=torch.Generator().manual_seed(value.numel()))
+    disturbed: Tensor = value + noise.to(value)
+    return disturbed
+
+
+def _edges(num_nodes: int, num_chords: int, *, symmetric: bool) -> Tensor:
     """A ring with chords and a self-loop, sorted by target, as some aggregations require; ``[2, num_edges]``.
 
-    Halo nodes have neighbours beyond the halo, so their degrees in a batch are wrong.
+    Halo nodes have neighbours beyond the halo, so their degrees in a batch are wrong. Of many chords, most end at few
+    nodes.
     """
     generator = torch.Generator().manual_seed(num_nodes)
     nodes = torch.arange(num_nodes)
     ring = torch.stack([nodes, (nodes + 1) % num_nodes])
-    steps = torch.randint(3, num_nodes - 3, nodes[::2].shape, generator=generator)
-    pairs = torch.cat([ring, torch.stack([nodes[::2], (nodes[::2] + steps) % num_nodes])], dim=1)
+    ends = torch.rand(2, num_chords, generator=generator) ** torch.tensor([[1.0], [1.5]])
+    pairs = torch.cat([ring, (num_nodes * ends).long()], dim=1)
     pairs = torch.cat([pairs, pairs.flip(0)], dim=1) if symmetric else pairs
-    pairs = torch.unique(torch.cat([pairs, torch.tensor([[2], [2]])], dim=1), dim=1)
-    return pairs[:, pairs[1].argsort(stable=True)]
+    pairs = torch.unique(torch.cat([pairs[:, pairs[0] != pairs[1]], torch.tensor([[2], [2]])], dim=1), dim=1)
+    ordered: Tensor = pairs[:, pairs[1].argsort(stable=True)]
+    return ordered
 
 
 def _parts(num_nodes: int) -> Tensor:

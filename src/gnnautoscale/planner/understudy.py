@@ -10,33 +10,39 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from gnnautoscale.forward import Arguments, Hooks, Session, Watch, copy_model
+from gnnautoscale._util import tensors_in
+from gnnautoscale.forward import Arguments, Attribute, Hooks, Session, Watch, copy_model
 from gnnautoscale.planner.randomness import expected_randomness
+from gnnautoscale.planner.trial_graph import disturb
 
 
 class Understudy:
     """A copy of a model that starts every run in the same state.
 
-    It is as the model was, except that all weights are trainable, because they may be trained later; that weights whose
-    entries are all equal, such as gates that start at zero, are disturbed, because they would hide a deviation; and
-    that weights are of type ``dtype`` unless that is ``None``.
+    It is as the model was, except that all weights are trainable, because they may be trained later; and that weights
+    are of type ``dtype`` unless that is ``None``. If ``disturbed``, weights and buffers whose entries are all equal, such
+    as gates that start at zero, get other values, because they would hide a deviation.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None, *, disturbed: bool = True) -> None:
         self._original = copy_model(model)
         self.dtype = dtype
         if dtype is not None:
             self._original.to(dtype)
-        for weight in self._original.parameters():
-            if is_lazy(weight):
-                continue
-            if weight.is_floating_point():
-                weight.requires_grad_(True)
-                if weight.numel() and bool((weight == weight.flatten()[0]).all()):
-                    weight.data = weight.data + 0.3 * torch.randn_like(weight)
+        for module in self._original.modules():
+            # Statistics of norms have their own meaning.
+            buffers = () if isinstance(module, _NormBase) else module.buffers(recurse=False)
+            for value in (*module.parameters(recurse=False), *buffers):
+                if is_lazy(value) or not value.is_floating_point():
+                    continue
+                if isinstance(value, nn.Parameter):
+                    value.requires_grad_(True)
+                if disturbed:
+                    value.data = disturb(value.data)
 
     @cached_property
     def _current(self) -> tuple[nn.Module, Hooks, Watch, list[int]]:
@@ -64,9 +70,15 @@ class Understudy:
         if "_current" in vars(self) and self.touched():
             del self._current
 
-    def changed_attributes(self) -> set[tuple[str, str]]:
-        """The attributes that runs have changed since the last reset, as (path of the module, name)."""
+    def changed_attributes(self) -> set[Attribute]:
+        """The attributes that runs have changed since the last reset."""
         return self._current[2].changes()
+
+    def kept_tensors(self) -> list[Tensor]:
+        """The tensors that runs have left in the model since the last reset, apart from buffers."""
+        modules = dict(self.model.named_modules())
+        changed = [(modules[path], name) for path, name in sorted(self.changed_attributes()) if path in modules]
+        return tensors_in([vars(module).get(name) for module, name in changed])
 
     def run(self, session: Session, arguments: Arguments, *, seed: int = 0, by_chance: bool = False) -> Any:
         """Run the forward pass; everything random gives its expected value unless ``by_chance``."""
