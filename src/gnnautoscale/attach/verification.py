@@ -78,15 +78,15 @@ class Verification:
     note: str = ""
 
     def __str__(self) -> str:
-        training = "" if self.training is None else f" and {self.training:.1e} in training steps"
+        verdict = "NOT exact" if not self.exact else "exact" if self.training is not None else "exact in inference"
+        steps = "" if self.training is None else f", {self.training:.2g} in training steps"
         words = [
-            f"{'exact' if self.exact else 'NOT exact'}: {self.nodes} nodes recomputed on {self.how}; largest relative "
-            f"error {self.inference:.1e} in inference{training} (rounding in {self.precision}: up to "
-            f"{self.tolerance:.0e})."
+            f"{verdict}: {self.nodes} nodes recomputed on {self.how}, largest relative error {self.inference:.2g} in "
+            f"inference{steps} (rounding in {self.precision}: up to {self.tolerance:g})."
         ]
         if self.layer is not None:
             words.append(f"The first layer with other rows is {self.layer}: look at it, and at what comes before it.")
-        elif not self.exact:
+        elif not self.exact and not self.note:
             words.append("All layers agree, so look at what comes after the last one.")
         return " ".join([*words, *([self.note] if self.note else [])])
 
@@ -177,15 +177,15 @@ def verify(
 def _chosen(nodes: int | Tensor, num_nodes: int, seed: int) -> Tensor:
     """The nodes to recompute, sorted and distinct, ``[count]``."""
     if isinstance(nodes, Tensor):
-        chosen = torch.unique(check_nodes(nodes, num_nodes))
-        if chosen.numel():
-            return chosen
-        nodes = 0
-    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
-        rule = "verify takes a positive number of nodes, or their indices"
-        raise InputError(rule, got=repr(nodes), fix="Leave nodes out to draw 100 of them.")
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(num_nodes, generator=generator)[:nodes].sort().values
+        nodes = check_nodes(nodes, num_nodes)
+    elif not isinstance(nodes, bool) and isinstance(nodes, int) and nodes >= 0:
+        nodes = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed))[:nodes]
+    if not isinstance(nodes, Tensor) or not nodes.numel():
+        got = "no nodes" if isinstance(nodes, Tensor) else repr(nodes)
+        rule = "verify takes a number of nodes to draw, at least 1, or their indices"
+        raise InputError(rule, got=got, fix="Leave nodes out to draw 100 of them.")
+    chosen: Tensor = torch.unique(nodes)
+    return chosen
 
 
 def _note(random_outputs: bool, random_steps: bool) -> str:
@@ -230,8 +230,8 @@ def _error(found: Tensor, exact: Tensor) -> float:
 def _first_deviating(found: Rows, exact: Rows, tolerance: float) -> str | None:
     """The first call of a layer that returns other rows, or that does not run at all, as if it had no history."""
     for call, want in exact.layers.items():
-        rows = [found.layers.get(call, want[:0]), found.histories.get(call, want)]
-        if any(_error(got, want) > tolerance for got in rows):
+        differs = _error(found.layers.get(call, want[:0]), want) > tolerance
+        if differs or _error(found.histories.get(call, as_matrix(want)), as_matrix(want)) > tolerance:
             return call
     return None
 
@@ -245,7 +245,7 @@ def _steps(model: nn.Module, loader: HaloLoader, nodes: Tensor, call: CallModel,
     with _untouched(model), mode(model), scaler.visiting(loader.graph, apart=True) as memory:
         if len(loader) > 1:
             sweep(model, loader, call)
-            histories = _kept(memory, loader.batch_for(nodes).edge_index.info, plan_of(model, loader, call))
+            histories = _kept(memory, loader.batch_for(nodes).edge_index.info, device_of(model))
         exchange = StoreExchange(HistoryStore(writes=False))
         with scaler.running(exchange, observers=[seen]), torch.enable_grad():
             for batch in loader.in_order():
@@ -255,14 +255,12 @@ def _steps(model: nn.Module, loader: HaloLoader, nodes: Tensor, call: CallModel,
     return Rows(list(seen.outputs.values()), seen.layers, histories)
 
 
-def _kept(memory: GraphMemory, info: BatchInfo, plan: Plan) -> dict[str, Tensor]:
-    """The rows of a batch's own nodes in all histories, by slot."""
-    index, found = memory.rows_of(info).index[: info.batch_size], dict[str, Tensor]()
-    for slot, history in memory.histories.items():
-        like = plan.rows[slot]
-        rows = history.pull(index, device=like.device, dtype=like.dtype)
-        found[slot] = rows.view(-1, *like.shape[1:]).cpu()
-    return found
+def _kept(memory: GraphMemory, info: BatchInfo, device: torch.device) -> dict[str, Tensor]:
+    """The rows of a batch's own nodes in all histories, by slot, each ``[batch_size, width]``."""
+    index = memory.rows_of(info).index[: info.batch_size]
+    return {
+        slot: history.pull(index, device=device, dtype=torch.double).cpu() for slot, history in memory.histories.items()
+    }
 
 
 class _Seen(Observer):
