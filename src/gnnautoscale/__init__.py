@@ -1,7 +1,18 @@
 """Train any PyTorch Geometric model on graphs that do not fit a GPU, with historical embeddings."""
 
 from gnnautoscale.analysis import diagnose
-from gnnautoscale.attach import LocalLipschitz, ScalableGNN, autoscale, detach, grow, infer, predict, refresh
+from gnnautoscale.attach import (
+    LocalLipschitz,
+    ScalableGNN,
+    Verification,
+    autoscale,
+    detach,
+    grow,
+    infer,
+    predict,
+    refresh,
+    verify,
+)
 from gnnautoscale.data import Dataset, load
 from gnnautoscale.errors import InputError, StaleHistoryWarning, UnsupportedModelError
 from gnnautoscale.graph import HaloLoader
@@ -17,6 +28,7 @@ __all__ = [
     "ScalableGNN",
     "StaleHistoryWarning",
     "UnsupportedModelError",
+    "Verification",
     "autoscale",
     "detach",
     "diagnose",
@@ -26,4 +38,5 @@ __all__ = [
     "load",
     "predict",
     "refresh",
+    "verify",
 ]

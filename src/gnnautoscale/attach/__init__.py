@@ -1,6 +1,6 @@
 """Histories for a user's own model.
 
-Attach and detach them, infer, predict and refresh, follow a growing graph; the paper's base class and its local
+Attach and detach them, infer, predict, refresh and verify, follow a growing graph; the paper's base class and its local
 Lipschitz penalty. This package knows nothing about training loops.
 """
 
@@ -10,12 +10,14 @@ from gnnautoscale.attach.growth import grow
 from gnnautoscale.attach.inference import collect, infer, infer_from_histories, predict, refresh, sweep
 from gnnautoscale.attach.regularize import LocalLipschitz
 from gnnautoscale.attach.scalable import ScalableGNN
+from gnnautoscale.attach.verification import Verification, verify
 
 __all__ = [
     "Autoscaler",
     "CallModel",
     "LocalLipschitz",
     "ScalableGNN",
+    "Verification",
     "attached",
     "autoscale",
     "call_with_batch",
@@ -31,4 +33,5 @@ __all__ = [
     "sweep",
     "to_model_device",
     "unpack_batch",
+    "verify",
 ]

@@ -87,6 +87,11 @@ def train(
         print_json({"options": options, "runs": [result.to_dict() for result in results]})
     else:
         _show_results(f"{options['data']} · {model_name} · {training.mode}", results)
+    for result in results:
+        if result.verification is not None and not result.verification.exact:
+            say(f"warning: the trained model is {result.verification}", style="bold yellow")
+        elif result.verification is not None and not quiet:
+            say(f"the trained model is {result.verification}")
     if quiet:
         return
     if training.device != "cpu":

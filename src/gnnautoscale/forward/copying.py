@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -24,6 +25,17 @@ def copy_model(model: nn.Module, *, share_weights: bool = False) -> nn.Module:
         >>> copied.scale(1)
         2
     """
+    state = random.getstate()
+    # PyG's Sequential names its generated code by a random number, and takes code of that name if there is any. Were the
+    # number drawn again, the user's next Sequential would run the copy's code.
+    random.seed()
+    try:
+        return _copied(model, share_weights=share_weights)
+    finally:
+        random.setstate(state)
+
+
+def _copied(model: nn.Module, *, share_weights: bool) -> nn.Module:
     attributes = [value for module in model.modules() for value in vars(module).values()]
     # Tensors that a model keeps from its last call cannot be copied while autograd tracks them.
     memo: dict[int, Any] = {

@@ -126,6 +126,7 @@ class ReportedRun:
             "histories": words(self.result.get("storage") or None),
             "started": words(run.get("started")).replace("T", " ").replace("+00:00", " UTC"),
             "state": "running, or stopped early" if self.record.result is None else "finished",
+            "verification": words((self.record.verification or {}).get("summary")),
         }
 
     def key_numbers(self) -> dict[str, str]:

@@ -99,6 +99,21 @@ def _unfinished(record: RunRecord) -> Finding | None:
     )
 
 
+def _verification(record: RunRecord) -> Finding | None:
+    found = record.verification
+    if found is None or found["exact"]:
+        return None
+    errors = [found[name] for name in ("inference", "training") if found[name] is not None]
+    return Finding(
+        "not exact",
+        f"The trained model is {found['summary']}",
+        "With histories it computes something else than on the whole graph, so its scores are not its own.",
+        "Let every row depend on its node's neighbours only, without statistics over all nodes or state that changes "
+        "between calls; after a change of the model, detach and autoscale it again.",
+        max(errors, default=math.inf) / found["tolerance"],
+    )
+
+
 def _staleness(record: RunRecord) -> Finding | None:
     if not record.staleness:
         return None
@@ -368,6 +383,7 @@ def _evaluate_less(record: RunRecord) -> str:
 _Check = Callable[[RunRecord], Finding | None]
 _CHECKS: tuple[_Check, ...] = (
     _unfinished,
+    _verification,
     _staleness,
     _gradients,
     _transfers,

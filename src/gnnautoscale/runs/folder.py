@@ -1,7 +1,7 @@
 """The folder of a training run.
 
-``run.json`` describes the run, ``metrics.jsonl`` has one line per measurement, and a finished run adds ``result.json``.
-``docs/diagnostics.md`` explains the numbers.
+``run.json`` describes the run, ``metrics.jsonl`` has one line per measurement, a finished run adds ``result.json``, and
+one that was verified ``verification.json``. ``docs/diagnostics.md`` explains the numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.runs.result import jsonable
 
 FORMAT = 1
-RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
+RUN, METRICS, RESULT, VERIFICATION = "run.json", "metrics.jsonl", "result.json", "verification.json"
 _KINDS = {"epoch": "epochs", "staleness": "staleness", "gradients": "gradients", "lipschitz": "lipschitz"}
 _FIX = "Choose another one, or write none (--run-dir none on the command line)."
 
@@ -38,6 +38,7 @@ class RunRecord:
         gradients: All measurements of the gradients' errors.
         lipschitz: All measurements of the layers' Lipschitz constants.
         result: The result, or ``None`` if the run has not finished.
+        verification: Whether the trained model is exact, or ``None`` if nobody asked.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class RunRecord:
     gradients: list[dict[str, Any]] = field(default_factory=list)
     lipschitz: list[dict[str, Any]] = field(default_factory=list)
     result: dict[str, Any] | None = None
+    verification: dict[str, Any] | None = None
 
 
 class RunFolder:
@@ -77,7 +79,8 @@ class RunFolder:
             raise InputError("a run must continue in its own folder", got=got, fix="Choose another run_dir.")
         lines = [line for line in _lines(path / METRICS) if line.get("epoch", 0) <= epoch]
         _write(path / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
-        (path / RESULT).unlink(missing_ok=True)
+        for name in (RESULT, VERIFICATION):
+            (path / name).unlink(missing_ok=True)
         return RunFolder(path, _open(path, "a"))
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -88,6 +91,10 @@ class RunFolder:
     def finish(self, result: Mapping[str, Any]) -> None:
         """Mark the run as finished, and write its result."""
         _write_json(self.path / RESULT, {**result, "finished": _now()})
+
+    def verified(self, found: Mapping[str, Any]) -> None:
+        """Write whether the trained model is exact."""
+        _write_json(self.path / VERIFICATION, found)
 
     def close(self) -> None:
         """Close the folder; nothing more can be appended."""
@@ -145,8 +152,10 @@ def read_run(path: str | Path) -> RunRecord:
     for line in _lines(path / METRICS):
         if line.get("kind") in _KINDS:
             records[_KINDS[line["kind"]]].append(line)
-    result = _read_json(path / RESULT) if (path / RESULT).exists() else None
-    return RunRecord(path, run, result=result, **records)
+    result, verification = (
+        _read_json(path / name) if (path / name).exists() else None for name in (RESULT, VERIFICATION)
+    )
+    return RunRecord(path, run, result=result, verification=verification, **records)
 
 
 def _identity(run: Mapping[str, Any], free: Collection[str]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gnnautoscale.attach import Verification
+
 
 @dataclass(frozen=True)
 class Epoch:
@@ -35,7 +37,8 @@ class FitResult:
         scores: Scores of that epoch on ``"train"``, ``"val"`` and ``"test"``.
         metric: Name of the score, such as ``"accuracy"``.
         steps: Number of optimizer steps.
-        seconds: Time spent on ``"partition"``, ``"train"``, ``"refresh"``, ``"evaluate"`` and ``"checkpoint"``.
+        seconds: Time spent on ``"partition"``, ``"train"``, ``"refresh"``, ``"evaluate"``, ``"checkpoint"`` and
+            ``"verify"``.
         peak_memory: Peak of training in bytes, or ``None`` if it cannot be measured. It includes evaluations, except in
             the modes ``"cluster"`` and ``"sage"``, which evaluate on the whole graph at once.
         history_bytes: Size of the histories in bytes.
@@ -43,6 +46,7 @@ class FitResult:
         options: The options of :func:`fit`.
         how: How training steps ran, in words.
         storage: Where the histories are, and why, in words; empty in modes without histories.
+        verification: What :func:`verify` found for the trained model, if it was asked for and could run.
     """
 
     metric: str
@@ -57,6 +61,7 @@ class FitResult:
     connectivity: float = 0.0
     how: str = ""
     storage: str = ""
+    verification: Verification | None = None
 
     @property
     def evaluations_since_best(self) -> int:

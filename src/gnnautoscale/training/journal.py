@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gnnautoscale._util import available_memory
 from gnnautoscale.analysis import Diagnostic, diagnose
-from gnnautoscale.attach import attached
+from gnnautoscale.attach import Verification, attached, verify
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
@@ -96,7 +96,21 @@ class Journal:
     def finish(self, result: FitResult) -> None:
         """Write down what the run gave."""
         if self._folder is not None:
-            self._folder.finish({name: value for name, value in result.to_dict().items() if name != "epochs"})
+            elsewhere = ("epochs", "verification")
+            self._folder.finish({name: value for name, value in result.to_dict().items() if name not in elsewhere})
+
+    def verify(self) -> Verification | None:
+        """Check the trained model and write down the outcome; ``None`` if that fails."""
+        if self._loader is None:
+            return None
+        try:
+            found = verify(self._model, self._loader)
+        except Exception as error:  # the user's own code runs outside training here: no reason to lose a run of days
+            warnings.warn(f"the model could not be verified: {error}", stacklevel=2)
+            return None
+        if self._folder is not None:
+            self._folder.verified({"summary": str(found), **asdict(found)})
+        return found
 
     def __enter__(self) -> Journal:
         return self

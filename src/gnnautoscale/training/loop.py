@@ -230,7 +230,11 @@ def _train(
         on_failure.pop_all()
     model.load_state_dict(run.best_weights)
     result.peak_memory = peak.num_bytes
-    journal.finish(result)
+    journal.finish(result)  # even if something happens to what follows
+    if options.verify:
+        with clock("verify"):
+            result.verification = journal.verify()
+        journal.finish(result)
     return result
 
 
@@ -263,7 +267,7 @@ def _with_histories(
         capture=options.capture,
     )
     strategy = HistoryStrategy(model, loaders, engine, options.evaluate_parts)
-    if options.evaluation == "exact" and options.refresh_every != "epoch":
+    if options.verify or (options.evaluation == "exact" and options.refresh_every != "epoch"):
         strategy.make_room_to_evaluate()
     return strategy
 

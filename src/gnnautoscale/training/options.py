@@ -192,6 +192,13 @@ class Output(OptionGroup):
         may_change=True,
     )
     tensorboard: bool = option(False, "Whether to write the folder's numbers for TensorBoard as well.", may_change=True)
+    verify: bool = option(
+        False,
+        "Whether to check the trained model at the end: 100 nodes are recomputed without histories and compared with "
+        "inference and with training steps (gnnautoscale.verify).",
+        may_change=True,
+        needs_histories=True,
+    )
 
 
 GROUPS = (Batches, Optimization, Histories, Evaluation, Execution, Output)

@@ -1,0 +1,216 @@
+"""Recomputes some nodes of a graph with a plain copy of a model: without batches, histories or recorded edges."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
+
+from gnnautoscale._util import RandomState, available_memory, tensors_in
+from gnnautoscale.attach.autoscaler import Autoscaler, attached
+from gnnautoscale.attach.calling import CallModel, device_of, unpack_batch
+from gnnautoscale.errors import InputError
+from gnnautoscale.forward import Plan, describe, has_rows
+from gnnautoscale.graph import Graph, Subgraphs
+
+#: Puts a model into a mode for as long as the context lasts.
+Mode = Callable[[nn.Module], AbstractContextManager[None]]
+
+# How many tensors of a layer's size, per edge and per node, may exist at once; the share of free memory that they may
+# take; and an amount of memory that is always there.
+_COPIES, _SHARE, _LITTLE = 4, 0.5, 1 << 26
+
+
+@dataclass
+class Rows:
+    """What a model computes for some nodes, each ``[count, ...]``.
+
+    Attributes:
+        outputs: Its outputs.
+        layers: What its layers return, by call.
+        histories: The rows in histories, by slot.
+    """
+
+    outputs: list[Tensor] = field(default_factory=list)
+    layers: dict[str, Tensor] = field(default_factory=dict)
+    histories: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Recomputation:
+    """Recomputes nodes, ``[count]``: on the whole graph if it fits into memory, else on their receptive field.
+
+    ``plan`` gives the widths of layers and their number.
+    """
+
+    def __init__(self, model: nn.Module, data: Data, nodes: Tensor, plan: Plan, call: CallModel) -> None:
+        self._scaler, self._data, self._nodes, self._call = attached(model), data, nodes, call
+        self._graph = Graph.of(data)
+        self._widths = [math.prod(rows.shape[1:]) for rows in plan.rows.values()]
+        self._widths += [math.prod(rows.shape[1:]) for rows in self._graph.features.values()]
+        self._hops = receptive_hops(plan)
+        #: The layer of each call that ran, in words.
+        self.described: dict[str, str] = {}
+        #: Whether the last run drew random numbers.
+        self.drew = False
+        #: On what nodes are recomputed, in words.
+        self.how = "the whole graph"
+        places = list(dict.fromkeys([device_of(model), torch.device("cpu")]))
+        needed = self._bytes(self._graph.num_nodes, self._graph.edge_index.size(1))
+        fitting = [place for place in places if needed <= max(_SHARE * free_memory(place), _LITTLE)]
+        self._groups: list[Tensor] | None = None
+        self._device = fitting[0] if fitting else max(places, key=free_memory)
+        if not fitting:
+            self.how = f"their receptive field of {self._hops} hops"
+            self._groups = list(self._split(nodes))
+
+    def run(self, mode: Mode) -> Rows:
+        """What the model computes in a mode. It starts from its present state, which stays as it is."""
+        self.drew = False
+        pieces = [self._run(mode, subgraph, rows) for subgraph, rows in self._subgraphs()]
+        outputs = [torch.cat(values) for values in zip(*(piece.outputs for piece in pieces), strict=True)]
+        names = [name for name in pieces[0].layers if all(name in piece.layers for piece in pieces)]
+        return Rows(outputs, {name: torch.cat([piece.layers[name] for piece in pieces]) for name in names})
+
+    def _subgraphs(self) -> Iterator[tuple[Data, Tensor]]:
+        """The subgraphs to run, and in each the rows of the nodes to recompute."""
+        if self._groups is None:
+            whole = copy.copy(self._data)
+            count = self._graph.num_nodes
+            whole.n_id, whole.e_id = torch.arange(count), torch.arange(self._graph.edge_index.size(1))
+            whole.batch_size = whole.num_nodes = count
+            yield whole, self._nodes
+            return
+        subgraphs = Subgraphs(self._data)
+        for group in self._groups:
+            subgraph = subgraphs.induced(receptive_field(self._graph, group, self._hops))
+            yield subgraph, torch.arange(group.numel())
+
+    def _run(self, mode: Mode, subgraph: Data, rows: Tensor) -> Rows:
+        plain = _PlainCopy(self._scaler, self._device, rows, subgraph.num_nodes)
+        # Copied even if it is on the device already: a model may write into its inputs.
+        subgraph = subgraph.apply(lambda value: value.to(self._device, copy=True))
+        before = RandomState(self._device)
+        try:
+            with mode(plain.model):
+                out = self._call(plain.model, subgraph)
+        except Exception as error:  # whatever the user's code raises
+            if "memory" in str(error):
+                raise
+            raise InputError(
+                "verify runs a plain copy of the model on all nodes at once",
+                got=f"{type(error).__name__}: {error}",
+                fix="Pass the same call as to gas.infer; it is called with that copy, and with the graph as a batch.",
+            ) from error
+        self.drew |= before.has_moved
+        self.described.update(plain.described)
+        return Rows([plain.chosen(value) for value in tensors_in(out)], plain.layers)
+
+    def _split(self, nodes: Tensor) -> Iterator[Tensor]:
+        """Groups of the nodes whose receptive fields fit into memory."""
+        inside = receptive_field(self._graph, nodes, self._hops)
+        needed = self._bytes(inside.numel(), self._graph.incoming.into(inside)[0].numel())
+        free = free_memory(self._device)
+        if needed <= max(_SHARE * free, _LITTLE):
+            yield nodes
+        elif nodes.numel() > 1:
+            for half in torch.tensor_split(nodes, 2):
+                yield from self._split(half)
+        elif needed <= _COPIES * free:  # the estimate is a high one
+            yield nodes
+        else:
+            raise InputError(
+                "verify needs room for the receptive field of a node",
+                got=f"{inside.numel()} nodes within {self._hops} hops of node {int(nodes[0])}, about "
+                f"{needed / 1e9:.3g} GB, where {free / 1e9:.3g} GB are free",
+                fix="Verify nodes with a smaller neighbourhood (nodes=torch.tensor([...])), or a graph like this one, "
+                "but smaller.",
+            )
+
+    def _bytes(self, num_nodes: int, num_edges: int) -> int:
+        """The memory that a pass over a subgraph takes at most."""
+        return _COPIES * 4 * (num_edges * max(self._widths, default=1) + num_nodes * sum(self._widths))
+
+
+class _PlainCopy:
+    """A copy of a model without histories, which notes what its layers return for some of the rows.
+
+    It names calls of layers as :class:`Session` does.
+    """
+
+    def __init__(self, scaler: Autoscaler, device: torch.device, rows: Tensor, num_rows: int) -> None:
+        self.model = scaler.bare_copy().to(device)
+        self._rows, self._num_rows = rows.to(device), num_rows
+        self.layers: dict[str, Tensor] = {}
+        self.described: dict[str, str] = {}
+        self._active: list[str] = []
+        self._counts: Counter[str] = Counter()
+        signature = inspect.signature(self.model.forward)
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, MessagePassing):
+                layer.__dict__["forward"] = partial(self._layer, name or type(layer).__name__, layer, layer.forward)
+        self.model.__dict__["forward"] = partial(self._forward, signature, self.model.forward)
+
+    def _forward(self, signature: inspect.Signature, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = unpack_batch(signature, type(self.model).__name__, args, kwargs)
+        return run(*args, **kwargs)
+
+    def _layer(self, name: str, layer: MessagePassing, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = f"{self._active[-1]}>{name}" if self._active else name
+        self._counts[call] += 1
+        call = call if self._counts[call] == 1 else f"{call}#{self._counts[call]}"
+        self.described[call] = describe(call, layer)
+        self._active.append(call)
+        try:
+            out = run(*args, **kwargs)
+        finally:
+            self._active.pop()
+        if has_rows(out, self._num_rows):
+            self.layers[call] = self.chosen(out)
+        return out
+
+    def chosen(self, value: Tensor) -> Tensor:
+        """The chosen rows of a value, in host memory; none of a value that is not node-level."""
+        return (value.detach()[self._rows] if has_rows(value, self._num_rows) else value.detach()[:0]).cpu()
+
+
+def receptive_hops(plan: Plan) -> int:
+    """Number of hops around a node that its output depends on, and one more for the degrees of the outermost nodes."""
+    depth: dict[str, int] = {}
+    for slot, needed in plan.needs.items():
+        # A slot lies one hop beyond those that it is computed from. So does the output of models that name their own
+        # slots, whose last layer is none; that of others lies no further than the last slot.
+        beyond = int(slot != Plan.OUTPUT or plan.explicit)
+        depth[slot] = beyond + max((depth[other] for other in needed), default=0)
+    return max(depth.values(), default=0) + 1
+
+
+def receptive_field(graph: Graph, nodes: Tensor, hops: int) -> Tensor:
+    """The nodes, then all others at most so many hops away along or against the edges, ``[num_found]``."""
+    found = frontier = nodes
+    for _ in range(hops):
+        neighbours = graph.incoming.into(frontier)[1]
+        if not graph.is_symmetric:
+            neighbours = torch.cat([neighbours, graph.outgoing.into(frontier)[1]])
+        frontier = torch.unique(neighbours[graph.locate(found, neighbours) < 0])
+        found = torch.cat([found, frontier])
+    return found
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated on a device; infinite if the system does not say."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + cached)
+    free = available_memory()
+    return math.inf if free is None else float(free)

@@ -1,0 +1,373 @@
+"""Audits an autoscaled model on the user's own graph: does it compute what the plain model computes?"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
+
+from gnnautoscale._util import tensors_in, undisturbed
+from gnnautoscale.attach.autoscaler import attached
+from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, to_model_device
+from gnnautoscale.attach.inference import infer, plan_of, sweep
+from gnnautoscale.attach.recomputation import Mode, Recomputation, Rows
+from gnnautoscale.errors import InputError
+from gnnautoscale.forward import (
+    GraphMemory,
+    HistoryStore,
+    Observer,
+    Plan,
+    PlanOnly,
+    Session,
+    StoreExchange,
+    as_matrix,
+    evaluating,
+    has_rows,
+    run_pass,
+)
+from gnnautoscale.graph import BatchInfo, HaloLoader, check_nodes
+
+# How far rows may be off, relative to the largest value of their column, by rounding: of rows and of histories.
+_TOLERANCES = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+    torch.int8: 1e-1,
+    torch.float8_e4m3fn: 2e-1,
+}
+# Columns whose largest value is below this share of the largest of all are compared with that share of it, since
+# rounding there depends on the other columns.
+_SMALL_COLUMN = 1e-2
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What :func:`verify` found.
+
+    Attributes:
+        nodes: Number of nodes that were recomputed.
+        how: What they were recomputed on: the whole graph, or their receptive field.
+        inference: Largest error of :func:`infer` at these nodes, relative to the largest value of its column.
+        training: The same for training steps on exact histories; ``None`` if the model draws random numbers besides
+            dropout in training, so that two passes cannot be compared.
+        layer: The first layer that returns other rows, with its class; ``None`` if there is none. Either the layer
+            deviates, or something between it and the layers before it.
+        precision: The coarsest type of the outputs and of the histories, which determines the tolerance.
+        tolerance: The largest relative error that counts as rounding.
+        exact: Whether all errors are within the tolerance.
+        note: What else to know, or nothing.
+    """
+
+    nodes: int
+    how: str
+    inference: float
+    training: float | None
+    layer: str | None
+    precision: str
+    tolerance: float
+    exact: bool
+    note: str = ""
+
+    def __str__(self) -> str:
+        verdict = "NOT exact" if not self.exact else "exact" if self.training is not None else "exact in inference"
+        steps = "" if self.training is None else f", {self.training:.2g} in training steps"
+        words = [
+            f"{verdict}: {self.nodes} nodes recomputed on {self.how}, largest relative error {self.inference:.2g} in "
+            f"inference{steps} (rounding in {self.precision}: up to {self.tolerance:g})."
+        ]
+        if self.layer is not None:
+            words.append(f"The first layer with other rows is {self.layer}: look at it, and at what comes before it.")
+        elif not self.exact and not self.note:
+            words.append("All layers agree, so look at what comes after the last one.")
+        return " ".join([*words, *([self.note] if self.note else [])])
+
+
+@torch.no_grad()
+def verify(
+    model: nn.Module,
+    loader: HaloLoader,
+    *,
+    nodes: int | Tensor = 100,
+    call: CallModel = call_with_batch,
+    seed: int = 0,
+) -> Verification:
+    """Check an autoscaled model against the plain model on some nodes of a graph.
+
+    A copy of the model without histories recomputes these nodes directly, on the whole graph if it fits into memory,
+    otherwise on their receptive field. This is compared with two things:
+
+    * *Inference*: the rows that :func:`infer` returns.
+    * *Training steps*: the rows of the batches that hold these nodes, in training mode and with histories that hold the
+      exact rows of that mode. Chance and the statistics of a batch are left out on both sides: dropout does nothing, no
+      edges are dropped, and batch norms use their running averages. Gradients are not compared, since none flows
+      through pulled rows.
+
+    If one of them deviates, the layers are compared too, to name the first that does. Everything is computed without
+    autocast and TF32. Weights, buffers, attributes, histories, gradients, modes and random states stay as they are.
+
+    Args:
+        model: An autoscaled model.
+        loader: Makes the batches, of the training graph or of another one.
+        nodes: Number of nodes to draw, or their indices ``[count]``.
+        call: Calls the model with a batch, if ``model(batch)`` does not fit. It is also called with the plain copy, and
+            then with the whole graph, or a part of it, that has the attributes of a batch.
+        seed: Determines the drawn nodes.
+
+    Returns:
+        The errors, and whether they are more than rounding. A deviation is returned, not raised.
+
+    Example:
+        >>> from torch_geometric.datasets import KarateClub
+        >>> from torch_geometric.nn import GCN
+        >>> import gnnautoscale as gas
+        >>> data = KarateClub()[0]
+        >>> model = gas.autoscale(GCN(34, 16, num_layers=2, out_channels=4, dropout=0.5), data)
+        >>> found = gas.verify(model, gas.HaloLoader(data, num_parts=4), nodes=10)
+        >>> found.exact, found.nodes, found.how
+        (True, 10, 'the whole graph')
+    """
+    scaler = attached(model)
+    if not isinstance(loader, HaloLoader):
+        raise InputError(
+            "verify takes a HaloLoader", got=type(loader).__name__, fix="Pass HaloLoader(data, num_parts=...)."
+        )
+    chosen = _chosen(nodes, loader.graph.num_nodes, seed)
+    with _full_precision(device_of(model)):
+        # What the first pass makes, such as the plan, stays.
+        with scaler.visiting(loader.graph, apart=True), scaler.running(PlanOnly()):
+            run_pass(partial(call, model, to_model_device(next(loader.in_order()), model)))
+        with _untouched(model):
+            inferred = tensors_in(infer(model, loader, call=call, update_histories=False))
+        plan = plan_of(model, loader, call)
+        plain = Recomputation(model, loader.data, chosen, plan, call)
+        with undisturbed(device_of(model)):
+            evaluated = plain.run(evaluating)
+            random_outputs = plain.drew
+            trained = plain.run(_training)
+            random_steps = plain.drew
+        steps = _steps(model, loader, chosen, call, _training)
+        precision, tolerance = _tolerance(model, plan, inferred, len(loader) > 1)
+        inference = _largest_error([value[chosen] for value in inferred], evaluated.outputs)
+        training = _largest_error(steps.outputs, trained.outputs)
+        not_comparable = training > tolerance and random_steps
+        layer, note = None, ""
+        if not_comparable:
+            note = "The model draws random numbers besides dropout in training, so steps cannot be compared."
+        elif training > tolerance:
+            layer = _first_deviating(steps, trained, tolerance)
+        if inference > tolerance and random_outputs:
+            note = "The model draws random numbers in evaluation mode, so no two of its outputs are alike."
+        elif inference > tolerance:
+            steps = _steps(model, loader, chosen, call, evaluating)
+            layer = _first_deviating(steps, evaluated, tolerance) or layer
+    return Verification(
+        nodes=chosen.numel(),
+        how=plain.how,
+        inference=inference,
+        training=None if not_comparable else training,
+        layer=None if layer is None else plain.described[layer],
+        precision=precision,
+        tolerance=tolerance,
+        exact=inference <= tolerance and (not_comparable or training <= tolerance),
+        note=note,
+    )
+
+
+def _chosen(nodes: int | Tensor, num_nodes: int, seed: int) -> Tensor:
+    """The nodes to recompute, sorted and distinct, ``[count]``."""
+    if isinstance(nodes, Tensor):
+        nodes = check_nodes(nodes, num_nodes)
+    elif not isinstance(nodes, bool) and isinstance(nodes, int) and nodes >= 0:
+        nodes = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed))[:nodes]
+    if not isinstance(nodes, Tensor) or not nodes.numel():
+        got = "no nodes" if isinstance(nodes, Tensor) else repr(nodes)
+        rule = "verify takes a number of nodes to draw, at least 1, or their indices"
+        raise InputError(rule, got=got, fix="Leave nodes out to draw 100 of them.")
+    chosen: Tensor = torch.unique(nodes)
+    return chosen
+
+
+# Comparing ###########################################################################################################
+
+
+def _tolerance(model: nn.Module, plan: Plan, outputs: list[Tensor], exchanging: bool) -> tuple[str, float]:
+    """The coarsest type of outputs and of histories, if any are used, and the error that it may cause."""
+    kept = attached(model).memory.dtype
+    used = {value.dtype for value in outputs}
+    used |= {kept or plan.rows[slot].dtype for slot in plan.live} if exchanging else set()
+    coarsest = max(used & _TOLERANCES.keys() or {torch.float32}, key=lambda dtype: _TOLERANCES[dtype])
+    return str(coarsest).removeprefix("torch."), _TOLERANCES[coarsest]
+
+
+def _largest_error(found: list[Tensor], exact: list[Tensor]) -> float:
+    """The largest relative error of some rows, each ``[count, ...]``; infinite if they cannot be compared."""
+    if len(found) != len(exact):
+        return math.inf
+    return max((_error(got, want) for got, want in zip(found, exact, strict=True)), default=0.0)
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    if found.shape != exact.shape:
+        return math.inf
+    if not exact.numel():
+        return 0.0
+    got, want = (as_matrix(rows).double() for rows in (found, exact))
+    error = torch.where((got == want) | (got.isnan() & want.isnan()), 0.0, (got - want).abs())
+    column = torch.where(want.isfinite(), want.abs(), 0.0).amax(0)
+    largest = error / torch.maximum(column, _SMALL_COLUMN * column.max()).clamp(min=1e-6)
+    return float(largest.nan_to_num(nan=math.inf).max())
+
+
+def _first_deviating(found: Rows, exact: Rows, tolerance: float) -> str | None:
+    """The first call of a layer that returns other rows, or that does not run at all, as if it had no history."""
+    for call, want in exact.layers.items():
+        differs = _error(found.layers.get(call, want[:0]), want) > tolerance
+        if differs or _error(found.histories.get(call, as_matrix(want)), as_matrix(want)) > tolerance:
+            return call
+    return None
+
+
+# Training steps ######################################################################################################
+
+
+def _steps(model: nn.Module, loader: HaloLoader, nodes: Tensor, call: CallModel, mode: Mode) -> Rows:
+    """What steps compute for some nodes, in a mode and with histories that a sweep in the same mode has filled."""
+    scaler, seen, histories = attached(model), _Seen(nodes), dict[str, Tensor]()
+    with _untouched(model), mode(model), scaler.visiting(loader.graph, apart=True) as memory:
+        if len(loader) > 1:
+            sweep(model, loader, call)
+            histories = _kept(memory, loader.batch_for(nodes).edge_index.info, device_of(model))
+        exchange = StoreExchange(HistoryStore(writes=False))
+        with scaler.running(exchange, observers=[seen]), torch.enable_grad():
+            for batch in loader.in_order():
+                info = batch.edge_index.info
+                if seen.any_in(info):
+                    seen.output(info, call(model, to_model_device(batch, model)))
+    return Rows(list(seen.outputs.values()), seen.layers, histories)
+
+
+def _kept(memory: GraphMemory, info: BatchInfo, device: torch.device) -> dict[str, Tensor]:
+    """The rows of a batch's own nodes in all histories, by slot, each ``[batch_size, width]``."""
+    index = memory.rows_of(info).index[: info.batch_size]
+    return {
+        slot: history.pull(index, device=device, dtype=torch.double).cpu() for slot, history in memory.histories.items()
+    }
+
+
+class _Seen(Observer):
+    """Keeps what layers and the model return for some nodes, batch by batch."""
+
+    def __init__(self, nodes: Tensor) -> None:
+        self._nodes = nodes
+        self.layers: dict[str, Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
+
+    def any_in(self, info: BatchInfo) -> bool:
+        """Whether a batch holds one of the nodes."""
+        return bool((self._places(info) >= 0).any())
+
+    def output(self, info: BatchInfo, out: Any) -> None:
+        """Keep the output of a batch."""
+        for number, value in enumerate(tensors_in(out)):
+            self._keep(self.outputs, number, value, info)
+
+    def around_layer(self, session: Session, call: str, layer: MessagePassing, run: Callable[[], Any]) -> Any:
+        """See :meth:`Observer.around_layer`."""
+        out = run()
+        if has_rows(out, session.info.num_rows, session.info.batch_size):
+            self._keep(self.layers, call, out, session.info)
+        return out
+
+    def _places(self, info: BatchInfo) -> Tensor:
+        return info.graph.locate(info.nodes, self._nodes)
+
+    def _keep(self, kept: dict[Any, Tensor], name: Any, value: Tensor, info: BatchInfo) -> None:
+        places = self._places(info)
+        here, rows = places >= 0, value.detach().cpu()
+        if name not in kept:
+            kept[name] = torch.zeros((self._nodes.numel(), *rows.shape[1:]), dtype=rows.dtype)
+        if kept[name].shape[1:] == rows.shape[1:]:
+            kept[name][here] = rows[places[here]].to(kept[name].dtype)
+
+
+# Modes ###############################################################################################################
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Training mode without chance: dropout does nothing, and batch norms use their running averages."""
+    with evaluating(model), _NoDropout():
+        model.train()
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        yield
+
+
+class _NoDropout(TorchFunctionMode):
+    """Switches dropout off."""
+
+    _DROPOUTS = frozenset(
+        {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+        | {torch.dropout, torch.alpha_dropout, torch.feature_dropout}
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Compute in the types of the weights: without autocast, and on a GPU without TF32."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Afterwards weights, buffers, attributes, modes and random states are as before."""
+    containers: dict[int, tuple[Any, Any]] = {}
+    tensors: dict[int, tuple[Tensor, Tensor]] = {}
+    waiting: list[Any] = [vars(module) for module in model.modules()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            tensors.setdefault(id(value), (value, value.detach().clone()))
+        elif isinstance(value, (dict, list, set, tuple)) and id(value) not in containers:
+            containers[id(value)] = value, copy.copy(value)
+            waiting += value.values() if isinstance(value, dict) else value
+    try:
+        with undisturbed(device_of(model)):
+            yield
+    finally:
+        for now, before in containers.values():
+            if isinstance(now, list):
+                now[:] = before
+            elif isinstance(now, (dict, set)):
+                now.clear()
+                now.update(before)
+        with torch.no_grad():
+            for tensor, value in tensors.values():
+                # Only if something was written: autograd notices every write.
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
