@@ -159,3 +159,14 @@ def test_a_batch_without_its_tensors() -> None:
         "batch_size": batch.batch_size,
     }
     assert "x" in batch
+
+
+def test_tensors_of_inference_mode_may_be_passed_on() -> None:
+    data = undirected_graph()
+    with torch.inference_mode():
+        data.scale, data.x = torch.tensor([2.0]), data.x * 2
+    loader = HaloLoader(data, 3)
+    for _ in range(2):
+        for batch in loader:
+            assert batch.scale is data.scale
+            assert torch.equal(batch.x, data.x[batch.n_id])

@@ -126,7 +126,7 @@ def unpack_batch(signature: inspect.Signature, model: str, args: tuple[Any, ...]
     parameters = [parameter for parameter in by_name if parameter.name not in kwargs]
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     # The paper's listings call the edges adj_t.
-    named = {**dict(batch), "num_nodes": batch.num_nodes, "adj_t": batch.edge_index}
+    named = {**dict(iter(batch)), "num_nodes": batch.num_nodes, "adj_t": batch.edge_index}
     missing = [name for name in required if name not in named]
     edges = [parameter.name for parameter in by_name if parameter.name in ("edge_index", "adj_t")]
     # A graph made of several has an attribute batch, but what a model calls so is the batch.

@@ -60,10 +60,10 @@ def select_attributes(data: Data, n_id: Tensor, batch_size: int, e_id: Tensor, e
     ``e_id``, ``[num_edges]``, as positions in ``n_id``.
     """
     subgraph = _as_one_graph(data)
-    for name in data.keys():  # noqa: SIM118
+    for name, value in data:
         level = rows_of(data, name)
         if level is not None and name != "edge_index":
-            value, index = data[name], n_id if level == "node" else e_id
+            index = n_id if level == "node" else e_id
             subgraph[name] = value.index_select(data.__cat_dim__(name, value), index.to(value.device))
     subgraph.edge_index, subgraph.num_nodes = edge_index, n_id.numel()
     subgraph.n_id, subgraph.e_id, subgraph.batch_size = n_id, e_id, batch_size
@@ -79,7 +79,7 @@ def _as_one_graph(data: Data) -> Data:
     single = copy.copy(data)
     if isinstance(data, Batch):
         object.__setattr__(single, "__class__", type(data).__bases__[-1])
-        starts = [name for name in data.keys() if is_start(data, name)]  # noqa: SIM118
+        starts = [name for name, _ in data if is_start(data, name)]
         notes = [name for name in ("_num_graphs", "_slice_dict", "_inc_dict") if hasattr(data, name)]
         for name in (*starts, *notes):
             delattr(single, name)
@@ -97,7 +97,7 @@ def without_tensors(batch: Data) -> Data:
 
 def write_counts(data: Data) -> list[int]:
     """Counters of in-place writes, one per tensor: equal lists mean unchanged data."""
-    return [value._version for _, value in data if isinstance(value, Tensor)]
+    return [value._version for _, value in data if isinstance(value, Tensor) and not value.is_inference()]
 
 
 def build_each(

@@ -65,7 +65,7 @@ class Graph:
         _check_range("edge_index", edge_index, self.num_nodes, fix="Renumber the nodes, or set data.num_nodes.")
         self.edge_index = edge_index.cpu().contiguous()
         self._freeze(data)
-        _check_attributes(self.data, self.num_nodes, self.data.keys())
+        _check_attributes(self.data, self.num_nodes, dict(iter(self.data)))
         inputs: dict[str, Tensor] = {name: self.data[name] for name in _inputs(self.data)}
         of_edges = {name for name in inputs if rows_of(self.data, name) == "edge"}
         self.edge_attributes = {name: value.cpu() for name, value in inputs.items() if name in of_edges}
@@ -116,7 +116,7 @@ class Graph:
 
     def _changes(self, data: Data) -> set[str]:
         """The attributes that were replaced, written to, added or removed since this graph was made from the data."""
-        now, then = dict(data), dict(self.data)
+        now, then = dict(iter(data)), dict(iter(self.data))
         changed = now.keys() ^ then.keys()
         changed |= {name for name in now.keys() & then.keys() if now[name] is not then[name]}
         return changed | {name for name in self._writes if self._is_written(name)}
@@ -130,7 +130,7 @@ class Graph:
         now = copy.copy(data)
         inputs = {"edge_index", "num_nodes", *self.edge_attributes, *self.features, *_inputs(now)}
         if not changed & inputs:
-            _check_attributes(now, self.num_nodes, changed & set(now.keys()))
+            _check_attributes(now, self.num_nodes, [name for name, _ in now if name in changed])
             made = copy.copy(self)
             made._freeze(data)
             return made
@@ -216,7 +216,7 @@ def is_start(data: Data, name: str) -> bool:
 
 def _inputs(data: Data) -> list[str]:
     """The tensors with a row for every node or edge that histories depend on: all but edges, labels and masks."""
-    levels = {name: rows_of(data, name) for name in data.keys() if name != "edge_index"}  # noqa: SIM118
+    levels = {name: rows_of(data, name) for name, _ in data if name != "edge_index"}
     return [name for name, level in levels.items() if level == "edge" or (level == "node" and not _is_label(name))]
 
 

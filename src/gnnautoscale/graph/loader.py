@@ -29,8 +29,8 @@ class HaloLoader:
 
     Args:
         data: The whole graph. A batch gets its rows of all node- and edge-level tensors, and everything else as it is.
-            Every epoch takes ``data`` as it is when the epoch begins; its number of nodes must stay the same. Values that
-            change behind PyTorch's back, through numpy or ``tensor.data``, go unnoticed.
+            Every epoch takes ``data`` as it is when the epoch begins; its number of nodes must stay the same. Changes
+            behind PyTorch's back, through numpy or ``tensor.data``, go unnoticed.
         num_parts: Number of parts to cut into. Not needed when ``partition`` gives the labels.
         partition: How to cut: ``"metis"``, ``"random"``, or the part of each node as integers ``[num_nodes]``.
         batch_size: Number of parts in a batch.
