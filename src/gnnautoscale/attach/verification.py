@@ -11,10 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in, undisturbed
@@ -24,6 +22,7 @@ from gnnautoscale.attach.inference import infer, plan_of, sweep
 from gnnautoscale.attach.recomputation import Mode, Recomputation, Rows
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import (
+    Arguments,
     GraphMemory,
     HistoryStore,
     Observer,
@@ -37,6 +36,7 @@ from gnnautoscale.forward import (
     run_pass,
 )
 from gnnautoscale.graph import BatchInfo, HaloLoader, check_nodes
+from gnnautoscale.planner import expected_randomness
 
 # How far rows may be off, relative to the largest value of their column, by rounding: of rows and of histories.
 _TOLERANCES = {
@@ -283,7 +283,9 @@ class _Seen(Observer):
         for number, value in enumerate(tensors_in(out)):
             self._keep(self.outputs, number, value, info)
 
-    def around_layer(self, session: Session, call: str, layer: MessagePassing, run: Callable[[], Any]) -> Any:
+    def around_layer(
+        self, session: Session, call: str, layer: MessagePassing, arguments: Arguments, run: Callable[[], Any]
+    ) -> Any:
         """See :meth:`Observer.around_layer`."""
         out = run()
         if has_rows(out, session.info.num_rows, session.info.batch_size):
@@ -307,28 +309,13 @@ class _Seen(Observer):
 
 @contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """Training mode without chance: dropout does nothing, and batch norms use their running averages."""
-    with evaluating(model), _NoDropout():
+    """Training mode without chance: random numbers are constants, and batch norms use their running averages."""
+    with evaluating(model), expected_randomness():
         model.train()
         for module in model.modules():
             if isinstance(module, _BatchNorm):
                 module.eval()
         yield
-
-
-class _NoDropout(TorchFunctionMode):
-    """Switches dropout off."""
-
-    _DROPOUTS = frozenset(
-        {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
-        | {torch.dropout, torch.alpha_dropout, torch.feature_dropout}
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in self._DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -23,10 +23,15 @@ class _Expected(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _filled(value: Callable[[Any, Any], float]) -> Callable[[Any, Any, Any], Tensor]:
-    """Run a random function for its result's shape and type, and fill that with a value."""
+    """Fill the result of a random function with a value, without drawing numbers."""
 
     def replaced(func: Any, args: Any, kwargs: Any) -> Tensor:
-        result: Tensor = func(*args, **kwargs)
+        name = func._schema.name
+        if name.endswith("_"):
+            result: Tensor = args[0]
+        else:
+            options = {key: option for key, option in kwargs.items() if key not in ("generator", "names")}
+            result = torch.empty_like(args[0], **options) if name.endswith("_like") else torch.empty(args[0], **options)
         return result.fill_(value(args, kwargs))
 
     return replaced
@@ -49,13 +54,15 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
 
 def _backwards(func: Any, args: Any, kwargs: Any) -> Tensor:
     """A permutation that mixes rows."""
-    return func(*args, **kwargs).sort(descending=True).values  # type: ignore[no-any-return]
+    options = {key: option for key, option in kwargs.items() if key != "generator"}
+    return torch.arange(args[0] - 1, -1, -1, **options)
 
 
 def _drawn_normal(func: Any, args: Any, kwargs: Any) -> Tensor:
-    mean, std = (value if isinstance(value, Tensor) else float(value) for value in (*args[:2], 1.0)[:2])
-    result: Tensor = func(*args, **kwargs)
-    return result.copy_(torch.zeros_like(result) + mean + 0.3 * std)
+    mean, std = (*args[:2], 1.0)[:2]
+    options = {key: option for key, option in kwargs.items() if key != "generator"}
+    value: Tensor = torch.zeros(args[2] if len(args) > 2 else (), **options) + mean + 0.3 * std
+    return value
 
 
 def _argument(args: Any, kwargs: Any, place: int, name: str, default: float) -> float:
