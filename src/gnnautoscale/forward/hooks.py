@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -68,8 +69,15 @@ class Hooks:
 
     def bare_copy(self) -> nn.Module:
         """A deep copy of the model without hooks, in the same mode; attributes that cannot be copied are shared."""
-        with self.lifted() as model:
-            return _deep_copy(model)
+        state = random.getstate()
+        try:
+            # PyG's Sequential names its generated code by a random number, and takes code of that name if there is any.
+            # Were the number drawn again, the user's next Sequential would run the copy's code.
+            random.seed()
+            with self.lifted() as model:
+                return _deep_copy(model)
+        finally:
+            random.setstate(state)
 
     def run(self, session: Session | None, arguments: Arguments) -> Any:
         """Run the model's own forward pass in a session; ``None`` stays in the running one."""
