@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+import gnnautoscale as gas
 import gnnautoscale.cli as cli
 from gnnautoscale._util import Option
 from gnnautoscale.cli import display
@@ -192,6 +194,27 @@ def test_what_to_measure_may_be_named(tmp_path: Path) -> None:
     read = read_run("b")
     assert len(read.staleness) == len(read.lipschitz) == 2
     assert "diagnose must be some of" in refused("train", *TINY, *FAST, "--diagnose", "everything")
+
+
+def test_a_trained_model_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = done("train", *TINY, *FAST, "--verify", "--run-dir", "a").stderr
+    assert "the trained model is exact: 60 nodes recomputed on the whole graph" in said
+    assert "warning" not in said
+    assert done("train", *TINY, *FAST, "--verify", "--quiet").stderr == ""
+    assert answer("train", *TINY, *FAST, "--verify")["runs"][0]["verification"]["exact"] is True
+    assert "exact" not in done("train", *TINY, *FAST).stderr
+    wrong = replace(fit_verification(), exact=False, inference=0.5)
+    monkeypatch.setattr(journal, "verify", lambda *_: wrong)
+    for flags in ([], ["--quiet"]):
+        result = done("train", *TINY, *FAST, "--verify", *flags)
+        assert result.exit_code == 0
+        assert "warning: the trained model is NOT exact: 60 nodes" in result.stderr
+
+
+def fit_verification() -> gas.Verification:
+    data = generate.communities(60, degree=4.0, num_features=5, num_classes=3)
+    model = gas.autoscale(MODELS["gcn"](5, 3), data)
+    return gas.verify(model, gas.HaloLoader(data, 4))
 
 
 def test_tensorboard_gets_the_same_numbers() -> None:

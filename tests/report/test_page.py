@@ -222,6 +222,16 @@ def test_everything_about_one_run(tmp_path: Path) -> None:
     assert "script" not in page.tags
 
 
+def test_a_verification_is_told_once(tmp_path: Path) -> None:
+    folder = full(tmp_path / "run")
+    assert "verification" not in report(tmp_path, folder).text
+    (folder / "verification.json").write_text(json.dumps({"exact": False, "summary": f"NOT exact: {HOSTILE}"}))
+    page = report(tmp_path, folder)
+    assert page.text.count(f"NOT exact: {HOSTILE}") == 1
+    told = page.text.index("NOT exact")
+    assert page.text.index("versions") < told < page.text.index("Key numbers", page.text.index("versions"))
+
+
 def test_several_runs_are_compared(tmp_path: Path) -> None:
     better = {**RESULT, "scores": {"train": 64.0, "val": 54.0, "test": 54.5}, "peak_memory": 6 * 2**20}
     folders = [

@@ -65,6 +65,20 @@ def test_unfinished() -> None:
     assert "--checkpoint-dir" in only(record(result=None, epochs=[])).change
 
 
+def test_a_model_that_is_not_exact() -> None:
+    found = {"summary": "NOT exact: 9 nodes", "inference": 2e-4, "training": 1e-3, "tolerance": 1e-4, "exact": False}
+    finding = only(replace(record(), verification=found))
+    assert finding.name == "not exact"
+    assert finding.sentence == "The trained model is NOT exact: 9 nodes"
+    assert "detach and autoscale it again" in finding.change
+    assert finding.times == pytest.approx(10.0)
+    alone = {**found, "training": None}  # not compared
+    assert only(replace(record(), verification=alone)).times == pytest.approx(2.0)
+    unequal = {**found, "inference": None, "training": None}  # infinite
+    assert only(replace(record(), verification=unequal)).times == math.inf
+    assert explain(replace(record(), verification={**found, "exact": True})) == []
+
+
 def layers(*relative: float | None) -> list[dict[str, Any]]:
     return [
         {"layer": f"convs.{number}", "staleness": None if value is None else {"relative": value}}

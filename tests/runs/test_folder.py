@@ -27,6 +27,7 @@ def written(path: Path, epochs: int = 3) -> Path:
             folder.append({"kind": "epoch", "epoch": epoch, "loss": 1 / epoch})
             folder.append({"kind": "staleness", "epoch": epoch, "layers": []})
         folder.finish({"steps": 12})
+        folder.verified({"exact": False, "inference": math.inf})
     return path
 
 
@@ -41,6 +42,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read.result is not None
     assert read.result["steps"] == 12
     assert "finished" in read.result
+    assert read.verification == {"exact": False, "inference": None}
 
 
 def test_records_can_be_read_while_the_run_trains(tmp_path: Path) -> None:
@@ -49,6 +51,7 @@ def test_records_can_be_read_while_the_run_trains(tmp_path: Path) -> None:
         read = read_run(folder.path)
     assert len(read.epochs) == 1
     assert read.result is None
+    assert read.verification is None
 
 
 def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
@@ -120,6 +123,7 @@ def test_reopening_drops_later_epochs(tmp_path: Path) -> None:
     started = read_run(path).run["started"]
     with RunFolder.reopen(path, RUN, epoch=2) as folder:
         assert read_run(path).result is None
+        assert read_run(path).verification is None
         folder.append({"kind": "epoch", "epoch": 3, "loss": 7.0})
     read = read_run(path)
     assert [epoch["loss"] for epoch in read.epochs] == [1.0, 0.5, 7.0]

@@ -19,6 +19,7 @@ from gnnautoscale.attach.autoscaler import is_autoscaled
 from gnnautoscale.data import generate
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import GAT, GCN, build_model
+from gnnautoscale.runs.findings import explain
 from gnnautoscale.runs.folder import RunFolder, RunRecord, read_run
 from gnnautoscale.tasks import NodeClassification
 from gnnautoscale.training.journal import describe_parts
@@ -241,6 +242,74 @@ def test_what_a_run_gave(data: Data, tmp_path: Path) -> None:
     assert read.result["scores"] == result.scores
     assert read.result["seconds"]["diagnose"] > 0
     assert [epoch["loss"] for epoch in read.epochs] == [epoch.loss for epoch in result.epochs]
+
+
+# Verification ########################################################################################################
+
+
+@pytest.mark.parametrize("name", ["gas", "batches drawn anew", "disk", "few bits", "edge dropout", "refresh", "full"])
+def test_verified_runs_end_bit_for_bit_as_others(name: str, data: Data, tmp_path: Path) -> None:
+    plain = final(data, None, tmp_path, None, **SCENARIOS[name])
+    verified = final(data, tmp_path / "run", tmp_path, None, **SCENARIOS[name], verify=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, verified, strict=True))
+    found, result = read_run(tmp_path / "run").verification, read_run(tmp_path / "run").result
+    assert found is not None
+    assert found["exact"]
+    assert found["nodes"] == 48
+    assert found["precision"] == ("int8" if name == "few bits" else "float32")
+    assert found["summary"].startswith("exact: 48 nodes recomputed on the whole graph")
+    assert result is not None
+    assert result["seconds"]["verify"] > 0
+    assert "verification" not in result
+
+
+def test_the_trained_model_is_verified(data: Data) -> None:
+    model, result = fit(data, verify=True)
+    assert result.verification == gas.verify(model, gas.HaloLoader(data, 6))
+    assert result.to_dict()["verification"]["exact"] is True
+    assert fit(data)[1].verification is None
+
+
+def test_a_deviation_is_kept(data: Data, tmp_path: Path) -> None:
+    class Centred(GCN):
+        def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+            out = super().forward(x, edge_index, edge_weight)
+            return out - out.mean(0) if centring else out
+
+    centring = False
+
+    def start(epoch: Any) -> None:
+        nonlocal centring
+        centring = True
+
+    model = Centred(FEATURES, CLASSES, hidden=8, layers=3)
+    _, result = fit(data, tmp_path / "run", model, epochs=1, callback=start, verify=True)
+    found = read_run(tmp_path / "run")
+    assert found.verification is not None
+    assert not found.verification["exact"]
+    assert found.verification["inference"] == result.verification.inference > 0.01
+    assert [finding.name for finding in explain(found)][:1] == ["not exact"]
+
+
+def test_a_verification_that_fails_does_not_lose_the_run(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        assert read_run(tmp_path / "run").result is not None, "the result is safe before anything else can happen"
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(journal_module, "verify", fail)
+    with pytest.warns(UserWarning, match=r"could not be verified: CUDA out of memory"):
+        _, result = fit(data, tmp_path / "run", verify=True)
+    assert result.verification is None
+    assert read_run(tmp_path / "run").verification is None
+    assert read_run(tmp_path / "run").result is not None
+
+
+@pytest.mark.parametrize("mode", ["cluster", "sage"])
+def test_modes_without_histories_have_nothing_to_verify(mode: str, data: Data) -> None:
+    with pytest.raises(InputError, match="verify must be False"):
+        fit(data, mode=mode, verify=True)
 
 
 def test_lines_are_written_as_epochs_end(data: Data, tmp_path: Path) -> None:

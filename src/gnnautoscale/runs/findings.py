@@ -100,8 +100,8 @@ def _unfinished(record: RunRecord) -> Finding | None:
 
 
 def _verification(record: RunRecord) -> Finding | None:
-    found = record.verification or {"exact": True}
-    if found["exact"]:
+    found = record.verification
+    if found is None or found["exact"]:
         return None
     errors = [found[name] for name in ("inference", "training") if found[name] is not None]
     return Finding(
