@@ -132,6 +132,17 @@ def test_too_large_a_field_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Recomputation(model, data, NODES, plan, call_with_batch)
 
 
+def test_lack_of_memory_is_not_the_call_s_fault() -> None:
+    data = band(directed=False)
+    model, plan = planned(pyg.GCN(C, 8, num_layers=2), data)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        Recomputation(model, data, NODES, plan, fail).run(evaluating)
+
+
 def test_small_graphs_always_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     data = band(directed=False)
     model, plan = planned(pyg.GCN(C, 8, num_layers=2), data)

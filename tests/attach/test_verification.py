@@ -124,9 +124,13 @@ def test_a_model_that_was_never_called_and_a_loader_that_shuffles() -> None:
     assert found.nodes == data.num_nodes, "there are no more to draw"
 
 
-def test_another_graph() -> None:
+@pytest.mark.parametrize("called", [True, False])
+def test_another_graph(called: bool) -> None:
     model = Net()
-    attach(model)
+    if called:
+        attach(model)
+    else:
+        gas.autoscale(model, undirected_graph())
     other = gas.HaloLoader(odd_graph(), 4, partition="random")
     assert gas.verify(model, other).exact
     FAULTS.add("before 1")
@@ -340,6 +344,14 @@ def test_double_precision_has_a_finer_one() -> None:
     assert found.inference < 1e-12
 
 
+def test_in_inference_mode() -> None:
+    model = Net()
+    loader = attach(model)
+    with torch.inference_mode():
+        assert gas.verify(model, loader).exact
+    model(next(iter(loader))).sum().backward()
+
+
 def test_autocast_is_left_out() -> None:
     model = Net()
     loader = attach(model)
@@ -378,14 +390,22 @@ class Stateful(Net):
         super().__init__()
         self.register_buffer("seen", torch.zeros(C))
         self.calls, self.sizes, self.last = 0, [0], torch.zeros(1)
+        self.nested: dict[str, Any] = {"rows": [torch.zeros(1)], "all": {0}}
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         assert isinstance(self.seen, Tensor)
         self.calls += 1
         self.sizes.append(x.size(0))
         self.last = x.detach()
+        self.nested["rows"][0] += 1.0
+        self.nested["rows"].append(x.detach())
+        self.nested["all"].add(x.size(0))
         self.seen += 1.0
         return super().forward(x, edge_index)
+
+
+# Attributes whose copies would not be equal: hooks, which refer to the model, and what is compared by itself.
+SHARED = {"forward", "propagate", "edge_updater", "_autoscaler", "_modules", "_parameters", "inspector"}
 
 
 def everything(model: nn.Module) -> dict[str, Any]:
@@ -395,7 +415,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
         "gradients": {name: copy.deepcopy(weight.grad) for name, weight in model.named_parameters()},
         "modes": {name: module.training for name, module in model.named_modules()},
         "attributes": {
-            name: {key: list(value) if isinstance(value, list) else value for key, value in vars(module).items()}
+            name: {key: value if key in SHARED else copy.deepcopy(value) for key, value in vars(module).items()}
             for name, module in model.named_modules()
         },
         "histories": history_rows(model),

@@ -104,6 +104,8 @@ class Recomputation:
             with mode(plain.model):
                 out = self._call(plain.model, subgraph)
         except Exception as error:  # whatever the user's code raises
+            if "memory" in str(error):
+                raise
             raise InputError(
                 "verify runs a plain copy of the model on all nodes at once",
                 got=f"{type(error).__name__}: {error}",

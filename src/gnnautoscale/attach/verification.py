@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ from gnnautoscale.forward import (
     HistoryStore,
     Observer,
     Plan,
+    PlanOnly,
     Session,
     StoreExchange,
     as_matrix,
     evaluating,
     has_rows,
+    run_pass,
 )
 from gnnautoscale.graph import BatchInfo, HaloLoader, check_nodes
 
@@ -135,16 +138,19 @@ def verify(
         >>> found.exact, found.nodes, found.how
         (True, 10, 'the whole graph')
     """
-    attached(model)
+    scaler = attached(model)
     if not isinstance(loader, HaloLoader):
         raise InputError(
             "verify takes a HaloLoader", got=type(loader).__name__, fix="Pass HaloLoader(data, num_parts=...)."
         )
     chosen = _chosen(nodes, loader.graph.num_nodes, seed)
     with _full_precision(device_of(model)):
-        plan = plan_of(model, loader, call)
+        # What the first pass makes, such as the plan, stays.
+        with scaler.visiting(loader.graph, apart=True), scaler.running(PlanOnly()):
+            run_pass(partial(call, model, to_model_device(next(loader.in_order()), model)))
         with _untouched(model):
             inferred = tensors_in(infer(model, loader, call=call, update_histories=False))
+        plan = plan_of(model, loader, call)
         plain = Recomputation(model, loader.data, chosen, plan, call)
         with undisturbed(device_of(model)):
             evaluated = plain.run(evaluating)
@@ -343,23 +349,28 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Afterwards weights, buffers, attributes, modes and random states are as before."""
-    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-    values = [value for _, named in attributes for value in named.values()]
-    containers = [(value, copy.copy(value)) for value in values if isinstance(value, (dict, list, set))]
-    tensors = [*model.parameters(), *model.buffers(), *tensors_in(values)]
-    kept = [(tensor, tensor.detach().clone()) for tensor in dict.fromkeys(tensors)]
+    containers: dict[int, tuple[Any, Any]] = {}
+    tensors: dict[int, tuple[Tensor, Tensor]] = {}
+    waiting: list[Any] = [vars(module) for module in model.modules()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            tensors.setdefault(id(value), (value, value.detach().clone()))
+        elif isinstance(value, (dict, list, set, tuple)) and id(value) not in containers:
+            containers[id(value)] = value, copy.copy(value)
+            waiting += value.values() if isinstance(value, dict) else value
     try:
         with undisturbed(device_of(model)):
             yield
     finally:
-        for now, before in (*attributes, *containers):
+        for now, before in containers.values():
             if isinstance(now, list):
                 now[:] = before
-            else:
+            elif isinstance(now, (dict, set)):
                 now.clear()
                 now.update(before)
         with torch.no_grad():
-            for tensor, value in kept:
+            for tensor, value in tensors.values():
                 # Only if something was written: autograd notices every write.
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
