@@ -63,6 +63,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         if "noise" in FAULTS or ("noise in training" in FAULTS and self.training):
             x = x + torch.randn_like(x)
+        if "unused noise" in FAULTS:
+            torch.randn_like(x)
         if "in sweeps" in FAULTS and not torch.is_grad_enabled() and x.size(0) < 60:
             x = x + 1.0
         for number, conv in enumerate(self.convs):
@@ -318,7 +320,17 @@ def test_random_steps_are_not_compared() -> None:
     assert found.exact
     assert found.training is None
     assert "exact in inference" in str(found)
-    assert "training steps were not compared" in str(found)
+    assert "steps cannot be compared" in str(found)
+
+
+def test_random_numbers_without_effect() -> None:
+    model = Net()
+    loader = attach(model)
+    FAULTS.add("unused noise")
+    found = gas.verify(model, loader)
+    assert found.exact
+    assert found.training is not None
+    assert found.note == ""
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ class Recomputation:
 
     def run(self, mode: Mode) -> Rows:
         """What the model computes in a mode. It starts from its present state, which stays as it is."""
+        self.drew = False
         pieces = [self._run(mode, subgraph, rows) for subgraph, rows in self._subgraphs()]
         outputs = [torch.cat(values) for values in zip(*(piece.outputs for piece in pieces), strict=True)]
         names = [name for name in pieces[0].layers if all(name in piece.layers for piece in pieces)]
@@ -111,7 +112,7 @@ class Recomputation:
                 got=f"{type(error).__name__}: {error}",
                 fix="Pass the same call as to gas.infer; it is called with that copy, and with the graph as a batch.",
             ) from error
-        self.drew = before.has_moved
+        self.drew |= before.has_moved
         self.described.update(plain.described)
         return Rows([plain.chosen(value) for value in tensors_in(out)], plain.layers)
 

@@ -157,26 +157,31 @@ def verify(
             random_outputs = plain.drew
             trained = plain.run(_training)
             random_steps = plain.drew
-        steps = Rows() if random_steps else _steps(model, loader, chosen, call, _training)
+        steps = _steps(model, loader, chosen, call, _training)
         precision, tolerance = _tolerance(model, plan, inferred, len(loader) > 1)
         inference = _largest_error([value[chosen] for value in inferred], evaluated.outputs)
-        training = None if random_steps else _largest_error(steps.outputs, trained.outputs)
-        layer = None
-        if inference > tolerance and not random_outputs:
-            found = _steps(model, loader, chosen, call, evaluating)
-            layer = _first_deviating(found, evaluated, tolerance)
-        if layer is None and training is not None and training > tolerance:
+        training = _largest_error(steps.outputs, trained.outputs)
+        not_comparable = training > tolerance and random_steps
+        layer, note = None, ""
+        if not_comparable:
+            note = "The model draws random numbers besides dropout in training, so steps cannot be compared."
+        elif training > tolerance:
             layer = _first_deviating(steps, trained, tolerance)
+        if inference > tolerance and random_outputs:
+            note = "The model draws random numbers in evaluation mode, so no two of its outputs are alike."
+        elif inference > tolerance:
+            steps = _steps(model, loader, chosen, call, evaluating)
+            layer = _first_deviating(steps, evaluated, tolerance) or layer
     return Verification(
         nodes=chosen.numel(),
         how=plain.how,
         inference=inference,
-        training=training,
+        training=None if not_comparable else training,
         layer=None if layer is None else plain.described[layer],
         precision=precision,
         tolerance=tolerance,
-        exact=inference <= tolerance and (training is None or training <= tolerance),
-        note=_note(random_outputs, random_steps),
+        exact=inference <= tolerance and (not_comparable or training <= tolerance),
+        note=note,
     )
 
 
@@ -192,14 +197,6 @@ def _chosen(nodes: int | Tensor, num_nodes: int, seed: int) -> Tensor:
         raise InputError(rule, got=got, fix="Leave nodes out to draw 100 of them.")
     chosen: Tensor = torch.unique(nodes)
     return chosen
-
-
-def _note(random_outputs: bool, random_steps: bool) -> str:
-    if random_outputs:
-        return "The model draws random numbers in evaluation mode, so no two of its outputs are alike."
-    if random_steps:
-        return "The model draws random numbers besides dropout in training, so training steps were not compared."
-    return ""
 
 
 # Comparing ###########################################################################################################
