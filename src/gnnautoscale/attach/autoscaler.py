@@ -86,6 +86,8 @@ class Autoscaler:
         _check_model(model)
         self.memory, self.key = memory, key
         self.edge_dropout, self._explicit = edge_dropout, explicit
+        self._form: Form | None = None
+        self._version = 0
         #: How many forward passes the model has begun.
         self.num_passes = 0
         #: The plan of the last pass; ``None`` before the first.
@@ -200,12 +202,20 @@ class Autoscaler:
     def _situation(self, info: BatchInfo, arguments: Arguments) -> _Situation:
         model, given = self.form, form_of_arguments(info, arguments)
         dtypes = frozenset({weight.dtype for weight in self._weights})
-        structure = model.structure, given.structure, info.graph.is_symmetric, dtypes
+        structure = model.structure, model.mode, given.structure, info.graph.is_symmetric, dtypes
         read = tuple(float(value.detach().double().sum()) for value in self._read)
         return _Situation(structure, (model.numbers, given.numbers, read))
 
     def _bound(self, arguments: Arguments) -> inspect.BoundArguments:
         return self._signature.bind(*arguments[0], **arguments[1])
+
+    @property
+    def version(self) -> int:
+        """Changes when the model does, apart from its weights and its mode."""
+        form = self.form._replace(mode=None)
+        if form != self._form:
+            self._form, self._version = form, self._version + 1
+        return self._version
 
     @property
     def form(self) -> Form:
