@@ -381,8 +381,9 @@ def autoscale(
 
     The model is any module made of PyG layers; its code stays as it is. Hooks give each layer the right edges, push
     the batch's embeddings and pull the halo's. Called with a batch (``model(batch.x, batch.edge_index)`` or
-    ``model(batch)``), the model returns one row per in-batch node. Its first call tries it on a tiny graph, and refuses
-    a model that histories cannot make exact, with the reason.
+    ``model(batch)``), the model returns one row per in-batch node. Before it runs, a copy of it is tried on small graphs,
+    and again whenever the model, its mode or its arguments have changed; a model that histories cannot make exact is
+    refused, with the reason.
 
     Args:
         model: The model; it is returned.
@@ -390,7 +391,7 @@ def autoscale(
         storage: Where histories live: ``"device"`` or ``"host"`` memory, ``"disk"``, or ``"auto"`` for the first of
             these with enough room.
         dtype: Type of the histories: a floating-point type, or ``torch.int8`` or ``torch.float8_e4m3fn`` with a scale
-            per row; by default the type of the embeddings.
+            per row; by default the type of the embeddings without autocast.
         history_dir: The folder for histories on disk.
         edge_dropout: Share of edges to drop at random in each training step. Self-loops stay.
 
