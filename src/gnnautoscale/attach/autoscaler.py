@@ -39,7 +39,7 @@ from gnnautoscale.forward import (
 )
 from gnnautoscale.graph import BatchInfo, BatchTensor, Graph
 from gnnautoscale.history import Storage, codec_for
-from gnnautoscale.planner import make_plan, skips_at_random, still_holds
+from gnnautoscale.planner import graph_form, make_plan, skips_at_random, still_holds
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -202,7 +202,7 @@ class Autoscaler:
     def _situation(self, info: BatchInfo, arguments: Arguments) -> _Situation:
         model, given = self.form, form_of_arguments(info, arguments)
         dtypes = frozenset({weight.dtype for weight in self._weights})
-        structure = model.structure, model.mode, given.structure, info.graph.is_symmetric, dtypes
+        structure = model.structure, model.mode, given.structure, graph_form(info.graph), dtypes
         read = tuple(float(value.detach().double().sum()) for value in self._read)
         return _Situation(structure, (model.numbers, given.numbers, read))
 
@@ -222,13 +222,13 @@ class Autoscaler:
         """The model's modules, modes and attributes as they are now; layers that were replaced get hooks."""
         if self._watch.has_changed():
             changed, before = self._watch.changes(), self._watch.modules
-            self._watch.look()
             if replaced := [f"{path}.{name}" for path, name in changed if name in OVERRIDES and path in before]:
                 raise InputError(
                     "the methods that hooks override must stay as they are while a model is autoscaled",
                     got=f"another {replaced[0]}",
                     fix="Call gas.detach(model), replace the method, and autoscale the model again.",
                 )
+            self._watch.look()
             if [*before.values()] != [*self._watch.modules.values()]:
                 with self._hooks.lifted() as model:
                     _check_model(model)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import BoundArguments
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from gnnautoscale.forward import SHORTCUTS, ArgumentKind, Hooks, LayerCall, Plan
 from gnnautoscale.graph import BatchInfo, BatchTensor
 from gnnautoscale.planner.blame import DeviationError, LayerError, explained, keeps_state, random_evaluation
 from gnnautoscale.planner.rehearsal import Observation, Reference, Rehearsal, tolerances, watching
-from gnnautoscale.planner.trial_graph import SETUPS, TrialGraph, TrialSetup
+from gnnautoscale.planner.trial_graph import TrialGraph, TrialSetup, setups_for
 from gnnautoscale.planner.understudy import Understudy, initialize_like, seed_everything
 
 # How often a model that skips layers at random is tried, to see all of them.
@@ -76,7 +77,7 @@ def _initialize_lazy_weights(
     copied = hooks.bare_copy()
     with torch.autocast(device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
         with undisturbed(device):
-            trial = TrialGraph(info, arguments, device, SETUPS[0], None)
+            trial = TrialGraph(info, arguments, device, setups_for(info.graph)[0], None)
         batch = next(iter(trial.whole))
         copied_hooks = Hooks(copied, lambda *args, **kwargs: copied_hooks.run(None, (args, kwargs)))
         copied_hooks.run(Observation(trial, batch, Plan(explicit=explicit)).session, trial.arguments(batch))
@@ -111,7 +112,7 @@ class _Tryout:
     ) -> None:
         self._info, self._arguments, self._device, self._explicit = info, arguments, device, explicit
         self._training = any(module.training for module in model.modules())
-        self._model = model
+        self._model, self._setups = model, setups_for(info.graph)
         self._actors: dict[tuple[torch.dtype | None, bool], Understudy] = {}
         # How to try the model, the best way first.
         self._attempts = [
@@ -127,7 +128,7 @@ class _Tryout:
 
     def plan(self) -> Plan:
         """Try histories at the outputs of layers, and at the propagations of layers that deviate."""
-        trials = self._trials()
+        trials = self._trials(self._setups)
         if not self._training:
             self._check_determinism(trials[0])
         inner: set[str] = set()
@@ -159,7 +160,7 @@ class _Tryout:
     def confirms(self, plan: Plan) -> bool:
         """Whether batches agree with the whole graph by a plan that is there already."""
         try:
-            trial = self._trials(SETUPS[:1])[0]
+            trial = self._trials(self._setups[:1])[0]
             seen = self._observe(trial, plan.inner)
             found = _merged([seen], plan.inner, plan.explicit)
             same_calls = found.calls.keys() == plan.calls.keys() and all(
@@ -176,7 +177,7 @@ class _Tryout:
 
     def skips(self, plan: Plan, calls: set[str]) -> bool:
         """Whether these calls are left out at random on the whole of a trial graph."""
-        trial, skipped = self._trials(SETUPS[:1])[0], set[str]()
+        trial, skipped = self._trials(self._setups[:1])[0], set[str]()
         for seed in range(_MOST_SEEDS):
             trial.seed = seed
             skipped |= calls - self._observe(trial, plan.inner, by_chance=True).plan.calls.keys()
@@ -184,7 +185,7 @@ class _Tryout:
 
     # Trials ##########################################################################################################
 
-    def _trials(self, setups: Iterable[TrialSetup] = SETUPS) -> list[_Trial]:
+    def _trials(self, setups: Iterable[TrialSetup]) -> list[_Trial]:
         """A trial for each setup that the model runs on as a whole; the first one has to.
 
         In double precision, where rounding hides nothing, if the model runs in it.
@@ -192,15 +193,17 @@ class _Tryout:
         trials: list[_Trial] = []
         for setup in setups:
             failures: list[Exception] = []
-            for attempt in self._attempts:
+            # The model may not run on features unlike the user's.
+            for features, attempt in product(dict.fromkeys([setup.features, "own"]), self._attempts):
                 try:
-                    trial = self._trial(setup, attempt)
+                    trial = self._trial(replace(setup, features=features), attempt)
                     trial.seen = self._observe(trial, set())
                 except Exception as error:
                     failures.append(error)
                     continue
-                if not trials or trial.seen.reference.is_finite:
-                    trials.append(trial)
+                if trials and not trial.seen.reference.is_finite:
+                    continue
+                trials.append(trial)
                 self._attempts = [other for other in self._attempts if other.by_size is attempt.by_size]
                 break
             if not trials:
@@ -457,7 +460,7 @@ class _Tryout:
     def _note_types(self, trial: _Trial, plan: Plan) -> None:
         """Give the plan the types of rows that the model itself computes, not those of a copy in another precision."""
         if trial.attempt.dtype is not None:
-            own = self._trial(SETUPS[0], trial.attempt._replace(dtype=None))
+            own = self._trial(self._setups[0], trial.attempt._replace(dtype=None))
             plan.rows = self._observe(replace(own, seed=trial.seed), plan.inner).plan.rows
 
 
