@@ -65,7 +65,7 @@ def _undisturbed_trial(hooks: Hooks, info: BatchInfo) -> Iterator[torch.device]:
     with hooks.lifted() as model:
         device = next((value.device for value in model.parameters()), info.n_id.device)
     with undisturbed(device), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
-        seed_everything(0)
+        seed_everything(0, device)
         yield device
 
 

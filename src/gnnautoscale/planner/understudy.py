@@ -83,19 +83,20 @@ class Understudy:
     def run(self, session: Session, arguments: Arguments, *, seed: int = 0, by_chance: bool = False) -> Any:
         """Run the forward pass; everything random gives its expected value unless ``by_chance``."""
         model, hooks = self._current[:2]
-        seed_everything(seed)
+        seed_everything(seed, session.device)
         # In evaluation mode nothing is random, and without this mode runs are faster.
         certain = not by_chance and any(module.training for module in model.modules())
         with _default_dtype(self.dtype), expected_randomness() if certain else nullcontext():
             return hooks.run(session, arguments)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed everything random; whoever calls this restores the states."""
-    # Not torch.manual_seed, which takes a millisecond.
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Seed everything random on the host and on a device; whoever calls this restores the states."""
+    # Not torch.manual_seed, which takes a millisecond and seeds all devices.
     torch.default_generator.manual_seed(seed)
-    for generator in torch.cuda.default_generators:
-        generator.manual_seed(seed)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
 
