@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from inspect import BoundArguments
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,10 @@ from gnnautoscale.graph import BatchInfo, BatchTensor
 from gnnautoscale.planner.blame import DeviationError, LayerError, explained, keeps_state, random_evaluation
 from gnnautoscale.planner.rehearsal import Observation, Reference, Rehearsal, tolerances, watching
 from gnnautoscale.planner.trial_graph import TrialGraph, TrialSetup, setups_for
-from gnnautoscale.planner.understudy import Understudy, initialize_like, seed_everything
+from gnnautoscale.planner.understudy import MOST_COPIED, Understudy, initialize_like, seed_everything
 
+# How many rows of the gradient of a very large weight are compared.
+_MOST_ROWS = 4096
 # How often a model that skips layers at random is tried, to see all of them.
 _MOST_SEEDS = 32
 
@@ -45,19 +47,21 @@ def make_plan(hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, expli
         if any(is_lazy(weight) for weight in model.parameters()):
             _initialize_lazy_weights(model, hooks, info, arguments, explicit=explicit)
     with _undisturbed_trial(hooks, info) as device:
-        return _Tryout(hooks.bare_copy(), info, arguments, device, explicit).plan()
+        return _Tryout(hooks.bare_copy(share_above=MOST_COPIED), info, arguments, device, explicit).plan()
 
 
 def still_holds(plan: Plan, hooks: Hooks, info: BatchInfo, arguments: BoundArguments) -> bool:
     """Whether a plan still holds after a number in the model or in its arguments has changed."""
     with _undisturbed_trial(hooks, info) as device:
-        return _Tryout(hooks.bare_copy(), info, arguments, device, plan.explicit).confirms(plan)
+        return _Tryout(hooks.bare_copy(share_above=MOST_COPIED), info, arguments, device, plan.explicit).confirms(plan)
 
 
 def skips_at_random(plan: Plan, calls: list[str], hooks: Hooks, info: BatchInfo, arguments: BoundArguments) -> bool:
     """Whether the model leaves out these layer calls at random, whatever the graph."""
     with _undisturbed_trial(hooks, info) as device:
-        return _Tryout(hooks.bare_copy(), info, arguments, device, plan.explicit).skips(plan, set(calls))
+        return _Tryout(hooks.bare_copy(share_above=MOST_COPIED), info, arguments, device, plan.explicit).skips(
+            plan, set(calls)
+        )
 
 
 @contextmanager
@@ -542,7 +546,10 @@ def _gradients(loss: Tensor, weights: list[nn.Parameter]) -> list[Tensor | None]
         weight.grad = None
     try:
         loss.backward()  # type: ignore[no-untyped-call]
-        return [weight.grad for weight in weights]
+        # Of a table with a row for each node, a trial uses the first rows.
+        large = [weight.grad is not None and weight.numel() > MOST_COPIED for weight in weights]
+        pairs = zip(weights, large, strict=True)
+        return [cast(Tensor, weight.grad)[:_MOST_ROWS].clone() if cut else weight.grad for weight, cut in pairs]
     finally:
         for weight, grad in zip(weights, kept, strict=True):
             weight.grad = grad

@@ -16,7 +16,6 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale.forward import ArgumentKind, Arguments, GraphMemory, has_rows
 from gnnautoscale.graph import BatchInfo, BatchTensor, Graph, HaloLoader
 
-
 # The largest trial has as many nodes as the user's graph, within these bounds.
 _LARGE, _LARGEST = 257, 1031
 

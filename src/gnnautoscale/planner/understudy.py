@@ -19,35 +19,37 @@ from gnnautoscale.forward import Arguments, Attribute, Hooks, Session, Watch, co
 from gnnautoscale.planner.randomness import expected_randomness
 from gnnautoscale.planner.trial_graph import disturb
 
+#: Weights with more entries than this are not copied for a trial.
+MOST_COPIED = 1 << 24
+
 
 class Understudy:
     """A copy of a model that starts every run in the same state.
 
     It is as the model was, except that all weights are trainable, because they may be trained later; and that weights
     are of type ``dtype`` unless that is ``None``. If ``disturbed``, weights and buffers whose entries are all equal, such
-    as gates that start at zero, get other values, because they would hide a deviation.
+    as gates that start at zero, get other values, because they would hide a deviation. Very large weights, such as an
+    embedding of all nodes, stay as they are.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None, *, disturbed: bool = True) -> None:
-        self._original = copy_model(model)
+        self._original = copy_model(model, share_above=MOST_COPIED)
         self.dtype = dtype
-        if dtype is not None:
-            self._original.to(dtype)
         for module in self._original.modules():
             # Statistics of norms have their own meaning.
-            buffers = () if isinstance(module, _NormBase) else module.buffers(recurse=False)
-            for value in (*module.parameters(recurse=False), *buffers):
+            statistics = {id(value) for value in module.buffers(recurse=False) if isinstance(module, _NormBase)}
+            for value in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if is_lazy(value) or not value.is_floating_point():
                     continue
                 if isinstance(value, nn.Parameter):
                     value.requires_grad_(True)
-                if disturbed:
-                    value.data = disturb(value.data)
+                if value.numel() <= MOST_COPIED:
+                    other = disturb(value.data) if disturbed and id(value) not in statistics else value.data
+                    value.data = other.to(dtype or other.dtype)
 
     @cached_property
     def _current(self) -> tuple[nn.Module, Hooks, Watch, list[int]]:
-        # Weights are shared: forward passes rarely write to them, and an embedding of all nodes is large.
-        model = copy_model(self._original, share_weights=True)
+        model = copy_model(self._original, share_above=0)  # forward passes rarely write to weights
         hooks = Hooks(model, lambda *args, **kwargs: hooks.run(None, (args, kwargs)))
         return model, hooks, Watch(model), [buffer._version for buffer in model.buffers()]
 
