@@ -133,14 +133,14 @@ class _Tryout:
     def plan(self) -> Plan:
         """Try histories at the outputs of layers, and at the propagations of layers that deviate."""
         trials = self._trials(self._setups)
-        if not self._training:
+        if self._training:
+            self._choose_seed(trials)
+        else:
             self._check_determinism(trials[0])
         inner: set[str] = set()
         everything_needed = False
         while True:
-            observations = [
-                trial.seen if trial.seen is not None and not inner else self._observe(trial, inner) for trial in trials
-            ]
+            observations = [self._seen(trial, inner) for trial in trials]
             plan = _merged(observations, inner, self._explicit, everything_needed=everything_needed)
             references = [seen.reference for seen in observations]
             deviation = self._rehearse_all(trials, plan, references)
@@ -165,7 +165,7 @@ class _Tryout:
         """Whether batches agree with the whole graph by a plan that is there already."""
         try:
             trial = self._trials(self._setups[:1])[0]
-            seen = self._observe(trial, plan.inner)
+            seen = self._seen(trial, plan.inner)
             found = _merged([seen], plan.inner, plan.explicit)
             same_calls = found.calls.keys() == plan.calls.keys() and all(
                 (call.num_propagations, call.attributes, len(call.edge_names))
@@ -212,8 +212,6 @@ class _Tryout:
                 break
             if not trials:
                 raise explained(failures[-1], self._info, self._arguments, self._model) from failures[-1]
-        if self._training:
-            self._choose_seed(trials)
         return trials
 
     def _trial(self, setup: TrialSetup, attempt: _Attempt) -> _Trial:
