@@ -242,6 +242,10 @@ class _Tryout:
 
     # Runs ############################################################################################################
 
+    def _seen(self, trial: _Trial, inner: set[str]) -> Observation:
+        """What was last observed, if that was without histories inside of layers, or another observation."""
+        return trial.seen if trial.seen is not None and not inner else self._observe(trial, inner)
+
     def _observe(self, trial: _Trial, inner: set[str], *, by_chance: bool = False, reset: bool = True) -> Observation:
         """Run the whole trial graph, and note how layers are called and what each slot is computed from."""
         if reset:
