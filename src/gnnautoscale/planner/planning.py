@@ -143,7 +143,14 @@ class _Tryout:
             observations = [self._seen(trial, inner) for trial in trials]
             plan = _merged(observations, inner, self._explicit, everything_needed=everything_needed)
             references = [seen.reference for seen in observations]
-            deviation = self._rehearse_all(trials, plan, references)
+            try:
+                deviation = self._rehearse_all(trials, plan, references)
+            except Exception:
+                kept = self._without_failing(trials, plan, references)
+                if len(kept) == len(trials):
+                    raise
+                trials = kept
+                continue
             if deviation is None:
                 break
             call = plan.calls.get(deviation.name)
@@ -263,21 +270,29 @@ class _Tryout:
         return seen
 
     def _rehearse_all(self, trials: list[_Trial], plan: Plan, references: list[Reference]) -> DeviationError | None:
-        """Run all trial graphs in batches, as steps and as sweeps; returns the first deviation.
-
-        A trial that fails in another way says nothing about the user's graph, except for the first one.
-        """
-        for number, trial in enumerate(list(trials)):
-            try:
-                deviation = self._rehearse(trial, plan, references[number])
-            except (LayerError, RuntimeError, ValueError, TypeError, LookupError, AssertionError):
-                if number == 0:
-                    raise
-                continue
+        """Run all trial graphs in batches, as steps and as sweeps; returns the first deviation."""
+        for trial, reference in zip(trials, references, strict=True):
+            deviation = self._rehearse(trial, plan, reference)
             if deviation is not None:
                 return deviation
         # Whether sweeps and steps agree depends on the model alone, so that one graph shows it.
         return self._sweep(trials[0], plan, references[0])
+
+    def _without_failing(self, trials: list[_Trial], plan: Plan, references: list[Reference]) -> list[_Trial]:
+        """Leave out trials that fail in batches otherwise than by a deviation.
+
+        They say nothing about the user's graph, except for the first one.
+        """
+        kept = trials[:1]
+        for trial, reference in list(zip(trials, references, strict=True))[1:]:
+            try:
+                self._rehearse(trial, plan, reference)
+            except Exception as error:
+                if isinstance(error, UnsupportedModelError) and not isinstance(error, LayerError):
+                    raise
+                continue
+            kept.append(trial)
+        return kept
 
     def _rehearse(self, trial: _Trial, plan: Plan, reference: Reference) -> DeviationError | None:
         """Run a trial graph in batches with exact histories; returns the first deviation."""
@@ -294,8 +309,8 @@ class _Tryout:
         session = rehearsal.step()
         with torch.no_grad(), watching(_other_modules(trial.actor.model), rehearsal.check):
             out = trial.actor.run(session, trial.graph.arguments(batch), seed=trial.seed)
-        rehearsal.check(Plan.OUTPUT, None, None, out)
         session.finish(out)
+        rehearsal.check(Plan.OUTPUT, None, None, out)
 
     def _sweep(self, trial: _Trial, plan: Plan, reference: Reference) -> DeviationError | None:
         """Compute each level from the levels below; first try to skip the rows that nothing needs."""
