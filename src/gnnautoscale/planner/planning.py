@@ -24,7 +24,17 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in, undisturbed
 from gnnautoscale.errors import UnsupportedModelError
-from gnnautoscale.forward import SHORTCUTS, ArgumentKind, Hooks, LayerCall, Plan, check_layout, describe, run_pass
+from gnnautoscale.forward import (
+    SHORTCUTS,
+    ArgumentKind,
+    Hooks,
+    LayerCall,
+    Plan,
+    check_layout,
+    describe,
+    evaluating,
+    run_pass,
+)
 from gnnautoscale.graph import BatchInfo, BatchTensor
 from gnnautoscale.planner.blame import DeviationError, LayerError, explained, keeps_state, random_evaluation
 from gnnautoscale.planner.rehearsal import Observation, Reference, Rehearsal, tolerances, watching
@@ -203,14 +213,14 @@ class _Tryout:
         """
         trials: list[_Trial] = []
         for setup in setups:
-            failures: list[Exception] = []
+            failures: dict[_Attempt, Exception] = {}
             # The model may not run on features unlike the user's.
             for features, attempt in product(dict.fromkeys([setup.features, "own"]), self._attempts):
                 try:
                     trial = self._trial(replace(setup, features=features), attempt)
                     trial.seen = self._observe(trial, set())
                 except Exception as error:
-                    failures.append(error)
+                    failures[attempt] = error
                     continue
                 if trials and not trial.seen.reference.is_finite:
                     continue
@@ -218,7 +228,8 @@ class _Tryout:
                 self._attempts = [other for other in self._attempts if other.by_size is attempt.by_size]
                 break
             if not trials:
-                raise explained(failures[-1], self._info, self._arguments, self._model) from failures[-1]
+                plainest = failures[_Attempt(None, by_size=True, disturbed=False)]
+                raise explained(plainest, self._info, self._arguments, self._model) from plainest
         return trials
 
     def _trial(self, setup: TrialSetup, attempt: _Attempt) -> _Trial:
@@ -234,8 +245,8 @@ class _Tryout:
     def _choose_seed(self, trials: list[_Trial]) -> None:
         """Choose a seed that skips none of the layers of evaluation mode, if training skips some at random."""
         first = trials[0]
-        evaluated = Understudy(self._model, first.attempt.dtype, disturbed=first.attempt.disturbed)
-        evaluated.model.eval()
+        with evaluating(self._model):
+            evaluated = Understudy(self._model, first.attempt.dtype, disturbed=first.attempt.disturbed)
         try:
             wanted = self._observe(replace(first, actor=evaluated), set()).plan.calls.keys()
         except Exception:

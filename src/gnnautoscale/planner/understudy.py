@@ -86,9 +86,10 @@ class Understudy:
         """Run the forward pass; everything random gives its expected value unless ``by_chance``."""
         model, hooks = self._current[:2]
         seed_everything(seed, session.device)
+        level = 0.5 if not seed else 0.95 if seed % 2 else 0.05
         # In evaluation mode nothing is random, and without this mode runs are faster.
         certain = not by_chance and any(module.training for module in model.modules())
-        with _default_dtype(self.dtype), expected_randomness() if certain else nullcontext():
+        with _default_dtype(self.dtype), expected_randomness(level) if certain else nullcontext():
             return hooks.run(session, arguments)
 
 
