@@ -444,7 +444,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Pa
 
 
 class Keyboard:
-    """How often models press Ctrl-C, in training or in evaluation. As attributes of theirs, copies would press it too."""
+    """How often models press Ctrl-C, in training or evaluation. As attributes of theirs, copies would press it too."""
 
     presses = 0
     in_training = True
