@@ -63,18 +63,17 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_receptive_fields_give_the_same_rows(monkeypatch: pytest.MonkeyPatch, name: str, directed: bool) -> None:
     data = band(directed=directed)
     model, plan = planned(three_layers(name), data)
-    whole = Recomputation(model, data, NODES, plan, call_with_batch)
-    expected = whole.run(evaluating)
+    whole = Recomputation(model, Graph.of(data), NODES, plan)
+    expected = whole.run(evaluating, call_with_batch)
     one_by_one(monkeypatch)
-    parts = Recomputation(model, data, NODES, plan, call_with_batch)
+    parts = Recomputation(model, Graph.of(data), NODES, plan)
     sizes: list[int] = []
 
     def counting(model: nn.Module, batch: Data) -> Any:
         sizes.append(batch.num_nodes)
         return call_with_batch(model, batch)
 
-    parts._call = counting
-    found = parts.run(evaluating)
+    found = parts.run(evaluating, counting)
     assert len(sizes) == NODES.numel()
     assert max(sizes) < data.num_nodes / 2
     assert whole.how == "the whole graph"
@@ -85,8 +84,8 @@ def test_receptive_fields_give_the_same_rows(monkeypatch: pytest.MonkeyPatch, na
     for call in found.layers:
         if call.startswith("layers.2"):  # rows of the layers before are right only where the last one needs them
             assert_same(found.layers[call], expected.layers[call])
-    assert {call: text.split()[0] for call, text in whole.described.items()} == {
-        call: text.split()[0] for call, text in parts.described.items()
+    assert {call: text.split()[0] for call, text in expected.described.items()} == {
+        call: text.split()[0] for call, text in found.described.items()
     }
 
 
@@ -94,10 +93,10 @@ def test_a_field_that_is_too_small_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     """The test above could fail: with a hop less, the degrees of the outermost nodes are wrong."""
     data = band(directed=False)
     model, plan = planned(three_layers("GCN weighted"), data)
-    expected = Recomputation(model, data, NODES, plan, call_with_batch).run(evaluating)
+    expected = Recomputation(model, Graph.of(data), NODES, plan).run(evaluating, call_with_batch)
     one_by_one(monkeypatch)
     monkeypatch.setattr(recomputation, "receptive_hops", lambda plan: receptive_hops(plan) - 1)
-    found = Recomputation(model, data, NODES, plan, call_with_batch).run(evaluating)
+    found = Recomputation(model, Graph.of(data), NODES, plan).run(evaluating, call_with_batch)
     with pytest.raises(AssertionError):
         assert_same(found.outputs[0], expected.outputs[0])
 
@@ -120,7 +119,7 @@ def test_as_many_nodes_at_once_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     near = receptive_field(graph, NODES[:2], 3)
     needed = 4 * 4 * (8 * graph.incoming.into(near)[0].numel() + rows * near.numel())
     memory_of(monkeypatch, 2 * needed)  # half of it may be used
-    groups = Recomputation(model, data, NODES, plan, call_with_batch)._groups
+    groups = Recomputation(model, Graph.of(data), NODES, plan)._groups
     assert [group.tolist() for group in groups or []] == [[0, 3], [150], [297]]
 
 
@@ -129,7 +128,7 @@ def test_too_large_a_field_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = planned(pyg.GCN(C, 8, num_layers=2), data)
     memory_of(monkeypatch, 1000.0)
     with pytest.raises(InputError, match=r"room for the receptive field.*within 3 hops of node 0"):
-        Recomputation(model, data, NODES, plan, call_with_batch)
+        Recomputation(model, Graph.of(data), NODES, plan)
 
 
 def test_lack_of_memory_is_not_the_call_s_fault() -> None:
@@ -140,14 +139,14 @@ def test_lack_of_memory_is_not_the_call_s_fault() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        Recomputation(model, data, NODES, plan, fail).run(evaluating)
+        Recomputation(model, Graph.of(data), NODES, plan).run(evaluating, fail)
 
 
 def test_small_graphs_always_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     data = band(directed=False)
     model, plan = planned(pyg.GCN(C, 8, num_layers=2), data)
     monkeypatch.setattr(recomputation, "free_memory", lambda _: 0.0)
-    assert Recomputation(model, data, NODES, plan, call_with_batch).how == "the whole graph"
+    assert Recomputation(model, Graph.of(data), NODES, plan).how == "the whole graph"
 
 
 @pytest.mark.parametrize(
@@ -207,8 +206,8 @@ def test_a_model_that_writes_into_its_inputs_and_itself() -> None:
     data = band(directed=False)
     before, module = data.x.clone(), Writing()
     gas.autoscale(module, data)
-    plain = Recomputation(module, data, NODES, Plan(), call_with_batch)
-    first, second = plain.run(evaluating), plain.run(evaluating)
+    plain = Recomputation(module, Graph.of(data), NODES, Plan())
+    first, second = plain.run(evaluating, call_with_batch), plain.run(evaluating, call_with_batch)
     assert torch.equal(first.outputs[0], second.outputs[0]), "each run starts from the model's present state"
     assert torch.equal(data.x, before)
     assert module.calls == 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,34 +22,44 @@ import gnnautoscale as gas
 from conftest import CHANNELS, history_rows, odd_graph, spread_norms, undirected_graph
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.verification import _error
-from gnnautoscale.errors import InputError
+from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.forward import OVERRIDES
 
 C = CHANNELS
 
-# What the models of this file do wrong. It is read when they run, so nothing about a model says that it has changed.
-FAULTS: set[str] = set()
+# The environment variable that says what the models of this file do wrong, separated by commas. Nothing about a model
+# shows that it has changed, so plans that were made before go on being used.
+FAULTS = "FAULTS_OF_TEST_MODELS"
 
 
 @pytest.fixture(autouse=True)
-def _no_faults() -> Iterator[None]:
-    FAULTS.clear()
-    yield
-    FAULTS.clear()
+def _no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAULTS, "")
+
+
+def plant(fault: str) -> None:
+    """Let models do something wrong for the rest of a test."""
+    os.environ[FAULTS] = fault
+
+
+def has_fault(*names: str) -> bool:
+    """Whether one of these faults is planted."""
+    return os.environ[FAULTS] in names
 
 
 def attach(model: nn.Module, data: Data | None = None, num_parts: int = 5, **options: Any) -> gas.HaloLoader:
-    """Attach histories and run a batch, so that the plan is made; returns the loader."""
+    """Attach histories and verify the model, so that all plans are made; returns the loader."""
     data = undirected_graph(60, 90) if data is None else data
     loader = gas.HaloLoader(data, num_parts, partition="random")
     gas.autoscale(model, data, **options)
-    model(next(iter(loader)))
+    assert gas.verify(model, loader, nodes=2).exact
     return loader
 
 
 def centred(x: Tensor, fault: str, module: nn.Module) -> Tensor:
     """The rows less their mean, which differs from batch to batch, if that is among the faults for its mode."""
     mode = "training" if module.training else "evaluation"
-    return x - x.mean(0) if {fault, f"{fault} in {mode}"} & FAULTS else x
+    return x - x.mean(0) if has_fault(fault, f"{fault} in {mode}") else x
 
 
 class Net(nn.Module):
@@ -61,11 +72,9 @@ class Net(nn.Module):
         spread_norms(self)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        if "noise" in FAULTS or ("noise in training" in FAULTS and self.training):
+        if has_fault("noise"):
             x = x + torch.randn_like(x)
-        if "unused noise" in FAULTS:
-            torch.randn_like(x)
-        if "in sweeps" in FAULTS and not torch.is_grad_enabled() and x.size(0) < 60:
+        if has_fault("in sweeps") and not torch.is_grad_enabled() and x.size(0) < 60:
             x = x + 1.0
         for number, conv in enumerate(self.convs):
             x = conv(centred(x, f"before {number}", self), edge_index)
@@ -135,7 +144,7 @@ def test_another_graph(called: bool) -> None:
         gas.autoscale(model, undirected_graph())
     other = gas.HaloLoader(odd_graph(), 4, partition="random")
     assert gas.verify(model, other).exact
-    FAULTS.add("before 1")
+    plant("before 1")
     assert not gas.verify(model, other).exact
 
 
@@ -153,7 +162,7 @@ def test_a_model_that_names_its_own_slots() -> None:
     model = Explicit()
     loader = gas.HaloLoader(undirected_graph(60, 90), 5, partition="random")
     assert gas.verify(model, loader).exact
-    FAULTS.add("before the second")
+    plant("before the second")
     assert gas.verify(model, loader).layer == "SAGEConv ('second')"
 
 
@@ -192,7 +201,7 @@ def test_own_call_and_several_outputs() -> None:
 def test_a_fault_is_found_and_its_layer_named(fault: str, mode: str, layer: str | None) -> None:
     model = Net()
     loader = attach(model)
-    FAULTS.add(fault + mode)
+    plant(fault + mode)
     found = gas.verify(model, loader)
     assert not found.exact
     assert found.layer == layer
@@ -207,7 +216,7 @@ def test_rows_in_histories_are_compared_too() -> None:
     """The first layer's rows in a step are right, but those that a sweep has written are not."""
     model = Net()
     loader = attach(model)
-    FAULTS.add("in sweeps")
+    plant("in sweeps")
     found = gas.verify(model, loader)
     assert not found.exact
     assert found.layer == "GCNConv ('convs.0')"
@@ -216,7 +225,7 @@ def test_rows_in_histories_are_compared_too() -> None:
 def test_a_single_part_computes_global_things_right() -> None:
     model = Net()
     loader = attach(model, num_parts=1)
-    FAULTS.add("before 1")
+    plant("before 1")
     assert gas.verify(model, loader).exact
 
 
@@ -254,7 +263,7 @@ def test_faults_inside_layers(layer: Callable[[], nn.Module], fault: str, named:
     )
     loader = attach(model)
     assert gas.verify(model, loader).exact
-    FAULTS.add(fault)
+    plant(fault)
     found = gas.verify(model, loader)
     assert not found.exact
     assert found.layer == named
@@ -272,7 +281,7 @@ def test_a_layer_that_is_called_twice() -> None:
 
     model = Twice()
     loader = attach(model)
-    FAULTS.add("in between")
+    plant("in between")
     assert gas.verify(model, loader).layer == "SAGEConv ('conv#2')"
 
 
@@ -286,11 +295,11 @@ def test_only_the_given_nodes_are_looked_at() -> None:
 
         def forward(self, x: Tensor, edge_index: Tensor, n_id: Tensor) -> Tensor:
             out: Tensor = self.conv(x, edge_index)
-            return out + (n_id % 2)[: out.size(0)].unsqueeze(1) if FAULTS and n_id.numel() < 60 else out
+            return out + (n_id % 2)[: out.size(0)].unsqueeze(1) if has_fault("odd") and n_id.numel() < 60 else out
 
     model = Odd()
     loader = attach(model)
-    FAULTS.add("odd")
+    plant("odd")
     assert gas.verify(model, loader, nodes=torch.tensor([2, 58, 2])).exact
     assert gas.verify(model, loader, nodes=torch.tensor([2, 58, 2])).nodes == 2
     assert not gas.verify(model, loader, nodes=torch.tensor([2, 59])).exact
@@ -302,35 +311,80 @@ def test_only_the_given_nodes_are_looked_at() -> None:
 # Chance and precision ################################################################################################
 
 
-def test_random_outputs_are_reported() -> None:
+def test_random_evaluation_is_refused() -> None:
+    plant("noise")
+    data = undirected_graph()
+    model = gas.autoscale(Net(), data)
+    with pytest.raises(UnsupportedModelError, match="random in evaluation mode"):
+        gas.verify(model, gas.HaloLoader(data, 4))
+
+
+def test_random_evaluation_that_nobody_noticed_is_found() -> None:
     model = Net()
     loader = attach(model)
-    FAULTS.add("noise")
+    plant("noise")
     found = gas.verify(model, loader)
     assert not found.exact
-    assert found.layer is None
-    assert "random numbers in evaluation" in str(found)
+    assert found.inference > 0.01
+    assert found.training is not None
+    assert found.training < 1e-5, "noise is constant in training steps"
+    assert found.layer == "GCNConv ('convs.0')"
 
 
-def test_random_steps_are_not_compared() -> None:
-    model = Net()
+class Random(Net):
+    """Draws random numbers in training: noise for every row, a row of noise for all, and which layers to leave out."""
+
+    def __init__(self, draw: Callable[[], float], share: float) -> None:
+        super().__init__()
+        self.draw, self.share = draw, share
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        if self.training:
+            x = x * torch.randn_like(x) + torch.rand(x.size(0), 1) + torch.randint(9, (C,))
+        for conv in self.convs:
+            if not self.training or self.draw() >= self.share:
+                x = conv(centred(F.dropout(x, 0.5, self.training).tanh(), "in between", self), edge_index)
+        return x
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(torch.rand(()))])
+def test_random_training_is_compared_without_chance(draw: Callable[[], float]) -> None:
+    model = Random(draw, 0.4)
     loader = attach(model)
-    FAULTS.add("noise in training")
-    found = gas.verify(model, loader)
-    assert found.exact
-    assert found.training is None
-    assert "exact in inference" in str(found)
-    assert "steps cannot be compared" in str(found)
-
-
-def test_random_numbers_without_effect() -> None:
-    model = Net()
-    loader = attach(model)
-    FAULTS.add("unused noise")
     found = gas.verify(model, loader)
     assert found.exact
     assert found.training is not None
-    assert found.note == ""
+    assert found.training < 1e-5
+    plant("in between in training")
+    found = gas.verify(model, loader)
+    assert found.inference < 1e-5
+    assert found.training is not None
+    assert found.training > 0.01
+    assert found.layer == "GCNConv ('convs.0')"
+
+
+def test_steps_that_always_leave_out_layers_are_not_compared() -> None:
+    model = Random(lambda: 0.0 if has_fault("never") else 1.0, 0.4)
+    loader = attach(model)
+    plant("never")
+    found = gas.verify(model, loader)
+    assert found.exact
+    assert found.training is None
+    assert "leaves out some of them at random in every step" in str(found)
+
+
+def test_a_model_that_cannot_be_trained_is_compared_in_inference() -> None:
+    """What is refused because of chance is refused here too, and still is when training begins."""
+    data = undirected_graph(60, 90)
+    model = gas.autoscale(pyg.APPNP(K=2, alpha=0.1, dropout=0.5), data)
+    loader = gas.HaloLoader(data, 5, partition="random")
+    found = gas.verify(model, loader)
+    assert found.exact
+    assert found.training is None
+    assert str(found).startswith("exact in inference: ")
+    assert "Training steps were not compared: APPNP" in found.note
+    with pytest.raises(UnsupportedModelError, match="same edges and edge weights"):
+        model(next(iter(loader)))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +414,9 @@ def test_in_inference_mode() -> None:
     model = Net()
     loader = attach(model)
     with torch.inference_mode():
-        assert gas.verify(model, loader).exact
+        found = gas.verify(model, loader)
+    assert found.exact
+    assert found.training is not None
     model(next(iter(loader))).sum().backward()
 
 
@@ -417,7 +473,7 @@ class Stateful(Net):
 
 
 # Attributes whose copies would not be equal: hooks, which refer to the model, and what is compared by itself.
-SHARED = {"forward", "propagate", "edge_updater", "_autoscaler", "_modules", "_parameters", "inspector"}
+SHARED = OVERRIDES | {"_modules", "_parameters", "inspector"}
 
 
 def everything(model: nn.Module) -> dict[str, Any]:
@@ -456,7 +512,7 @@ def assert_equal(before: Any, after: Any) -> None:
         assert before == after
 
 
-@pytest.mark.parametrize("fault", ["nothing", "before 1", "noise", "noise in training"])
+@pytest.mark.parametrize("fault", ["", "before 1", "noise"])
 def test_everything_is_as_before(fault: str) -> None:
     model = Stateful()
     loader = attach(model)
@@ -464,12 +520,12 @@ def test_everything_is_as_before(fault: str) -> None:
         model(batch).sum().backward()
     model.train()
     model.norm.eval()
-    FAULTS.add(fault)
-    before, buffer, plan = everything(model), model.seen, attached(model).plan
+    plant(fault)
+    before, buffer, calls = everything(model), model.seen, attached(model).calls
     gas.verify(model, loader, nodes=10)
     assert_equal(before, everything(model))
     assert model.seen is buffer
-    assert attached(model).plan is plan
+    assert attached(model).calls is calls, "those of training steps"
 
 
 def test_generated_code_is_not_mixed_up() -> None:

@@ -273,7 +273,7 @@ def test_stale_histories_keep_classes_while_they_are_not_too_stale(example: Exam
 
 def test_histories_that_are_too_stale_do_not_keep_classes() -> None:
     example = SMALL[3]
-    out, exact = while_training(model_for(example), HaloLoader(example.data, example.num_parts, shuffle=True), lr=1.0)
+    out, exact = while_training(model_for(example), HaloLoader(example.data, example.num_parts, shuffle=True), lr=0.1)
     assert not torch.equal(nearest_colours(out, exact, example.colours), example.colours)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -270,20 +271,23 @@ def test_the_trained_model_is_verified(data: Data) -> None:
     assert fit(data)[1].verification is None
 
 
-def test_a_deviation_is_kept(data: Data, tmp_path: Path) -> None:
+def test_a_deviation_is_kept(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Centred(GCN):
+        """Goes wrong in a way that nothing about it shows."""
+
         def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
             out = super().forward(x, edge_index, edge_weight)
-            return out - out.mean(0) if centring else out
-
-    centring = False
-
-    def start(epoch: Any) -> None:
-        nonlocal centring
-        centring = True
+            return out - out.mean(0) if "CENTRING" in os.environ else out
 
     model = Centred(FEATURES, CLASSES, hidden=8, layers=3)
-    _, result = fit(data, tmp_path / "run", model, epochs=1, callback=start, verify=True)
+    _, result = fit(
+        data,
+        tmp_path / "run",
+        model,
+        epochs=1,
+        callback=lambda _: monkeypatch.setenv("CENTRING", "1"),
+        verify=True,
+    )
     found = read_run(tmp_path / "run")
     assert found.verification is not None
     assert not found.verification["exact"]

@@ -443,18 +443,27 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Pa
 # Ctrl-C ##############################################################################################################
 
 
+class Keyboard:
+    """How often models press Ctrl-C, in training or evaluation. As attributes of theirs, copies would press it too."""
+
+    presses = 0
+    in_training = True
+
+
+KEYBOARD = Keyboard()
+
+
 class Interrupted(GCN):
     """Presses Ctrl-C in its steps, once told to."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
         super().__init__(FEATURES, CLASSES, hidden=8, layers=3, dropout=0.3)
-        self.presses, self.in_training = 0, True
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        if self.training == self.in_training:
-            while self.presses:
-                self.presses -= 1
+        if self.training == KEYBOARD.in_training:
+            while KEYBOARD.presses:
+                KEYBOARD.presses -= 1
                 signal.raise_signal(signal.SIGINT)
         return super().forward(x, edge_index, edge_weight)
 
@@ -463,8 +472,10 @@ OPTIONS: dict[str, Any] = {"num_parts": 5, "batch_size": 2, "epochs": 3}
 
 
 @pytest.fixture(autouse=True)
-def _handler() -> Iterator[None]:
+def _handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ctrl-C does what it does in a terminal, and does so after a test as before."""
+    monkeypatch.setattr(KEYBOARD, "presses", 0)
+    monkeypatch.setattr(KEYBOARD, "in_training", True)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
@@ -476,13 +487,13 @@ def _handler() -> Iterator[None]:
 )
 def test_ctrl_c_ends_training_with_a_checkpoint(tmp_path: Path, where: str, every: Any, step: int) -> None:
     model = Interrupted()
-    model.in_training = where == "step"
+    KEYBOARD.in_training = where == "step"
 
     def press(epoch: Epoch) -> None:
         if epoch.number == 1 and where == "callback":
             signal.raise_signal(signal.SIGINT)
         elif epoch.number == 1:
-            model.presses = 1
+            KEYBOARD.presses = 1
 
     kept: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "checkpoint_every": every, **OPTIONS}
     before = signal.getsignal(signal.SIGINT)
@@ -503,7 +514,7 @@ def test_a_second_ctrl_c_ends_training_at_once(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         gas.fit(
             model, community_graph(), checkpoint_dir=str(tmp_path),
-            callback=lambda _: setattr(model, "presses", 2), **OPTIONS,
+            callback=lambda _: setattr(KEYBOARD, "presses", 2), **OPTIONS,
         )  # fmt: skip
     assert steps_of(tmp_path) == [3]
 
@@ -515,7 +526,7 @@ def test_without_checkpoints_ctrl_c_does_what_it_always_does() -> None:
     def press(epoch: Epoch) -> None:
         assert signal.getsignal(signal.SIGINT) is before
         heard.append(epoch.number)
-        model.presses = 1
+        KEYBOARD.presses = 1
 
     with pytest.raises(KeyboardInterrupt):
         gas.fit(model, community_graph(), callback=press, **OPTIONS)

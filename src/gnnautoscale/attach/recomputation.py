@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import RandomState, available_memory, tensors_in
+from gnnautoscale._util import available_memory, tensors_in
 from gnnautoscale.attach.autoscaler import Autoscaler, attached
 from gnnautoscale.attach.calling import CallModel, device_of, unpack_batch
 from gnnautoscale.errors import InputError
@@ -39,71 +39,63 @@ class Rows:
     Attributes:
         outputs: Its outputs.
         layers: What its layers return, by call.
+        described: All layers that ran, in words, by call.
         histories: The rows in histories, by slot.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
     layers: dict[str, Tensor] = field(default_factory=dict)
+    described: dict[str, str] = field(default_factory=dict)
     histories: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Recomputation:
     """Recomputes nodes, ``[count]``: on the whole graph if it fits into memory, else on their receptive field.
 
-    ``plan`` gives the widths of layers and their number.
+    The model's ``plan`` tells how wide its layers are, and how far it looks.
     """
 
-    def __init__(self, model: nn.Module, data: Data, nodes: Tensor, plan: Plan, call: CallModel) -> None:
-        self._scaler, self._data, self._nodes, self._call = attached(model), data, nodes, call
-        self._graph = Graph.of(data)
-        self._widths = [math.prod(rows.shape[1:]) for rows in plan.rows.values()]
-        self._widths += [math.prod(rows.shape[1:]) for rows in self._graph.features.values()]
+    def __init__(self, model: nn.Module, graph: Graph, nodes: Tensor, plan: Plan) -> None:
+        self._scaler, self._graph, self._nodes = attached(model), graph, nodes
+        self._widths = [math.prod(rows.shape[1:]) for rows in (*plan.rows.values(), *graph.features.values())]
         self._hops = receptive_hops(plan)
-        #: The layer of each call that ran, in words.
-        self.described: dict[str, str] = {}
-        #: Whether the last run drew random numbers.
-        self.drew = False
-        #: On what nodes are recomputed, in words.
-        self.how = "the whole graph"
         places = list(dict.fromkeys([device_of(model), torch.device("cpu")]))
-        needed = self._bytes(self._graph.num_nodes, self._graph.edge_index.size(1))
+        needed = self._bytes(graph.num_nodes, graph.edge_index.size(1))
         fitting = [place for place in places if needed <= max(_SHARE * free_memory(place), _LITTLE)]
-        self._groups: list[Tensor] | None = None
         self._device = fitting[0] if fitting else max(places, key=free_memory)
-        if not fitting:
-            self.how = f"their receptive field of {self._hops} hops"
-            self._groups = list(self._split(nodes))
+        self._groups = None if fitting else list(self._split(nodes))
+        #: What nodes are recomputed on, in words.
+        self.how = "the whole graph" if fitting else f"their receptive field of {self._hops} hops"
 
-    def run(self, mode: Mode) -> Rows:
+    def run(self, mode: Mode, call: CallModel) -> Rows:
         """What the model computes in a mode. It starts from its present state, which stays as it is."""
-        self.drew = False
-        pieces = [self._run(mode, subgraph, rows) for subgraph, rows in self._subgraphs()]
+        pieces = [self._run(mode, call, subgraph, rows) for subgraph, rows in self._subgraphs()]
         outputs = [torch.cat(values) for values in zip(*(piece.outputs for piece in pieces), strict=True)]
         names = [name for name in pieces[0].layers if all(name in piece.layers for piece in pieces)]
-        return Rows(outputs, {name: torch.cat([piece.layers[name] for piece in pieces]) for name in names})
+        layers = {name: torch.cat([piece.layers[name] for piece in pieces]) for name in names}
+        return Rows(outputs, layers, pieces[0].described)
 
     def _subgraphs(self) -> Iterator[tuple[Data, Tensor]]:
         """The subgraphs to run, and in each the rows of the nodes to recompute."""
         if self._groups is None:
-            whole = copy.copy(self._data)
+            whole = copy.copy(self._graph.data)
             count = self._graph.num_nodes
             whole.n_id, whole.e_id = torch.arange(count), torch.arange(self._graph.edge_index.size(1))
             whole.batch_size = whole.num_nodes = count
             yield whole, self._nodes
             return
-        subgraphs = Subgraphs(self._data)
+        subgraphs = Subgraphs(self._graph.data, self._graph)
         for group in self._groups:
             subgraph = subgraphs.induced(receptive_field(self._graph, group, self._hops))
             yield subgraph, torch.arange(group.numel())
 
-    def _run(self, mode: Mode, subgraph: Data, rows: Tensor) -> Rows:
+    def _run(self, mode: Mode, call: CallModel, subgraph: Data, rows: Tensor) -> Rows:
         plain = _PlainCopy(self._scaler, self._device, rows, subgraph.num_nodes)
         # Copied even if it is on the device already: a model may write into its inputs.
         subgraph = subgraph.apply(lambda value: value.to(self._device, copy=True))
-        before = RandomState(self._device)
         try:
             with mode(plain.model):
-                out = self._call(plain.model, subgraph)
+                out = call(plain.model, subgraph)
         except Exception as error:  # whatever the user's code raises
             if "memory" in str(error):
                 raise
@@ -112,9 +104,7 @@ class Recomputation:
                 got=f"{type(error).__name__}: {error}",
                 fix="Pass the same call as to gas.infer; it is called with that copy, and with the graph as a batch.",
             ) from error
-        self.drew |= before.has_moved
-        self.described.update(plain.described)
-        return Rows([plain.chosen(value) for value in tensors_in(out)], plain.layers)
+        return Rows([plain.chosen(value) for value in tensors_in(out)], plain.layers, plain.described)
 
     def _split(self, nodes: Tensor) -> Iterator[Tensor]:
         """Groups of the nodes whose receptive fields fit into memory."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch_geometric import seed_everything  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in, undisturbed
@@ -20,20 +22,18 @@ from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, to_model_device
 from gnnautoscale.attach.inference import infer, plan_of, sweep
 from gnnautoscale.attach.recomputation import Mode, Recomputation, Rows
-from gnnautoscale.errors import InputError
+from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import (
     Arguments,
     GraphMemory,
     HistoryStore,
     Observer,
     Plan,
-    PlanOnly,
     Session,
     StoreExchange,
     as_matrix,
     evaluating,
     has_rows,
-    run_pass,
 )
 from gnnautoscale.graph import BatchInfo, HaloLoader, check_nodes
 from gnnautoscale.planner import expected_randomness
@@ -50,6 +50,8 @@ _TOLERANCES = {
 # Columns whose largest value is below this share of the largest of all are compared with that share of it, since
 # rounding there depends on the other columns.
 _SMALL_COLUMN = 1e-2
+# How many seeds are tried to find steps that leave out no layer at random.
+_MOST_SEEDS = 32
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,14 @@ class Verification:
         nodes: Number of nodes that were recomputed.
         how: What they were recomputed on: the whole graph, or their receptive field.
         inference: Largest error of :func:`infer` at these nodes, relative to the largest value of its column.
-        training: The same for training steps on exact histories; ``None`` if the model draws random numbers besides
-            dropout in training, so that two passes cannot be compared.
+        training: The same for training steps on exact histories; ``None`` if there are no steps to compare, for the
+            reason in ``note``.
         layer: The first layer that returns other rows, with its class; ``None`` if there is none. Either the layer
             deviates, or something between it and the layers before it.
         precision: The coarsest type of the outputs and of the histories, which determines the tolerance.
         tolerance: The largest relative error that counts as rounding.
         exact: Whether all errors are within the tolerance.
-        note: What else to know, or nothing.
+        note: Why training steps were not compared, or nothing.
     """
 
     nodes: int
@@ -89,11 +91,12 @@ class Verification:
         ]
         if self.layer is not None:
             words.append(f"The first layer with other rows is {self.layer}: look at it, and at what comes before it.")
-        elif not self.exact and not self.note:
+        elif not self.exact:
             words.append("All layers agree, so look at what comes after the last one.")
         return " ".join([*words, *([self.note] if self.note else [])])
 
 
+@torch.inference_mode(False)  # steps are as in training
 @torch.no_grad()
 def verify(
     model: nn.Module,
@@ -110,9 +113,9 @@ def verify(
 
     * *Inference*: the rows that :func:`infer` returns.
     * *Training steps*: the rows of the batches that hold these nodes, in training mode and with histories that hold the
-      exact rows of that mode. Chance and the statistics of a batch are left out on both sides: dropout does nothing, no
-      edges are dropped, and batch norms use their running averages. Gradients are not compared, since none flows
-      through pulled rows.
+      exact rows of that mode. Chance and the statistics of a batch are left out on both sides: dropout does nothing,
+      noise is constant, no edges are dropped, and batch norms use their running averages. Gradients are not compared,
+      since none flows through pulled rows. A model that cannot be trained is compared in inference only.
 
     If one of them deviates, the layers are compared too, to name the first that does. Everything is computed without
     autocast and TF32. Weights, buffers, attributes, histories, gradients, modes and random states stay as they are.
@@ -126,7 +129,8 @@ def verify(
         seed: Determines the drawn nodes.
 
     Returns:
-        The errors, and whether they are more than rounding. A deviation is returned, not raised.
+        The errors, and whether they are more than rounding. A deviation is returned, not raised. A model that
+        :func:`infer` refuses is refused here too.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -138,51 +142,70 @@ def verify(
         >>> found.exact, found.nodes, found.how
         (True, 10, 'the whole graph')
     """
-    scaler = attached(model)
     if not isinstance(loader, HaloLoader):
         raise InputError(
             "verify takes a HaloLoader", got=type(loader).__name__, fix="Pass HaloLoader(data, num_parts=...)."
         )
-    chosen = _chosen(nodes, loader.graph.num_nodes, seed)
-    with _full_precision(device_of(model)):
-        # What the first pass makes, such as the plan, stays.
-        with scaler.visiting(loader.graph, apart=True), scaler.running(PlanOnly()):
-            run_pass(partial(call, model, to_model_device(next(loader.in_order()), model)))
-        with _untouched(model):
-            inferred = tensors_in(infer(model, loader, call=call, update_histories=False))
-        plan = plan_of(model, loader, call)
-        plain = Recomputation(model, loader.data, chosen, plan, call)
+    scaler, graph = attached(model), loader.follow()
+    chosen = _chosen(nodes, graph.num_nodes, seed)
+    with _full_precision(device_of(model)), scaler.visiting(graph, apart=True):
+        with evaluating(model):
+            plan = plan_of(model, loader, call)  # may initialize lazy weights, which stay
         with undisturbed(device_of(model)):
-            evaluated = plain.run(evaluating)
-            random_outputs = plain.drew
-            trained = plain.run(_training)
-            random_steps = plain.drew
-        steps = _steps(model, loader, chosen, call, _training)
-        precision, tolerance = _tolerance(model, plan, inferred, len(loader) > 1)
-        inference = _largest_error([value[chosen] for value in inferred], evaluated.outputs)
-        training = _largest_error(steps.outputs, trained.outputs)
-        not_comparable = training > tolerance and random_steps
-        layer, note = None, ""
-        if not_comparable:
-            note = "The model draws random numbers besides dropout in training, so steps cannot be compared."
-        elif training > tolerance:
-            layer = _first_deviating(steps, trained, tolerance)
-        if inference > tolerance and random_outputs:
-            note = "The model draws random numbers in evaluation mode, so no two of its outputs are alike."
-        elif inference > tolerance:
-            steps = _steps(model, loader, chosen, call, evaluating)
-            layer = _first_deviating(steps, evaluated, tolerance) or layer
+            with _untouched(model):
+                outputs = tensors_in(infer(model, loader, call=call, update_histories=False))
+            precision, tolerance = _tolerance(model, plan, outputs, len(loader) > 1)
+            plain = Recomputation(model, graph, chosen, plan)
+            exact = plain.run(evaluating, call)
+            inference, layer = _largest_error([value[chosen] for value in outputs], exact.outputs), None
+            if inference > tolerance:
+                layer = _first_deviating(_steps(model, loader, chosen, evaluating, call), exact, tolerance)
+            training, note = None, ""
+            try:
+                training, other = _compare_training(model, loader, chosen, call, tolerance)
+                layer = layer or other
+            except UnsupportedModelError as error:
+                note = f"Training steps were not compared: {error}"
     return Verification(
         nodes=chosen.numel(),
         how=plain.how,
         inference=inference,
-        training=None if not_comparable else training,
-        layer=None if layer is None else plain.described[layer],
+        training=training,
+        layer=layer,
         precision=precision,
         tolerance=tolerance,
-        exact=inference <= tolerance and (not_comparable or training <= tolerance),
+        exact=max(inference, training or 0.0) <= tolerance,
         note=note,
     )
+
+
+def _compare_training(
+    model: nn.Module, loader: HaloLoader, nodes: Tensor, call: CallModel, tolerance: float
+) -> tuple[float, str | None]:
+    """The largest error of training steps, and if that is more than rounding, the first layer that deviates."""
+    with _training(model):
+        plan = plan_of(model, loader, call)  # before chance is left out, since the planner looks at it
+    plain = Recomputation(model, loader.graph, nodes, plan)
+    for seed in range(_MOST_SEEDS):
+        seeded = partial(_call_seeded, call, seed)
+        exact = plain.run(_training_without_chance, seeded)
+        if plan.calls.keys() <= exact.described.keys():
+            break
+    else:
+        raise UnsupportedModelError(
+            "there must be steps that run all layers",
+            got="a model that leaves out some of them at random in every step",
+            fix="Leave out fewer of them.",
+        )
+    steps = _steps(model, loader, nodes, _training_without_chance, seeded)
+    error = _largest_error(steps.outputs, exact.outputs)
+    return error, _first_deviating(steps, exact, tolerance) if error > tolerance else None
+
+
+def _call_seeded(call: CallModel, seed: int, model: nn.Module, batch: Data) -> Any:
+    """Call a model so that it draws the same random numbers every time, to leave out the same layers for example."""
+    seed_everything(seed)
+    return call(model, batch)
 
 
 def _chosen(nodes: int | Tensor, num_nodes: int, seed: int) -> Tensor:
@@ -231,18 +254,18 @@ def _error(found: Tensor, exact: Tensor) -> float:
 
 
 def _first_deviating(found: Rows, exact: Rows, tolerance: float) -> str | None:
-    """The first call of a layer that returns other rows, or that does not run at all, as if it had no history."""
+    """The first layer, in words, that returns other rows, leaves others in its history, or does not run at all."""
     for call, want in exact.layers.items():
         differs = _error(found.layers.get(call, want[:0]), want) > tolerance
         if differs or _error(found.histories.get(call, as_matrix(want)), as_matrix(want)) > tolerance:
-            return call
+            return exact.described[call]
     return None
 
 
 # Training steps ######################################################################################################
 
 
-def _steps(model: nn.Module, loader: HaloLoader, nodes: Tensor, call: CallModel, mode: Mode) -> Rows:
+def _steps(model: nn.Module, loader: HaloLoader, nodes: Tensor, mode: Mode, call: CallModel) -> Rows:
     """What steps compute for some nodes, in a mode and with histories that a sweep in the same mode has filled."""
     scaler, seen, histories = attached(model), _Seen(nodes), dict[str, Tensor]()
     with _untouched(model), mode(model), scaler.visiting(loader.graph, apart=True) as memory:
@@ -255,7 +278,7 @@ def _steps(model: nn.Module, loader: HaloLoader, nodes: Tensor, call: CallModel,
                 info = batch.edge_index.info
                 if seen.any_in(info):
                     seen.output(info, call(model, to_model_device(batch, model)))
-    return Rows(list(seen.outputs.values()), seen.layers, histories)
+    return Rows(list(seen.outputs.values()), seen.layers, histories=histories)
 
 
 def _kept(memory: GraphMemory, info: BatchInfo, device: torch.device) -> dict[str, Tensor]:
@@ -309,12 +332,19 @@ class _Seen(Observer):
 
 @contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """Training mode without chance: random numbers are constants, and batch norms use their running averages."""
-    with evaluating(model), expected_randomness():
+    """Training mode, in which batch norms use their running averages."""
+    with evaluating(model):  # which puts all modules back into their modes
         model.train()
         for module in model.modules():
             if isinstance(module, _BatchNorm):
                 module.eval()
+        yield
+
+
+@contextmanager
+def _training_without_chance(model: nn.Module) -> Iterator[None]:
+    """The same, with constants in place of random numbers."""
+    with _training(model), expected_randomness():
         yield
 
 
@@ -332,7 +362,7 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Afterwards weights, buffers, attributes, modes and random states are as before."""
+    """Afterwards weights, buffers, attributes and modes are as before."""
     containers: dict[int, tuple[Any, Any]] = {}
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     waiting: list[Any] = [vars(module) for module in model.modules()]
@@ -344,8 +374,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
             containers[id(value)] = value, copy.copy(value)
             waiting += value.values() if isinstance(value, dict) else value
     try:
-        with undisturbed(device_of(model)):
-            yield
+        yield
     finally:
         for now, before in containers.values():
             if isinstance(now, list):
