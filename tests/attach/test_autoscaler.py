@@ -280,17 +280,23 @@ def test_rows_of_the_batch_alone_are_refused() -> None:
     data = undirected_graph()
     model = gas.autoscale(gcn(), data)
     batch = first_batch(data)
-    with pytest.raises(RuntimeError, match="out of bounds"):
+    with pytest.raises(
+        InputError, match=rf"each of the {batch.num_nodes} nodes.*{batch.batch_size} nodes of the batch"
+    ):
         model(batch.x[: batch.batch_size], batch.edge_index)
 
 
-def test_history_keeps_its_width() -> None:
+def test_another_width_gets_another_history() -> None:
     data = undirected_graph()
     model = gas.autoscale(Stack([pyg.SAGEConv(C, C), pyg.SAGEConv(C, C)]), data)
-    model(first_batch(data))
-    model.layers[0].lin_l, model.layers[0].lin_r = nn.Linear(C, 5), nn.Linear(C, 5, bias=False)
-    with pytest.raises(InputError, match=r"rows of width 8.*autoscale the model again"):
-        model(first_batch(data))
+    loader = gas.HaloLoader(data, 4, partition="random")
+    gas.infer(model, loader)
+    assert [history.width for history in attached(model).memory.histories.values()] == [C]
+    model.layers[0], model.layers[1] = pyg.SAGEConv(C, 5), pyg.SAGEConv(5, C)
+    out = gas.infer(model, loader)
+    assert [history.width for history in attached(model).memory.histories.values()] == [5]
+    gas.detach(model)
+    assert_same(out, whole(model, data))
 
 
 def test_failed_call_leaves_the_model_usable() -> None:

@@ -63,7 +63,9 @@ def test_layers_that_need_features_before_they_propagate_are_refused() -> None:
             return out
 
     loader = gas.HaloLoader(star(), partition=torch.zeros(4, dtype=torch.long))
-    with pytest.raises(UnsupportedModelError, match=r"a layer must compute the edges.*from its edges alone.*message"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"\('a layer'\) must compute the edges.*from its edges alone.*message"
+    ):
         record(Nearest(), Recorder(loader.graph), next(iter(loader)).edge_index)
 
 

@@ -19,6 +19,7 @@ from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.exchange import PlanOnly, run_pass
 from gnnautoscale.forward.plan import Plan
+from support.oracle import Outcome, outcome
 
 C = CHANNELS
 
@@ -183,8 +184,9 @@ def test_norms_over_all_nodes_are_refused(make: Callable[[], nn.Module]) -> None
     ],
 )
 def test_functions_over_all_nodes_are_refused(function: Callable[[Tensor], Tensor]) -> None:
-    refused(Between(function), r"SAGEConv \('second'\).*or something right before it")
-    refused(Between(function, after=True), "every row of the model's output must depend on its node's neighbourhood")
+    rule = "every row of the model must depend on its node's neighbourhood only"
+    refused(Between(function), rf"{rule}.*something before SAGEConv \('second'\) that mixes all nodes of a batch")
+    refused(Between(function, after=True), f"{rule}.*something after the last layer that mixes all nodes of a batch")
 
 
 def test_global_term_that_starts_at_zero_is_refused_too() -> None:
@@ -224,7 +226,7 @@ def test_outputs_without_tensors_are_refused() -> None:
         (
             lambda: pyg.GPSConv(C, pyg.GCNConv(C, C), heads=2, norm=None),
             (),
-            r"\('layers\.0\..*must compute the same",
+            r"MultiheadAttention \('layers\.0\.attn'\), attention over all nodes of a batch.*GATConv",
         ),
         (lambda: pyg.PDNConv(C, C, EDGE_CHANNELS, 4), ("edge_attr",), r"PDNConv \('layers\.0'\)"),
     ],
@@ -415,7 +417,7 @@ def test_self_loops_added_before_a_normalizing_layer_are_refused() -> None:
 def test_edges_made_undirected_before_a_layer_are_refused() -> None:
     """In a batch of a directed graph, edges from the batch are missing, so their reverse is too."""
     model = gas.autoscale(Derived(gin, lambda edges, n: to_undirected(edges, num_nodes=n)), odd_graph())
-    with pytest.raises(UnsupportedModelError, match=r"GINConv \('first'\) must compute the same rows"):
+    with pytest.raises(UnsupportedModelError, match=r"GINConv \('first'\) needs the batch's own edges.*once, in data"):
         gas.infer(model, gas.HaloLoader(odd_graph(), 6, partition="random"))
 
 
@@ -481,8 +483,6 @@ class OftenerInEvaluation(pyg.MessagePassing):  # type: ignore[misc]
         return out if self.training else out + self.propagate(edge_index, x=x)
 
 
-def test_another_number_of_propagations_in_training_is_refused() -> None:
-    data = undirected_graph()
-    model = gas.autoscale(Stack([OftenerInEvaluation(), OftenerInEvaluation()]), data)
-    with pytest.raises(UnsupportedModelError, match="propagate in training as often as in evaluation, but got 2 edges"):
-        model(next(iter(gas.HaloLoader(data, 4))))
+def test_another_number_of_propagations_in_training_is_exact_in_both_modes() -> None:
+    data = undirected_graph(dtype=torch.float64)
+    assert outcome(lambda: Stack([OftenerInEvaluation(), OftenerInEvaluation()]), data) == Outcome("exact")
