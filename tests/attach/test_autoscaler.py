@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -24,9 +26,11 @@ from conftest import (
     undirected_graph,
     whole,
 )
+from gnnautoscale.attach import autoscaler as autoscaler_module
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import memory as memory_module
+from gnnautoscale.forward.plan import Plan
 from gnnautoscale.graph.graph import Graph
 
 C = CHANNELS
@@ -312,6 +316,123 @@ def test_failed_call_leaves_the_model_usable() -> None:
     assert_same(gas.infer(model, loader), expected)
 
 
+# Changes of the model ################################################################################################
+
+
+class Adjustable(nn.Module):
+    """Has numbers and a flag to change, and dropout so that its modes differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.drop = pyg.SAGEConv(C, C), pyg.SAGEConv(C, C), nn.Dropout(0.5)
+        self.scale, self.doubled = 1.0, False
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        x = self.drop(self.first(x, edge_index)) * self.scale
+        return self.second(2 * x if self.doubled else x, edge_index)
+
+
+def plan_in_use(model: nn.Module, batch: Data) -> Plan:
+    model(batch)
+    plan = attached(model).plan
+    assert plan is not None
+    return plan
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The attempts to make plans, and to confirm them."""
+    seen: list[str] = []
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            seen.append(name)
+            return function(*args, **options)
+
+        return run
+
+    for name in ("make_plan", "still_holds"):
+        monkeypatch.setattr(autoscaler_module, name, noting(name, getattr(autoscaler_module, name)))
+    return seen
+
+
+def test_each_mode_has_its_plan(tried: list[str]) -> None:
+    data = undirected_graph()
+    model, batch = gas.autoscale(Adjustable(), data), first_batch(data)
+    training, evaluation = plan_in_use(model.train(), batch), plan_in_use(model.eval(), batch)
+    assert training is not evaluation
+    assert plan_in_use(model.train(), batch) is training
+    assert plan_in_use(model.eval(), batch) is evaluation
+    model.train()
+    gas.infer(model, gas.HaloLoader(data, 4))  # in evaluation mode
+    assert attached(model).plan is evaluation
+    assert tried == ["make_plan"] * 2
+
+
+def test_a_number_confirms_a_plan_and_a_flag_makes_one(tried: list[str]) -> None:
+    data = undirected_graph()
+    model, batch = gas.autoscale(Adjustable(), data), first_batch(data)
+    first = plan_in_use(model, batch)
+    model.scale = 3.0
+    second = plan_in_use(model, batch)
+    assert tried == ["make_plan", "still_holds"]
+    model.scale = 1.0
+    assert plan_in_use(model, batch) is first
+    model.doubled = True
+    plan_in_use(model, batch)
+    assert tried == ["make_plan", "still_holds", "make_plan"]
+    model.scale, model.doubled = 3.0, False
+    assert plan_in_use(model, batch) is second
+    assert tried == ["make_plan", "still_holds", "make_plan"]
+
+
+def test_few_plans_are_kept() -> None:
+    """A number may change in every step."""
+    data = undirected_graph()
+    model, batch = gas.autoscale(Adjustable(), data).eval(), first_batch(data)
+    plans = []
+    for number in range(20):
+        model.scale = 1.0 + number
+        plans.append(ref(plan_in_use(model, batch)))
+    gc.collect()
+    assert sum(plan() is not None for plan in plans) == 16
+    assert attached(model).plan is plans[-1]()
+
+
+def test_replaced_methods_of_attached_layers_are_refused() -> None:
+    data = undirected_graph()
+    model, batch = gas.autoscale(Adjustable(), data), first_batch(data)
+    model(batch)
+    model.first.forward = lambda x, edge_index: x
+    with pytest.raises(InputError, match=r"must stay as they are.*got another first\.forward.*gas\.detach"):
+        model(batch)
+
+
+# Two inputs for one batch ############################################################################################
+
+
+def test_two_inputs_for_one_batch_are_warned_of() -> None:
+    """A history has room for the rows of one of them."""
+    data = undirected_graph()
+    model, batch = gas.autoscale(gcn(), data), first_batch(data)
+    model(batch.x, batch.edge_index)
+    with pytest.warns(UserWarning, match="ran on one batch with two different inputs and the same weights"):
+        model(batch.x.flip(0), batch.edge_index)
+
+
+def test_other_calls_are_not_warned_of() -> None:
+    """Warnings are errors in these tests."""
+    data = undirected_graph()
+    model = gas.autoscale(gcn(), data)
+    first, second, *_ = gas.HaloLoader(data, 4)
+    for batch in (first, second, first):
+        model(batch.x, batch.edge_index)
+    model(first.x.clone(), first.edge_index)  # equal values
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    model(first.x.flip(0), first.edge_index)  # another step
+
+
 # Models that users write #############################################################################################
 
 
@@ -428,23 +549,6 @@ def test_model_that_takes_data_with_graph_level_attributes() -> None:
     expected = model(data).detach()
     gas.autoscale(model, data)
     assert_same(gas.infer(model, gas.HaloLoader(data, 4)), expected)
-
-
-def test_lazy_layers() -> None:
-    """They take their size from the first batch, and the same weights as in full batch from the same seed."""
-    data = undirected_graph()
-
-    def lazy() -> nn.Module:
-        torch.manual_seed(5)
-        return Stack([pyg.GCNConv(-1, 6), pyg.SAGEConv(-1, 6), pyg.GATConv(-1, 4)])
-
-    plain = lazy().eval()
-    expected = call_whole(plain, data).detach()
-    loader = gas.HaloLoader(data, 4)
-    batch = next(iter(loader))
-    model = gas.autoscale(lazy(), data)
-    model(batch)
-    assert_same(gas.infer(model, loader), expected)
 
 
 def test_inputs_may_be_written_to() -> None:
