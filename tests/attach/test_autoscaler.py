@@ -600,18 +600,6 @@ def test_checkpointed_layers_are_refused(make: Callable[[], nn.Module]) -> None:
         out.square().sum().backward()
 
 
-def test_precision_may_change_later() -> None:
-    data = undirected_graph()
-    model = gas.autoscale(gcn(), data)
-    gas.infer(model, gas.HaloLoader(data, 4))
-    model.double()
-    wide = undirected_graph(dtype=torch.float64)
-    gas.detach(model)
-    expected = whole(model, wide)
-    gas.autoscale(model, wide)
-    assert_same(gas.infer(model, gas.HaloLoader(wide, 4)), expected, 1e-12)
-
-
 def test_parameters_may_be_absent() -> None:
     exact(Stack([pyg.SimpleConv(aggr="mean"), pyg.LGConv()]), odd_graph())
 

@@ -205,13 +205,6 @@ def test_another_size_is_refused() -> None:
         model(next(iter(gas.HaloLoader(undirected_graph(), 4))))
 
 
-def test_whole_graph_is_refused() -> None:
-    data = undirected_graph()
-    model, _ = pair(40)
-    with pytest.raises(InputError, match="called with a batch of a HaloLoader"):
-        model(data.x, data.edge_index, torch.arange(40))
-
-
 def test_bad_sizes_are_refused() -> None:
     for position, value in [(0, 0), (0, 3.5), (1, -1), (2, 0), (2, True), (0, "many")]:
         sizes: list[Any] = [40, 6, 3]

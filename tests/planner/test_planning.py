@@ -1,4 +1,4 @@
-"""Which places get a history, and which models are refused with the culprit named."""
+"""Which places get a history, which models are refused with the culprit named, and what a trial leaves behind."""
 
 from __future__ import annotations
 
