@@ -54,7 +54,9 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
+        # Captured steps share the device's state, so it is written only if it differs.
+        if not torch.equal(states["cuda"], torch.cuda.get_rng_state(device)):
+            torch.cuda.set_rng_state(states["cuda"], device)
 
 
 @contextmanager

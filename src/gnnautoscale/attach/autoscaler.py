@@ -39,7 +39,7 @@ from gnnautoscale.forward import (
 )
 from gnnautoscale.graph import BatchInfo, BatchTensor, Graph
 from gnnautoscale.history import Storage, codec_for
-from gnnautoscale.planner import make_plan, skips_at_random, still_holds
+from gnnautoscale.planner import graph_form, make_plan, skips_at_random, still_holds
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -86,6 +86,8 @@ class Autoscaler:
         _check_model(model)
         self.memory, self.key = memory, key
         self.edge_dropout, self._explicit = edge_dropout, explicit
+        self._form: Form | None = None
+        self._version = 0
         #: How many forward passes the model has begun.
         self.num_passes = 0
         #: The plan of the last pass; ``None`` before the first.
@@ -201,7 +203,7 @@ class Autoscaler:
     def _situation(self, info: BatchInfo, arguments: Arguments) -> _Situation:
         model, given = self.form, form_of_arguments(info, arguments)
         dtypes = frozenset({weight.dtype for weight in self._weights})
-        structure = model.structure, given.structure, info.graph.is_symmetric, dtypes
+        structure = model.structure, model.mode, given.structure, graph_form(info.graph), dtypes
         read = tuple(float(value.detach().double().sum()) for value in self._read)
         return _Situation(structure, (model.numbers, given.numbers, read))
 
@@ -209,17 +211,25 @@ class Autoscaler:
         return self._signature.bind(*arguments[0], **arguments[1])
 
     @property
+    def version(self) -> int:
+        """Changes when the model does, apart from its weights and its mode."""
+        form = self.form._replace(mode=None)
+        if form != self._form:
+            self._form, self._version = form, self._version + 1
+        return self._version
+
+    @property
     def form(self) -> Form:
         """The model's modules, modes and attributes as they are now; layers that were replaced get hooks."""
         if self._watch.has_changed():
             changed, before = self._watch.changes(), self._watch.modules
-            self._watch.look()
             if replaced := [f"{path}.{name}" for path, name in changed if name in OVERRIDES and path in before]:
                 raise InputError(
                     "the methods that hooks override must stay as they are while a model is autoscaled",
                     got=f"another {replaced[0]}",
                     fix="Call gas.detach(model), replace the method, and autoscale the model again.",
                 )
+            self._watch.look()
             if [*before.values()] != [*self._watch.modules.values()]:
                 with self._hooks.lifted() as model:
                     _check_model(model)
@@ -372,8 +382,9 @@ def autoscale(
 
     The model is any module made of PyG layers; its code stays as it is. Hooks give each layer the right edges, push
     the batch's embeddings and pull the halo's. Called with a batch (``model(batch.x, batch.edge_index)`` or
-    ``model(batch)``), the model returns one row per in-batch node. Its first call tries it on a tiny graph, and refuses
-    a model that histories cannot make exact, with the reason.
+    ``model(batch)``), the model returns one row per in-batch node. Before it runs, a copy of it is tried on small graphs,
+    and again whenever the model, its mode or its arguments have changed; a model that histories cannot make exact is
+    refused, with the reason.
 
     Args:
         model: The model; it is returned.
@@ -381,7 +392,7 @@ def autoscale(
         storage: Where histories live: ``"device"`` or ``"host"`` memory, ``"disk"``, or ``"auto"`` for the first of
             these with enough room.
         dtype: Type of the histories: a floating-point type, or ``torch.int8`` or ``torch.float8_e4m3fn`` with a scale
-            per row; by default the type of the embeddings.
+            per row; by default the type of the embeddings without autocast.
         history_dir: The folder for histories on disk.
         edge_dropout: Share of edges to drop at random in each training step. Self-loops stay.
 

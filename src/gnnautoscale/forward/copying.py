@@ -8,14 +8,20 @@ from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gnnautoscale._util import tensors_in
 
 
-def copy_model(model: nn.Module, *, share_weights: bool = False) -> nn.Module:
-    """A deep copy of a model; what cannot be copied, such as a lock, is shared, and so are weights if wanted.
+def copy_model(model: nn.Module, *, share_above: int | None = None) -> nn.Module:
+    """A deep copy of a model; what cannot be copied, such as a lock, is shared.
 
     Functions that the model holds use copies of the modules and containers that they used, not these themselves.
+
+    Args:
+        model: The model.
+        share_above: Weights with more entries than this are not copied: the copy has parameters of its own, with the
+            same memory.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2))
@@ -30,18 +36,20 @@ def copy_model(model: nn.Module, *, share_weights: bool = False) -> nn.Module:
     # the number drawn again, the user's next Sequential would run the copy's code.
     random.seed()
     try:
-        return _copied(model, share_weights=share_weights)
+        return _copied(model, share_above)
     finally:
         random.setstate(state)
 
 
-def _copied(model: nn.Module, *, share_weights: bool) -> nn.Module:
+def _copied(model: nn.Module, share_above: int | None) -> nn.Module:
     attributes = [value for module in model.modules() for value in vars(module).values()]
     # Tensors that a model keeps from its last call cannot be copied while autograd tracks them.
     memo: dict[int, Any] = {
         id(value): value.detach().clone() for value in tensors_in(attributes) if value.grad_fn is not None
     }
-    memo.update({id(weight): weight for weight in model.parameters()} if share_weights else {})
+    for weight in model.parameters():
+        if share_above is not None and not is_lazy(weight) and weight.numel() > share_above:
+            memo[id(weight)] = nn.Parameter(weight.detach(), weight.requires_grad)
     known = memo.copy()
     try:
         copied = copy.deepcopy(model, memo)
@@ -62,7 +70,10 @@ def _copied(model: nn.Module, *, share_weights: bool) -> nn.Module:
 
 def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     def rebind(cell: CellType) -> CellType:
-        content = cell.cell_contents
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not assigned yet
+            return cell
         owner = content.__self__ if isinstance(content, MethodType) else content
         known = id(owner) in memo or isinstance(content, (dict, list, set, Tensor))
         return CellType(copy.deepcopy(content, memo)) if known else cell

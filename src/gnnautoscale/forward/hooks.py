@@ -72,10 +72,10 @@ class Hooks:
                 module.__dict__[name] = hook
             self._overridden = before
 
-    def bare_copy(self) -> nn.Module:
-        """A deep copy of the model without hooks, in the same mode; attributes that cannot be copied are shared."""
+    def bare_copy(self, *, share_above: int | None = None) -> nn.Module:
+        """A copy of the model without hooks, in the same mode; see :func:`copy_model`."""
         with self.lifted() as model:
-            return copy_model(model)
+            return copy_model(model, share_above=share_above)
 
     def run(self, session: Session | None, arguments: Arguments) -> Any:
         """Run the model's own forward pass in a session; ``None`` stays in the running one."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_others, map_tensors, others_in, tensors_in
@@ -251,7 +252,8 @@ def _run_without_weights(
                 run = catch if module is copied else _on_meta
                 setattr(module, method, partial(run, getattr(module, method)))
     try:
-        with torch.no_grad():
+        # Modes of whoever runs the model do not matter here, and would slow this run down.
+        with torch.no_grad(), _disable_current_modes():
             copied(*arguments[0], **arguments[1])
     except _Recorded:
         return caught

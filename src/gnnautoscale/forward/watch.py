@@ -2,14 +2,15 @@
 
 A plan holds for a model as it was tried: its modules, their modes and their attributes. To compare all of these in
 every call would be slow. So the watch remembers the objects themselves and compares identities, which takes
-microseconds; only if one differs, values are compared.
+microseconds; only if one differs, it looks closer.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -39,10 +40,14 @@ Attribute = tuple[str, str]
 
 
 class Form(NamedTuple):
-    """What a plan depends on without the numbers, and the numbers: another number rarely needs another plan."""
+    """What a plan depends on without the numbers, and the numbers: another number rarely needs another plan.
+
+    ``mode`` says which modules are in training mode; ``None`` if this is not about modules.
+    """
 
     structure: Hashable
     numbers: tuple[Any, ...]
+    mode: bool | tuple[bool, ...] | None = None
 
 
 class Watch:
@@ -64,6 +69,13 @@ class Watch:
         self._model = model
         self.ignored: set[Attribute] = set()
         self.look()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+        # The copy of the model may not be complete yet, so the copy of the watch looks later.
+        copied = memo[id(self)] = Watch(nn.Module())
+        copied._values = []
+        copied._model, copied.ignored = copy.deepcopy(self._model, memo), self.ignored.copy()
+        return copied
 
     def look(self) -> None:
         """Remember the model as it is now."""
@@ -95,11 +107,12 @@ class Watch:
         return [*chain.from_iterable(map(dict.values, self._dicts)), *chain.from_iterable([*values, *self._lists])]
 
     def has_changed(self) -> bool:
-        """Whether something was replaced, added or removed since the last look, even by an equal value."""
-        now = self._values_now()
-        if len(now) != len(self._values) or not all(map(is_, now, self._values)):
+        """Whether something was replaced, added or removed since the last look."""
+        try:
+            # Lists compare identities first, which takes a microsecond, and values only of what was replaced.
+            return self._values_now() != self._values or [*map(_version, self._flags)] != self._versions
+        except (RuntimeError, ValueError):  # from tensors and arrays, which have no single truth value
             return True
-        return [*map(_version, self._flags)] != self._versions
 
     def changes(self) -> set[Attribute]:
         """The attributes that changed since the last look."""
@@ -119,8 +132,8 @@ class Watch:
 
 
 def form_of(module: nn.Module) -> Form:
-    """The form of one module and those inside it."""
-    return _form(dict(module.named_modules()), set())
+    """The form of one module and those inside it, whatever their mode."""
+    return _form(dict(module.named_modules()), set())._replace(mode=None)
 
 
 def form_of_values(values: Any) -> Form:
@@ -171,8 +184,7 @@ def _is_own(item: type | FunctionType) -> bool:
 
 def _form(modules: dict[str, nn.Module], ignored: set[Attribute]) -> Form:
     numbers: list[Any] = []
-    modes = [module.training for module in modules.values()]
-    structure: list[Hashable] = [modes[0] if len(set(modes)) == 1 else tuple(modes)]
+    structure: list[Hashable] = []
     for cls in _own_classes(modules):
         values = {name: value for name, value in vars(cls).items() if not name.startswith("__")}
         structure.append((cls, _described(values, numbers, _DEPTH)))
@@ -186,7 +198,8 @@ def _form(modules: dict[str, nn.Module], ignored: set[Attribute]) -> Form:
         buffers = [(name, _described(value, numbers, _DEPTH)) for name, value in module._buffers.items()]
         hooks = [*map(id, module._forward_hooks.values()), *map(id, module._forward_pre_hooks.values())]
         structure.append((path, type(module), *attributes, *weights, *buffers, *hooks))
-    return Form(tuple(structure), tuple(numbers))
+    modes = tuple(module.training for module in modules.values())
+    return Form(tuple(structure), tuple(numbers), modes[0] if len(set(modes)) == 1 else modes)
 
 
 def _described(value: Any, numbers: list[Any], depth: int) -> Hashable:

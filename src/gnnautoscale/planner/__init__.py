@@ -6,5 +6,6 @@ package knows nothing about training.
 
 from gnnautoscale.planner.planning import make_plan, skips_at_random, still_holds
 from gnnautoscale.planner.randomness import expected_randomness
+from gnnautoscale.planner.trial_graph import graph_form
 
-__all__ = ["expected_randomness", "make_plan", "skips_at_random", "still_holds"]
+__all__ = ["expected_randomness", "graph_form", "make_plan", "skips_at_random", "still_holds"]

@@ -71,18 +71,20 @@ class DeviationError(Exception):
                     "them: in a batch the halo's are missing",
                     fix="Compute them once for the whole graph, store them in data, and pass them as they are.",
                 )
-        if edges and (self.mixed_before or self.module is None):
-            return UnsupportedModelError(
-                f"a node's row must not depend on which of its edges are in the batch{where}",
-                got=f"values computed from the batch's {edges[0]} outside of layers (a degree, for example), which are "
-                "wrong for the halo, since its edges are not in the batch",
-                fix="Compute them once for the whole graph, store them in data (data.degree = ...), and pass them on.",
-            )
         if self.mixed_before or self.module is None:
-            after = f" before {describe(*_clean((self.name, self.module)))}" if self.module is not None else ""
+            before = "" if self.module is None else f" before {describe(*_clean((self.name, self.module)))}"
+            place = before or " after the last layer"
+            if edges:
+                return UnsupportedModelError(
+                    f"a row must depend on its node's neighbourhood only, not on what else is in the batch{where}",
+                    got=f"values{place} that are computed from the batch's edges ({edges[0]}) outside of layers, such as a "
+                    "degree, which is wrong for the halo; or that mix all nodes of a batch",
+                    fix="Compute degrees and the like once for the whole graph, store them in data (data.degree = ...), and "
+                    "pass them on; move pooling and statistics over all nodes out of the model.",
+                )
             return UnsupportedModelError(
                 f"every row of the model must depend on its node's neighbourhood only{where}",
-                got=f"something{after or ' after the last layer'} that mixes all nodes of a batch",
+                got=f"something{place} that mixes all nodes of a batch",
                 fix="Move pooling and statistics over all nodes (a mean, a norm over rows, a sort) out of the model.",
             )
         name = describe(*_clean((self.name, self.module)))

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import BoundArguments
-from typing import NamedTuple
+from itertools import product
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,25 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in, undisturbed
 from gnnautoscale.errors import UnsupportedModelError
-from gnnautoscale.forward import SHORTCUTS, ArgumentKind, Hooks, LayerCall, Plan, check_layout, describe, run_pass
+from gnnautoscale.forward import (
+    SHORTCUTS,
+    ArgumentKind,
+    Hooks,
+    LayerCall,
+    Plan,
+    check_layout,
+    describe,
+    evaluating,
+    run_pass,
+)
 from gnnautoscale.graph import BatchInfo, BatchTensor
 from gnnautoscale.planner.blame import DeviationError, LayerError, explained, keeps_state, random_evaluation
 from gnnautoscale.planner.rehearsal import Observation, Reference, Rehearsal, tolerances, watching
-from gnnautoscale.planner.trial_graph import SETUPS, TrialGraph, TrialSetup
-from gnnautoscale.planner.understudy import Understudy, initialize_like, seed_everything
+from gnnautoscale.planner.trial_graph import TrialGraph, TrialSetup, setups_for
+from gnnautoscale.planner.understudy import MOST_COPIED, Understudy, initialize_like, seed_everything
 
+# How many rows of the gradient of a very large weight are compared.
+_MOST_ROWS = 4096
 # How often a model that skips layers at random is tried, to see all of them.
 _MOST_SEEDS = 32
 
@@ -44,19 +57,21 @@ def make_plan(hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, expli
         if any(is_lazy(weight) for weight in model.parameters()):
             _initialize_lazy_weights(model, hooks, info, arguments, explicit=explicit)
     with _undisturbed_trial(hooks, info) as device:
-        return _Tryout(hooks.bare_copy(), info, arguments, device, explicit).plan()
+        return _Tryout(hooks.bare_copy(share_above=MOST_COPIED), info, arguments, device, explicit).plan()
 
 
 def still_holds(plan: Plan, hooks: Hooks, info: BatchInfo, arguments: BoundArguments) -> bool:
     """Whether a plan still holds after a number in the model or in its arguments has changed."""
     with _undisturbed_trial(hooks, info) as device:
-        return _Tryout(hooks.bare_copy(), info, arguments, device, plan.explicit).confirms(plan)
+        return _Tryout(hooks.bare_copy(share_above=MOST_COPIED), info, arguments, device, plan.explicit).confirms(plan)
 
 
 def skips_at_random(plan: Plan, calls: list[str], hooks: Hooks, info: BatchInfo, arguments: BoundArguments) -> bool:
     """Whether the model leaves out these layer calls at random, whatever the graph."""
     with _undisturbed_trial(hooks, info) as device:
-        return _Tryout(hooks.bare_copy(), info, arguments, device, plan.explicit).skips(plan, set(calls))
+        return _Tryout(hooks.bare_copy(share_above=MOST_COPIED), info, arguments, device, plan.explicit).skips(
+            plan, set(calls)
+        )
 
 
 @contextmanager
@@ -64,7 +79,7 @@ def _undisturbed_trial(hooks: Hooks, info: BatchInfo) -> Iterator[torch.device]:
     with hooks.lifted() as model:
         device = next((value.device for value in model.parameters()), info.n_id.device)
     with undisturbed(device), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
-        seed_everything(0)
+        seed_everything(0, device)
         yield device
 
 
@@ -76,7 +91,7 @@ def _initialize_lazy_weights(
     copied = hooks.bare_copy()
     with torch.autocast(device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
         with undisturbed(device):
-            trial = TrialGraph(info, arguments, device, SETUPS[0], None)
+            trial = TrialGraph(info, arguments, device, setups_for(info.graph)[0], None)
         batch = next(iter(trial.whole))
         copied_hooks = Hooks(copied, lambda *args, **kwargs: copied_hooks.run(None, (args, kwargs)))
         copied_hooks.run(Observation(trial, batch, Plan(explicit=explicit)).session, trial.arguments(batch))
@@ -111,7 +126,7 @@ class _Tryout:
     ) -> None:
         self._info, self._arguments, self._device, self._explicit = info, arguments, device, explicit
         self._training = any(module.training for module in model.modules())
-        self._model = model
+        self._model, self._setups = model, setups_for(info.graph)
         self._actors: dict[tuple[torch.dtype | None, bool], Understudy] = {}
         # How to try the model, the best way first.
         self._attempts = [
@@ -127,18 +142,25 @@ class _Tryout:
 
     def plan(self) -> Plan:
         """Try histories at the outputs of layers, and at the propagations of layers that deviate."""
-        trials = self._trials()
-        if not self._training:
+        trials = self._trials(self._setups)
+        if self._training:
+            self._choose_seed(trials)
+        else:
             self._check_determinism(trials[0])
         inner: set[str] = set()
         everything_needed = False
         while True:
-            observations = [
-                trial.seen if trial.seen is not None and not inner else self._observe(trial, inner) for trial in trials
-            ]
+            observations = [self._seen(trial, inner) for trial in trials]
             plan = _merged(observations, inner, self._explicit, everything_needed=everything_needed)
             references = [seen.reference for seen in observations]
-            deviation = self._rehearse_all(trials, plan, references)
+            try:
+                deviation = self._rehearse_all(trials, plan, references)
+            except Exception:
+                kept = self._without_failing(trials, plan, references)
+                if len(kept) == len(trials):
+                    raise
+                trials = kept
+                continue
             if deviation is None:
                 break
             call = plan.calls.get(deviation.name)
@@ -159,8 +181,8 @@ class _Tryout:
     def confirms(self, plan: Plan) -> bool:
         """Whether batches agree with the whole graph by a plan that is there already."""
         try:
-            trial = self._trials(SETUPS[:1])[0]
-            seen = self._observe(trial, plan.inner)
+            trial = self._trials(self._setups[:1])[0]
+            seen = self._seen(trial, plan.inner)
             found = _merged([seen], plan.inner, plan.explicit)
             same_calls = found.calls.keys() == plan.calls.keys() and all(
                 (call.num_propagations, call.attributes, len(call.edge_names))
@@ -176,7 +198,7 @@ class _Tryout:
 
     def skips(self, plan: Plan, calls: set[str]) -> bool:
         """Whether these calls are left out at random on the whole of a trial graph."""
-        trial, skipped = self._trials(SETUPS[:1])[0], set[str]()
+        trial, skipped = self._trials(self._setups[:1])[0], set[str]()
         for seed in range(_MOST_SEEDS):
             trial.seed = seed
             skipped |= calls - self._observe(trial, plan.inner, by_chance=True).plan.calls.keys()
@@ -184,29 +206,30 @@ class _Tryout:
 
     # Trials ##########################################################################################################
 
-    def _trials(self, setups: Iterable[TrialSetup] = SETUPS) -> list[_Trial]:
+    def _trials(self, setups: Iterable[TrialSetup]) -> list[_Trial]:
         """A trial for each setup that the model runs on as a whole; the first one has to.
 
         In double precision, where rounding hides nothing, if the model runs in it.
         """
         trials: list[_Trial] = []
         for setup in setups:
-            failures: list[Exception] = []
-            for attempt in self._attempts:
+            failures: dict[_Attempt, Exception] = {}
+            # The model may not run on features unlike the user's.
+            for features, attempt in product(dict.fromkeys([setup.features, "own"]), self._attempts):
                 try:
-                    trial = self._trial(setup, attempt)
+                    trial = self._trial(replace(setup, features=features), attempt)
                     trial.seen = self._observe(trial, set())
                 except Exception as error:
-                    failures.append(error)
+                    failures[attempt] = error
                     continue
-                if not trials or trial.seen.reference.is_finite:
-                    trials.append(trial)
+                if trials and not trial.seen.reference.is_finite:
+                    continue
+                trials.append(trial)
                 self._attempts = [other for other in self._attempts if other.by_size is attempt.by_size]
                 break
             if not trials:
-                raise explained(failures[-1], self._info, self._arguments, self._model) from failures[-1]
-        if self._training:
-            self._choose_seed(trials)
+                plainest = failures[_Attempt(None, by_size=True, disturbed=False)]
+                raise explained(plainest, self._info, self._arguments, self._model) from plainest
         return trials
 
     def _trial(self, setup: TrialSetup, attempt: _Attempt) -> _Trial:
@@ -222,8 +245,8 @@ class _Tryout:
     def _choose_seed(self, trials: list[_Trial]) -> None:
         """Choose a seed that skips none of the layers of evaluation mode, if training skips some at random."""
         first = trials[0]
-        evaluated = Understudy(self._model, first.attempt.dtype, disturbed=first.attempt.disturbed)
-        evaluated.model.eval()
+        with evaluating(self._model):
+            evaluated = Understudy(self._model, first.attempt.dtype, disturbed=first.attempt.disturbed)
         try:
             wanted = self._observe(replace(first, actor=evaluated), set()).plan.calls.keys()
         except Exception:
@@ -236,6 +259,10 @@ class _Tryout:
                 return
 
     # Runs ############################################################################################################
+
+    def _seen(self, trial: _Trial, inner: set[str]) -> Observation:
+        """What was last observed, if that was without histories inside of layers, or another observation."""
+        return trial.seen if trial.seen is not None and not inner else self._observe(trial, inner)
 
     def _observe(self, trial: _Trial, inner: set[str], *, by_chance: bool = False, reset: bool = True) -> Observation:
         """Run the whole trial graph, and note how layers are called and what each slot is computed from."""
@@ -254,21 +281,29 @@ class _Tryout:
         return seen
 
     def _rehearse_all(self, trials: list[_Trial], plan: Plan, references: list[Reference]) -> DeviationError | None:
-        """Run all trial graphs in batches, as steps and as sweeps; returns the first deviation.
-
-        A trial that fails in another way says nothing about the user's graph, except for the first one.
-        """
-        for number, trial in enumerate(list(trials)):
-            try:
-                deviation = self._rehearse(trial, plan, references[number])
-            except (LayerError, RuntimeError, ValueError, TypeError, LookupError, AssertionError):
-                if number == 0:
-                    raise
-                continue
+        """Run all trial graphs in batches, as steps and as sweeps; returns the first deviation."""
+        for trial, reference in zip(trials, references, strict=True):
+            deviation = self._rehearse(trial, plan, reference)
             if deviation is not None:
                 return deviation
         # Whether sweeps and steps agree depends on the model alone, so that one graph shows it.
         return self._sweep(trials[0], plan, references[0])
+
+    def _without_failing(self, trials: list[_Trial], plan: Plan, references: list[Reference]) -> list[_Trial]:
+        """Leave out trials that fail in batches otherwise than by a deviation.
+
+        They say nothing about the user's graph, except for the first one.
+        """
+        kept = trials[:1]
+        for trial, reference in list(zip(trials, references, strict=True))[1:]:
+            try:
+                self._rehearse(trial, plan, reference)
+            except Exception as error:
+                if isinstance(error, UnsupportedModelError) and not isinstance(error, LayerError):
+                    raise
+                continue
+            kept.append(trial)
+        return kept
 
     def _rehearse(self, trial: _Trial, plan: Plan, reference: Reference) -> DeviationError | None:
         """Run a trial graph in batches with exact histories; returns the first deviation."""
@@ -285,8 +320,8 @@ class _Tryout:
         session = rehearsal.step()
         with torch.no_grad(), watching(_other_modules(trial.actor.model), rehearsal.check):
             out = trial.actor.run(session, trial.graph.arguments(batch), seed=trial.seed)
-        rehearsal.check(Plan.OUTPUT, None, None, out)
         session.finish(out)
+        rehearsal.check(Plan.OUTPUT, None, None, out)
 
     def _sweep(self, trial: _Trial, plan: Plan, reference: Reference) -> DeviationError | None:
         """Compute each level from the levels below; first try to skip the rows that nothing needs."""
@@ -457,7 +492,7 @@ class _Tryout:
     def _note_types(self, trial: _Trial, plan: Plan) -> None:
         """Give the plan the types of rows that the model itself computes, not those of a copy in another precision."""
         if trial.attempt.dtype is not None:
-            own = self._trial(SETUPS[0], trial.attempt._replace(dtype=None))
+            own = self._trial(self._setups[0], trial.attempt._replace(dtype=None))
             plan.rows = self._observe(replace(own, seed=trial.seed), plan.inner).plan.rows
 
 
@@ -539,7 +574,10 @@ def _gradients(loss: Tensor, weights: list[nn.Parameter]) -> list[Tensor | None]
         weight.grad = None
     try:
         loss.backward()  # type: ignore[no-untyped-call]
-        return [weight.grad for weight in weights]
+        # Of a table with a row for each node, a trial uses the first rows.
+        large = [weight.grad is not None and weight.numel() > MOST_COPIED for weight in weights]
+        pairs = zip(weights, large, strict=True)
+        return [cast(Tensor, weight.grad)[:_MOST_ROWS].clone() if cut else weight.grad for weight, cut in pairs]
     finally:
         for weight, grad in zip(weights, kept, strict=True):
             weight.grad = grad

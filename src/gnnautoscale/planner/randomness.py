@@ -16,25 +16,32 @@ _aten = torch.ops.aten
 class _Expected(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces each random number by one constant: the expected value, or one near it where that would hide noise."""
 
+    def __init__(self, level: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._level = level
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket in _UNIFORM:
+            low, high = (_argument(args, kwargs, 1, "from", 0.0), _argument(args, kwargs, 2, "to", 1.0))
+            ends = (low, high) if func.overloadpacket is _aten.uniform_ else (0.0, 1.0)
+            return _empty(func, args, kwargs).fill_(ends[0] + self._level * (ends[1] - ends[0]))
         constant = _CONSTANTS.get(func.overloadpacket)
         return func(*args, **kwargs) if constant is None else constant(func, args, kwargs)
 
 
+def _empty(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """The result of a random function without its numbers."""
+    name = func._schema.name
+    if name.endswith("_"):
+        given: Tensor = args[0]
+        return given
+    options = {key: option for key, option in kwargs.items() if key not in ("generator", "names")}
+    return torch.empty_like(args[0], **options) if name.endswith("_like") else torch.empty(args[0], **options)
+
+
 def _filled(value: Callable[[Any, Any], float]) -> Callable[[Any, Any, Any], Tensor]:
-    """Fill the result of a random function with a value, without drawing numbers."""
-
-    def replaced(func: Any, args: Any, kwargs: Any) -> Tensor:
-        name = func._schema.name
-        if name.endswith("_"):
-            result: Tensor = args[0]
-        else:
-            options = {key: option for key, option in kwargs.items() if key not in ("generator", "names")}
-            result = torch.empty_like(args[0], **options) if name.endswith("_like") else torch.empty(args[0], **options)
-        return result.fill_(value(args, kwargs))
-
-    return replaced
+    return lambda func, args, kwargs: _empty(func, args, kwargs).fill_(value(args, kwargs))
 
 
 def _bernoulli(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -70,22 +77,16 @@ def _argument(args: Any, kwargs: Any, place: int, name: str, default: float) -> 
     return default if isinstance(value, Tensor) else value
 
 
-def _uniform(args: Any, kwargs: Any) -> float:
-    return 0.5 * (_argument(args, kwargs, 1, "from", 0.0) + _argument(args, kwargs, 2, "to", 1.0))
-
-
 def _normal(args: Any, kwargs: Any) -> float:
     # Not the mean, because noise that is zero would hide what it is multiplied with.
     return _argument(args, kwargs, 1, "mean", 0.0) + 0.3 * _argument(args, kwargs, 2, "std", 1.0)
 
 
+_UNIFORM = frozenset({_aten.uniform_, _aten.rand, _aten.rand_like})
 _CONSTANTS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     _aten.native_dropout: _dropout,
     _aten.bernoulli: _bernoulli,
     _aten.bernoulli_: _bernoulli,
-    _aten.uniform_: _filled(_uniform),
-    _aten.rand: _filled(lambda args, kwargs: 0.5),
-    _aten.rand_like: _filled(lambda args, kwargs: 0.5),
     _aten.normal: _drawn_normal,
     _aten.normal_: _filled(_normal),
     _aten.randn: _filled(lambda args, kwargs: 0.3),
@@ -96,13 +97,16 @@ _CONSTANTS: dict[Any, Callable[[Any, Any, Any], Any]] = {
 
 
 @contextmanager
-def expected_randomness() -> Iterator[None]:
+def expected_randomness(level: float = 0.5) -> Iterator[None]:
     """Let everything random give its expected value: dropout is the identity, noise a constant.
+
+    ``level`` is what uniform random numbers between 0 and 1 are: a model that compares them with a probability takes
+    another branch with another level.
 
     Example:
         >>> with expected_randomness():
         ...     torch.nn.functional.dropout(torch.tensor([1.0, 2.0]), 0.6)
         tensor([1., 2.])
     """
-    with _Expected():  # type: ignore[no-untyped-call]
+    with _Expected(level):
         yield

@@ -352,7 +352,8 @@ def watching(modules: Mapping[str, nn.Module], note: Callable[[str, nn.Module, A
 
     with ExitStack() as hooks:
         for name, module in modules.items():
-            hooks.enter_context(module.register_forward_hook(partial(hook, name), with_kwargs=True))
+            if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                hooks.enter_context(module.register_forward_hook(partial(hook, name), with_kwargs=True))
         yield
 
 

@@ -14,7 +14,10 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.forward import ArgumentKind, Arguments, GraphMemory, has_rows
-from gnnautoscale.graph import BatchInfo, BatchTensor, HaloLoader
+from gnnautoscale.graph import BatchInfo, BatchTensor, Graph, HaloLoader
+
+# The largest trial has as many nodes as the user's graph, within these bounds.
+_LARGE, _LARGEST = 257, 1031
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class TrialSetup:
     Attributes:
         num_nodes: Its number of nodes.
         num_chords: Its number of edges, or of pairs of edges, besides those of a ring.
+        reach: The longest chord, in steps along the ring. Short ones keep many edges out of most halos.
         features: Where features come from: the batch's own values, shuffled; noise; or own values, scaled up.
         lopsided: Whether edges into the first part have only one value in attributes of whole numbers, as in a batch
             that lacks some relations.
@@ -31,13 +35,24 @@ class TrialSetup:
 
     num_nodes: int
     num_chords: int
+    reach: int
     features: Literal["own", "noise", "large"]
     lopsided: bool = False
 
 
-#: As different from each other as possible, so that what one does not show another does. The first one decides where
-#: histories are, since features like the user's are what the model was made for.
-SETUPS = (TrialSetup(13, 7, "own"), TrialSetup(37, 400, "noise", lopsided=True), TrialSetup(257, 150, "large"))
+def graph_form(graph: Graph) -> tuple[bool, int]:
+    """What trials depend on in a graph: whether it is symmetric, and the size of the largest trial."""
+    return graph.is_symmetric, min(max(_LARGE, graph.num_nodes), _LARGEST)
+
+
+def setups_for(graph: Graph) -> list[TrialSetup]:
+    """Trial graphs as different from each other as possible, so that what one does not show another does.
+
+    The first one decides where histories are, since features like the user's are what the model was made for.
+    """
+    size = graph_form(graph)[1]
+    dense = TrialSetup(97, 1000, 16, "noise", lopsided=True)
+    return [TrialSetup(13, 7, 5, "own"), dense, TrialSetup(size, size // 2, size // 2, "large")]
 
 
 class TrialGraph:
@@ -61,7 +76,7 @@ class TrialGraph:
     ) -> None:
         self.info, self.call, self.device, self.dtype, self.num_nodes = info, arguments, device, dtype, setup.num_nodes
         self._setup, self._by_size, self._disturbed = setup, by_size, disturbed
-        edge_index = _edges(setup.num_nodes, setup.num_chords, symmetric=info.graph.is_symmetric)
+        edge_index = _edges(setup, symmetric=info.graph.is_symmetric)
         parts = _parts(setup.num_nodes)
         self._in_first_part = parts[edge_index[1]] == 0
         data = _emptied(arguments)
@@ -176,19 +191,18 @@ def disturb(value: Tensor) -> Tensor:
     return disturbed
 
 
-def _edges(num_nodes: int, num_chords: int, *, symmetric: bool) -> Tensor:
+def _edges(setup: TrialSetup, *, symmetric: bool) -> Tensor:
     """A ring with chords and a self-loop, sorted by target, as some aggregations require; ``[2, num_edges]``.
 
-    Halo nodes have neighbours beyond the halo, so their degrees in a batch are wrong. Of many chords, most end at few
-    nodes.
+    Halo nodes have neighbours beyond the halo, so their degrees in a batch are wrong.
     """
-    generator = torch.Generator().manual_seed(num_nodes)
+    num_nodes, generator = setup.num_nodes, torch.Generator().manual_seed(setup.num_nodes)
     nodes = torch.arange(num_nodes)
-    ring = torch.stack([nodes, (nodes + 1) % num_nodes])
-    ends = torch.rand(2, num_chords, generator=generator) ** torch.tensor([[1.0], [1.5]])
-    pairs = torch.cat([ring, (num_nodes * ends).long()], dim=1)
+    source = torch.randint(num_nodes, (setup.num_chords,), generator=generator)
+    step = torch.randint(2, setup.reach + 1, source.shape, generator=generator)
+    pairs = torch.cat([torch.stack([nodes, nodes + 1]), torch.stack([source, source + step])], dim=1) % num_nodes
     pairs = torch.cat([pairs, pairs.flip(0)], dim=1) if symmetric else pairs
-    pairs = torch.unique(torch.cat([pairs[:, pairs[0] != pairs[1]], torch.tensor([[2], [2]])], dim=1), dim=1)
+    pairs = torch.unique(torch.cat([pairs, torch.tensor([[2], [2]])], dim=1), dim=1)
     ordered: Tensor = pairs[:, pairs[1].argsort(stable=True)]
     return ordered
 

@@ -19,35 +19,37 @@ from gnnautoscale.forward import Arguments, Attribute, Hooks, Session, Watch, co
 from gnnautoscale.planner.randomness import expected_randomness
 from gnnautoscale.planner.trial_graph import disturb
 
+#: Weights with more entries than this are not copied for a trial.
+MOST_COPIED = 1 << 24
+
 
 class Understudy:
     """A copy of a model that starts every run in the same state.
 
     It is as the model was, except that all weights are trainable, because they may be trained later; and that weights
     are of type ``dtype`` unless that is ``None``. If ``disturbed``, weights and buffers whose entries are all equal,
-    such as gates that start at zero, get other values, because they would hide a deviation.
+    such as gates that start at zero, get other values, because they would hide a deviation. Very large weights, such as
+    an embedding of all nodes, stay as they are.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None, *, disturbed: bool = True) -> None:
-        self._original = copy_model(model)
+        self._original = copy_model(model, share_above=MOST_COPIED)
         self.dtype = dtype
-        if dtype is not None:
-            self._original.to(dtype)
         for module in self._original.modules():
             # Statistics of norms have their own meaning.
-            buffers = () if isinstance(module, _NormBase) else module.buffers(recurse=False)
-            for value in (*module.parameters(recurse=False), *buffers):
+            statistics = {id(value) for value in module.buffers(recurse=False) if isinstance(module, _NormBase)}
+            for value in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if is_lazy(value) or not value.is_floating_point():
                     continue
                 if isinstance(value, nn.Parameter):
                     value.requires_grad_(True)
-                if disturbed:
-                    value.data = disturb(value.data)
+                if value.numel() <= MOST_COPIED:
+                    other = disturb(value.data) if disturbed and id(value) not in statistics else value.data
+                    value.data = other.to(dtype or other.dtype)
 
     @cached_property
     def _current(self) -> tuple[nn.Module, Hooks, Watch, list[int]]:
-        # Weights are shared: forward passes rarely write to them, and an embedding of all nodes is large.
-        model = copy_model(self._original, share_weights=True)
+        model = copy_model(self._original, share_above=0)  # forward passes rarely write to weights
         hooks = Hooks(model, lambda *args, **kwargs: hooks.run(None, (args, kwargs)))
         return model, hooks, Watch(model), [buffer._version for buffer in model.buffers()]
 
@@ -83,19 +85,21 @@ class Understudy:
     def run(self, session: Session, arguments: Arguments, *, seed: int = 0, by_chance: bool = False) -> Any:
         """Run the forward pass; everything random gives its expected value unless ``by_chance``."""
         model, hooks = self._current[:2]
-        seed_everything(seed)
+        seed_everything(seed, session.device)
+        level = 0.5 if not seed else 0.95 if seed % 2 else 0.05
         # In evaluation mode nothing is random, and without this mode runs are faster.
         certain = not by_chance and any(module.training for module in model.modules())
-        with _default_dtype(self.dtype), expected_randomness() if certain else nullcontext():
+        with _default_dtype(self.dtype), expected_randomness(level) if certain else nullcontext():
             return hooks.run(session, arguments)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed everything random; whoever calls this restores the states."""
-    # Not torch.manual_seed, which takes a millisecond.
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Seed everything random on the host and on a device; whoever calls this restores the states."""
+    # Not torch.manual_seed, which takes a millisecond and seeds all devices.
     torch.default_generator.manual_seed(seed)
-    for generator in torch.cuda.default_generators:
-        generator.manual_seed(seed)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
 

@@ -48,6 +48,7 @@ class Engine(Steps):
         self._versions: tuple[int, int] | None = None
         self._pool: Any = None
         self._why_not = self._obstacle(capture)
+        self._model_version = self._scaler.version
         # The whole graph as a batch, if it is the same every time. With and without a refresh: the number of passes
         # over it so far, and a captured pass.
         self._whole: weakref.ref[BatchInfo] | None = None
@@ -112,7 +113,17 @@ class Engine(Steps):
 
         ``then`` gives the first batch of the next epoch, if it is known at the end of this one.
         """
+        self._notice_changes()
         return self.train(self._feed.items(batches, then), after_step)
+
+    def _notice_changes(self) -> None:
+        """Forget what was captured and packed if the model was changed, by a callback for example."""
+        version = self._scaler.version
+        if version != self._model_version:
+            self._model_version = version
+            self._graphs.clear()
+            self._feed.forget()
+            self._forget_whole()
 
     def _run(self, item: Item) -> None:
         memory = self._scaler.memory
@@ -207,6 +218,7 @@ class Engine(Steps):
         stands in the way. Another batch takes its place. A refresh also writes all histories, which must be in device
         memory then. The output, ``[num_nodes, num_outputs]``, is on the model's device; the next call overwrites it.
         """
+        self._notice_changes()
         comes_back = self._whole is not None and self._whole() is batch.info
         if not comes_back:
             self._forget_whole()

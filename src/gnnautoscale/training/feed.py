@@ -118,6 +118,7 @@ class Feed:
         self._placement = placement
         self._num_batches = num_batches
         self._packages: dict[BatchInfo, _Package] = {}
+        self._forgotten = False
         #: Whether batches stay on the GPU; ``None`` before the first one is packed.
         self.resident: bool | None = None
         #: Changes when batches that are copied for each step move to another address.
@@ -135,7 +136,8 @@ class Feed:
         """
         batches = iter(batches)
         # On a GPU the first is not packed: what the model does with edges is known only once it has run.
-        unpacked = None if self.device.type != "cuda" else int(not self._scaler.memory.records)
+        unpacked = None if self.device.type != "cuda" else int(not self._scaler.memory.records or self._forgotten)
+        self._forgotten = False
         yield from (plain_item(batch, self.task, self.device) for batch in tagged_copies(islice(batches, unpacked)))
         following = self._next(batches)
         while following is not None:
@@ -154,6 +156,11 @@ class Feed:
         for package in self._packages.values():
             package.displace()
         self._packages.clear()
+
+    def forget(self) -> None:
+        """Free the packed batches, because the model may use its edges in another way now."""
+        self.clear()
+        self._forgotten = True
 
     def _next(self, batches: Iterator[ReadyBatch]) -> _Package | None:
         """Pack the next batch and start to copy it, while a GPU goes on with earlier steps."""
