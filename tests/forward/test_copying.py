@@ -46,13 +46,19 @@ def test_a_copy_is_equal_and_independent() -> None:
     assert model.lin.weight.all()
 
 
-def test_weights_are_shared_if_wanted() -> None:
-    model = Holder()
-    model.register_buffer("mean", torch.zeros(2))
-    copied: Any = copy_model(model, share_weights=True)
-    assert copied.lin is not model.lin
-    assert copied.lin.weight is model.lin.weight
-    assert copied.mean is not model.mean
+def test_large_weights_share_their_memory_if_wanted() -> None:
+    model: Any = Holder().requires_grad_(False)
+    model.register_buffer("mean", torch.zeros(4))
+    copied: Any = copy_model(model, share_above=3)
+    copied.requires_grad_(True)
+    copied.mean.add_(1)
+    with torch.no_grad():
+        copied.lin.weight.zero_()
+        copied.lin.bias.zero_()  # has two entries
+    assert not model.lin.weight.any()
+    assert model.lin.bias.all()
+    assert not model.lin.weight.requires_grad
+    assert not model.mean.any()
 
 
 def test_a_module_that_is_used_twice_is_copied_once() -> None:
@@ -73,8 +79,6 @@ def test_what_cannot_be_copied_is_shared() -> None:
     assert copied.rows is not rows
     assert copied.inner is not model.inner
     assert copied.lin.weight is not model.lin.weight
-    shared: Any = copy_model(model, share_weights=True)
-    assert shared.lin.weight is model.lin.weight
 
 
 def test_rows_that_autograd_tracks_are_copied_without_their_past() -> None:

@@ -65,12 +65,13 @@ CASES: dict[str, tuple[DeviationError, list[str], str]] = {
     "degree before a layer": (
         DeviationError("conv", sage(), mixed_before=True),
         ["n_id", "edge_index"],
-        r"which of its edges are in the batch, but got values computed from the batch's edge_index.*data\.degree",
+        r"neighbourhood only, not on what else is in the batch, but got values before SAGEConv \('conv'\).*edges "
+        r"\(edge_index\) outside of layers.*data\.degree",
     ),
     "degree at the end": (
         DeviationError(Plan.OUTPUT, None),
         ["edge_weight"],
-        "but got values computed from the batch's edge_weight outside of layers",
+        r"but got values after the last layer that are computed from the batch's edges \(edge_weight\) outside",
     ),
     "mean before a layer": (
         DeviationError("conv", sage(), mixed_before=True),

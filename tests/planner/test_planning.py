@@ -29,6 +29,7 @@ from gnnautoscale.planner.understudy import seed_everything
 from support.oracle import Outcome, outcome
 
 C = CHANNELS
+CPU = torch.device("cpu")
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -479,7 +480,7 @@ def test_another_number_of_propagations_in_training_is_exact_in_both_modes() -> 
 
 def random_numbers() -> list[float]:
     """What everything random would give next."""
-    with undisturbed(torch.device("cpu")):
+    with undisturbed(CPU):
         return [float(torch.rand(())), random.random(), float(np.random.rand())]  # noqa: NPY002
 
 
@@ -625,15 +626,15 @@ def test_layers_that_are_skipped_at_random_are_exact(skips: Callable[[], bool]) 
     loader = gas.HaloLoader(data, 4, partition="random")
     patterns = set()
     for seed in range(6):
-        with torch.no_grad(), undisturbed(torch.device("cpu")):
-            seed_everything(seed)
+        with torch.no_grad(), undisturbed(CPU):
+            seed_everything(seed, CPU)
             patterns.add(tuple(skips() for _ in range(3)))
-            seed_everything(seed)
+            seed_everything(seed, CPU)
             expected = plain(data.x, data.edge_index)
             for _ in range(3):  # until histories hold what these layers compute
                 outputs = []
                 for batch in loader:
-                    seed_everything(seed)
+                    seed_everything(seed, CPU)
                     outputs.append((batch.n_id[: batch.batch_size], model(batch)))
         for nodes, rows in outputs:
             assert_same(rows, expected[nodes], 1e-10)

@@ -64,6 +64,16 @@ def test_constants_in_place_of_draws(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_uniform_numbers_have_the_wanted_level() -> None:
+    """A model that compares them with a probability takes both branches."""
+    with expected_randomness(0.25):
+        assert float(torch.rand(())) == 0.25
+        assert torch.equal(torch.rand_like(X), torch.full((2, 2), 0.25))
+        assert torch.equal(empty().uniform_(2.0, 4.0), torch.full((2,), 2.5))
+        assert torch.equal(F.dropout(X, 0.6), X)
+        assert float(torch.randn(())) == pytest.approx(0.3)
+
+
 def test_gradients_flow() -> None:
     x = X.clone().requires_grad_()
     with expected_randomness():

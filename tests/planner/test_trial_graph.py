@@ -12,11 +12,12 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
-from conftest import CHANNELS, odd_graph, undirected_graph
-from gnnautoscale.graph import BatchTensor
-from gnnautoscale.planner.trial_graph import SETUPS, TrialGraph, TrialSetup, disturb, kinds_of
+from conftest import CHANNELS, directed_ring, odd_graph, undirected_graph
+from gnnautoscale.graph import BatchTensor, Graph
+from gnnautoscale.planner.trial_graph import TrialGraph, TrialSetup, disturb, graph_form, kinds_of, setups_for
 
-OWN, NOISE, LARGE = (TrialSetup(13, 7, kind) for kind in ("own", "noise", "large"))
+OWN, LARGE = TrialSetup(13, 7, 5, "own"), TrialSetup(13, 7, 5, "large")
+SETUPS = setups_for(Graph.of(undirected_graph()))
 
 
 def forward(x: Tensor, edge_index: Tensor, *others: Any, **options: Any) -> None:
@@ -75,6 +76,16 @@ def test_three_parts_whose_halos_have_other_neighbours(setup: TrialSetup) -> Non
     assert all_of_it.batch_size == setup.num_nodes
 
 
+@pytest.mark.parametrize(("num_nodes", "largest"), [(40, 257), (600, 600), (5000, 1031)])
+def test_the_largest_trial_is_as_large_as_the_graph_within_bounds(num_nodes: int, largest: int) -> None:
+    for data in (undirected_graph(num_nodes), directed_ring(num_nodes)):
+        graph = Graph.of(data)
+        assert graph_form(graph) == (graph.is_symmetric, largest)
+        sizes = [setup.num_nodes for setup in setups_for(graph)]
+        assert sizes == sorted({13, 97, largest})
+        assert [setup.features for setup in setups_for(graph)] == ["own", "noise", "large"]
+
+
 def test_graphs_are_the_same_every_time() -> None:
     first, second = (tried(undirected_graph(), SETUPS[1]).whole.graph.edge_index for _ in range(2))
     assert torch.equal(first, second)
@@ -95,7 +106,7 @@ def with_columns() -> Data:
 
 def test_own_features_keep_sign_size_and_whole_numbers() -> None:
     data = with_columns()
-    x = whole_arguments(tried(data, TrialSetup(257, 150, "own")))[0]
+    x = whole_arguments(tried(data, TrialSetup(257, 150, 9, "own")))[0]
     assert x.shape == (257, 6)
     assert (x[:, 0] > 0.4).all()
     assert (x[:, 1] < -0.4).all()
@@ -109,7 +120,7 @@ def test_own_features_keep_sign_size_and_whole_numbers() -> None:
 
 def test_noise_spares_whole_numbers() -> None:
     data = with_columns()
-    x = whole_arguments(tried(data, TrialSetup(257, 150, "noise")))[0]
+    x = whole_arguments(tried(data, TrialSetup(257, 150, 9, "noise")))[0]
     noise = x[:, [0, 1, 2, 3, 5]]
     assert (noise < 0).any(0).all()
     assert (noise > 1).any(0).all()
@@ -143,7 +154,7 @@ def test_features_have_the_wanted_type(dtype: torch.dtype | None) -> None:
 def test_edges_into_the_first_part_lack_relations_if_lopsided() -> None:
     data = undirected_graph()
     for lopsided in (False, True):
-        trial = tried(data, TrialSetup(37, 400, "own", lopsided=lopsided))
+        trial = tried(data, TrialSetup(37, 400, 9, "own", lopsided=lopsided))
         first, second, _ = trial.parts
         assert (torch.unique(first.edge_type.plain).numel() == 1) is lopsided
         assert torch.unique(second.edge_type.plain).numel() == 3

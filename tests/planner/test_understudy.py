@@ -18,11 +18,13 @@ import gnnautoscale as gas
 from conftest import CHANNELS, undirected_graph
 from gnnautoscale._util import undisturbed
 from gnnautoscale.forward import Plan
+from gnnautoscale.planner import understudy as understudy_module
 from gnnautoscale.planner.rehearsal import Observation
-from gnnautoscale.planner.trial_graph import SETUPS, TrialGraph, disturb
+from gnnautoscale.planner.trial_graph import TrialGraph, disturb, setups_for
 from gnnautoscale.planner.understudy import Understudy, initialize_like, seed_everything
 
 C = CHANNELS
+CPU = torch.device("cpu")
 
 
 class Changing(nn.Module):
@@ -59,10 +61,10 @@ def run(actor: Understudy, **options: Any) -> Tensor:
     """Run an understudy on the whole of a trial graph."""
     batch = next(iter(gas.HaloLoader(undirected_graph(), 2)))
     bound = inspect.signature(lambda x, edge_index: None).bind(batch.x, batch.edge_index)
-    device = torch.device("cpu")
-    with undisturbed(device), torch.no_grad():
-        seed_everything(0)
-        trial = TrialGraph(batch.edge_index.info, bound, device, SETUPS[0], actor.dtype)
+    info = batch.edge_index.info
+    with undisturbed(CPU), torch.no_grad():
+        seed_everything(0, CPU)
+        trial = TrialGraph(info, bound, CPU, setups_for(info.graph)[0], actor.dtype)
         whole = next(iter(trial.whole))
         session = Observation(trial, whole, Plan()).session
         out: Tensor = actor.run(session, trial.arguments(whole), **options)
@@ -112,12 +114,25 @@ def test_a_copy_that_nothing_has_touched_is_used_again() -> None:
     assert actor.model is before
 
 
-def test_copies_share_the_weights_of_the_first_one() -> None:
+def test_copies_share_the_memory_of_weights() -> None:
     actor = Understudy(Changing())
     run(actor)
-    weights = list(actor.model.parameters())
+    weights = [weight.data_ptr() for weight in actor.model.parameters()]
     actor.reset()
-    assert [id(weight) for weight in actor.model.parameters()] == [id(weight) for weight in weights]
+    assert [weight.data_ptr() for weight in actor.model.parameters()] == weights
+
+
+def test_very_large_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(understudy_module, "MOST_COPIED", 10)
+    model = nn.Sequential(nn.Linear(4, 3)).requires_grad_(False)
+    nn.init.zeros_(model[0].weight)  # type: ignore[arg-type]
+    nn.init.zeros_(model[0].bias)  # type: ignore[arg-type]
+    weight, bias = Understudy(model, torch.float64).model.parameters()
+    assert weight.data_ptr() == next(model.parameters()).data_ptr()
+    assert weight.requires_grad
+    assert (weight.dtype, bias.dtype) == (torch.float32, torch.float64)
+    assert bias.all()
+    assert not any(value.requires_grad or value.any() for value in model.parameters())
 
 
 # Weights #############################################################################################################
@@ -190,11 +205,11 @@ def test_everything_random_is_seeded() -> None:
     def draw() -> list[float]:
         return [float(torch.rand(())), random.random(), float(np.random.rand())]  # noqa: NPY002
 
-    with undisturbed(torch.device("cpu")):
-        seed_everything(7)
+    with undisturbed(CPU):
+        seed_everything(7, CPU)
         first = draw()
         assert first != draw()
-        seed_everything(7)
+        seed_everything(7, CPU)
         assert draw() == first
 
 

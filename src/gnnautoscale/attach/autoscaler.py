@@ -382,9 +382,9 @@ def autoscale(
 
     The model is any module made of PyG layers; its code stays as it is. Hooks give each layer the right edges, push
     the batch's embeddings and pull the halo's. Called with a batch (``model(batch.x, batch.edge_index)`` or
-    ``model(batch)``), the model returns one row per in-batch node. Before it runs, a copy of it is tried on small graphs,
-    and again whenever the model, its mode or its arguments have changed; a model that histories cannot make exact is
-    refused, with the reason.
+    ``model(batch)``), the model returns one row per in-batch node. Before it runs, a copy of it is tried on small
+    graphs, and again whenever the model, its mode or its arguments have changed; a model that histories cannot make
+    exact is refused, with the reason.
 
     Args:
         model: The model; it is returned.

@@ -77,10 +77,10 @@ class DeviationError(Exception):
             if edges:
                 return UnsupportedModelError(
                     f"a row must depend on its node's neighbourhood only, not on what else is in the batch{where}",
-                    got=f"values{place} that are computed from the batch's edges ({edges[0]}) outside of layers, such as a "
-                    "degree, which is wrong for the halo; or that mix all nodes of a batch",
-                    fix="Compute degrees and the like once for the whole graph, store them in data (data.degree = ...), and "
-                    "pass them on; move pooling and statistics over all nodes out of the model.",
+                    got=f"values{place} that are computed from the batch's edges ({edges[0]}) outside of layers, such "
+                    "as a degree, which is wrong for the halo; or that mix all nodes of a batch",
+                    fix="Compute degrees and the like once for the whole graph, store them in data (data.degree = "
+                    "...), and pass them on; move pooling and statistics over all nodes out of the model.",
                 )
             return UnsupportedModelError(
                 f"every row of the model must depend on its node's neighbourhood only{where}",
