@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -24,9 +26,11 @@ from conftest import (
     undirected_graph,
     whole,
 )
+from gnnautoscale.attach import autoscaler as autoscaler_module
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import memory as memory_module
+from gnnautoscale.forward.plan import Plan
 from gnnautoscale.graph.graph import Graph
 
 C = CHANNELS
@@ -280,17 +284,23 @@ def test_rows_of_the_batch_alone_are_refused() -> None:
     data = undirected_graph()
     model = gas.autoscale(gcn(), data)
     batch = first_batch(data)
-    with pytest.raises(RuntimeError, match="out of bounds"):
+    with pytest.raises(
+        InputError, match=rf"each of the {batch.num_nodes} nodes.*{batch.batch_size} nodes of the batch"
+    ):
         model(batch.x[: batch.batch_size], batch.edge_index)
 
 
-def test_history_keeps_its_width() -> None:
+def test_another_width_gets_another_history() -> None:
     data = undirected_graph()
     model = gas.autoscale(Stack([pyg.SAGEConv(C, C), pyg.SAGEConv(C, C)]), data)
-    model(first_batch(data))
-    model.layers[0].lin_l, model.layers[0].lin_r = nn.Linear(C, 5), nn.Linear(C, 5, bias=False)
-    with pytest.raises(InputError, match=r"rows of width 8.*autoscale the model again"):
-        model(first_batch(data))
+    loader = gas.HaloLoader(data, 4, partition="random")
+    gas.infer(model, loader)
+    assert [history.width for history in attached(model).memory.histories.values()] == [C]
+    model.layers[0], model.layers[1] = pyg.SAGEConv(C, 5), pyg.SAGEConv(5, C)
+    out = gas.infer(model, loader)
+    assert [history.width for history in attached(model).memory.histories.values()] == [5]
+    gas.detach(model)
+    assert_same(out, whole(model, data))
 
 
 def test_failed_call_leaves_the_model_usable() -> None:
@@ -304,6 +314,123 @@ def test_failed_call_leaves_the_model_usable() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(batch.x[:, :3], batch.edge_index, edge_weight=batch.edge_weight)
     assert_same(gas.infer(model, loader), expected)
+
+
+# Changes of the model ################################################################################################
+
+
+class Adjustable(nn.Module):
+    """Has numbers and a flag to change, and dropout so that its modes differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.drop = pyg.SAGEConv(C, C), pyg.SAGEConv(C, C), nn.Dropout(0.5)
+        self.scale, self.doubled = 1.0, False
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        x = self.drop(self.first(x, edge_index)) * self.scale
+        return self.second(2 * x if self.doubled else x, edge_index)
+
+
+def plan_in_use(model: nn.Module, batch: Data) -> Plan:
+    model(batch)
+    plan = attached(model).plan
+    assert plan is not None
+    return plan
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The attempts to make plans, and to confirm them."""
+    seen: list[str] = []
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            seen.append(name)
+            return function(*args, **options)
+
+        return run
+
+    for name in ("make_plan", "still_holds"):
+        monkeypatch.setattr(autoscaler_module, name, noting(name, getattr(autoscaler_module, name)))
+    return seen
+
+
+def test_each_mode_has_its_plan(tried: list[str]) -> None:
+    data = undirected_graph()
+    model, batch = gas.autoscale(Adjustable(), data), first_batch(data)
+    training, evaluation = plan_in_use(model.train(), batch), plan_in_use(model.eval(), batch)
+    assert training is not evaluation
+    assert plan_in_use(model.train(), batch) is training
+    assert plan_in_use(model.eval(), batch) is evaluation
+    model.train()
+    gas.infer(model, gas.HaloLoader(data, 4))  # in evaluation mode
+    assert attached(model).plan is evaluation
+    assert tried == ["make_plan"] * 2
+
+
+def test_a_number_confirms_a_plan_and_a_flag_makes_one(tried: list[str]) -> None:
+    data = undirected_graph()
+    model, batch = gas.autoscale(Adjustable(), data), first_batch(data)
+    first = plan_in_use(model, batch)
+    model.scale = 3.0
+    second = plan_in_use(model, batch)
+    assert tried == ["make_plan", "still_holds"]
+    model.scale = 1.0
+    assert plan_in_use(model, batch) is first
+    model.doubled = True
+    plan_in_use(model, batch)
+    assert tried == ["make_plan", "still_holds", "make_plan"]
+    model.scale, model.doubled = 3.0, False
+    assert plan_in_use(model, batch) is second
+    assert tried == ["make_plan", "still_holds", "make_plan"]
+
+
+def test_few_plans_are_kept() -> None:
+    """A number may change in every step."""
+    data = undirected_graph()
+    model, batch = gas.autoscale(Adjustable(), data).eval(), first_batch(data)
+    plans = []
+    for number in range(20):
+        model.scale = 1.0 + number
+        plans.append(ref(plan_in_use(model, batch)))
+    gc.collect()
+    assert sum(plan() is not None for plan in plans) == 16
+    assert attached(model).plan is plans[-1]()
+
+
+def test_replaced_methods_of_attached_layers_are_refused() -> None:
+    data = undirected_graph()
+    model, batch = gas.autoscale(Adjustable(), data), first_batch(data)
+    model(batch)
+    model.first.forward = lambda x, edge_index: x
+    with pytest.raises(InputError, match=r"must stay as they are.*got another first\.forward.*gas\.detach"):
+        model(batch)
+
+
+# Two inputs for one batch ############################################################################################
+
+
+def test_two_inputs_for_one_batch_are_warned_of() -> None:
+    """A history has room for the rows of one of them."""
+    data = undirected_graph()
+    model, batch = gas.autoscale(gcn(), data), first_batch(data)
+    model(batch.x, batch.edge_index)
+    with pytest.warns(UserWarning, match="ran on one batch with two different inputs and the same weights"):
+        model(batch.x.flip(0), batch.edge_index)
+
+
+def test_other_calls_are_not_warned_of() -> None:
+    """Warnings are errors in these tests."""
+    data = undirected_graph()
+    model = gas.autoscale(gcn(), data)
+    first, second, *_ = gas.HaloLoader(data, 4)
+    for batch in (first, second, first):
+        model(batch.x, batch.edge_index)
+    model(first.x.clone(), first.edge_index)  # equal values
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    model(first.x.flip(0), first.edge_index)  # another step
 
 
 # Models that users write #############################################################################################
@@ -424,23 +551,6 @@ def test_model_that_takes_data_with_graph_level_attributes() -> None:
     assert_same(gas.infer(model, gas.HaloLoader(data, 4)), expected)
 
 
-def test_lazy_layers() -> None:
-    """They take their size from the first batch, and the same weights as in full batch from the same seed."""
-    data = undirected_graph()
-
-    def lazy() -> nn.Module:
-        torch.manual_seed(5)
-        return Stack([pyg.GCNConv(-1, 6), pyg.SAGEConv(-1, 6), pyg.GATConv(-1, 4)])
-
-    plain = lazy().eval()
-    expected = call_whole(plain, data).detach()
-    loader = gas.HaloLoader(data, 4)
-    batch = next(iter(loader))
-    model = gas.autoscale(lazy(), data)
-    model(batch)
-    assert_same(gas.infer(model, loader), expected)
-
-
 def test_inputs_may_be_written_to() -> None:
     class Writing(nn.Module):
         def __init__(self) -> None:
@@ -488,18 +598,6 @@ def test_checkpointed_layers_are_refused(make: Callable[[], nn.Module]) -> None:
     out = model(batch.x.clone().requires_grad_(), batch.edge_index)
     with pytest.raises(UnsupportedModelError, match="but got a call outside it, by hand or by gradient checkpointing"):
         out.square().sum().backward()
-
-
-def test_precision_may_change_later() -> None:
-    data = undirected_graph()
-    model = gas.autoscale(gcn(), data)
-    gas.infer(model, gas.HaloLoader(data, 4))
-    model.double()
-    wide = undirected_graph(dtype=torch.float64)
-    gas.detach(model)
-    expected = whole(model, wide)
-    gas.autoscale(model, wide)
-    assert_same(gas.infer(model, gas.HaloLoader(wide, 4)), expected, 1e-12)
 
 
 def test_parameters_may_be_absent() -> None:

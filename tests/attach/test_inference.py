@@ -160,6 +160,20 @@ def test_own_way_to_call_the_model() -> None:
     assert_same(gas.predict(model, loader, torch.tensor([5]), call=call), expected[5:6])
 
 
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_a_call_that_runs_the_model_twice_is_refused(num_parts: int) -> None:
+    """A history holds the rows of one of the runs, which the other would read."""
+    data = undirected_graph()
+    model = gas.autoscale(pyg.GraphSAGE(C, 6, num_layers=3, out_channels=4), data)
+    loader = gas.HaloLoader(data, num_parts)
+
+    def call(model: nn.Module, batch: Data) -> Any:
+        return model(batch.x, batch.edge_index) + model(2 * batch.x, batch.edge_index)
+
+    with pytest.raises(InputError, match=r"call must run the model once.*but got 2 forward passes for one batch"):
+        gas.infer(model, loader, call=call)
+
+
 def test_another_call_is_computed_anew() -> None:
     data = undirected_graph()
     model = pyg.GraphSAGE(C, 6, num_layers=3, out_channels=4).eval()

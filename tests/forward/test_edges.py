@@ -1,4 +1,4 @@
-"""Which edges layers run on: refused changes, edge dropout, and fused edges under PyG's own switches."""
+"""Which edges layers run on: other and changed ones, edge dropout, and fused edges under PyG's own switches."""
 
 from __future__ import annotations
 
@@ -30,27 +30,24 @@ def first_batch(data: Data, num_parts: int = 4) -> Data:
     return next(iter(gas.HaloLoader(data, num_parts)))
 
 
-# Calls that differ from the plan #####################################################################################
+# Calls that differ from one another ##################################################################################
 
 
-def test_other_arguments_than_at_first_are_refused() -> None:
-    data = undirected_graph()
-    model = gas.autoscale(gcn(), data)
-    batch = first_batch(data)
-    model(batch.x, batch.edge_index, edge_weight=batch.edge_weight)
-    with pytest.raises(UnsupportedModelError, match=r"GCNConv \('convs\.0'\) must be called the same way every time"):
-        model(batch.x, batch.edge_index)
-
-
-def test_other_weights_than_at_first_are_refused() -> None:
-    """What was recorded for one edge attribute must not stand in for another."""
-    data = undirected_graph()
+def test_every_call_runs_on_what_it_is_given() -> None:
+    """What was recorded for one edge attribute, or for none, does not stand in for another."""
+    data = undirected_graph(dtype=torch.float64)
     data.edge_other = data.edge_weight.flip(0) * 3
-    model = gas.autoscale(gcn(), data)
-    batch = first_batch(data, 1)
-    model(batch.x, batch.edge_index, edge_weight=batch.edge_weight)
-    with pytest.raises(UnsupportedModelError, match=r"GCNConv \('convs\.0'\) must be called the same way every time"):
-        model(batch.x, batch.edge_index, edge_weight=batch.edge_other)
+    model = gcn().double().eval()
+    names = ["edge_weight", None, "edge_other", "edge_weight"]
+
+    def call(name: str | None) -> Callable[[nn.Module, Data], Any]:
+        return lambda model, batch: model(batch.x, batch.edge_index, edge_weight=None if name is None else batch[name])
+
+    expected = {name: call(name)(model, data).detach() for name in names}
+    gas.autoscale(model, data)
+    loader = gas.HaloLoader(data, 4, partition="random")
+    for name in names:
+        assert_same(gas.infer(model, loader, call=call(name)), expected[name], 1e-10)
 
 
 def test_changed_edges_are_refused_later_too() -> None:
@@ -59,7 +56,7 @@ def test_changed_edges_are_refused_later_too() -> None:
     batch = first_batch(data)
     model(batch)
     batch.edge_weight.mul_(2.0)
-    with pytest.raises(UnsupportedModelError, match="that were modified"):
+    with pytest.raises(UnsupportedModelError, match=r"GCNConv \('convs\.0'\) needs the batch's own edge weights"):
         model(batch)
 
 

@@ -41,3 +41,11 @@ def test_a_propagation_fuses_with_one_recorded_weight_at_most() -> None:
     assert not call("w").fuses(0, features)
     assert not call("w", "v").fuses(0, {**weight, "v": torch.ones(3)})
     assert not call("w", shortcuts=frozenset()).fuses(0, weight)
+
+
+def test_a_copy_has_calls_of_its_own() -> None:
+    """What was recorded for a call is looked up by the call itself."""
+    plan = Plan(calls={"a": LayerCall(["node"], [None])}, needs=needs(a=set(), output={"a"}))
+    copied = plan.copy()
+    assert copied == plan
+    assert copied.calls["a"] is not plan.calls["a"]

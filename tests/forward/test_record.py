@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -63,7 +66,9 @@ def test_layers_that_need_features_before_they_propagate_are_refused() -> None:
             return out
 
     loader = gas.HaloLoader(star(), partition=torch.zeros(4, dtype=torch.long))
-    with pytest.raises(UnsupportedModelError, match=r"a layer must compute the edges.*from its edges alone.*message"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"\('a layer'\) must compute the edges.*from its edges alone.*message"
+    ):
         record(Nearest(), Recorder(loader.graph), next(iter(loader)).edge_index)
 
 
@@ -94,3 +99,98 @@ def test_copies_share_the_edges_of_a_batch() -> None:
     loader = gas.HaloLoader(star(), partition=torch.tensor([0, 0, 1, 1]))
     found = EdgeRecord(graph.incoming, {}).for_batch(next(loader.in_order()).edge_index.info, "a layer")
     assert copy.deepcopy([found])[0] is found
+
+
+# Records that are made again #########################################################################################
+
+
+class Powers(pyg.MessagePassing):  # type: ignore[misc]
+    """Weighs edges by a power of their weight: the product of an attribute and an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = 1.0
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor, times: float = 1.0, size: int = 0) -> Any:
+        weight = edge_weight.to(x.dtype) ** (self.power * times)
+        return self.propagate(edge_index, x=x, weight=weight + size)
+
+    def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
+        return x_j * weight.unsqueeze(-1)
+
+
+class Powered:
+    """Records calls of such a layer on a graph with the edge weights 1, 2, 3 and 4."""
+
+    def __init__(self) -> None:
+        data = star()
+        data.edge_weight = torch.arange(1.0, 5.0)
+        self.batch = next(iter(gas.HaloLoader(data, partition=torch.zeros(4, dtype=torch.long))))
+        self.recorder, self.layer = Recorder(self.batch.edge_index.info.graph), Powers()
+        self.known = self.call()
+
+    @staticmethod
+    def call(**options: Any) -> LayerCall:
+        return LayerCall(
+            ["node", "own", "own"], [None, "edge_index", "edge_weight"], [frozenset({"weight"})], **options
+        )
+
+    def record(self, known: LayerCall | None = None, x: Tensor | None = None, **arguments: Any) -> EdgeRecord:
+        x = torch.ones(4, 2) if x is None else x
+        given = (x, self.batch.edge_index, self.batch.edge_weight), arguments
+        (found,) = self.recorder.of_call("a layer", self.layer, known or self.known, given)
+        return found
+
+
+def test_a_call_is_recorded_once() -> None:
+    powered = Powered()
+    first = powered.record()
+    assert first.constants["weight"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert powered.record() is first
+    assert powered.record(powered.call()) is first  # another plan
+    assert powered.recorder.records == {"a layer": [first]}
+
+
+def test_another_argument_is_another_record() -> None:
+    powered = Powered()
+    first, squared = powered.record(times=1.0), powered.record(times=2.0)
+    assert squared.constants["weight"].tolist() == [1.0, 4.0, 9.0, 16.0]
+    assert squared.edges is first.edges
+    assert powered.record(times=1.0) is first
+    assert powered.recorder.records == {"a layer": [first]}  # as of the last use
+
+
+def test_another_attribute_is_another_record_in_the_next_plan() -> None:
+    powered = Powered()
+    first = powered.record()
+    powered.layer.power = 3.0
+    assert powered.record(powered.call()).constants["weight"].tolist() == [1.0, 8.0, 27.0, 64.0]
+    powered.layer.power = 1.0
+    assert powered.record(powered.call()) is first
+
+
+def test_another_type_is_another_record() -> None:
+    powered = Powered()
+    double = powered.record(x=torch.ones(4, 2, dtype=torch.float64), times=0.5)
+    single = powered.record(times=0.5)
+    assert torch.equal(double.constants["weight"], torch.arange(1, 5, dtype=torch.float64).sqrt())
+    assert single.constants["weight"].dtype == torch.float32
+
+
+def test_the_number_of_nodes_is_that_of_the_graph() -> None:
+    """A call in a batch is recorded for the whole graph, and all batches share the record."""
+    powered = Powered()
+    known = powered.call(sizes=frozenset({1}))
+    first = powered.record(known, times=1.0, size=2)
+    assert first.constants["weight"].tolist() == [5.0, 6.0, 7.0, 8.0]
+    assert powered.record(known, times=1.0, size=3) is first
+    assert powered.record(times=1.0, size=3).constants["weight"].tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_few_records_of_a_call_are_kept() -> None:
+    """A number that changes in every step must not fill the memory."""
+    powered = Powered()
+    made = [ref(powered.record(times=0.5 * number)) for number in range(1, 11)]
+    gc.collect()
+    assert [record() is not None for record in made] == [False] * 6 + [True] * 4
+    assert powered.record(times=5.0) is made[-1]()

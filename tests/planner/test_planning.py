@@ -1,26 +1,35 @@
-"""Which places get a history, and which models are refused with the culprit named."""
+"""Which places get a history, which models are refused with the culprit named, and what a trial leaves behind."""
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from torch_geometric.utils import add_self_loops, dropout_edge, to_undirected  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from conftest import CHANNELS, EDGE_CHANNELS, Stack, assert_same, odd_graph, undirected_graph, whole
+from gnnautoscale._util import undisturbed
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.exchange import PlanOnly, run_pass
 from gnnautoscale.forward.plan import Plan
+from gnnautoscale.planner.understudy import seed_everything
+from support.oracle import Outcome, outcome
 
 C = CHANNELS
+CPU = torch.device("cpu")
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -183,8 +192,9 @@ def test_norms_over_all_nodes_are_refused(make: Callable[[], nn.Module]) -> None
     ],
 )
 def test_functions_over_all_nodes_are_refused(function: Callable[[Tensor], Tensor]) -> None:
-    refused(Between(function), r"SAGEConv \('second'\).*or something right before it")
-    refused(Between(function, after=True), "every row of the model's output must depend on its node's neighbourhood")
+    rule = "every row of the model must depend on its node's neighbourhood only"
+    refused(Between(function), rf"{rule}.*something before SAGEConv \('second'\) that mixes all nodes of a batch")
+    refused(Between(function, after=True), f"{rule}.*something after the last layer that mixes all nodes of a batch")
 
 
 def test_global_term_that_starts_at_zero_is_refused_too() -> None:
@@ -224,7 +234,7 @@ def test_outputs_without_tensors_are_refused() -> None:
         (
             lambda: pyg.GPSConv(C, pyg.GCNConv(C, C), heads=2, norm=None),
             (),
-            r"\('layers\.0\..*must compute the same",
+            r"MultiheadAttention \('layers\.0\.attn'\), attention over all nodes of a batch.*GATConv",
         ),
         (lambda: pyg.PDNConv(C, C, EDGE_CHANNELS, 4), ("edge_attr",), r"PDNConv \('layers\.0'\)"),
     ],
@@ -415,7 +425,7 @@ def test_self_loops_added_before_a_normalizing_layer_are_refused() -> None:
 def test_edges_made_undirected_before_a_layer_are_refused() -> None:
     """In a batch of a directed graph, edges from the batch are missing, so their reverse is too."""
     model = gas.autoscale(Derived(gin, lambda edges, n: to_undirected(edges, num_nodes=n)), odd_graph())
-    with pytest.raises(UnsupportedModelError, match=r"GINConv \('first'\) must compute the same rows"):
+    with pytest.raises(UnsupportedModelError, match=r"GINConv \('first'\) needs the batch's own edges.*once, in data"):
         gas.infer(model, gas.HaloLoader(odd_graph(), 6, partition="random"))
 
 
@@ -436,27 +446,6 @@ def test_attention_weights_are_refused() -> None:
             return self.conv(x, edge_index, return_attention_weights=True)
 
     refused(Attending(), r"layer 'conv' must return one floating-point row.*attention weights")
-
-
-def test_state_of_the_model_survives_its_trial() -> None:
-    """Being tried on a tiny graph leaves weights, statistics, modes and random numbers alone."""
-    data = undirected_graph()
-    model = pyg.GIN(C, 6, 3, 4, norm="batch_norm", dropout=0.5).train()
-    model.norms[0].eval()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    modes = [module.training for module in model.modules()]
-    gas.autoscale(model, data)
-    batch = next(iter(gas.HaloLoader(data, 4)))
-    state = torch.get_rng_state()
-
-    with attached(model).running(PlanOnly()):  # the trial is over, and the model's own call begins
-        assert run_pass(lambda: model(batch)) is None
-    assert attached(model).plan is not None
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [module.training for module in model.modules()] == modes
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key]), key
-    assert all(value.grad is None for value in model.parameters())
 
 
 def test_lstm_aggregation_is_refused() -> None:
@@ -481,8 +470,184 @@ class OftenerInEvaluation(pyg.MessagePassing):  # type: ignore[misc]
         return out if self.training else out + self.propagate(edge_index, x=x)
 
 
-def test_another_number_of_propagations_in_training_is_refused() -> None:
+def test_another_number_of_propagations_in_training_is_exact_in_both_modes() -> None:
+    data = undirected_graph(dtype=torch.float64)
+    assert outcome(lambda: Stack([OftenerInEvaluation(), OftenerInEvaluation()]), data) == Outcome("exact")
+
+
+# What a trial leaves behind ##########################################################################################
+
+
+def random_numbers() -> list[float]:
+    """What everything random would give next."""
+    with undisturbed(CPU):
+        return [float(torch.rand(())), random.random(), float(np.random.rand())]  # noqa: NPY002
+
+
+def plan_only(model: nn.Module, batch: Data) -> None:
+    """Try a model, without its own call afterwards."""
+    with attached(model).running(PlanOnly()):
+        assert run_pass(lambda: model(batch)) is None
+    assert attached(model).plan is not None
+
+
+def test_state_of_the_model_survives_its_trial() -> None:
+    """Being tried on tiny graphs leaves weights, statistics, modes and random numbers alone."""
     data = undirected_graph()
-    model = gas.autoscale(Stack([OftenerInEvaluation(), OftenerInEvaluation()]), data)
-    with pytest.raises(UnsupportedModelError, match="propagate in training as often as in evaluation, but got 2 edges"):
-        model(next(iter(gas.HaloLoader(data, 4))))
+    model = pyg.GIN(C, 6, 3, 4, norm="batch_norm", dropout=0.5).train()
+    model.norms[0].eval()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    gas.autoscale(model, data)
+    batch = next(iter(gas.HaloLoader(data, 4)))
+    numbers = random_numbers()
+    plan_only(model, batch)
+    assert random_numbers() == numbers
+    assert [module.training for module in model.modules()] == modes
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    assert all(value.grad is None for value in model.parameters())
+
+
+class Journal(nn.Module):
+    """Keeps notes of all kinds about its calls, which change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = pyg.GATConv(C, C), pyg.SAGEConv(C, C)
+        self.calls, self.sizes, self.last = 0, [0], dict[str, Tensor]()
+        self.rows: Tensor | None = None
+        self.config = SimpleNamespace(steps=0)
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.seen: set[int] = set()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        x = self.first(x, edge_index).tanh()
+        self.calls += 1
+        self.config.steps += 1
+        self.sizes.append(x.size(0))
+        self.seen.add(x.size(0))
+        self.last["rows"] = self.rows = x
+        self.steps += 1
+        return self.second(x, edge_index)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_notes_of_a_model_are_those_of_its_own_calls(training: bool) -> None:
+    data = undirected_graph()
+    model: Any = gas.autoscale(Journal(), data).train(training)
+    batch = next(iter(gas.HaloLoader(data, 4)))
+    plan_only(model, batch)
+    assert (model.calls, model.config.steps, model.sizes, model.seen) == (0, 0, [0], set())
+    assert (model.last, model.rows, int(model.steps)) == ({}, None, 0)
+    model(batch)
+    model(batch)
+    count = batch.num_nodes
+    assert (model.calls, model.config.steps, model.sizes, model.seen) == (2, 2, [0, count, count], {count})
+    assert model.last["rows"] is model.rows
+    assert int(model.steps) == 2
+
+
+class Caching(nn.Module):
+    """Computes its first layer only once, which is right as long as it sees one graph, as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = pyg.SAGEConv(C, C), pyg.SAGEConv(C, C)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        if self.kept is None:
+            self.kept = self.first(x, edge_index).detach()
+        return self.second(self.kept, edge_index)
+
+
+def test_a_refused_model_is_as_it_was() -> None:
+    model = Caching()
+    numbers = random_numbers()
+    refused(model, "must not depend on what an earlier one computed from its batch, but got kept, which the forward")
+    assert model.kept is None
+    assert random_numbers() == numbers
+
+
+def test_lazy_layers_get_weights_and_nothing_else() -> None:
+    """The same as in full batch from the same seed, and the same random numbers afterwards."""
+    data = undirected_graph()
+
+    def lazy() -> Any:
+        torch.manual_seed(5)
+        model = Stack([pyg.GCNConv(-1, 6), pyg.SAGEConv((-1, -1), 6), Between(nn.LazyLinear(6)), pyg.GATConv(-1, 4)])
+        model.layers[2].first = model.layers[2].second = pyg.SAGEConv(-1, 6)
+        return model
+
+    plain, model = lazy(), lazy()
+    torch.manual_seed(6)
+    plain(data.x, data.edge_index)
+    numbers = random_numbers()
+    names = [vars(module).keys() for module in plain.modules()]
+    gas.autoscale(model, data)
+    torch.manual_seed(6)
+    plan_only(model, next(iter(gas.HaloLoader(data, 4))))
+    assert random_numbers() == numbers
+    for (name, weight), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(weight, expected), name
+    assert_same(gas.infer(model, gas.HaloLoader(data, 4)), whole(plain, data))
+    gas.detach(model)
+    assert [vars(module).keys() for module in model.modules()] == names
+    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+
+
+# Layers that are skipped at random ###################################################################################
+
+
+class StochasticDepth(nn.Module):
+    """Leaves out layers at random while it trains."""
+
+    def __init__(self, skips: Callable[[], bool]) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(pyg.SAGEConv(C, C) for _ in range(3))
+        self.skips = skips
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            if not (self.training and self.skips()):
+                x = x + conv(x, edge_index).tanh()
+        return x
+
+
+@pytest.mark.parametrize(
+    "skips", [lambda: random.random() < 0.3, lambda: bool(torch.rand(()) < 0.3)], ids=["Python", "PyTorch"]
+)
+def test_layers_that_are_skipped_at_random_are_exact(skips: Callable[[], bool]) -> None:
+    data = undirected_graph(dtype=torch.float64)
+    plain = StochasticDepth(skips).double().train()
+    model = gas.autoscale(copy.deepcopy(plain), data)
+    loader = gas.HaloLoader(data, 4, partition="random")
+    patterns = set()
+    for seed in range(6):
+        with torch.no_grad(), undisturbed(CPU):
+            seed_everything(seed, CPU)
+            patterns.add(tuple(skips() for _ in range(3)))
+            seed_everything(seed, CPU)
+            expected = plain(data.x, data.edge_index)
+            for _ in range(3):  # until histories hold what these layers compute
+                outputs = []
+                for batch in loader:
+                    seed_everything(seed, CPU)
+                    outputs.append((batch.n_id[: batch.batch_size], model(batch)))
+        for nodes, rows in outputs:
+            assert_same(rows, expected[nodes], 1e-10)
+    assert len(patterns) > 2
+    assert_same(gas.infer(model, loader), whole(plain, data), 1e-10)
+
+
+def test_layers_that_the_graph_decides_about_are_refused() -> None:
+    """On some trial graphs they run, on others they do not."""
+
+    class ByDegree(Between):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+            x = self.first(x, edge_index)
+            return self.second(x, edge_index) if edge_index.size(1) < 100 else x
+
+    refused(ByDegree(nn.Identity()), "makes the same layer calls on every graph, but got a model that does not call")

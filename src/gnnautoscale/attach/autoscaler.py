@@ -70,8 +70,8 @@ class Autoscaler:
     """A model's hooks, its plans, and the histories of its training graph.
 
     A plan holds for the model, its mode and its arguments as they were when it was made; if any of these changes,
-    another one is made. The ``key`` identifies that graph; it is ``None`` until the first batch if only the graph's size is known. An
-    ``explicit`` model names its own slots.
+    another one is made. The ``key`` identifies that graph; it is ``None`` until the first batch if only the graph's
+    size is known. An ``explicit`` model names its own slots.
     """
 
     def __init__(
@@ -172,8 +172,9 @@ class Autoscaler:
         pairs = [(old, value) for old, value in zip([old() for old in before], inputs, strict=True) if old is not value]
         if any(old is not None and old.shape == value.shape and not torch.equal(old, value) for old, value in pairs):
             warnings.warn(
-                "The model ran on one batch with two different inputs and the same weights. Its histories hold the rows "
-                "of the last one, which other batches will pull. Make what calls it twice one model, or use one input.",
+                "The model ran on one batch with two different inputs and the same weights. Its histories hold the "
+                "rows of the last one, which other batches will pull. Make what calls it twice one model, or use one "
+                "input.",
                 stacklevel=5,
             )
 
@@ -381,9 +382,9 @@ def autoscale(
 
     The model is any module made of PyG layers; its code stays as it is. Hooks give each layer the right edges, push
     the batch's embeddings and pull the halo's. Called with a batch (``model(batch.x, batch.edge_index)`` or
-    ``model(batch)``), the model returns one row per in-batch node. Before it runs, a copy of it is tried on small graphs,
-    and again whenever the model, its mode or its arguments have changed; a model that histories cannot make exact is
-    refused, with the reason.
+    ``model(batch)``), the model returns one row per in-batch node. Before it runs, a copy of it is tried on small
+    graphs, and again whenever the model, its mode or its arguments have changed; a model that histories cannot make
+    exact is refused, with the reason.
 
     Args:
         model: The model; it is returned.

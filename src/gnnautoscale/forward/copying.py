@@ -32,8 +32,8 @@ def copy_model(model: nn.Module, *, share_above: int | None = None) -> nn.Module
         2
     """
     state = random.getstate()
-    # PyG's Sequential names its generated code by a random number, and takes code of that name if there is any. Were the
-    # number drawn again, the user's next Sequential would run the copy's code.
+    # PyG's Sequential names its generated code by a random number, and takes code of that name if there is any. Were
+    # the number drawn again, the user's next Sequential would run the copy's code.
     random.seed()
     try:
         return _copied(model, share_above)

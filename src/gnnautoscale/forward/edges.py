@@ -116,8 +116,8 @@ class RecordedEdges(EdgeSource):
         if active.num_edge_calls < len(active.call.edge_names):
             raise UnsupportedModelError(
                 f"{describe(active.name, active.layer)} must propagate equally often in every call",
-                got=f"{active.num_edge_calls} times instead of {len(active.call.edge_names)}; relations that are skipped "
-                "where a batch has no edges of them are a common cause",
+                got=f"{active.num_edge_calls} times instead of {len(active.call.edge_names)}; relations that are "
+                "skipped where a batch has no edges of them are a common cause",
                 fix="Propagate every time: a relation without edges adds nothing.",
             )
 

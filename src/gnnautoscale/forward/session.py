@@ -160,8 +160,8 @@ class Session:
         if unseen := self.unseen_calls():
             raise UnsupportedModelError(
                 "an autoscaled model calls the same layers in every forward pass",
-                got=f"a pass without '{unseen[0]}', which ran when the model was tried; a layer that is skipped where a "
-                "batch has no edges of some kind is a common cause",
+                got=f"a pass without '{unseen[0]}', which ran when the model was tried; a layer that is skipped where "
+                "a batch has no edges of some kind is a common cause",
                 fix="Call every layer every time: without edges it adds nothing to its messages.",
             )
 

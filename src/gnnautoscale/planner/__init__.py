@@ -1,7 +1,7 @@
 """Finds out how to run a model with histories.
 
-It tries a copy of the model on small graphs, as a whole and in batches, which must agree. The result is a plan; this package
-knows nothing about training.
+It tries a copy of the model on small graphs, as a whole and in batches, which must agree. The result is a plan; this
+package knows nothing about training.
 """
 
 from gnnautoscale.planner.planning import make_plan, skips_at_random, still_holds

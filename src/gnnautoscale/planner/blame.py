@@ -42,14 +42,15 @@ class DeviationError(Exception):
         self.name, self.module, self.mixed_before, self.suspects = name, module, mixed_before, list(suspects)
 
     def error(self, plan: Plan, used_outside: Sequence[str], *, training: bool) -> UnsupportedModelError:
-        """The error to show to the user; ``used_outside`` are the batch's attributes that are used outside of layers."""
+        """The error to show; ``used_outside`` are the batch's attributes that are used outside of layers."""
         where = " in training mode" if training else ""
         edges = [name for name in used_outside if name != "n_id"]
         attention = next((item for item in self.suspects if "attention" in type(item[1]).__name__.lower()), None)
         if attention is not None:
             return UnsupportedModelError(
                 f"every module must compute a node's row from its neighbourhood{where}",
-                got=f"{describe(*_clean(attention))}, attention over all nodes of a batch, which histories cannot replace",
+                got=f"{describe(*_clean(attention))}, attention over all nodes of a batch, which histories cannot "
+                "replace",
                 fix="Use a layer that attends to neighbours, such as GATConv or TransformerConv, or train full batch.",
             )
         call = plan.calls.get(self.name)
@@ -58,16 +59,16 @@ class DeviationError(Exception):
             if not own_edges:
                 return UnsupportedModelError(
                     f"{describe(self.name, self.module)} needs the batch's own edges{where}",
-                    got="edges that the model changed before the layer (self-loops, order, direction, a selection): the "
-                    "layer's degrees and weights are then wrong for the halo",
-                    fix="Change the edges once, in data, before the loader is made, and pass batch.edge_index as it is. "
-                    "To drop edges at random, use autoscale(..., edge_dropout=p).",
+                    got="edges that the model changed before the layer (self-loops, order, direction, a selection): "
+                    "the layer's degrees and weights are then wrong for the halo",
+                    fix="Change the edges once, in data, before the loader is made, and pass batch.edge_index as it "
+                    "is. To drop edges at random, use autoscale(..., edge_dropout=p).",
                 )
             if "edge" in call.kinds:
                 return UnsupportedModelError(
                     f"{describe(self.name, self.module)} needs the batch's own edge weights{where}",
-                    got="weights or attributes of edges that the model changed before the layer, which normalizes them: "
-                    "in a batch the halo's are missing",
+                    got="weights or attributes of edges that the model changed before the layer, which normalizes "
+                    "them: in a batch the halo's are missing",
                     fix="Compute them once for the whole graph, store them in data, and pass them as they are.",
                 )
         if self.mixed_before or self.module is None:
@@ -76,10 +77,10 @@ class DeviationError(Exception):
             if edges:
                 return UnsupportedModelError(
                     f"a row must depend on its node's neighbourhood only, not on what else is in the batch{where}",
-                    got=f"values{place} that are computed from the batch's edges ({edges[0]}) outside of layers, such as a "
-                    "degree, which is wrong for the halo; or that mix all nodes of a batch",
-                    fix="Compute degrees and the like once for the whole graph, store them in data (data.degree = ...), and "
-                    "pass them on; move pooling and statistics over all nodes out of the model.",
+                    got=f"values{place} that are computed from the batch's edges ({edges[0]}) outside of layers, such "
+                    "as a degree, which is wrong for the halo; or that mix all nodes of a batch",
+                    fix="Compute degrees and the like once for the whole graph, store them in data (data.degree = "
+                    "...), and pass them on; move pooling and statistics over all nodes out of the model.",
                 )
             return UnsupportedModelError(
                 f"every row of the model must depend on its node's neighbourhood only{where}",
@@ -114,7 +115,7 @@ def failed_layer(call: str, layer: MessagePassing, error: Exception) -> LayerErr
 
 
 def whole_table(user: str, num_rows: int) -> UnsupportedModelError:
-    """The error of a model, or of a layer, that uses all rows of a table, one for each node of the graph, in a batch."""
+    """The error of a model or layer that uses all rows of a table, one for each node of the graph, in a batch."""
     return UnsupportedModelError(
         f"'{user}' must use one row for each node of the batch and its halo",
         got=f"{num_rows} rows, as many as the whole graph has nodes, such as all rows of an embedding",

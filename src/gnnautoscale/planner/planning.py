@@ -109,7 +109,7 @@ class _Attempt(NamedTuple):
 
 @dataclass
 class _Trial:
-    """A trial graph, the copy of the model that runs on it, how it was made, the seed of all runs, and what was seen."""
+    """A trial graph, the copy of the model that runs on it, how both were made, the seed of all runs, what was seen."""
 
     graph: TrialGraph
     actor: Understudy
@@ -444,8 +444,8 @@ class _Tryout:
         for (name, before), (_, after) in zip(expected, drawn, strict=True):
             if not torch.equal(before, after):
                 raise UnsupportedModelError(
-                    f"{describe(name, _layer_of(trial.actor.model, name))} must pass the same edges and edge weights to "
-                    "propagate in every training step",
+                    f"{describe(name, _layer_of(trial.actor.model, name))} must pass the same edges and edge weights "
+                    "to propagate in every training step",
                     got="edges or edge weights that it changes at random in training",
                     fix="Set the layer's own dropout to 0 and use autoscale(..., edge_dropout=p).",
                 )

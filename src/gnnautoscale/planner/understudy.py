@@ -27,9 +27,9 @@ class Understudy:
     """A copy of a model that starts every run in the same state.
 
     It is as the model was, except that all weights are trainable, because they may be trained later; and that weights
-    are of type ``dtype`` unless that is ``None``. If ``disturbed``, weights and buffers whose entries are all equal, such
-    as gates that start at zero, get other values, because they would hide a deviation. Very large weights, such as an
-    embedding of all nodes, stay as they are.
+    are of type ``dtype`` unless that is ``None``. If ``disturbed``, weights and buffers whose entries are all equal,
+    such as gates that start at zero, get other values, because they would hide a deviation. Very large weights, such as
+    an embedding of all nodes, stay as they are.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None, *, disturbed: bool = True) -> None:
