@@ -53,10 +53,10 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and device.type == "cuda":
-        # Captured steps share the device's state, so it is written only if it differs.
-        if not torch.equal(states["cuda"], torch.cuda.get_rng_state(device)):
-            torch.cuda.set_rng_state(states["cuda"], device)
+    # Captured steps share the device's state, so it is written only if it differs.
+    kept = states["cuda"] if device.type == "cuda" else None
+    if kept is not None and not torch.equal(kept, torch.cuda.get_rng_state(device)):
+        torch.cuda.set_rng_state(kept, device)
 
 
 @contextmanager
