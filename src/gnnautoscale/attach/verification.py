@@ -268,6 +268,7 @@ def _first_deviating(found: Rows, exact: Rows, tolerance: float) -> str | None:
 def _steps(model: nn.Module, loader: HaloLoader, nodes: Tensor, mode: Mode, call: CallModel) -> Rows:
     """What steps compute for some nodes, in a mode and with histories that a sweep in the same mode has filled."""
     scaler, seen, histories = attached(model), _Seen(nodes), dict[str, Tensor]()
+    call = partial(_from_the_same_state, call)
     with _untouched(model), mode(model), scaler.visiting(loader.graph, apart=True) as memory:
         if len(loader) > 1:
             sweep(model, loader, call)
@@ -279,6 +280,12 @@ def _steps(model: nn.Module, loader: HaloLoader, nodes: Tensor, mode: Mode, call
                 if seen.any_in(info):
                     seen.output(info, call(model, to_model_device(batch, model)))
     return Rows(list(seen.outputs.values()), seen.layers, histories=histories)
+
+
+def _from_the_same_state(call: CallModel, model: nn.Module, batch: Data) -> Any:
+    """Call a model without a trace, so that what changes from step to step, such as a temperature, is the same in all."""
+    with _untouched(model, weights=False):
+        return call(model, batch)
 
 
 def _kept(memory: GraphMemory, info: BatchInfo, device: torch.device) -> dict[str, Tensor]:
@@ -361,15 +368,16 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Afterwards weights, buffers, attributes and modes are as before."""
+def _untouched(model: nn.Module, *, weights: bool = True) -> Iterator[None]:
+    """Afterwards buffers, attributes and modes are as before, and weights too unless nothing is to be expected there."""
     containers: dict[int, tuple[Any, Any]] = {}
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     waiting: list[Any] = [vars(module) for module in model.modules()]
     while waiting:
         value = waiting.pop()
         if isinstance(value, Tensor):
-            tensors.setdefault(id(value), (value, value.detach().clone()))
+            if weights or not isinstance(value, nn.Parameter):
+                tensors.setdefault(id(value), (value, value.detach().clone()))
         elif isinstance(value, (dict, list, set, tuple)) and id(value) not in containers:
             containers[id(value)] = value, copy.copy(value)
             waiting += value.values() if isinstance(value, dict) else value
