@@ -87,6 +87,18 @@ def test_equal_models_have_equal_forms() -> None:
     assert form_of(model) != form_of(model[0])
 
 
+def test_the_copy_of_a_watch_watches_the_copy_of_its_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    watch = Watch(model)
+    other: Any
+    other, others = copy.deepcopy((model, watch))
+    assert others.has_changed()  # it has not looked yet
+    assert seen(others) == watch.form
+    other[1].p = 0.5
+    assert others.has_changed()
+    assert not watch.has_changed()
+
+
 # Something changes ###################################################################################################
 
 
