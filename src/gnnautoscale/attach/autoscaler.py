@@ -19,7 +19,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
-from gnnautoscale.attach.calling import find_batch, form_of_arguments, needs_input_gradients, unpack_batch
+from gnnautoscale.attach.calling import find_batch, form_of_arguments, needs_input_gradients, unpack_batch, weighted_sum
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import (
     OVERRIDES,
@@ -36,6 +36,7 @@ from gnnautoscale.forward import (
     Watch,
     describe,
     has_hooks,
+    held_tensors,
 )
 from gnnautoscale.graph import BatchInfo, BatchTensor, Graph
 from gnnautoscale.history import Storage, codec_for
@@ -114,11 +115,13 @@ class Autoscaler:
         self._hooks.override(self._model, "_autoscaler", self)
         self._weights = list(self._model.parameters())  # kept, because finding them takes time in every step
         self._watch = Watch(self._model)
-        self._find_read_values()
 
-    def _find_read_values(self) -> None:
-        named = (*self._model.named_parameters(), *self._model.named_buffers())
-        self._read = [value for name, value in named if name in self._reads]
+    def _values_read(self) -> list[Tensor]:
+        """The weights, buffers and other tensors of the model that it may branch on."""
+        if not self._reads:
+            return []
+        named = (*self._model.named_parameters(), *self._model.named_buffers(), *held_tensors(self._model))
+        return [value for name, value in named if name in self._reads]
 
     def detach(self) -> None:
         """Restore the model."""
@@ -175,7 +178,7 @@ class Autoscaler:
                 "The model ran on one batch with two different inputs and the same weights. Its histories hold the "
                 "rows of the last one, which other batches will pull. Make what calls it twice one model, or use one "
                 "input.",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _plan_for(self, info: BatchInfo, arguments: Arguments) -> Plan:
@@ -193,7 +196,6 @@ class Autoscaler:
                 plan = make_plan(self._hooks, info, self._bound(arguments), explicit=self._explicit)
                 self._watch.ignored |= plan.harmless
                 self._reads |= plan.reads
-                self._find_read_values()
                 self._watch.look()  # lazy weights have their shapes now
                 situation = self._situation(info, arguments)
         self._plans = {**dict(list(self._plans.items())[1 - _MOST_PLANS :]), situation: plan}
@@ -204,7 +206,7 @@ class Autoscaler:
         model, given = self.form, form_of_arguments(info, arguments)
         dtypes = frozenset({weight.dtype for weight in self._weights})
         structure = model.structure, model.mode, given.structure, graph_form(info.graph), dtypes
-        read = tuple(float(value.detach().double().sum()) for value in self._read)
+        read = tuple(float(weighted_sum(value)) for value in self._values_read())
         return _Situation(structure, (model.numbers, given.numbers, read))
 
     def _bound(self, arguments: Arguments) -> inspect.BoundArguments:

@@ -14,7 +14,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in
 from gnnautoscale.attach.autoscaler import Autoscaler, attached
-from gnnautoscale.attach.calling import CallModel, call_with_batch, to_model_device
+from gnnautoscale.attach.calling import CallModel, call_with_batch, to_model_device, weighted_sum
 from gnnautoscale.errors import InputError, StaleHistoryWarning
 from gnnautoscale.forward import (
     ExchangePolicy,
@@ -136,6 +136,8 @@ def refresh(model: nn.Module, loader: HaloLoader | Data, *, call: CallModel = ca
             collect(model, loader, call, StepExchange(push_all=True))
         else:
             sweep(model, loader, call)
+            with attached(model).running(SweepExchange(None)):
+                _run_once(model, next(loader.in_order()), call)  # sweeps do not see a second forward pass
         memory.mark_written_by(weights_checksum(model))
 
 
@@ -189,17 +191,13 @@ def predict(model: nn.Module, loader: HaloLoader | Data, nodes: Tensor, *, call:
                 stacklevel=3,
             )
         with scaler.running(SweepExchange(None)):
-            out = call(model, batch)
+            out = _run_once(model, batch, call)
     return map_tensors(lambda rows: rows[position.to(rows.device)], out)
 
 
 def weights_checksum(model: nn.Module) -> list[float]:
     """Numbers that change when a weight or buffer of the model does."""
-    sums = []
-    for tensor in (*model.parameters(), *model.buffers()):
-        values = tensor.detach().flatten().double()
-        # Weighted by position, to notice swapped values.
-        sums.append(values.dot(torch.linspace(1.0, 2.0, values.numel(), dtype=torch.double, device=values.device)))
+    sums = [weighted_sum(tensor) for tensor in (*model.parameters(), *model.buffers())]
     return torch.stack(sums).tolist() if sums else []
 
 
@@ -219,19 +217,26 @@ def sweep(model: nn.Module, loader: HaloLoader, call: CallModel, store: RowStore
 
 def collect(model: nn.Module, loader: HaloLoader, call: CallModel, exchange: ExchangePolicy) -> Any:
     """The model's output for all nodes, in the order of the data; ``None`` if the policy ends passes early."""
-    num_nodes, result, scaler = loader.graph.num_nodes, None, attached(model)
-    with scaler.running(exchange):
+    num_nodes, result = loader.graph.num_nodes, None
+    with attached(model).running(exchange):
         for batch in loader.in_order():
-            before = scaler.num_passes
-            out = run_pass(partial(call, model, to_model_device(batch, model)))
-            if scaler.num_passes > before + 1:
-                raise InputError(
-                    "call must run the model once, because histories hold the rows of one forward pass",
-                    got=f"{scaler.num_passes - before} forward passes for one batch",
-                    fix="Infer once for each input and combine the results, or make what calls twice one model.",
-                )
+            out = _run_once(model, batch, call)
             if result is None:
                 result = map_tensors(lambda rows: torch.empty((num_nodes, *rows.shape[1:]), dtype=rows.dtype), out)
             for all_rows, rows in zip(tensors_in(result), tensors_in(out), strict=True):
                 all_rows[batch.edge_index.info.nodes] = rows.cpu()
     return result
+
+
+def _run_once(model: nn.Module, batch: Data, call: CallModel) -> Any:
+    """Call a model with a batch; refuses a call that runs it several times."""
+    scaler = attached(model)
+    before = scaler.num_passes
+    out = run_pass(partial(call, model, to_model_device(batch, model)))
+    if scaler.num_passes > before + 1:
+        raise InputError(
+            "call must run the model once, because histories hold the rows of one forward pass",
+            got=f"{scaler.num_passes - before} forward passes for one batch",
+            fix="Infer once for each input and combine the results, or make what calls twice one model.",
+        )
+    return out

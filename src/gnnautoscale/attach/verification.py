@@ -283,7 +283,7 @@ def _steps(model: nn.Module, loader: HaloLoader, nodes: Tensor, mode: Mode, call
 
 
 def _from_the_same_state(call: CallModel, model: nn.Module, batch: Data) -> Any:
-    """Call a model without a trace, so that what changes from step to step, such as a temperature, is the same in all."""
+    """Call a model without a trace, so that what changes from step to step, such as a temperature, stays the same."""
     with _untouched(model, weights=False):
         return call(model, batch)
 
@@ -369,7 +369,7 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _untouched(model: nn.Module, *, weights: bool = True) -> Iterator[None]:
-    """Afterwards buffers, attributes and modes are as before, and weights too unless nothing is to be expected there."""
+    """Afterwards buffers, attributes and modes are as before, and so are weights unless they are left out."""
     containers: dict[int, tuple[Any, Any]] = {}
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     waiting: list[Any] = [vars(module) for module in model.modules()]

@@ -24,7 +24,7 @@ from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
 from gnnautoscale.forward.record import ArgumentKind, Arguments, BatchEdges, EdgeRecord, describe, has_rows
 from gnnautoscale.forward.session import Session, check_layout, evaluating
 from gnnautoscale.forward.sweep import SweepExchange
-from gnnautoscale.forward.watch import OVERRIDES, Attribute, Form, Watch, form_of_values
+from gnnautoscale.forward.watch import OVERRIDES, Attribute, Form, Watch, form_of_values, held_tensors
 
 __all__ = [
     "OVERRIDES",
@@ -61,6 +61,7 @@ __all__ = [
     "form_of_values",
     "has_hooks",
     "has_rows",
+    "held_tensors",
     "own_attribute",
     "run_pass",
     "running_session",

@@ -62,9 +62,12 @@ def _copied(model: nn.Module, share_above: int | None) -> nn.Module:
                     known[id(value)] = value
         copied, memo = copy.deepcopy(model, known), known
     for module in copied.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, FunctionType) and value.__closure__:
-                module.__dict__[name] = _rebound(value, memo)
+        # A user's hooks run in the copy too.
+        holders: tuple[dict[Any, Any], ...] = vars(module), module._forward_hooks, module._forward_pre_hooks
+        for held in holders:
+            for name, value in held.items():
+                if isinstance(value, FunctionType) and value.__closure__:
+                    held[name] = _rebound(value, memo)
     return copied
 
 

@@ -154,7 +154,8 @@ class Recorder:
             and _same_values(made_for[2], others)
         ):
             return self.records[call]
-        key = call, form_of(layer), form_of_values(others), tuple(known.kinds), tuple(known.attributes), tuple(dtypes)
+        kinds = tuple(known.kinds), tuple(known.attributes), tuple(dtypes), len(known.edge_names)
+        key = call, form_of(layer), form_of_values(others), kinds
         if key not in self._made:
             self._forget_oldest(call)
             self._made[key] = self._record(layer, describe(call, layer), arguments, known)

@@ -71,6 +71,12 @@ class DeviationError(Exception):
                     "them: in a batch the halo's are missing",
                     fix="Compute them once for the whole graph, store them in data, and pass them as they are.",
                 )
+        if plan.explicit:
+            return UnsupportedModelError(
+                "a ScalableGNN exchanges the rows of all layers but the last by push_and_pull, each with its own history",
+                got=f"other rows in a batch than in the whole graph from '{self.name}' on{where}",
+                fix="Call self.push_and_pull(self.histories[i], x, n_id) after layer i.",
+            )
         if self.mixed_before or self.module is None:
             before = "" if self.module is None else f" before {describe(*_clean((self.name, self.module)))}"
             place = before or " after the last layer"

@@ -19,6 +19,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
@@ -78,7 +79,12 @@ def skips_at_random(plan: Plan, calls: list[str], hooks: Hooks, info: BatchInfo,
 def _undisturbed_trial(hooks: Hooks, info: BatchInfo) -> Iterator[torch.device]:
     with hooks.lifted() as model:
         device = next((value.device for value in model.parameters()), info.n_id.device)
-    with undisturbed(device), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
+    with (
+        undisturbed(device),
+        torch.autocast(device.type, enabled=False),
+        torch.inference_mode(False),
+        _disable_current_modes(),
+    ):
         seed_everything(0, device)
         yield device
 
@@ -137,6 +143,8 @@ class _Tryout:
         ]
         # The batch attributes that the model uses outside its layers.
         self._used_attributes: list[str] = []
+        # The tensors that the model branches on.
+        self._spared: frozenset[str] = frozenset()
 
     # What others ask #################################################################################################
 
@@ -212,6 +220,7 @@ class _Tryout:
         In double precision, where rounding hides nothing, if the model runs in it.
         """
         trials: list[_Trial] = []
+        self._spare_what_is_read()
         for setup in setups:
             failures: dict[_Attempt, Exception] = {}
             # The model may not run on features unlike the user's.
@@ -232,6 +241,14 @@ class _Tryout:
                 raise explained(plainest, self._info, self._arguments, self._model) from plainest
         return trials
 
+    def _spare_what_is_read(self) -> None:
+        """Find out which tensors the model branches on: other values would show another branch than the user's."""
+        try:
+            trial = self._trial(self._setups[0], _Attempt(None, by_size=True, disturbed=False))
+            self._spared |= self._observe(trial, set()).plan.reads
+        except Exception:
+            return  # Another attempt may run, or says why not.
+
     def _trial(self, setup: TrialSetup, attempt: _Attempt) -> _Trial:
         dtype, by_size, disturbed = attempt
         graph = TrialGraph(
@@ -239,14 +256,14 @@ class _Tryout:
         )
         key = dtype, disturbed
         if key not in self._actors:
-            self._actors[key] = Understudy(self._model, dtype, disturbed=disturbed)
+            self._actors[key] = Understudy(self._model, dtype, disturbed=disturbed, spared=self._spared)
         return _Trial(graph, self._actors[key], attempt)
 
     def _choose_seed(self, trials: list[_Trial]) -> None:
         """Choose a seed that skips none of the layers of evaluation mode, if training skips some at random."""
         first = trials[0]
         with evaluating(self._model):
-            evaluated = Understudy(self._model, first.attempt.dtype, disturbed=first.attempt.disturbed)
+            evaluated = Understudy(self._model, first.attempt.dtype)
         try:
             wanted = self._observe(replace(first, actor=evaluated), set()).plan.calls.keys()
         except Exception:

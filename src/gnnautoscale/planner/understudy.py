@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, cast
@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from gnnautoscale._util import tensors_in
-from gnnautoscale.forward import Arguments, Attribute, Hooks, Session, Watch, copy_model
+from gnnautoscale.forward import Arguments, Attribute, Hooks, Session, Watch, copy_model, held_tensors
 from gnnautoscale.planner.randomness import expected_randomness
 from gnnautoscale.planner.trial_graph import disturb
 
@@ -32,20 +32,24 @@ class Understudy:
     an embedding of all nodes, stay as they are.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None, *, disturbed: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype | None = None, *, disturbed: bool = True, spared: Container[str] = ()
+    ) -> None:
         self._original = copy_model(model, share_above=MOST_COPIED)
         self.dtype = dtype
-        for module in self._original.modules():
-            # Statistics of norms have their own meaning.
-            statistics = {id(value) for value in module.buffers(recurse=False) if isinstance(module, _NormBase)}
-            for value in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if is_lazy(value) or not value.is_floating_point():
-                    continue
-                if isinstance(value, nn.Parameter):
-                    value.requires_grad_(True)
-                if value.numel() <= MOST_COPIED:
-                    other = disturb(value.data) if disturbed and id(value) not in statistics else value.data
-                    value.data = other.to(dtype or other.dtype)
+        norms = [module for module in self._original.modules() if isinstance(module, _NormBase)]
+        # Statistics of norms have their own meaning.
+        statistics = {id(value) for module in norms for value in module.buffers(recurse=False)}
+        named = (*self._original.named_parameters(), *self._original.named_buffers(), *held_tensors(self._original))
+        for name, value in named:
+            if is_lazy(value) or not value.is_floating_point():
+                continue
+            if isinstance(value, nn.Parameter):
+                value.requires_grad_(True)
+            if value.numel() <= MOST_COPIED:
+                plain = not disturbed or name in spared or id(value) in statistics
+                other = value.data if plain else disturb(value.data)
+                value.data = other.to(dtype or other.dtype)
 
     @cached_property
     def _current(self) -> tuple[nn.Module, Hooks, Watch, list[int]]:
