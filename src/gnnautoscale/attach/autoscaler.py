@@ -167,7 +167,8 @@ class Autoscaler:
     def _compare_inputs(self, info: BatchInfo, arguments: Arguments) -> None:
         """Warn if the model runs twice on a batch with different inputs, since histories have room for one."""
         versions = sum(weight._version for weight in self._weights)
-        inputs = [value for value in tensors_in(arguments) if not isinstance(value, BatchTensor)]
+        plain = [value for value in tensors_in(arguments) if not isinstance(value, BatchTensor)]
+        inputs = [value for value in plain if value.layout == torch.strided]
         same_step, before = self._last_inputs[:2] == (info, versions), self._last_inputs[2]
         self._last_inputs = info, versions, [ref(value) for value in inputs]
         if not same_step or len(inputs) != len(before):

@@ -136,8 +136,9 @@ def refresh(model: nn.Module, loader: HaloLoader | Data, *, call: CallModel = ca
             collect(model, loader, call, StepExchange(push_all=True))
         else:
             sweep(model, loader, call)
-            with attached(model).running(SweepExchange(None)):
-                _run_once(model, next(loader.in_order()), call)  # sweeps do not see a second forward pass
+            # Sweeps do not see a second forward pass in a call; this does, and its output does not matter.
+            with attached(model).running(SweepExchange(None)), warnings.catch_warnings(action="ignore"):
+                _run_once(model, next(loader.in_order()), call)
         memory.mark_written_by(weights_checksum(model))
 
 

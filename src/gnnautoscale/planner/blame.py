@@ -73,7 +73,7 @@ class DeviationError(Exception):
                 )
         if plan.explicit:
             return UnsupportedModelError(
-                "a ScalableGNN exchanges the rows of all layers but the last by push_and_pull, each with its own history",
+                "a ScalableGNN exchanges the rows of all layers but the last by push_and_pull, with a history for each",
                 got=f"other rows in a batch than in the whole graph from '{self.name}' on{where}",
                 fix="Call self.push_and_pull(self.histories[i], x, n_id) after layer i.",
             )

@@ -379,7 +379,7 @@ def watching(modules: Mapping[str, nn.Module], note: Callable[[str, nn.Module, A
 
 def tolerances(dtype: torch.dtype) -> tuple[float, float]:
     """How far two runs may differ by rounding: relative to a column's largest value, and to the largest of all."""
-    return {torch.float64: (1e-4, 1e-9), torch.float32: (1e-3, 2e-5)}.get(dtype, (5e-2, 5e-3))
+    return {torch.float64: (1e-5, 1e-9), torch.float32: (1e-3, 2e-5)}.get(dtype, (5e-2, 5e-3))
 
 
 def _norm_call(session: Session, name: str) -> str:

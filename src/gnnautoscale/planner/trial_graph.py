@@ -192,9 +192,9 @@ def disturb(value: Tensor) -> Tensor:
 
 
 def _edges(setup: TrialSetup, *, symmetric: bool) -> Tensor:
-    """A ring with chords and a self-loop, sorted by target, as some aggregations require; ``[2, num_edges]``.
+    """A ring with chords and self-loops, sorted by target, as some aggregations require; ``[2, num_edges]``.
 
-    Halo nodes have neighbours beyond the halo, so their degrees in a batch are wrong.
+    Halo nodes have neighbours beyond the halo and some of them a self-loop, so their degrees in a batch are wrong.
     """
     num_nodes, generator = setup.num_nodes, torch.Generator().manual_seed(setup.num_nodes)
     nodes = torch.arange(num_nodes)
@@ -202,13 +202,14 @@ def _edges(setup: TrialSetup, *, symmetric: bool) -> Tensor:
     step = torch.randint(2, setup.reach + 1, source.shape, generator=generator)
     pairs = torch.cat([torch.stack([nodes, nodes + 1]), torch.stack([source, source + step])], dim=1) % num_nodes
     pairs = torch.cat([pairs, pairs.flip(0)], dim=1) if symmetric else pairs
-    pairs = torch.unique(torch.cat([pairs, torch.tensor([[2], [2]])], dim=1), dim=1)
+    last_of_part = (_parts(num_nodes) != _parts(num_nodes).roll(-1)).nonzero().squeeze(1)
+    pairs = torch.unique(torch.cat([pairs, last_of_part.expand(2, -1)], dim=1), dim=1)
     ordered: Tensor = pairs[:, pairs[1].argsort(stable=True)]
     return ordered
 
 
 def _parts(num_nodes: int) -> Tensor:
-    """Three contiguous parts of different size, ``[num_nodes]``."""
+    """Three contiguous parts, ``[num_nodes]``; the one in the middle is larger."""
     nodes = torch.arange(num_nodes)
     return (nodes >= 3 * num_nodes // 10 + 1).long() + (nodes >= 7 * num_nodes // 10).long()
 
