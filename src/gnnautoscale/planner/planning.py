@@ -240,6 +240,7 @@ class _Tryout:
             if not trials:
                 plainest = failures[_Attempt(None, by_size=True, disturbed=False)]
                 raise explained(plainest, self._info, self._arguments, self._model) from plainest
+            failures.clear()  # Tracebacks would keep the running pass alive.
         return trials
 
     def _spare_what_is_read(self) -> None:
@@ -335,7 +336,7 @@ class _Tryout:
                 trial.actor.reset()
                 self._step(trial, batch, plan, reference)
         except DeviationError as deviation:
-            return deviation
+            return deviation.with_traceback(None)  # which would keep the running pass alive
         return None
 
     def _step(self, trial: _Trial, batch: Data, plan: Plan, reference: Reference) -> None:
@@ -357,7 +358,7 @@ class _Tryout:
                         self._sweep_batch(trial, batch, plan, reference, level)
                 return None
             except DeviationError as error:
-                deviation = error
+                deviation = error.with_traceback(None)
             except (RuntimeError, ValueError, IndexError):
                 if not plan.skip_empty:
                     raise
