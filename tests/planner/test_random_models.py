@@ -9,7 +9,7 @@ import pytest
 
 from support.random_models import Recipe
 
-SEEDS = 40
+SEEDS = 20
 TOGETHER = 5
 
 

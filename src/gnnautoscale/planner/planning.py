@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from inspect import BoundArguments
 from itertools import product
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import tensors_in, undisturbed
+from gnnautoscale._util import RandomState, tensors_in, undisturbed
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import (
     SHORTCUTS,
     ArgumentKind,
+    Arguments,
     Hooks,
     LayerCall,
     Plan,
+    Session,
     check_layout,
     describe,
     evaluating,
@@ -146,6 +148,8 @@ class _Tryout:
         # The tensors that the model branches on, and rows of slots like those that the model itself computes.
         self._spared: frozenset[str] = frozenset()
         self._own_rows: dict[str, Tensor] = {}
+        # Whether random numbers need not be replaced, because there are none.
+        self._by_chance = False
 
     # What others ask #################################################################################################
 
@@ -181,9 +185,10 @@ class _Tryout:
             else:
                 raise deviation.error(plan, self._used_attributes, training=self._training)
         self._check_succession(trials[0], plan, references[0])
-        if self._training:
+        if self._training and not self._by_chance:
             self._check_recorded_values(trials[0], plan, references[0])
-        self._take_shortcuts(trials, plan, references)
+        # Whether shortcuts and sweeps change something depends on the model alone, so that one graph shows it.
+        self._take_shortcuts(trials[:1], plan, references[:1])
         self._note_types(trials[0], plan)
         return plan
 
@@ -247,7 +252,10 @@ class _Tryout:
         """Find out which tensors the model branches on: other values would show another branch than the user's."""
         try:
             trial = self._trial(self._setups[0], _Attempt(None, by_size=True, disturbed=False))
-            seen = self._observe(trial, set()).plan
+            seed_everything(0, self._device)  # as the run does
+            state = RandomState(self._device)
+            seen = self._observe(trial, set(), by_chance=True).plan
+            self._by_chance = not state.has_moved
             self._spared |= seen.reads
             self._own_rows = seen.rows
         except Exception:
@@ -297,12 +305,15 @@ class _Tryout:
         arguments = trial.graph.arguments(batch)
         watched = watching(_other_modules(trial.actor.model), seen.note), BatchTensor.watched(self._used_attributes)
         with torch.enable_grad(), watched[0], watched[1], seen.noting_reads(trial.actor.model):
-            out = trial.actor.run(seen.session, arguments, seed=trial.seed, by_chance=by_chance)
+            out = trial.actor.run(seen.session, arguments, seed=trial.seed, by_chance=by_chance or self._by_chance)
         for value in tensors_in(out):
             check_layout(value)
         seen.plan.needs[Plan.OUTPUT] = seen.sources(out)
         seen.note(Plan.OUTPUT, None, None, out)
         return seen
+
+    def _run(self, trial: _Trial, session: Session, arguments: Arguments) -> Any:
+        return trial.actor.run(session, arguments, seed=trial.seed, by_chance=self._by_chance)
 
     def _rehearse_all(self, trials: list[_Trial], plan: Plan, references: list[Reference]) -> DeviationError | None:
         """Run all trial graphs in batches, as steps and as sweeps; returns the first deviation."""
@@ -310,7 +321,6 @@ class _Tryout:
             deviation = self._rehearse(trial, plan, reference)
             if deviation is not None:
                 return deviation
-        # Whether sweeps and steps agree depends on the model alone, so that one graph shows it.
         return self._sweep(trials[0], plan, references[0])
 
     def _without_failing(self, trials: list[_Trial], plan: Plan, references: list[Reference]) -> list[_Trial]:
@@ -343,7 +353,7 @@ class _Tryout:
         rehearsal = Rehearsal(trial.graph, batch, plan, reference)
         session = rehearsal.step()
         with torch.no_grad(), watching(_other_modules(trial.actor.model), rehearsal.check):
-            out = trial.actor.run(session, trial.graph.arguments(batch), seed=trial.seed)
+            out = self._run(trial, session, trial.graph.arguments(batch))
         session.finish(out)
         rehearsal.check(Plan.OUTPUT, None, None, out)
 
@@ -373,7 +383,7 @@ class _Tryout:
         session.begin()
         with torch.no_grad():
             arguments = trial.graph.arguments(batch)
-            out = run_pass(partial(trial.actor.run, session, arguments, seed=trial.seed))
+            out = run_pass(partial(self._run, trial, session, arguments))
         if level is None:
             rehearsal.check(Plan.OUTPUT, None, None, out)
 
@@ -386,7 +396,7 @@ class _Tryout:
             session = Rehearsal(trial.graph, batch, plan, reference, checking=False).step()
             arguments = trial.graph.arguments(batch)
             with torch.enable_grad(), BatchTensor.watched(self._used_attributes):
-                out = trial.actor.run(session, arguments, seed=trial.seed)
+                out = self._run(trial, session, arguments)
                 values = [value for value in tensors_in(session.finish(out)) if value.is_floating_point()]
                 found += [value.detach() for value in (*values, *trial.actor.kept_tensors())]
                 # Every entry has its own factor, so that no two of them can be mixed up.
