@@ -32,7 +32,7 @@ def _cpu_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _one_trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Try models on one graph where a test is about something else, which takes half the time."""
-    if request.path.parent.name not in ("planner", "forward", "attach"):
+    if request.path.parent.name not in ("planner", "forward"):
         monkeypatch.setattr("gnnautoscale.planner.planning.setups_for", lambda graph: setups_for(graph)[:1])
 
 

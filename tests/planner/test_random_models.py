@@ -9,7 +9,7 @@ import pytest
 
 from support.random_models import Recipe
 
-SEEDS = 20
+SEEDS = 15
 TOGETHER = 5
 
 

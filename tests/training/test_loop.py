@@ -503,11 +503,10 @@ def test_what_ran_before_does_not_matter() -> None:
 
 @pytest.mark.parametrize("mode", ["gas", "full", "history"])
 @pytest.mark.parametrize("evaluation", ["exact", "histories"])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_evaluation_leaves_training_alone(mode: str, evaluation: str, dropout: float) -> None:
-    options: dict[str, Any] = {"mode": mode, "evaluation": evaluation, "epochs": 4, "edge_dropout": dropout / 2}
-    often = run(gcn(dropout=dropout, batch_norm=True, layers=3), evaluate_every=1, **options)
-    once = run(gcn(dropout=dropout, batch_norm=True, layers=3), evaluate_every=4, **options)
+def test_evaluation_leaves_training_alone(mode: str, evaluation: str) -> None:
+    options: dict[str, Any] = {"mode": mode, "evaluation": evaluation, "epochs": 4, "edge_dropout": 0.25}
+    often = run(gcn(dropout=0.5, batch_norm=True, layers=3), evaluate_every=1, **options)
+    once = run(gcn(dropout=0.5, batch_norm=True, layers=3), evaluate_every=4, **options)
     assert often.losses == once.losses
     assert same_bits(often.weights[-1], once.weights[-1])
     assert [bool(epoch.scores) for epoch in often.result.epochs] == [True] * 4
