@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from inspect import BoundArguments
 from itertools import product
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,8 @@ from gnnautoscale._util import RandomState, tensors_in, undisturbed
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import (
     SHORTCUTS,
-    ArgumentKind,
     Arguments,
     Hooks,
-    LayerCall,
     Plan,
     Session,
     check_layout,
@@ -40,12 +38,12 @@ from gnnautoscale.forward import (
 )
 from gnnautoscale.graph import BatchInfo, BatchTensor
 from gnnautoscale.planner.blame import DeviationError, LayerError, explained, keeps_state, random_evaluation
-from gnnautoscale.planner.rehearsal import Observation, Reference, Rehearsal, tolerances, watching
+from gnnautoscale.planner.comparison import alike, gradients
+from gnnautoscale.planner.merging import merged
+from gnnautoscale.planner.rehearsal import Observation, Reference, Rehearsal, watching
 from gnnautoscale.planner.trial_graph import TrialGraph, TrialSetup, setups_for
 from gnnautoscale.planner.understudy import MOST_COPIED, Understudy, initialize_like, seed_everything
 
-# How many rows of the gradient of a very large weight are compared.
-_MOST_ROWS = 4096
 # How often a model that skips layers at random is tried, to see all of them.
 _MOST_SEEDS = 32
 
@@ -164,7 +162,7 @@ class _Tryout:
         everything_needed = False
         while True:
             observations = [self._seen(trial, inner) for trial in trials]
-            plan = _merged(observations, inner, self._explicit, everything_needed=everything_needed)
+            plan = merged(observations, inner, self._explicit, everything_needed=everything_needed)
             references = [seen.reference for seen in observations]
             try:
                 deviation = self._rehearse_all(trials, plan, references)
@@ -197,7 +195,7 @@ class _Tryout:
         try:
             trial = self._trials(self._setups[:1])[0]
             seen = self._seen(trial, plan.inner)
-            found = _merged([seen], plan.inner, plan.explicit)
+            found = merged([seen], plan.inner, plan.explicit)
             same_calls = found.calls.keys() == plan.calls.keys() and all(
                 (call.num_propagations, call.attributes, len(call.edge_names))
                 == (plan.calls[name].num_propagations, plan.calls[name].attributes, len(plan.calls[name].edge_names))
@@ -405,7 +403,7 @@ class _Tryout:
                     factors = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device)
                     loss = loss + (value * factors.view_as(value)).sum()
                 if loss.requires_grad:
-                    found += _gradients(loss, weights)
+                    found += gradients(loss, weights, MOST_COPIED)
         return found
 
     # Checks ##########################################################################################################
@@ -414,14 +412,14 @@ class _Tryout:
         """Refuse a model that is random in evaluation mode."""
         drawn = self._observe(replace(trial, seed=1), set(), by_chance=True).reference.outputs[Plan.OUTPUT]
         before = self._seen(trial, set()).reference.outputs[Plan.OUTPUT]
-        if not _alike([*tensors_in(drawn)], [*tensors_in(before)]):
+        if not alike([*tensors_in(drawn)], [*tensors_in(before)]):
             raise random_evaluation()
 
     def _check_succession(self, trial: _Trial, plan: Plan, reference: Reference) -> None:
         """Refuse a model that keeps something of one batch for the next; note what it may change."""
         again = self._observe(trial, plan.inner).reference.outputs[Plan.OUTPUT]
         touched = trial.actor.touched()
-        if not _alike([*tensors_in(again)], [*tensors_in(reference.outputs[Plan.OUTPUT])]):
+        if not alike([*tensors_in(again)], [*tensors_in(reference.outputs[Plan.OUTPUT])]):
             raise keeps_state(touched or ["something outside of the model"])
         if not touched:
             return
@@ -456,7 +454,7 @@ class _Tryout:
                 found = self._observe(trial, plan.inner, reset=False).reference.outputs[Plan.OUTPUT]
             except Exception:
                 return False
-            if not _alike([*tensors_in(found)], [*tensors_in(wanted)]):
+            if not alike([*tensors_in(found)], [*tensors_in(wanted)]):
                 return False
         return True
 
@@ -501,7 +499,7 @@ class _Tryout:
             culprit, only_gradients = None, False
             try:
                 deviation = self._rehearse_all(trials, plan, references)
-                if deviation is None and (plain is None or _alike(self._train(trials[0], plan, references[0]), plain)):
+                if deviation is None and (plain is None or alike(self._train(trials[0], plan, references[0]), plain)):
                     return
                 culprit, only_gradients = (None, True) if deviation is None else (deviation.name, False)
             except LayerError as error:
@@ -534,58 +532,6 @@ class _Tryout:
         plan.rows = self._own_rows
 
 
-def _merged(
-    observations: list[Observation], inner: set[str], explicit: bool, *, everything_needed: bool = False
-) -> Plan:
-    """The plan that holds on all graphs that a model was observed on."""
-    plans = [seen.plan for seen in observations]
-    plan = Plan(inner=inner, explicit=explicit, rows=plans[0].rows)
-    for other in plans[1:]:
-        if list(other.calls) != list(plans[0].calls) or other.needs.keys() != plans[0].needs.keys():
-            different = next(iter(other.calls.keys() ^ plans[0].calls.keys()), "layers in another order")
-            raise _graph_decides(f"the same layers on every graph, but '{different}' is not")
-    for name, first in plans[0].calls.items():
-        calls = [other.calls[name] for other in plans]
-        forms = {(call.num_propagations, len(call.edge_names), *call.attributes) for call in calls}
-        kinds = [seen.kinds[name] for seen in observations]
-        if len(forms) > 1 or len({len(some) for some in kinds}) > 1:
-            raise _graph_decides(f"'{name}' with the same arguments and as many propagations on every graph")
-        possible = [_kind(set.intersection(*some)) for some in zip(*kinds, strict=True)]
-        shortcuts = frozenset.intersection(*(call.possible_shortcuts for call in calls))
-        plan.calls[name] = LayerCall(
-            possible,
-            first.attributes,
-            [frozenset.intersection(*names) for names in zip(*(call.edge_names for call in calls), strict=True)],
-            first.num_propagations,
-            shortcuts if possible.count("node") == 1 else shortcuts - {"pair"},
-            constant_halo=set.intersection(*(call.constant_halo for call in calls)),
-            nested=first.nested,
-            sizes=frozenset.intersection(*(call.sizes for call in calls)),
-        )
-    for slot in plans[0].needs:
-        plan.needs[slot] = frozenset().union(*(other.needs[slot] for other in plans))
-    if everything_needed:
-        slots = list(plan.needs)
-        plan.needs = {slot: frozenset(slots[:number]) for number, slot in enumerate(slots)}
-    plan.node_norms = set[str]().union(*(other.node_norms for other in plans))
-    plan.reads = frozenset[str]().union(*(other.reads for other in plans))
-    return plan
-
-
-def _kind(possible: set[ArgumentKind]) -> ArgumentKind:
-    """What a tensor is, if it may be all of these on every graph."""
-    order: tuple[ArgumentKind, ...] = ("own", "node", "edge", "other")
-    return next(kind for kind in order if kind in possible)
-
-
-def _graph_decides(wanted: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        "an autoscaled model makes the same layer calls on every graph",
-        got=f"a model that does not call {wanted}",
-        fix="Make the calls independent of the graph: a layer without edges adds nothing to its messages.",
-    )
-
-
 def _other_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that neither are, nor belong to, nor contain a message-passing layer."""
     modules = {f".{name}." if name else ".": module for name, module in model.named_modules()}
@@ -600,37 +546,3 @@ def _other_modules(model: nn.Module) -> dict[str, nn.Module]:
 def _path_of(call: str) -> str:
     """The path of the layer that a call is of."""
     return call.split(">")[-1].split("#")[0]
-
-
-def _gradients(loss: Tensor, weights: list[nn.Parameter]) -> list[Tensor | None]:
-    """The gradients of some weights; their ``grad`` stays as it is."""
-    # Not torch.autograd.grad, which reentrant checkpointing does not support.
-    kept = [weight.grad for weight in weights]
-    for weight in weights:
-        weight.grad = None
-    try:
-        loss.backward()  # type: ignore[no-untyped-call]
-        # Of a table with a row for each node, a trial uses the first rows.
-        large = [weight.grad is not None and weight.numel() > MOST_COPIED for weight in weights]
-        pairs = zip(weights, large, strict=True)
-        return [cast(Tensor, weight.grad)[:_MOST_ROWS].clone() if cut else weight.grad for weight, cut in pairs]
-    finally:
-        for weight, grad in zip(weights, kept, strict=True):
-            weight.grad = grad
-
-
-def _alike(got: list[Tensor | None], wanted: list[Tensor | None]) -> bool:
-    """Whether two lists of tensors are equal up to rounding; a missing gradient counts as zeros."""
-    if len(got) != len(wanted):
-        return False
-    sizes = [0.0 if value is None or not value.numel() else float(value.nan_to_num().abs().amax()) for value in wanted]
-    for one, other, size in zip(got, wanted, sizes, strict=True):
-        one = torch.zeros_like(other) if one is None and other is not None else one
-        other = torch.zeros_like(one) if other is None and one is not None else other
-        if one is None or other is None:
-            continue
-        # A gradient that cancels out, such as that of a bias before a norm, is only the rounding of larger ones.
-        bound = tolerances(one.dtype)[0] * (size + 0.1 * max(sizes)) + 1e-9
-        if one.shape != other.shape or not torch.allclose(one, other, rtol=0.0, atol=bound, equal_nan=True):
-            return False
-    return True

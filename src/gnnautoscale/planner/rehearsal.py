@@ -41,6 +41,7 @@ from gnnautoscale.forward import (
 )
 from gnnautoscale.graph import BatchInfo, BatchTensor
 from gnnautoscale.planner.blame import DeviationError, failed_layer, whole_table
+from gnnautoscale.planner.comparison import tolerances
 from gnnautoscale.planner.trial_graph import TrialGraph, kinds_of
 
 
@@ -375,11 +376,6 @@ def watching(modules: Mapping[str, nn.Module], note: Callable[[str, nn.Module, A
             if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                 hooks.enter_context(module.register_forward_hook(partial(hook, name), with_kwargs=True))
         yield
-
-
-def tolerances(dtype: torch.dtype) -> tuple[float, float]:
-    """How far two runs may differ by rounding: relative to a column's largest value, and to the largest of all."""
-    return {torch.float64: (1e-5, 1e-9), torch.float32: (1e-3, 2e-5)}.get(dtype, (5e-2, 5e-3))
 
 
 def _norm_call(session: Session, name: str) -> str:
