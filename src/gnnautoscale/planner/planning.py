@@ -10,37 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from inspect import BoundArguments
 from itertools import product
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
-from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import RandomState, tensors_in, undisturbed
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import (
     SHORTCUTS,
-    Arguments,
     Hooks,
     Plan,
-    Session,
-    check_layout,
     describe,
     evaluating,
-    run_pass,
 )
-from gnnautoscale.graph import BatchInfo, BatchTensor
+from gnnautoscale.graph import BatchInfo
 from gnnautoscale.planner.blame import DeviationError, LayerError, explained, keeps_state, random_evaluation
-from gnnautoscale.planner.comparison import alike, gradients
+from gnnautoscale.planner.comparison import alike
 from gnnautoscale.planner.merging import merged
-from gnnautoscale.planner.rehearsal import Observation, Reference, Rehearsal, watching
+from gnnautoscale.planner.rehearsal import Observation, Reference, Rehearsal
+from gnnautoscale.planner.trial import Attempt, Trial
 from gnnautoscale.planner.trial_graph import TrialGraph, TrialSetup, setups_for
 from gnnautoscale.planner.understudy import MOST_COPIED, Understudy, initialize_like, seed_everything
 
@@ -105,25 +99,6 @@ def _initialize_lazy_weights(
     initialize_like(model, copied)
 
 
-class _Attempt(NamedTuple):
-    """A way to try a model; see :class:`TrialGraph` and :class:`Understudy`."""
-
-    dtype: torch.dtype | None
-    by_size: bool
-    disturbed: bool
-
-
-@dataclass
-class _Trial:
-    """A trial graph, the copy of the model that runs on it, how both were made, the seed of all runs, what was seen."""
-
-    graph: TrialGraph
-    actor: Understudy
-    attempt: _Attempt
-    seed: int = 0
-    seen: Observation | None = None
-
-
 class _Tryout:
     """The runs on trial graphs that lead to a plan."""
 
@@ -136,7 +111,7 @@ class _Tryout:
         self._actors: dict[tuple[torch.dtype | None, bool], Understudy] = {}
         # How to try the model, the best way first.
         self._attempts = [
-            _Attempt(dtype, by_size, disturbed)
+            Attempt(dtype, by_size, disturbed)
             for by_size in (True, False)
             for disturbed in (True, False)
             for dtype in (torch.float64, None)
@@ -161,7 +136,7 @@ class _Tryout:
         inner: set[str] = set()
         everything_needed = False
         while True:
-            observations = [self._seen(trial, inner) for trial in trials]
+            observations = [trial.seen(inner) for trial in trials]
             plan = merged(observations, inner, self._explicit, everything_needed=everything_needed)
             references = [seen.reference for seen in observations]
             try:
@@ -194,7 +169,7 @@ class _Tryout:
         """Whether batches agree with the whole graph by a plan that is there already."""
         try:
             trial = self._trials(self._setups[:1])[0]
-            seen = self._seen(trial, plan.inner)
+            seen = trial.seen(plan.inner)
             found = merged([seen], plan.inner, plan.explicit)
             same_calls = found.calls.keys() == plan.calls.keys() and all(
                 (call.num_propagations, call.attributes, len(call.edge_names))
@@ -204,7 +179,7 @@ class _Tryout:
             same_slots = found.needs.keys() == plan.needs.keys() and all(
                 needed <= plan.needs[slot] for slot, needed in found.needs.items()
             )
-            return same_calls and same_slots and self._rehearse(trial, plan, seen.reference) is None
+            return same_calls and same_slots and trial.rehearse(plan, seen.reference) is None
         except Exception:
             return False  # A new plan says why, if it fails as well.
 
@@ -213,35 +188,35 @@ class _Tryout:
         trial, skipped = self._trials(self._setups[:1])[0], set[str]()
         for seed in range(_MOST_SEEDS):
             trial.seed = seed
-            skipped |= calls - self._observe(trial, plan.inner, by_chance=True).plan.calls.keys()
+            skipped |= calls - trial.observe(plan.inner, by_chance=True).plan.calls.keys()
         return skipped == calls
 
     # Trials ##########################################################################################################
 
-    def _trials(self, setups: Iterable[TrialSetup]) -> list[_Trial]:
+    def _trials(self, setups: Iterable[TrialSetup]) -> list[Trial]:
         """A trial for each setup that the model runs on as a whole; the first one has to.
 
         In double precision, where rounding hides nothing, if the model runs in it.
         """
-        trials: list[_Trial] = []
+        trials: list[Trial] = []
         self._spare_what_is_read()
         for setup in setups:
-            failures: dict[_Attempt, Exception] = {}
+            failures: dict[Attempt, Exception] = {}
             # The model may not run on features unlike the user's.
             for features, attempt in product(dict.fromkeys([setup.features, "own"]), self._attempts):
                 try:
                     trial = self._trial(replace(setup, features=features), attempt)
-                    trial.seen = self._observe(trial, set())
+                    trial.last = trial.observe(set())
                 except Exception as error:
                     failures[attempt] = error
                     continue
-                if trials and not trial.seen.reference.is_finite:
+                if trials and not trial.last.reference.is_finite:
                     continue
                 trials.append(trial)
                 self._attempts = [other for other in self._attempts if other.by_size is attempt.by_size]
                 break
             if not trials:
-                plainest = failures[_Attempt(None, by_size=True, disturbed=False)]
+                plainest = failures[Attempt(None, by_size=True, disturbed=False)]
                 raise explained(plainest, self._info, self._arguments, self._model) from plainest
             failures.clear()  # Tracebacks would keep the running pass alive.
         return trials
@@ -249,17 +224,17 @@ class _Tryout:
     def _spare_what_is_read(self) -> None:
         """Find out which tensors the model branches on: other values would show another branch than the user's."""
         try:
-            trial = self._trial(self._setups[0], _Attempt(None, by_size=True, disturbed=False))
+            trial = self._trial(self._setups[0], Attempt(None, by_size=True, disturbed=False))
             seed_everything(0, self._device)  # as the run does
             state = RandomState(self._device)
-            seen = self._observe(trial, set(), by_chance=True).plan
+            seen = trial.observe(set(), by_chance=True).plan
             self._by_chance = not state.has_moved
             self._spared |= seen.reads
             self._own_rows = seen.rows
         except Exception:
             return  # Another attempt may run, or says why not.
 
-    def _trial(self, setup: TrialSetup, attempt: _Attempt) -> _Trial:
+    def _trial(self, setup: TrialSetup, attempt: Attempt) -> Trial:
         dtype, by_size, disturbed = attempt
         graph = TrialGraph(
             self._info, self._arguments, self._device, setup, dtype, by_size=by_size, disturbed=disturbed
@@ -267,61 +242,38 @@ class _Tryout:
         key = dtype, disturbed
         if key not in self._actors:
             self._actors[key] = Understudy(self._model, dtype, disturbed=disturbed, spared=self._spared)
-        return _Trial(graph, self._actors[key], attempt)
+        return Trial(graph, self._actors[key], attempt, self._explicit, self._used_attributes, self._by_chance)
 
-    def _choose_seed(self, trials: list[_Trial]) -> None:
+    def _choose_seed(self, trials: list[Trial]) -> None:
         """Choose a seed that skips none of the layers of evaluation mode, if training skips some at random."""
         first = trials[0]
         layers = {name for name, module in self._model.named_modules() if isinstance(module, MessagePassing) and name}
-        if first.seen is not None and layers <= {_path_of(call) for call in first.seen.plan.calls}:
+        if first.last is not None and layers <= {_path_of(call) for call in first.last.plan.calls}:
             return
         with evaluating(self._model):
             evaluated = Understudy(self._model, first.attempt.dtype)
         try:
-            wanted = self._observe(replace(first, actor=evaluated), set()).plan.calls.keys()
+            wanted = replace(first, actor=evaluated).observe(set()).plan.calls.keys()
         except Exception:
             return  # A model may run in training mode only.
         for seed in range(_MOST_SEEDS):
-            seen = self._observe(replace(first, seed=seed), set()) if seed else first.seen
+            seen = replace(first, seed=seed).observe(set()) if seed else first.last
             if seen is not None and wanted <= seen.plan.calls.keys():
                 for trial in trials if seed else ():
-                    trial.seed, trial.seen = seed, None
+                    trial.seed, trial.last = seed, None
                 return
 
     # Runs ############################################################################################################
 
-    def _seen(self, trial: _Trial, inner: set[str]) -> Observation:
-        """What was last observed, if that was without histories inside of layers, or another observation."""
-        return trial.seen if trial.seen is not None and not inner else self._observe(trial, inner)
-
-    def _observe(self, trial: _Trial, inner: set[str], *, by_chance: bool = False, reset: bool = True) -> Observation:
-        """Run the whole trial graph, and note how layers are called and what each slot is computed from."""
-        if reset:
-            trial.actor.reset()
-        batch = next(iter(trial.graph.whole))
-        seen = Observation(trial.graph, batch, Plan(inner=inner, explicit=self._explicit))
-        arguments = trial.graph.arguments(batch)
-        watched = watching(_other_modules(trial.actor.model), seen.note), BatchTensor.watched(self._used_attributes)
-        with torch.enable_grad(), watched[0], watched[1], seen.noting_reads(trial.actor.model):
-            out = trial.actor.run(seen.session, arguments, seed=trial.seed, by_chance=by_chance or self._by_chance)
-        for value in tensors_in(out):
-            check_layout(value)
-        seen.plan.needs[Plan.OUTPUT] = seen.sources(out)
-        seen.note(Plan.OUTPUT, None, None, out)
-        return seen
-
-    def _run(self, trial: _Trial, session: Session, arguments: Arguments) -> Any:
-        return trial.actor.run(session, arguments, seed=trial.seed, by_chance=self._by_chance)
-
-    def _rehearse_all(self, trials: list[_Trial], plan: Plan, references: list[Reference]) -> DeviationError | None:
+    def _rehearse_all(self, trials: list[Trial], plan: Plan, references: list[Reference]) -> DeviationError | None:
         """Run all trial graphs in batches, as steps and as sweeps; returns the first deviation."""
         for trial, reference in zip(trials, references, strict=True):
-            deviation = self._rehearse(trial, plan, reference)
+            deviation = trial.rehearse(plan, reference)
             if deviation is not None:
                 return deviation
-        return self._sweep(trials[0], plan, references[0])
+        return trials[0].sweep(plan, references[0])
 
-    def _without_failing(self, trials: list[_Trial], plan: Plan, references: list[Reference]) -> list[_Trial]:
+    def _without_failing(self, trials: list[Trial], plan: Plan, references: list[Reference]) -> list[Trial]:
         """Leave out trials that fail in batches otherwise than by a deviation.
 
         They say nothing about the user's graph, except for the first one.
@@ -329,7 +281,7 @@ class _Tryout:
         kept = trials[:1]
         for trial, reference in list(zip(trials, references, strict=True))[1:]:
             try:
-                self._rehearse(trial, plan, reference)
+                trial.rehearse(plan, reference)
             except Exception as error:
                 if isinstance(error, UnsupportedModelError) and not isinstance(error, LayerError):
                     raise
@@ -337,87 +289,18 @@ class _Tryout:
             kept.append(trial)
         return kept
 
-    def _rehearse(self, trial: _Trial, plan: Plan, reference: Reference) -> DeviationError | None:
-        """Run a trial graph in batches with exact histories; returns the first deviation."""
-        try:
-            for batch in trial.graph.parts:
-                trial.actor.reset()
-                self._step(trial, batch, plan, reference)
-        except DeviationError as deviation:
-            return deviation.with_traceback(None)  # which would keep the running pass alive
-        return None
-
-    def _step(self, trial: _Trial, batch: Data, plan: Plan, reference: Reference) -> None:
-        rehearsal = Rehearsal(trial.graph, batch, plan, reference)
-        session = rehearsal.step()
-        with torch.no_grad(), watching(_other_modules(trial.actor.model), rehearsal.check):
-            out = self._run(trial, session, trial.graph.arguments(batch))
-        session.finish(out)
-        rehearsal.check(Plan.OUTPUT, None, None, out)
-
-    def _sweep(self, trial: _Trial, plan: Plan, reference: Reference) -> DeviationError | None:
-        """Compute each level from the levels below; first try to skip the rows that nothing needs."""
-        deviation: DeviationError | None = None
-        for skip_empty in (True, False):
-            plan.skip_empty = skip_empty
-            try:
-                for batch in trial.graph.parts:
-                    for level in (*plan.levels, None):
-                        self._sweep_batch(trial, batch, plan, reference, level)
-                return None
-            except DeviationError as error:
-                deviation = error.with_traceback(None)
-            except (RuntimeError, ValueError, IndexError):
-                if not plan.skip_empty:
-                    raise
-        return deviation
-
-    def _sweep_batch(
-        self, trial: _Trial, batch: Data, plan: Plan, reference: Reference, level: frozenset[str] | None
-    ) -> None:
-        trial.actor.reset()
-        rehearsal = Rehearsal(trial.graph, batch, plan, reference)
-        session = rehearsal.sweep(level)
-        session.begin()
-        with torch.no_grad():
-            arguments = trial.graph.arguments(batch)
-            out = run_pass(partial(self._run, trial, session, arguments))
-        if level is None:
-            rehearsal.check(Plan.OUTPUT, None, None, out)
-
-    def _train(self, trial: _Trial, plan: Plan, reference: Reference) -> list[Tensor | None]:
-        """Outputs, what the model keeps, and gradients of steps on a trial graph, with exact histories."""
-        found: list[Tensor | None] = []
-        for batch in trial.graph.parts:
-            trial.actor.reset()
-            weights = [weight for weight in trial.actor.model.parameters() if weight.is_floating_point()]
-            session = Rehearsal(trial.graph, batch, plan, reference, checking=False).step()
-            arguments = trial.graph.arguments(batch)
-            with torch.enable_grad(), BatchTensor.watched(self._used_attributes):
-                out = self._run(trial, session, arguments)
-                values = [value for value in tensors_in(session.finish(out)) if value.is_floating_point()]
-                found += [value.detach() for value in (*values, *trial.actor.kept_tensors())]
-                # Every entry has its own factor, so that no two of them can be mixed up.
-                loss = torch.zeros(())
-                for value in values:
-                    factors = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device)
-                    loss = loss + (value * factors.view_as(value)).sum()
-                if loss.requires_grad:
-                    found += gradients(loss, weights, MOST_COPIED)
-        return found
-
     # Checks ##########################################################################################################
 
-    def _check_determinism(self, trial: _Trial) -> None:
+    def _check_determinism(self, trial: Trial) -> None:
         """Refuse a model that is random in evaluation mode."""
-        drawn = self._observe(replace(trial, seed=1), set(), by_chance=True).reference.outputs[Plan.OUTPUT]
-        before = self._seen(trial, set()).reference.outputs[Plan.OUTPUT]
+        drawn = replace(trial, seed=1).observe(set(), by_chance=True).reference.outputs[Plan.OUTPUT]
+        before = trial.seen(set()).reference.outputs[Plan.OUTPUT]
         if not alike([*tensors_in(drawn)], [*tensors_in(before)]):
             raise random_evaluation()
 
-    def _check_succession(self, trial: _Trial, plan: Plan, reference: Reference) -> None:
+    def _check_succession(self, trial: Trial, plan: Plan, reference: Reference) -> None:
         """Refuse a model that keeps something of one batch for the next; note what it may change."""
-        again = self._observe(trial, plan.inner).reference.outputs[Plan.OUTPUT]
+        again = trial.observe(plan.inner).reference.outputs[Plan.OUTPUT]
         touched = trial.actor.touched()
         if not alike([*tensors_in(again)], [*tensors_in(reference.outputs[Plan.OUTPUT])]):
             raise keeps_state(touched or ["something outside of the model"])
@@ -426,15 +309,15 @@ class _Tryout:
         attributes = trial.actor.changed_attributes()
         trial.actor.reset()
         try:
-            references = [self._observe(trial, plan.inner, reset=False).reference for _ in trial.graph.parts]
+            references = [trial.observe(plan.inner, reset=False).reference for _ in trial.graph.parts]
             trial.actor.reset()
             for batch, reference in zip(trial.graph.parts, references, strict=True):
-                self._step(trial, batch, plan, reference)
+                trial.step(batch, plan, reference)
         except (DeviationError, UnsupportedModelError, RuntimeError, ValueError, LookupError, TypeError) as error:
             raise keeps_state(touched) from error
         plan.harmless = {attribute for attribute in attributes if self._is_idle(trial, plan, attribute)}
 
-    def _is_idle(self, trial: _Trial, plan: Plan, attribute: tuple[str, str]) -> bool:
+    def _is_idle(self, trial: Trial, plan: Plan, attribute: tuple[str, str]) -> bool:
         """Whether the value of an attribute that the model changes itself makes no difference."""
         path, name = attribute
         trial.actor.reset()
@@ -446,19 +329,19 @@ class _Tryout:
             return False
         if not isinstance(value, (int, float)):
             return True  # Runs in succession have shown that.
-        wanted = self._observe(trial, plan.inner).reference.outputs[Plan.OUTPUT]
+        wanted = trial.observe(plan.inner).reference.outputs[Plan.OUTPUT]
         for other in (value + 1, value + 1000, 2 * value + 3):
             trial.actor.reset()
             setattr(trial.actor.model.get_submodule(path), name, other)
             try:
-                found = self._observe(trial, plan.inner, reset=False).reference.outputs[Plan.OUTPUT]
+                found = trial.observe(plan.inner, reset=False).reference.outputs[Plan.OUTPUT]
             except Exception:
                 return False
             if not alike([*tensors_in(found)], [*tensors_in(wanted)]):
                 return False
         return True
 
-    def _check_recorded_values(self, trial: _Trial, plan: Plan, reference: Reference) -> None:
+    def _check_recorded_values(self, trial: Trial, plan: Plan, reference: Reference) -> None:
         """Refuse layers that change recorded values at random in training: the record would undo that."""
         batch = next(iter(trial.graph.parts))
         seen = []
@@ -485,10 +368,10 @@ class _Tryout:
 
     # Shortcuts #######################################################################################################
 
-    def _take_shortcuts(self, trials: list[_Trial], plan: Plan, references: list[Reference]) -> None:
+    def _take_shortcuts(self, trials: list[Trial], plan: Plan, references: list[Reference]) -> None:
         """Take all shortcuts that change neither the batch's rows nor gradients."""
         try:
-            plain = self._train(trials[0], plan, references[0])
+            plain = trials[0].train(plan, references[0])
         except Exception:
             plain = None  # The model may still be evaluated; training it will raise this error.
         for call in plan.calls.values():
@@ -499,7 +382,7 @@ class _Tryout:
             culprit, only_gradients = None, False
             try:
                 deviation = self._rehearse_all(trials, plan, references)
-                if deviation is None and (plain is None or alike(self._train(trials[0], plan, references[0]), plain)):
+                if deviation is None and (plain is None or alike(trials[0].train(plan, references[0]), plain)):
                     return
                 culprit, only_gradients = (None, True) if deviation is None else (deviation.name, False)
             except LayerError as error:
@@ -522,25 +405,14 @@ class _Tryout:
             else:
                 return  # The model differs from run to run, so nothing can be compared.
 
-    def _note_types(self, trial: _Trial, plan: Plan) -> None:
+    def _note_types(self, trial: Trial, plan: Plan) -> None:
         """Give the plan the types of rows that the model itself computes, not those of a copy in another precision."""
         if trial.attempt.dtype is None:
             return
         if not plan.rows.keys() <= self._own_rows.keys():
             own = self._trial(self._setups[0], trial.attempt._replace(dtype=None))
-            self._own_rows = self._observe(replace(own, seed=trial.seed), plan.inner).plan.rows
+            self._own_rows = replace(own, seed=trial.seed).observe(plan.inner).plan.rows
         plan.rows = self._own_rows
-
-
-def _other_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that neither are, nor belong to, nor contain a message-passing layer."""
-    modules = {f".{name}." if name else ".": module for name, module in model.named_modules()}
-    layers = [path for path, module in modules.items() if isinstance(module, MessagePassing)]
-    return {
-        f"{path[1:-1]} ": module  # The blank keeps these names apart from those of layer calls.
-        for path, module in modules.items()
-        if not any(path.startswith(layer) or layer.startswith(path) for layer in layers)
-    }
 
 
 def _path_of(call: str) -> str:
