@@ -1,6 +1,6 @@
 """Helpers for every package, none of them for users.
 
-Atomic files, options, random states, available and peak memory, nested tensors. It knows nothing about graphs
+Atomic files, options, random states, available, peak and page-locked memory, nested tensors. It knows nothing about graphs
 or models.
 """
 
@@ -10,12 +10,14 @@ from gnnautoscale._util.memory import available_memory
 from gnnautoscale._util.nested import map_others, map_tensors, others_in, tensors_in
 from gnnautoscale._util.options import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale._util.peak_memory import PeakMemory
+from gnnautoscale._util.pinned import Pinned, pinned_zeros
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
 
 __all__ = [
     "Option",
     "OptionGroup",
     "PeakMemory",
+    "Pinned",
     "RandomState",
     "available_memory",
     "check_names",
@@ -25,6 +27,7 @@ __all__ = [
     "option",
     "options_of",
     "others_in",
+    "pinned_zeros",
     "random_states",
     "set_random_states",
     "tensors_in",

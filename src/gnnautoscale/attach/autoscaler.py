@@ -143,7 +143,7 @@ class Autoscaler:
         memory = self.memory_of(info.graph)
         plan, passes = self._plan_for(info, arguments), self._passes
         self._step_plan = plan if passes.trains else self._step_plan
-        device = next(iter(self._weights), info.n_id).device
+        device = next((weight.device for weight in self._weights), info.device)
         session = Session(
             info,
             plan,

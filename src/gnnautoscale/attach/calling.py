@@ -72,14 +72,14 @@ def weighted_sum(tensor: Tensor) -> Tensor:
 
 def form_of_arguments(info: BatchInfo, arguments: Arguments) -> Form:
     """What a plan depends on in a call's arguments; numbers that count the batch's rows are alike in all batches."""
-    counts = {info.num_rows, info.batch_size, info.e_id.numel()}
+    counts = {info.num_rows, info.batch_size, info.num_edges}
     numbers: list[Any] = []
 
     def described(value: Any) -> Hashable:
         if isinstance(value, BatchTensor):
             return own_attribute(info, value), value.attribute, value.dtype
         if isinstance(value, Tensor):
-            return value.dtype, value.shape[1:], has_rows(value, info.num_rows), has_rows(value, info.e_id.numel())
+            return value.dtype, value.shape[1:], has_rows(value, info.num_rows), has_rows(value, info.num_edges)
         if isinstance(value, Data):
             return type(value), *((name, described(item)) for name, item in value)
         if isinstance(value, (list, tuple)):
@@ -104,7 +104,7 @@ def _check_dense(arguments: Arguments, info: BatchInfo) -> None:
         for tensor in tensors_in(value):
             if isinstance(tensor, BatchTensor) or tensor.layout == torch.strided:
                 continue
-            if has_rows(tensor, info.num_rows, info.e_id.numel()):
+            if has_rows(tensor, info.num_rows, info.num_edges):
                 raise InputError(
                     "an autoscaled model takes dense rows of nodes and edges",
                     got=f"{tensor.layout} for {name}",

@@ -15,7 +15,7 @@ from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, BatchEdges, EdgeRecord, align, describe, has_rows, keep_edges
-from gnnautoscale.graph import BatchInfo, BatchTensor, EdgesByTarget
+from gnnautoscale.graph import BatchInfo, BatchTensor, EdgeTable
 
 #: Named arguments of an edge call.
 Values = dict[str, Any]
@@ -67,7 +67,7 @@ class RecordedEdges(EdgeSource):
     dropout: float
     input_gradients: bool
     _edges: dict[EdgeRecord, BatchEdges] = field(default_factory=dict)
-    _kept: dict[EdgesByTarget, Tensor] = field(default_factory=dict)
+    _kept: dict[EdgeTable, Tensor] = field(default_factory=dict)
 
     def start(self, call: str, layer: MessagePassing, arguments: Arguments) -> tuple[LayerCall, list[EdgeRecord]]:
         """See :meth:`EdgeSource.start`; refuses a call that differs from the plan."""
@@ -100,7 +100,7 @@ class RecordedEdges(EdgeSource):
         record = active.records[position]
         batch_edges = self._batch_edges(record, active)
         if batch_edges.kept is None and active.call.fuses(position, record.constants) and _can_fuse(active.layer):
-            return self._fused(active, position, record, batch_edges, values)
+            return self._fused(active, position, batch_edges, values)
         replaced = dict(values)
         for name in active.call.edge_names[position]:
             value = values.get(name)
@@ -122,11 +122,11 @@ class RecordedEdges(EdgeSource):
             )
 
     def _fused(
-        self, active: ActiveLayer, position: int, record: EdgeRecord, batch_edges: BatchEdges, values: Values
+        self, active: ActiveLayer, position: int, batch_edges: BatchEdges, values: Values
     ) -> tuple[Tensor, Values]:
         """Edges and their weight in the form that layers aggregate over without a row per edge."""
         weight = active.call.weight(position)
-        adjacency = batch_edges.adjacency(weight, record.edges.target_row, self.info)
+        adjacency = batch_edges.adjacency(weight)
         if weight is not None:
             values = {**values, weight: adjacency.weight}
         # Halo rows that depend on no weight need no gradient.
@@ -138,9 +138,7 @@ class RecordedEdges(EdgeSource):
         if record not in self._edges:
             batch_edges = self.info.placed(record)
             if batch_edges is None:
-                batch_edges = record.for_batch(self.info, describe(active.name, active.layer))
-                # A CPU keeps the same object, and with it the adjacencies computed from it.
-                batch_edges = batch_edges if self.device.type == "cpu" else batch_edges.to(self.device)
+                batch_edges = record.for_batch(self.info, describe(active.name, active.layer)).to(self.device)
             if self.dropout:
                 if record.edges not in self._kept:
                     self._kept[record.edges] = keep_edges(batch_edges.edges, self.dropout)

@@ -97,7 +97,8 @@ class RowStore:
 
     def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
         """Read rows of a batch: ``which`` of those of batch and halo, with the shape, type and device of ``like``."""
-        return like.new_zeros((session.info.n_id[which].numel(), *like.shape[1:]))
+        count = len(range(session.info.num_rows)[which])
+        return like.new_zeros((count, *like.shape[1:]))
 
     def write(self, session: Session, slot: str, rows: Tensor) -> None:
         """Write the batch's rows, ``[batch_size, ...]``."""
@@ -125,7 +126,7 @@ class HistoryStore(RowStore):
         memory.mark_changed()
         place = memory.rows_of(session.info)
         memory.history(slot, session.plan, session.device).push(
-            as_matrix(rows), place.index[: place.batch_size], place.runs
+            as_matrix(rows), place.on(rows.device)[: place.batch_size], place.runs
         )
 
 

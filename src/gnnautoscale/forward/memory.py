@@ -13,7 +13,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, EdgeRecord, Recorder
-from gnnautoscale.graph import BatchInfo, Graph, PartOrder
+from gnnautoscale.graph import BatchInfo, Graph, RowOrder
 from gnnautoscale.history import Folder, History, Medium, Storage, check_storage, choose_medium, codec_for, open_history
 from gnnautoscale.transfer import BatchRows, Transfer, open_transfer
 
@@ -55,11 +55,11 @@ class GraphMemory:
         # The checksum of the weights that wrote all rows of all histories, or None if no single weights did.
         self._written_by: list[float] | None = None
         self._transfer: tuple[torch.device, Transfer] | None = None
-        self._order: PartOrder | None = None
+        self._order: RowOrder | None = None
 
     # Rows and how they move ##########################################################################################
 
-    def row_order(self, info: BatchInfo) -> PartOrder:
+    def row_order(self, info: BatchInfo) -> RowOrder:
         """The order of the rows in all histories: that of the loader whose batch came first."""
         if self._order is None:
             self._order = info.order
@@ -69,7 +69,9 @@ class GraphMemory:
     def rows_of(self, info: BatchInfo) -> BatchRows:
         """Where a batch's rows lie in all histories."""
         order = self.row_order(info)
-        return info.derive(order, lambda: BatchRows(order.row_of[info.n_id], info.batch_size))
+        if order is info.order:
+            return info.derive(order, lambda: BatchRows(info.rows, info.batch_size, info.own.runs))
+        return info.derive(order, lambda: BatchRows(order.rows(info.n_id).long(), info.batch_size))
 
     def transfer(self, device: torch.device) -> Transfer:
         """Moves rows between steps on a device and these histories."""
@@ -134,7 +136,7 @@ class GraphMemory:
                 self._replace(slot, width, dtype, device)
 
     def reopen(
-        self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device, order: PartOrder | None = None
+        self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device, order: RowOrder | None = None
     ) -> None:
         """Create histories as they were before: with a width and type for each slot, and the order of rows if known."""
         self._make_room(kept, device)
@@ -224,7 +226,7 @@ class GraphMemory:
         memory.why, memory._written_by = self.why, self._written_by
         if self.histories:
             memory.reopen({slot: (kept.width, kept.dtype) for slot, kept in self.histories.items()}, device)
-            row_before, row_now = self.row_order(info).row_of, memory.row_order(info).row_of[: self.num_nodes]
+            row_before, row_now = self.row_order(info).row_of.long(), memory.row_order(info).row_of[: self.num_nodes].long()
         for slot, history in self.histories.items():
             # Wide enough for every type, so that rows come back as they were.
             dtype = torch.float64 if history.dtype == torch.float64 else torch.float32

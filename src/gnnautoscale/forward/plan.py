@@ -40,6 +40,7 @@ class LayerCall:
         nested: Whether the layer contains other message-passing layers.
         sizes: Positions of the arguments, among those that are not tensors, that are the number of nodes.
         draws: Whether the layer draws random numbers in training; ``None`` if unknown.
+        like: An earlier call, and its name, whose records are the same on every graph.
     """
 
     kinds: list[ArgumentKind]
@@ -52,6 +53,7 @@ class LayerCall:
     nested: bool = False
     sizes: frozenset[int] = frozenset()
     draws: bool | None = None
+    like: tuple[str, LayerCall] | None = None
 
     @property
     def has_edge_updater(self) -> bool:
@@ -105,7 +107,10 @@ class Plan:
 
     def copy(self) -> Plan:
         """The same plan, for a model in which a number has changed."""
-        return replace(self, calls={name: replace(call) for name, call in self.calls.items()})
+        calls = {name: replace(call) for name, call in self.calls.items()}
+        for call in calls.values():
+            call.like = None if call.like is None else (call.like[0], calls[call.like[0]])
+        return replace(self, calls=calls)
 
     @cached_property
     def live(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ in a batch, its record replaces the layer's own result.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import map_others, map_tensors, others_in, tensors_in
+from gnnautoscale._util import Pinned, map_others, map_tensors, others_in, tensors_in
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.fused import FusedEdges
 from gnnautoscale.forward.watch import OVERRIDES, form_of, form_of_values
-from gnnautoscale.graph import BatchInfo, BatchTensor, EdgesByTarget, Graph
-from gnnautoscale.kernels import Adjacency
+from gnnautoscale.graph import BatchInfo, BatchTensor, EdgeTable, Graph, RowOrder
+from gnnautoscale.kernels import Adjacency, Count, OwnRows
 
 if TYPE_CHECKING:
     from gnnautoscale.forward.plan import LayerCall
@@ -40,85 +40,180 @@ ArgumentKind = Literal["own", "node", "edge", "other"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass(eq=False)
 class BatchEdges:
-    """A record, cut to the edges into a batch."""
+    """A record, cut to the edges into a batch: between rows of the batch, grouped by target.
 
-    #: Edges between rows of the batch, ``[2, num_edges]``, grouped by target; ``None`` if only fused edges are needed.
-    edge_index: Tensor | None
-    #: Edge-level values by argument name, each ``[num_edges, ...]``.
-    constants: dict[str, Tensor]
-    #: The same edges for layers that fuse, by the name of the constant that holds their weights.
-    adjacencies: dict[str | None, Adjacency] = field(default_factory=dict)
-    fused: dict[Any, FusedEdges] = field(default_factory=dict)
-    #: Positions of these edges before edge dropout; ``None`` without.
-    kept: Tensor | None = None
+    Args:
+        constants: Edge-level values by argument name, each ``[num_edges, ...]``.
+        grouped: First edge of each of the batch's own rows and the source of each edge, if these are known.
+        edge_index: The edges, ``[2, num_edges]``, if these are known; ``None`` if only fused edges are needed.
+        target_row: Which row of ``edge_index`` holds the targets.
+        num_rows: Number of rows of batch and halo.
+        adjacencies: The edges for layers that fuse, by the name of the constant that holds their weights, if known.
+        kept: Positions of these edges before edge dropout; ``None`` without.
+    """
+
+    def __init__(
+        self,
+        constants: dict[str, Tensor],
+        *,
+        grouped: GroupedEdges | None = None,
+        edge_index: Tensor | None = None,
+        target_row: int = 1,
+        num_rows: int = 0,
+        adjacencies: dict[str | None, Adjacency] | None = None,
+        kept: Tensor | None = None,
+    ) -> None:
+        self.constants, self.kept = constants, kept
+        self._grouped, self._edge_index = grouped, edge_index
+        self._target_row, self._num_rows = target_row, num_rows
+        self._adjacencies = adjacencies or {}
+        self._fused: dict[Any, FusedEdges] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchEdges:
         # Copies of a model share it: nothing changes it, and PyG's copies of fused edges break the original.
         return self
 
     def to(self, device: torch.device) -> BatchEdges:
-        """Copy to another device."""
+        """The same edges on another device, or these."""
+        if self._grouped is None or self._grouped.source.device == device:
+            return self
         constants = {name: value.to(device) for name, value in self.constants.items()}
-        return BatchEdges(None if self.edge_index is None else self.edge_index.to(device), constants, kept=self.kept)
+        grouped = self._grouped.to(device)
+        return BatchEdges(constants, grouped=grouped, target_row=self._target_row, num_rows=self._num_rows)
 
     def take(self, kept: Tensor) -> BatchEdges:
         """Keep some of the edges."""
         constants = {name: value[kept] for name, value in self.constants.items()}
-        return BatchEdges(self.edges[:, kept], constants, kept=kept)
+        return BatchEdges(constants, edge_index=self.edges[:, kept], kept=kept)
 
     @property
-    def edges(self) -> Tensor:
-        """``edge_index``, if it is there."""
-        if self.edge_index is None:
-            raise RuntimeError("these edges were prepared for layers that fuse only")
-        return self.edge_index
-
     @torch.inference_mode(False)  # kept for training too
-    def adjacency(self, weight: str | None, target_row: int, info: BatchInfo) -> Adjacency:
+    def edges(self) -> Tensor:
+        """The edges, ``[2, num_edges]``, int64."""
+        if self._edge_index is None:
+            if self._grouped is None:
+                raise RuntimeError("these edges were prepared for layers that fuse only")
+            ends = [self._grouped.checked().long(), self._grouped.target.long()]
+            self._edge_index = torch.stack(ends if self._target_row == 1 else ends[::-1])
+        return self._edge_index
+
+    @torch.inference_mode(False)
+    def adjacency(self, weight: str | None) -> Adjacency:
         """The edges for layers that fuse, weighted by one of the constants or unweighted."""
-        if weight not in self.adjacencies:
-            target, source = self.edges[target_row], self.edges[1 - target_row]
+        if weight not in self._adjacencies:
+            if self._grouped is None:
+                raise RuntimeError("these edges were not prepared for layers that fuse")
             values = None if weight is None else self.constants[weight]
-            self.adjacencies[weight] = Adjacency.build(target, source, info.batch_size, info.num_rows, values)
-        return self.adjacencies[weight]
+            self._adjacencies[weight] = self._grouped.adjacency(values, self._num_rows)
+        return self._adjacencies[weight]
 
     def fuse(self, adjacency: Adjacency, *, widened: bool, grad_rows: int | None) -> FusedEdges:
         """Wrap one of the adjacencies for a layer; see :meth:`FusedEdges.of`."""
         key = id(adjacency), widened, grad_rows
-        if key not in self.fused:
-            self.fused[key] = FusedEdges.of(adjacency, widened=widened, grad_rows=grad_rows)
-        return self.fused[key]
+        if key not in self._fused:
+            self._fused[key] = FusedEdges.of(adjacency, widened=widened, grad_rows=grad_rows)
+        return self._fused[key]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors that are there so far."""
+        yield from self.constants.values()
+        if self._grouped is not None:
+            yield from self._grouped.tensors()
+        for adjacency in self._adjacencies.values():
+            yield from adjacency.tensors_so_far()
+
+
+class GroupedEdges:
+    """Edges between rows of a batch, grouped by target.
+
+    Attributes:
+        ptr: First edge of each of the batch's own rows, ``[batch_size + 1]``.
+        source: The row of the batch that each edge comes from, ``[num_edges]``, int32.
+        by_source: The positions of the edges grouped by source, and these sources, if known.
+        missing: The number of edges whose source is no row of the batch, perhaps still on its way to the host.
+        layer: Whose edges they are, in words.
+    """
+
+    def __init__(
+        self,
+        ptr: Tensor,
+        source: Tensor,
+        by_source: tuple[Tensor, Tensor] | None = None,
+        missing: Count | None = None,
+        layer: str = "a layer",
+    ) -> None:
+        self.ptr, self.source = ptr, source
+        self._by_source, self._missing, self._layer = by_source, missing, layer
+
+    def to(self, device: torch.device) -> GroupedEdges:
+        """A copy on another device."""
+        return GroupedEdges(self.ptr.to(device), self.checked().to(device))
+
+    @property
+    def target(self) -> Tensor:
+        """The row of the batch that each edge points to, ``[num_edges]``."""
+        return torch.repeat_interleave(self.ptr.diff(), output_size=self.source.numel())
+
+    def checked(self) -> Tensor:
+        """The sources; refuses edges from outside the batch and its halo."""
+        if self._missing is not None and int(self._missing):
+            raise UnsupportedModelError(
+                f"{self._layer} reverses edges, so the halo must contain neighbours in both directions",
+                got="a graph that is not symmetric, and a halo of nodes with edges into the batch only",
+                fix="Build the loader with HaloLoader(..., bidirectional=True).",
+            )
+        self._missing = None
+        return self.source
+
+    def adjacency(self, weight: Tensor | None, num_rows: int) -> Adjacency:
+        """These edges with weights, ``[num_edges]``, or without."""
+        return Adjacency(self.ptr, self.checked(), weight, num_rows, self._by_source)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors."""
+        yield from (self.ptr, self.source, *(self._by_source or ()))
 
 
 @dataclass(eq=False)
 class EdgeRecord:
     """The edges of one edge call on the whole graph, and its arguments that depend on these alone, by name.
 
-    Each of these arguments is ``[num_edges, ...]``.
+    Each of these arguments is ``[num_edges, ...]``, in the order of the table.
     """
 
-    edges: EdgesByTarget
+    edges: EdgeTable
     constants: dict[str, Tensor]
+    _pinned: Pinned | None = field(default=None, init=False, repr=False)
 
     @torch.inference_mode(False)  # kept for training too
     def for_batch(self, info: BatchInfo, layer: str) -> BatchEdges:
-        """The edges into a batch with their constants, in host memory."""
+        """The edges into a batch with their constants, where the batch was assembled."""
         return info.derive(self, lambda: self._cut(info, layer))
 
     def _cut(self, info: BatchInfo, layer: str) -> BatchEdges:
-        target, source, edge = self.edges.into(info.nodes)
-        local = info.graph.locate(info.n_id, source)
-        if local.numel() and int(local.min()) < 0:
-            raise UnsupportedModelError(
-                f"{layer} reverses edges, so the halo must contain neighbours in both directions",
-                got="a graph that is not symmetric, and a halo of nodes with edges into the batch only",
-                fix="Build the loader with HaloLoader(..., bidirectional=True).",
-            )
-        ends = [local, target] if self.edges.target_row == 1 else [target, local]
-        constants = {name: value[edge] for name, value in self.constants.items()}
-        return BatchEdges(torch.stack(ends), constants)
+        table, device, own, halo = self.edges, info.device, info.own, info.found.rows
+        if device.type == "cuda":
+            self._pin()
+        if table is info.table:
+            cut = info.edges
+            grouped = GroupedEdges(cut.ptr(device), info.found.source, info.found.by_source)
+        else:
+            if table.order is not info.order:  # the record was made for another loader
+                device, halo = torch.device("cpu"), table.order.rows(info.halo).long()
+                own = OwnRows.of(table.order.rows(info.nodes).long())
+            cut = table.cut(own)
+            source = table.numbers.locate(cut.take(table.source, device), own, halo)
+            grouped = GroupedEdges(cut.ptr(device), source, None, Count((source < 0).sum()), layer)
+        constants = {name: cut.take(value, device) for name, value in self.constants.items()}
+        return BatchEdges(constants, grouped=grouped, target_row=table.target_row, num_rows=info.num_rows)
+
+    def _pin(self) -> None:
+        if self._pinned is None:
+            self._pinned = Pinned()
+            self.edges.pin()
+            for value in self.constants.values():
+                self._pinned.add(value)
 
 
 def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:
@@ -141,6 +236,7 @@ class Recorder:
         self._made_for: dict[str, tuple[LayerCall, list[torch.dtype], list[Any]]] = {}
         self._made: dict[Any, list[EdgeRecord]] = {}
         self._shared_records: list[EdgeRecord] = []
+        self._order: RowOrder | None = None
 
     def of_call(self, call: str, layer: MessagePassing, known: LayerCall, arguments: Arguments) -> list[EdgeRecord]:
         """The records of a layer call, with its arguments in a batch."""
@@ -154,12 +250,18 @@ class Recorder:
             and _same_values(made_for[2], others)
         ):
             return self.records[call]
+        self._made_for[call] = known, dtypes, others
+        if known.like is not None:
+            made_for = self._made_for.get(known.like[0])
+            if made_for is not None and made_for[0] is known.like[1] and made_for[1] == dtypes:
+                self.records[call] = self.records[known.like[0]]
+                return self.records[call]
         kinds = tuple(known.kinds), tuple(known.attributes), tuple(dtypes), len(known.edge_names)
         key = call, form_of(layer), form_of_values(others), kinds
         if key not in self._made:
             self._forget_oldest(call)
             self._made[key] = self._record(layer, describe(call, layer), arguments, known)
-        self.records[call], self._made_for[call] = self._made[key], (known, dtypes, others)
+        self.records[call] = self._made[key]
         return self.records[call]
 
     def _forget_oldest(self, call: str) -> None:
@@ -183,7 +285,10 @@ class Recorder:
             except RuntimeError as error:
                 failures.append(error)
                 continue
-            return [self._shared(layer, edge_index, constants) for edge_index, constants in caught]
+            found = []
+            while caught:  # each of them may take much memory
+                found.append(self._shared(layer, own_batch(arguments), *caught.pop(0)))
+            return found
         raise UnsupportedModelError(
             f"{name} must compute the edges and edge weights of propagate from its edges alone",
             got=f"the error '{failures[-1]}' in a run without features",
@@ -215,16 +320,23 @@ class Recorder:
 
         return map_others(resize, map_tensors(convert, arguments))
 
-    def _shared(self, layer: MessagePassing, edge_index: Tensor, constants: dict[str, Tensor]) -> EdgeRecord:
+    def _shared(
+        self, layer: MessagePassing, info: BatchInfo, edge_index: Tensor, constants: dict[str, Tensor]
+    ) -> EdgeRecord:
+        """A record in the order of rows of the loader that came first, or an equal one that is there already."""
+        self._order = order = self._order or info.order
         row = 1 if layer.flow == "source_to_target" else 0
-        edges = self.graph.incoming if row == 1 and edge_index is self.graph.edge_index else None
+        own = edge_index is self.graph.edge_index and row == 1 and info.order is order
+        edges = info.table if own else EdgeTable(edge_index, order, row)
+        del edge_index
+        constants = {name: value[edges.edge] for name, value in constants.items()}
         for record in self._shared_records:
-            if record.edges.target_row != row or not _same(record.edges.edge_index, edge_index):
+            if record.edges is not edges and (own or not record.edges.has_same_edges(edges)):
                 continue
             edges, same_names = record.edges, record.constants.keys() == constants.keys()
             if same_names and all(_same(record.constants[name], constants[name]) for name in constants):
                 return record
-        record = EdgeRecord(edges or EdgesByTarget(edge_index, self.graph.num_nodes, row), constants)
+        record = EdgeRecord(edges, constants)
         self._shared_records.append(record)
         return record
 
@@ -304,6 +416,11 @@ def align(local: Tensor, wanted: Tensor, target_row: int, batch_size: int, layer
 def describe(call: str, layer: nn.Module) -> str:
     """A layer call's name in messages."""
     return f"{type(layer).__name__} ('{call}')"
+
+
+def own_batch(arguments: Arguments) -> BatchInfo:
+    """The batch that a call's arguments belong to."""
+    return next(value.info for value in tensors_in(arguments) if isinstance(value, BatchTensor))
 
 
 def has_rows(value: Any, *counts: int) -> TypeGuard[Tensor]:

@@ -6,8 +6,9 @@ nothing about models or histories.
 
 from gnnautoscale.graph.assemble import without_tensors
 from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader, Subgraphs, check_fan_out, whole_neighbourhood
-from gnnautoscale.graph.batch import BatchInfo, BatchTensor, PartOrder
-from gnnautoscale.graph.graph import EdgesByTarget, Graph, check_nodes
+from gnnautoscale.graph.batch import BatchInfo, BatchTensor
+from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
+from gnnautoscale.graph.graph import Graph, check_nodes
 from gnnautoscale.graph.loader import HaloLoader, ReadyBatch, tagged_copies
 from gnnautoscale.graph.partitioning import connectivity, fingerprint, partition
 
@@ -15,11 +16,12 @@ __all__ = [
     "BatchInfo",
     "BatchTensor",
     "ClusterLoader",
-    "EdgesByTarget",
+    "EdgeCut",
+    "EdgeTable",
     "Graph",
     "HaloLoader",
-    "PartOrder",
     "ReadyBatch",
+    "RowOrder",
     "SampleLoader",
     "Subgraphs",
     "check_fan_out",

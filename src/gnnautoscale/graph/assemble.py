@@ -3,54 +3,150 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import Pinned
+from gnnautoscale.graph.batch import BatchInfo
+from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph, is_start, rows_of
+from gnnautoscale.kernels import Halo, HaloSearch, OwnRows, gather_table
 
+T = TypeVar("T")
 #: The parts of one batch.
 PartGroup: TypeAlias = tuple[int, ...]
 
 
 class BatchBuilder:
-    """Builds a batch from some nodes of a graph: these nodes, their halo, and every edge into them."""
+    """Assembles batches of a graph, each where it is used: nodes, their halo, and every edge into them.
 
-    def __init__(self, graph: Graph, members: list[Tensor], bidirectional: bool) -> None:
+    Tables are in the order of rows, so a part is a contiguous slice of each. A GPU reads these slices, and the rows of
+    attributes, over the bus: nothing of the graph is kept there.
+
+    ``starts`` is the first row of each part and, at its end, the number of rows.
+    """
+
+    def __init__(self, graph: Graph, order: RowOrder, starts: list[int], bidirectional: bool) -> None:
         self.graph = graph
-        self._members = members
-        self._bidirectional = bidirectional
-        # Group the edges once here, not once per worker.
-        _ = graph.incoming, graph.outgoing if bidirectional else None
+        self._starts, self._bidirectional = starts, bidirectional
+        plain = order.is_plain
+        self.table = graph.incoming if plain else EdgeTable(graph.edge_index, order)
+        self._outgoing = None
+        if bidirectional:
+            self._outgoing = graph.outgoing if plain else EdgeTable(graph.edge_index, order, target_row=0)
+        self._pinned: Pinned | None = None
+        self._is_pinned: dict[str, bool] = {}
 
     def of(self, graph: Graph) -> BatchBuilder:
-        """A builder of the same parts of another graph."""
-        return BatchBuilder(graph, self._members, self._bidirectional)
+        """A builder of the same parts of another graph, or of the same one with other attributes."""
+        if graph.edge_index is not self.graph.edge_index:
+            return BatchBuilder(graph, self.table.order, self._starts, self._bidirectional)
+        made = copy.copy(self)
+        made.graph, made._pinned, made._is_pinned = graph, None, {}
+        return made
 
-    def nodes(self, parts: PartGroup) -> Tensor:
-        """The nodes of some parts, part by part, ``[num_nodes_in_parts]``."""
-        return torch.cat([self._members[part] for part in parts])
+    def own_rows(self, parts: PartGroup) -> OwnRows:
+        """The rows of some parts, part by part; neighbouring parts are one piece."""
+        runs: list[tuple[int, int, int]] = []
+        first = 0
+        for part in parts:
+            start, length = self._starts[part], self._starts[part + 1] - self._starts[part]
+            if runs and runs[-1][0] + runs[-1][2] == start:
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + length)
+            else:
+                runs.append((start, first, length))
+            first += length
+        return OwnRows(runs)
 
-    def from_parts(self, parts: PartGroup) -> Data:
-        """The batch of some parts."""
-        return self.from_nodes(self.nodes(parts))
+    def rows_of(self, nodes: Tensor) -> OwnRows:
+        """The rows of distinct nodes, ``[batch_size]``, in their order."""
+        return OwnRows.of(self.table.order.rows(nodes).long())
 
     # The loader may keep a batch for training even if inference asks for it first, so it needs ordinary tensors.
     @torch.inference_mode(False)
-    def from_nodes(self, nodes: Tensor) -> Data:
-        """The batch of distinct nodes, ``[batch_size]``, in their order."""
-        target, source, e_id = self.graph.incoming.into(nodes)
-        neighbours = source
-        if self._bidirectional:
-            neighbours = torch.cat([source, self.graph.outgoing.into(nodes)[1]])
-        outside = neighbours[self.graph.locate(nodes, neighbours) < 0]
-        n_id = torch.cat([nodes, torch.unique(outside)])
-        edge_index = torch.stack([self.graph.locate(n_id, source), target])
-        return select_attributes(self.graph.data, n_id, nodes.numel(), e_id, edge_index)
+    def start(self, own: OwnRows, device: torch.device, key: Hashable = None) -> Assembly:
+        """Start to assemble the batch of some rows; a GPU works on it beside what it does for others."""
+        if device.type == "cuda":
+            self._pin()
+        cut = self.table.cut(own)
+        source = cut.take(self.table.source, device)
+        also = None
+        if self._outgoing is not None:
+            also = self._outgoing.cut(own).take(self._outgoing.source, device)
+        return Assembly(self, own, cut, self.table.numbers.find(source, own, also), device, key)
+
+    def info(self, own: OwnRows, found: Halo, key: Hashable = None) -> BatchInfo:
+        """Where a batch lies in the graph, given its halo."""
+        return BatchInfo(self.graph, self.table, own, self.table.cut(own), found, key)
+
+    def rows(self, name: str, info: BatchInfo, n_id: Tensor) -> Tensor:
+        """The rows of a node-level tensor for the nodes ``n_id``, ``[num_rows]``, on their device."""
+        value = self.graph.data[name]
+        return self._select(name, value, n_id, lambda: info.n_id)
+
+    def edges(self, name: str, info: BatchInfo, e_id: Tensor) -> Tensor:
+        """The rows of an edge-level tensor for the edges ``e_id``, ``[num_edges]``, on their device."""
+        value = self.graph.data[name]
+        return self._select(name, value, e_id, lambda: info.e_id)
+
+    def _select(self, name: str, value: Tensor, index: Tensor, on_host: Callable[[], Tensor]) -> Tensor:
+        dim = self.graph.data.__cat_dim__(name, value)
+        if value.device == index.device:
+            return value.index_select(dim, index)
+        if dim == 0 and not value.is_cuda and self._is_pinned.get(name):
+            return gather_table(value, index)
+        return value.index_select(dim, on_host().to(value.device)).to(index.device, non_blocking=True)
+
+    def _pin(self) -> None:
+        """Let a GPU read the tables and all attributes with rows."""
+        if self._pinned is None:
+            self._pinned = Pinned()
+            for table in (self.table, self._outgoing):
+                if table is not None:
+                    table.pin()
+            data = self.graph.data
+            named = {name: value for name, value in data if name != "edge_index" and rows_of(data, name) is not None}
+            self._is_pinned = {name: self._pinned.add(value) for name, value in named.items()}
+
+
+class Assembly:
+    """A batch on its way."""
+
+    def __init__(
+        self,
+        builder: BatchBuilder,
+        own: OwnRows,
+        cut: EdgeCut,
+        search: HaloSearch,
+        device: torch.device,
+        key: Hashable,
+    ) -> None:
+        self._builder, self._own, self._cut, self._search = builder, own, cut, search
+        self._device, self._key = device, key
+
+    @torch.inference_mode(False)
+    def finish(self) -> tuple[Data, BatchInfo]:
+        """The batch, once its halo is known."""
+        builder, cut, device = self._builder, self._cut, self._device
+        graph, table = builder.graph, builder.table
+        info = BatchInfo(graph, table, self._own, cut, self._search.result(), self._key)
+        n_id = table.order.nodes_at(info.rows)
+        e_id = cut.take(table.edge, device).to(torch.long, copy=True)
+        batch = _as_one_graph(graph.data)
+        for name, _ in graph.data:
+            level = rows_of(graph.data, name)
+            if level is not None and name != "edge_index":
+                batch[name] = builder.rows(name, info, n_id) if level == "node" else builder.edges(name, info, e_id)
+        batch.edge_index = torch.stack([info.found.source.long(), cut.target(device).long()])
+        # Copies, since a user may write into them.
+        batch.n_id, batch.e_id = n_id.clone() if n_id is info.rows else n_id, e_id
+        batch.num_nodes, batch.batch_size = info.num_rows, self._own.size
+        return batch, info
 
 
 def select_attributes(data: Data, n_id: Tensor, batch_size: int, e_id: Tensor, edge_index: Tensor) -> Data:
@@ -101,8 +197,8 @@ def write_counts(data: Data) -> list[int]:
 
 
 def build_each(
-    build: Callable[[Any], Data], jobs: Iterable[Any], num_workers: int, worker_seeds: torch.Generator
-) -> Iterator[Data]:
+    build: Callable[[Any], T], jobs: Iterable[Any], num_workers: int, worker_seeds: torch.Generator
+) -> Iterator[T]:
     """Build one batch per job, in order, in worker processes or, if there are none, here.
 
     ``worker_seeds`` seeds the workers, so that they leave the global random state alone.
@@ -111,13 +207,13 @@ def build_each(
     yield from DataLoader(_Jobs(build), sampler=list(jobs), batch_size=None, collate_fn=_unchanged, **options)
 
 
-class _Jobs(Dataset[Data]):
-    def __init__(self, build: Callable[[Any], Data]) -> None:
+class _Jobs(Dataset[T]):
+    def __init__(self, build: Callable[[Any], T]) -> None:
         self._build = build
 
-    def __getitem__(self, job: Any) -> Data:
+    def __getitem__(self, job: Any) -> T:
         return self._build(job)
 
 
-def _unchanged(batch: Data) -> Data:
+def _unchanged(batch: T) -> T:
     return batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,24 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph
+from gnnautoscale.kernels import Halo, OwnRows
 
 T = TypeVar("T")
-
-
-class PartOrder:
-    """The nodes of a graph part by part, ``[num_nodes]``, so that a batch consists of few contiguous pieces.
-
-    ``row_of`` is the position of each node in this order, ``[num_nodes]``.
-
-    Example:
-        >>> PartOrder(torch.tensor([2, 0, 1])).row_of
-        tensor([1, 2, 0])
-    """
-
-    def __init__(self, nodes: Tensor) -> None:
-        self.row_of = torch.empty_like(nodes)
-        self.row_of[nodes] = torch.arange(nodes.numel())
 
 
 @dataclass(eq=False)
@@ -38,40 +25,84 @@ class BatchInfo:
 
     Attributes:
         graph: The whole graph.
-        n_id: Node index of each row, the batch's nodes first, then the halo, ``[num_rows]``, in host memory.
-        batch_size: Number of rows that are the batch's own nodes.
-        e_id: Edge index of each edge of the batch, ``[num_edges]``, in host memory.
-        order: The order of all nodes by the parts of the batch's loader.
+        table: The edges of the graph, in the order of the loader's rows.
+        own: The batch's own rows.
+        edges: The batch's edges in the table.
+        found: Its halo, and its edges between its own rows and those of the halo, where it was assembled.
+        key: What tells the batch from others of its loader, and is the same whenever it comes back.
     """
 
     graph: Graph
-    n_id: Tensor
-    batch_size: int
-    e_id: Tensor
-    order: PartOrder
+    table: EdgeTable
+    own: OwnRows
+    edges: EdgeCut
+    found: Halo
+    key: Hashable = None
+    #: Makes the loader yield this batch whenever it comes back, instead of assembling it; ``None`` if it does not.
+    keeper: Callable[[Any], None] | None = field(default=None, init=False, repr=False)
     _derived: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
     _placed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     _upcoming: BatchInfo | None = field(default=None, init=False, repr=False)
 
     @property
-    def num_rows(self) -> int:
-        """Number of nodes of batch and halo together."""
-        return self.n_id.numel()
+    def order(self) -> RowOrder:
+        """The order of rows in the loader's tables."""
+        return self.table.order
+
+    @property
+    def device(self) -> torch.device:
+        """Where the batch was assembled."""
+        return self.found.rows.device
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows that are the batch's own nodes."""
+        return self.own.size
 
     @property
     def num_halo(self) -> int:
         """Number of nodes of the halo."""
-        return self.num_rows - self.batch_size
+        return self.found.rows.numel()
+
+    @property
+    def num_rows(self) -> int:
+        """Number of nodes of batch and halo together."""
+        return self.batch_size + self.num_halo
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges into the batch."""
+        return self.edges.count
 
     @cached_property
+    @torch.inference_mode(False)  # kept for training too
+    def rows(self) -> Tensor:
+        """The rows of batch and halo, ``[num_rows]``, where the batch was assembled."""
+        return torch.cat([self.own.on(self.device), self.found.rows])
+
+    @cached_property
+    @torch.inference_mode(False)  # kept for training too
     def nodes(self) -> Tensor:
-        """The batch's own nodes, ``[batch_size]``."""
-        return self.n_id[: self.batch_size]
+        """The batch's own nodes, ``[batch_size]``, in host memory."""
+        return self.order.nodes[self.own.index].long()
 
     @cached_property
+    @torch.inference_mode(False)  # kept for training too
     def halo(self) -> Tensor:
-        """The halo's nodes, ``[num_rows - batch_size]``."""
-        return self.n_id[self.batch_size :]
+        """The halo's nodes, ``[num_halo]``, in host memory; on a GPU the host waits for them."""
+        return self.order.nodes[self.found.rows.cpu()].long()
+
+    @cached_property
+    @torch.inference_mode(False)  # kept for training too
+    def n_id(self) -> Tensor:
+        """The node of each row, the batch's nodes first, then the halo, ``[num_rows]``, in host memory."""
+        return torch.cat([self.nodes, self.halo])
+
+    @cached_property
+    @torch.inference_mode(False)  # kept for training too
+    def e_id(self) -> Tensor:
+        """The edge of the graph that each edge of the batch is, ``[num_edges]``, in host memory."""
+        return self.edges.take(self.table.edge, torch.device("cpu")).long()
 
     def derive(self, owner: Any, compute: Callable[[], T]) -> T:
         """What an owner needs to know about the batch: computed once, and dropped with the owner."""

@@ -1,4 +1,4 @@
-"""The whole graph: checked, hashed, and with its edges grouped by the node they point to."""
+"""The whole graph: checked and hashed."""
 
 from __future__ import annotations
 
@@ -13,32 +13,8 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
+from gnnautoscale.graph.edges import EdgeTable, RowOrder
 from gnnautoscale.graph.partitioning import fingerprint
-
-
-class EdgesByTarget:
-    """Finds the edges that point to a node; ``target_row`` of ``edge_index`` holds the nodes to look up."""
-
-    def __init__(self, edge_index: Tensor, num_nodes: int, target_row: int = 1) -> None:
-        self.edge_index, self.num_nodes, self.target_row = edge_index, num_nodes, target_row
-        target = edge_index[target_row]
-        # Stable: the edges of a target keep their order, so a batch matches what a layer computes edge by edge.
-        self._order = target.argsort(stable=True)
-        count = torch.bincount(target, minlength=num_nodes)
-        self._ptr = torch.cat([count.new_zeros(1), count.cumsum(0)])
-
-    def into(self, nodes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Every edge that points to one of the nodes, grouped by node in the order of ``nodes``.
-
-        Returns for each edge the position of its target in ``nodes``, its source, and its index in ``edge_index``;
-        each ``[num_edges_into_nodes]``.
-        """
-        start = self._ptr[nodes]
-        count = self._ptr[nodes + 1] - start
-        target = torch.repeat_interleave(count)
-        first = count.cumsum(0) - count
-        edge = self._order[torch.arange(target.numel()) + (start - first)[target]]
-        return target, self.edge_index[1 - self.target_row, edge], edge
 
 
 class Graph:
@@ -70,7 +46,6 @@ class Graph:
         of_edges = {name for name in inputs if rows_of(self.data, name) == "edge"}
         self.edge_attributes = {name: value.cpu() for name, value in inputs.items() if name in of_edges}
         self.features = {name: value for name, value in inputs.items() if name not in of_edges}
-        self._local = torch.full((self.num_nodes,), -1, dtype=torch.long)
 
     def _freeze(self, data: Data) -> None:
         self.data = data = copy.copy(data)
@@ -137,7 +112,7 @@ class Graph:
         made = Graph(data)
         if "edge_index" not in changed and made.num_nodes == self.num_nodes:
             made.edge_index = self.edge_index
-            known = ("incoming", "outgoing", "is_symmetric")
+            known = ("node_order", "incoming", "outgoing", "is_symmetric")
             vars(made).update({name: value for name, value in vars(self).items() if name in known})
         return made
 
@@ -173,20 +148,29 @@ class Graph:
         return bool((first[source] * second[target]).sum() == (first[target] * second[source]).sum())
 
     @cached_property
-    def incoming(self) -> EdgesByTarget:
-        """The edges grouped by target."""
-        return EdgesByTarget(self.edge_index, self.num_nodes)
+    def node_order(self) -> RowOrder:
+        """The order of the nodes as it is."""
+        return RowOrder(torch.arange(self.num_nodes))
 
     @cached_property
-    def outgoing(self) -> EdgesByTarget:
-        """The edges grouped by source."""
-        return EdgesByTarget(self.edge_index, self.num_nodes, target_row=0)
+    def incoming(self) -> EdgeTable:
+        """The edges grouped by target, in the order of the nodes."""
+        return EdgeTable(self.edge_index, self.node_order)
+
+    @cached_property
+    def outgoing(self) -> EdgeTable:
+        """The edges grouped by source, in the order of the nodes."""
+        return EdgeTable(self.edge_index, self.node_order, target_row=0)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        return torch.full((self.num_nodes,), -1, dtype=torch.long)
 
     def locate(self, n_id: Tensor, nodes: Tensor) -> Tensor:
         """Position of each of ``nodes`` in ``n_id``, or -1 if absent; same shape as ``nodes``."""
-        self._local[n_id] = torch.arange(n_id.numel())
-        found = self._local[nodes]
-        self._local[n_id] = -1
+        self._places[n_id] = torch.arange(n_id.numel())
+        found = self._places[nodes]
+        self._places[n_id] = -1
         return found
 
 

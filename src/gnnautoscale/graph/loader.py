@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -12,11 +13,17 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.assemble import BatchBuilder, PartGroup, build_each, write_counts
-from gnnautoscale.graph.batch import BatchInfo, BatchTensor, PartOrder
+from gnnautoscale.graph.assemble import Assembly, BatchBuilder, PartGroup, build_each, write_counts
+from gnnautoscale.graph.batch import BatchInfo, BatchTensor
+from gnnautoscale.graph.edges import RowOrder
 from gnnautoscale.graph.graph import Graph, check_distinct_nodes
 from gnnautoscale.graph.partitioning import check_labels, connectivity
 from gnnautoscale.graph.partitioning import partition as cut
+from gnnautoscale.kernels import Halo
+
+_HOST = torch.device("cpu")
+# How many batches a GPU searches for their halo ahead of the one that gets its rows.
+_AHEAD = 1
 
 
 class HaloLoader:
@@ -38,12 +45,15 @@ class HaloLoader:
         drawings: Draw this many times only, then reuse these drawings at random. Their batches recur, so the loader
             can keep them and a GPU can replay their steps. ``None`` draws for every epoch.
         seed: Makes partition and order reproducible.
-        num_workers: Number of processes that build batches.
+        device: Where batches are assembled. A GPU assembles the next batch while it works on this one, out of tables in
+            host memory, which it reads over the bus; there is no ``batch.to(device)``, and nothing of the graph stays
+            there. By default host memory.
+        num_workers: Number of processes that build batches in host memory.
         bidirectional: Also put the nodes that edges from the batch point to into the halo. Layers that pass messages
             against the edges of a directed graph need it.
         keep: Build recurring batches (one part each, no shuffling, all parts at once, or few drawings) once and keep
             them in host memory until ``data`` changes. ``False`` builds them every time, so memory-mapped features
-            may be larger than the memory.
+            may be larger than the memory. A GPU assembles batches so fast that none are kept there.
         cache_dir: Where METIS partitions are kept between runs.
 
     Example:
@@ -63,6 +73,7 @@ class HaloLoader:
         shuffle: bool = False,
         drawings: int | None = None,
         seed: int = 0,
+        device: torch.device | str | None = None,
         num_workers: int = 0,
         bidirectional: bool = False,
         keep: bool = True,
@@ -80,6 +91,10 @@ class HaloLoader:
         if drawings is not None and (not isinstance(drawings, int) or drawings < 1 or not shuffle):
             rule, got = "drawings must be an integer of at least 1, and needs shuffle=True", f"{drawings=}, {shuffle=}"
             raise InputError(rule, got=got, fix="Leave drawings out to draw anew for every epoch.")
+        self.device = _device(device)
+        if self.device.type == "cuda" and num_workers:
+            rule = "workers build batches in host memory"
+            raise InputError(rule, got=f"{num_workers=} and {device=}", fix="Leave one of the two out.")
         self.data = data
         #: The graph as it was when batches were last asked for.
         self.graph = Graph.of(data)
@@ -91,14 +106,13 @@ class HaloLoader:
         self.batch_size, self.shuffle, self.drawings = batch_size, shuffle, drawings
         self.num_workers, self.keep, self.bidirectional, self.seed = num_workers, keep, bidirectional, seed
         order = self.labels.argsort(stable=True)
-        members = list(torch.split(order, torch.bincount(self.labels).tolist()))
-        self._builder = BatchBuilder(self.graph, members, bidirectional)
-        #: The order in which histories keep the rows of this loader's nodes.
-        self.part_order = PartOrder(order)
+        starts = [0, *torch.bincount(self.labels).cumsum(0).tolist()]
+        self._builder = BatchBuilder(self.graph, RowOrder(order), starts, bidirectional)
         self._generator = torch.Generator().manual_seed(seed)
         # Seeds the workers, so that they do not touch the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
         self._ready: dict[PartGroup, ReadyBatch] = {}
+        self._identity = object()
         self._current: list[PartGroup] = []
         self._left_off = 0
         self._drawn_ahead: list[PartGroup] | None = None
@@ -128,7 +142,7 @@ class HaloLoader:
             first, self._left_off = self._left_off, 0
         else:
             first, self._current, self._drawn_ahead = 0, self._drawn_ahead or self.draw(), None
-        return self._batches(self._current[first:], keep=self.is_fixed)
+        return self._batches(self._current[first:], keep=self.is_fixed, device=self.device)
 
     def first_of_next_epoch(self) -> ReadyBatch | None:
         """The batch that the next epoch begins with, if it is built already."""
@@ -188,7 +202,8 @@ class HaloLoader:
 
     def nodes_of(self, parts: PartGroup) -> Tensor:
         """The nodes of some parts, part by part, ``[num_nodes_in_parts]``."""
-        return self._builder.nodes(parts)
+        builder = self._builder
+        return builder.table.order.nodes_at(builder.own_rows(parts).index)
 
     @property
     def is_fixed(self) -> bool:
@@ -202,8 +217,15 @@ class HaloLoader:
         few = self.drawings is None or self.batch_size in (1, self.num_parts)
         return len(self) * (1 if few else self.drawings or 1)
 
-    def in_order(self) -> Iterator[Data]:
+    @property
+    def row_order(self) -> RowOrder:
+        """The order in which tables and histories keep the rows of this loader's nodes."""
+        return self._builder.table.order
+
+    def in_order(self, device: torch.device | None = None) -> Iterator[Data]:
         """The batches of a sweep: every part once, always in the same order and groups.
+
+        They are assembled on the given device, by default on that of the loader.
 
         Example:
             >>> from torch_geometric.datasets import KarateClub
@@ -212,29 +234,72 @@ class HaloLoader:
             2
         """
         self.follow()
-        return tagged_copies(self._batches(self._grouped(torch.arange(self.num_parts)), keep=self.keep))
+        groups = self._grouped(torch.arange(self.num_parts))
+        return tagged_copies(self._batches(groups, keep=self.keep, device=device or self.device))
 
-    def _batches(self, groups: list[PartGroup], *, keep: bool) -> Iterator[ReadyBatch]:
+    def _batches(self, groups: list[PartGroup], *, keep: bool, device: torch.device) -> Iterator[ReadyBatch]:
         # What belongs to the graph as it is now, since another iteration may follow a change in the meantime.
-        return self._batches_of(self._builder, self._ready, groups, keep)
+        if device.type == "cuda":
+            return self._assembled_ahead(self._builder, self._ready, groups, keep, device)
+        return self._built(self._builder, self._ready, groups, keep)
 
-    def _batches_of(
+    def _built(
         self, builder: BatchBuilder, kept: dict[PartGroup, ReadyBatch], groups: list[PartGroup], keep: bool
     ) -> Iterator[ReadyBatch]:
+        """Batches in host memory."""
         # Decide now which batches to build: another iteration may add to those kept in the meantime.
-        ready = {group: kept[group] for group in groups if group in kept}
+        ready = {group: kept[group] for group in groups if group in kept and kept[group].is_on(_HOST)}
         missing = [group for group in groups if group not in ready]
-        built = build_each(builder.from_parts, missing, self.num_workers, self._worker_seeds)
+        built = build_each(partial(_build, builder), missing, self.num_workers, self._worker_seeds)
         for group in groups:
-            if group not in ready:
-                batch = self._wrap(next(built), builder.graph)
-            elif ready[group].intact():
+            if group in ready and ready[group].intact():
                 batch = ready[group]
             else:
-                batch = self._wrap(builder.from_parts(group), builder.graph)
+                data, found = next(built) if group not in ready else _build(builder, group)
+                batch = self._ready_batch(data, builder.info(builder.own_rows(group), found), builder.graph)
             if keep:
                 kept[group] = batch
             yield batch
+
+    def _assembled_ahead(
+        self,
+        builder: BatchBuilder,
+        kept: dict[PartGroup, ReadyBatch],
+        groups: list[PartGroup],
+        keep: bool,
+        device: torch.device,
+    ) -> Iterator[ReadyBatch]:
+        """Batches on a GPU: one is being searched for its halo while the one before it gets its rows."""
+        stream = _assembly_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))  # attributes may be on the GPU, and just computed
+        searching: deque[tuple[PartGroup, ReadyBatch | Assembly]] = deque()
+
+        def start(group: PartGroup) -> None:
+            ready = kept.get(group)
+            if ready is not None and ready.is_on(device) and ready.intact():
+                searching.append((group, ready))
+                return
+            with torch.cuda.stream(stream):
+                searching.append((group, builder.start(builder.own_rows(group), device, (self._identity, group))))
+
+        def finish() -> ReadyBatch:
+            group, found = searching.popleft()
+            if isinstance(found, ReadyBatch):
+                return found
+            with torch.cuda.stream(stream):
+                batch, info = found.finish()
+            if keep:
+                info.keeper = partial(_keep, kept, group)
+            ready = self._ready_batch(batch, info, builder.graph)
+            ready.hand_over(stream)
+            return ready
+
+        for group in groups:
+            start(group)
+            if len(searching) > _AHEAD:
+                yield finish()
+        while searching:
+            yield finish()
 
     @cached_property
     def connectivity(self) -> float:
@@ -255,19 +320,17 @@ class HaloLoader:
         """
         graph = self.follow()
         nodes = check_distinct_nodes(nodes, graph.num_nodes)
-        return self._wrap(self._builder.from_nodes(nodes), graph).tagged_copy()
+        batch, info = self._builder.start(self._builder.rows_of(nodes), _HOST).finish()
+        return self._ready_batch(batch, info, graph).tagged_copy()
 
     def with_data(self, data: Data, labels: Tensor) -> HaloLoader:
         """A loader of another graph, given the part of each node, ``[num_nodes]``, with the settings of this one."""
-        names = ("batch_size", "shuffle", "drawings", "seed", "num_workers", "bidirectional", "keep")
+        names = ("batch_size", "shuffle", "drawings", "seed", "device", "num_workers", "bidirectional", "keep")
         return HaloLoader(data, partition=labels, **{name: getattr(self, name) for name in names})
 
-    @torch.inference_mode(False)
-    def _wrap(self, batch: Data, graph: Graph) -> ReadyBatch:
+    def _ready_batch(self, batch: Data, info: BatchInfo, graph: Graph) -> ReadyBatch:
         graph.check_unwritten(labels=True)
-        # Clones, since a user may write into the batch's own.
-        n_id, e_id = batch.n_id.clone(), batch.e_id.clone()
-        return ReadyBatch(batch, BatchInfo(graph, n_id, batch.batch_size, e_id, self.part_order))
+        return ReadyBatch(batch, info)
 
 
 class ReadyBatch:
@@ -276,6 +339,19 @@ class ReadyBatch:
     def __init__(self, batch: Data, info: BatchInfo) -> None:
         self._batch, self.info = batch, info
         self._write_counts = write_counts(batch)
+
+    def is_on(self, device: torch.device) -> bool:
+        """Whether its tensors are on a device."""
+        return bool(self._batch.edge_index.device.type == device.type)
+
+    def hand_over(self, stream: torch.cuda.Stream) -> None:
+        """Let the current stream of a GPU use what another one has assembled."""
+        current = torch.cuda.current_stream(self.info.device)
+        current.wait_stream(stream)
+        found = self.info.found
+        tensors = [found.rows, found.source, self.info.rows, *(found.by_source or ())]
+        for tensor in (*tensors, *(value for _, value in self._batch if isinstance(value, Tensor))):
+            tensor.record_stream(current)
 
     def intact(self) -> bool:
         """Whether its tensors are unchanged."""
@@ -297,6 +373,35 @@ def tagged_copies(batches: Iterator[ReadyBatch]) -> Iterator[Data]:
         with batch.info.followed_by(None if following is None else following.info):
             yield batch.tagged_copy()
         batch = following
+
+
+def _keep(kept: dict[PartGroup, ReadyBatch], group: PartGroup, batch: ReadyBatch) -> None:
+    kept[group] = batch
+
+
+def _build(builder: BatchBuilder, parts: PartGroup) -> tuple[Data, Halo]:
+    """A batch in host memory, and its halo: what a worker sends, since it must not send the graph."""
+    batch, info = builder.start(builder.own_rows(parts), _HOST).finish()
+    return batch, info.found
+
+
+@cache
+def _assembly_stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    try:
+        made = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError("device must be one of PyTorch's", got=repr(device), fix="Use 'cpu' or 'cuda'.") from error
+    if made.type not in ("cpu", "cuda") or (made.type == "cuda" and not torch.cuda.is_available()):
+        fix = "Leave it out, and move batches yourself."
+        raise InputError("batches are assembled in host memory or on a GPU", got=f"{str(made)!r}", fix=fix)
+    if made.type == "cuda" and made.index is None:
+        made = torch.device("cuda", torch.cuda.current_device())
+    return made
 
 
 def _flat(groups: list[PartGroup]) -> tuple[Tensor, Tensor]:

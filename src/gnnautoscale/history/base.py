@@ -10,9 +10,7 @@ from torch import Tensor
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.history.precision import codec_for
-
-# Contiguous pieces of rows: for each the first row in a history, its first row in a tensor, and its length.
-Runs = Sequence[tuple[int, int, int]]
+from gnnautoscale.kernels import Runs
 
 # With more pieces, writing rows one by one is faster.
 _MOST_RUNS = 64

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gnnautoscale._util import pinned_zeros
 from gnnautoscale.history.base import History, Runs
 from gnnautoscale.kernels import gather_rows, gather_tables, scatter_rows, use_triton
 
@@ -17,8 +18,11 @@ class HostHistory(History):
     def __init__(self, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device) -> None:
         super().__init__(num_nodes, width, dtype)
         self._device = device
-        shape, pinned = (num_nodes, self.codec.raw_width), device.type == "cuda"
-        self.raw = torch.zeros(shape, dtype=self.codec.raw_dtype, pin_memory=pinned)
+        shape = num_nodes, self.codec.raw_width
+        if device.type == "cuda":
+            self.raw, self._pinned = pinned_zeros(shape, self.codec.raw_dtype)
+        else:
+            self.raw = torch.zeros(shape, dtype=self.codec.raw_dtype)
 
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
         """See :meth:`History.read`."""

@@ -1,15 +1,23 @@
-"""Kernels for rows and for sums over neighbours: Triton on a GPU, and the plain torch code that defines the result.
+"""Kernels for rows, halos and sums over neighbours: Triton on a GPU, and the plain torch code that defines the result.
 
 They know tensors and edges, but no models and no histories.
 """
 
 from gnnautoscale.kernels.available import use_triton
-from gnnautoscale.kernels.rows import gather_rows, gather_tables, locate_rows, merge_rows, scatter_rows
+from gnnautoscale.kernels.halo import Count, Halo, HaloSearch, OwnRows, RowNumbers, Runs
+from gnnautoscale.kernels.rows import gather_rows, gather_table, gather_tables, locate_rows, merge_rows, scatter_rows
 from gnnautoscale.kernels.spmm import Adjacency, spmm
 
 __all__ = [
     "Adjacency",
+    "Count",
+    "Halo",
+    "HaloSearch",
+    "OwnRows",
+    "RowNumbers",
+    "Runs",
     "gather_rows",
+    "gather_table",
     "gather_tables",
     "locate_rows",
     "merge_rows",

@@ -42,20 +42,21 @@ class RowSegments(NamedTuple):
 
 
 @torch.inference_mode(False)  # kept for training too
-def split_long_rows(ptr: Tensor, num_edges: int) -> RowSegments | None:
+def split_long_rows(ptr: Tensor, longest: int) -> RowSegments | None:
     """Split each row of more than ``LONG_ROW`` edges into segments; ``None`` if no row is long.
 
-    ``ptr`` is the first edge of each row, ``[num_rows + 1]``. On a GPU this waits for the device.
+    ``ptr`` is the first edge of each row, ``[num_rows + 1]``, and no row has more than ``longest`` edges. On a GPU this
+    waits for the device if there are long rows.
 
     Example:
-        >>> segments = split_long_rows(torch.tensor([0, 5, 1205, 1210]), 1210)
+        >>> segments = split_long_rows(torch.tensor([0, 5, 1205, 1210]), 1200)
         >>> segments.long_row.tolist(), segments.first_segment.tolist()
         ([1], [0, 3])
         >>> segments.segment_begin.tolist(), segments.segment_end.tolist()
         ([5, 517, 1029], [517, 1029, 1205])
     """
-    if num_edges <= LONG_ROW:
-        return None  # so small graphs need not wait for the GPU
+    if longest <= LONG_ROW:
+        return None
     degree = ptr.diff()
     row = (degree > LONG_ROW).nonzero().squeeze(1)
     if not row.numel():

@@ -53,6 +53,29 @@ def gather_rows(
 
 
 @torch.no_grad()
+def gather_table(table: Tensor, index: Tensor) -> Tensor:
+    """Rows of a table of any shape and type, ``[num_rows, ...]``, on the device of the index, ``[count]``.
+
+    For a GPU, a table in host memory must be pinned and contiguous.
+
+    Example:
+        >>> gather_table(torch.tensor([True, False, True]), torch.tensor([1, 2]))
+        tensor([False,  True])
+    """
+    if not index.is_cuda or table.is_cuda or not use_triton(index):
+        return table[index.to(table.device)].to(index.device)
+    out = torch.empty((index.numel(), *table.shape[1:]), dtype=table.dtype, device=index.device)
+    if out.numel():
+        # Rows are moved as they are, in words if they consist of whole words, so that few kernels are compiled.
+        size = out.nbytes // out.size(0)
+        word = torch.int32 if size % 4 == 0 else torch.uint8
+        words = (tensor.view(tensor.size(0), -1).view(torch.uint8).view(word) for tensor in (table, out))
+        source, goal = words
+        gather_rows(source, index, goal, programs=MOST_PROGRAMS)
+    return out
+
+
+@torch.no_grad()
 def gather_tables(
     sources: Sequence[Tensor], index: Tensor, outs: Sequence[Tensor], *, skip: Tensor | None = None
 ) -> None:

@@ -72,7 +72,7 @@ def skips_at_random(plan: Plan, calls: list[str], hooks: Hooks, info: BatchInfo,
 @contextmanager
 def _undisturbed_trial(hooks: Hooks, info: BatchInfo) -> Iterator[torch.device]:
     with hooks.lifted() as model:
-        device = next((value.device for value in model.parameters()), info.n_id.device)
+        device = next((value.device for value in model.parameters()), info.device)
     with (
         undisturbed(device),
         torch.autocast(device.type, enabled=False),
@@ -87,7 +87,7 @@ def _initialize_lazy_weights(
     model: nn.Module, hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, explicit: bool
 ) -> None:
     """Draw lazy weights from the user's own random state, as the first run would."""
-    device = next((weight.device for weight in model.parameters()), info.n_id.device)
+    device = next((weight.device for weight in model.parameters()), info.device)
     copied = hooks.bare_copy()
     with torch.autocast(device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
         with undisturbed(device):
@@ -163,6 +163,7 @@ class _Tryout:
         # Whether shortcuts and sweeps change something depends on the model alone, so that one graph shows it.
         self._take_shortcuts(trials[:1], plan, references[:1])
         self._note_types(trials[0], plan)
+        _note_equal_records(trials, plan)
         return plan
 
     def confirms(self, plan: Plan) -> bool:
@@ -413,6 +414,19 @@ class _Tryout:
             own = self._trial(self._setups[0], trial.attempt._replace(dtype=None))
             self._own_rows = replace(own, seed=trial.seed).observe(plan.inner).plan.rows
         plan.rows = self._own_rows
+
+
+def _note_equal_records(trials: list[Trial], plan: Plan) -> None:
+    """Note which calls have the records of an earlier one, so that on the whole graph they are made only once."""
+    known = [trial.graph.memory.records for trial in trials]
+    leaders: list[str] = []
+    for name, call in plan.calls.items():
+        equal = (leader for leader in leaders if all(made.get(name) == made[leader] for made in known))
+        leader = next(equal, None)
+        if leader is not None:
+            call.like = leader, plan.calls[leader]
+        elif all(made.get(name) for made in known):
+            leaders.append(name)
 
 
 def _path_of(call: str) -> str:

@@ -212,7 +212,7 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
         tensors = tensors_in(arguments)
         attributes = [own_attribute(self._info, value) for value in tensors]
         self.kinds[call] = [
-            {"own"} if attribute is not None else kinds_of(value, self._trial.num_nodes, self._info.e_id.numel())
+            {"own"} if attribute is not None else kinds_of(value, self._trial.num_nodes, self._info.num_edges)
             for value, attribute in zip(tensors, attributes, strict=True)
         ]
         nested = any(isinstance(module, MessagePassing) for module in layer.modules() if module is not layer)
@@ -358,7 +358,7 @@ class Rehearsal(Observer, RowStore):
             return run(x)
         known = self._reference.statistics.get(_numbered(self._seen, _norm_call(session, name)))
         per_node = name in self._plan.node_norms and has_rows(x, self._info.num_rows, self._info.batch_size)
-        usual = session.is_aggregating or per_node or has_rows(x, self._info.e_id.numel())
+        usual = session.is_aggregating or per_node or has_rows(x, self._info.num_edges)
         if not self._checking or known is None or not usual:
             return session.by_own_statistics(name, norm, run, x)
         return F.batch_norm(x, *known, norm.weight, norm.bias, False, 0.0, norm.eps)

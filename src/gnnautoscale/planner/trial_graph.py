@@ -104,7 +104,7 @@ class TrialGraph:
 
     def _add(self, data: Data, name: str, value: Tensor) -> bool:
         """Add rows like the given ones to the trial graph, if they belong to nodes or edges."""
-        kinds = kinds_of(value, self.info.num_rows, self.info.e_id.numel())
+        kinds = kinds_of(value, self.info.num_rows, self.info.num_edges)
         if "edge" in kinds and ("node" not in kinds or "edge" in name):
             kind = "edge"
         else:

@@ -197,7 +197,7 @@ class HistoryStrategy(Strategy):
         self._engine.load_state_dict(state["engine"])
         kept = state["histories"]
         rows = {slot: (history["width"], getattr(torch, history["dtype"])) for slot, history in kept.items()}
-        self._memory.reopen(rows, device, self._loader.part_order)
+        self._memory.reopen(rows, device, self._loader.row_order)
         for slot, history in kept.items():
             self._memory.histories[slot].raw.copy_(history["raw"])
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from gnnautoscale.kernels import locate_rows
+from gnnautoscale.kernels import OwnRows, Runs, locate_rows
 
 
-@dataclass(eq=False)
 class BatchRows:
     """The rows of a batch and its halo, which are the same in every history of a graph.
 
-    Attributes:
-        index: The batch's own rows, then the halo's, ``[num_rows]``, in host memory.
+    Args:
+        index: The batch's own rows, then the halo's, ``[num_rows]``, int64, in host memory or on the compute device.
         batch_size: Number of the batch's own rows.
+        runs: The batch's own rows as contiguous pieces, if these are known: first row in a history, first row in the
+            batch, length.
 
     Example:
         >>> rows = BatchRows(torch.tensor([4, 5, 1, 7]), batch_size=3)
@@ -25,9 +25,10 @@ class BatchRows:
         (1, [(4, 0, 2), (1, 2, 1)])
     """
 
-    index: Tensor
-    batch_size: int
-    _placed: Tensor | None = field(default=None, init=False, repr=False)
+    def __init__(self, index: Tensor, batch_size: int, runs: Runs | None = None) -> None:
+        self.index, self.batch_size = index, batch_size
+        self._given_runs = runs
+        self._placed: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -40,19 +41,22 @@ class BatchRows:
         return self.num_rows - self.batch_size
 
     @cached_property
-    def runs(self) -> list[tuple[int, int, int]]:
-        """The batch's own rows as contiguous pieces: first row in a history, first row in the batch, length."""
-        own = self.index[: self.batch_size]
-        breaks = (own[1:] != own[:-1] + 1).nonzero().squeeze(1) + 1
-        starts = [0, *breaks.tolist()] if own.numel() else []
-        ends = [*starts, own.numel()][1:]
-        return [(int(own[start]), start, end - start) for start, end in zip(starts, ends, strict=True)]
+    def runs(self) -> Runs:
+        """The batch's own rows as contiguous pieces."""
+        return OwnRows.of(self.on_host[: self.batch_size]).runs if self._given_runs is None else self._given_runs
+
+    @cached_property
+    def on_host(self) -> Tensor:
+        """The index in host memory; if a GPU has it, the host waits."""
+        return self.index.cpu()
 
     def on(self, device: torch.device) -> Tensor:
         """The index on a device: where it was placed, or a copy that waits for no work of that device."""
         if self._placed is not None and self._placed.device == device:
             return self._placed
-        return self.index if device.type == "cpu" else self._pinned.to(device, non_blocking=True)
+        if self.index.device == device:
+            return self.index
+        return self.on_host if device.type == "cpu" else self._pinned.to(device, non_blocking=True)
 
     def place(self, index: Tensor) -> None:
         """Use this copy of the index, ``[num_rows]``, on its device until :meth:`displace`."""
@@ -78,4 +82,4 @@ class BatchRows:
 
     @cached_property
     def _pinned(self) -> Tensor:
-        return self.index.pin_memory()
+        return self.on_host.pin_memory()

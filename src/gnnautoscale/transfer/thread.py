@@ -87,7 +87,7 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
             if copied is not None:
                 copied.synchronize()
             self._together(
-                partial(history.write, self._rooms[slot].outgoing[side, :count], batch.index[:count], batch.runs)
+                partial(history.write, self._rooms[slot].outgoing[side, :count], batch.on_host[:count], batch.runs)
                 for slot, history in histories.items()
             )
 
@@ -126,7 +126,7 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
     def _stage_late(self, slot: str, history: History) -> None:
         batch = self._current
         staged = self._rooms[slot].staged[self._side, : batch.num_halo]
-        self._thread.submit(partial(history.read, batch.index[batch.batch_size :], staged)).result()
+        self._thread.submit(partial(history.read, batch.on_host[batch.batch_size :], staged)).result()
         self._arrive(slot, *_nothing())
 
     def _with_halo(self, slot: str, history: History, rows: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
         def work() -> tuple[Tensor, Tensor]:
             if free is not None:
                 free.synchronize()  # a GPU has taken what was there
-            index = rows.index[rows.batch_size :]
+            index = rows.on_host[rows.batch_size :]
             rooms = [(history, self._rooms[slot].staged[side, : rows.num_halo]) for slot, history in histories.items()]
             self._gather(index, rooms)
             return _nothing() if before is None else _shared(index, before)

@@ -1,0 +1,189 @@
+"""The edges of a graph grouped by target, in the order of rows.
+
+If rows are in part order, the edges into a part are one contiguous slice of this table, and so are their values.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnautoscale._util import Pinned
+from gnnautoscale.kernels import OwnRows, RowNumbers, gather_table
+
+
+class RowOrder:
+    """The order in which tables keep the rows of a graph's nodes: part by part, so that parts are contiguous.
+
+    Attributes:
+        nodes: The node of each row, ``[num_nodes]``.
+        row_of: The row of each node, ``[num_nodes]``.
+
+    Example:
+        >>> RowOrder(torch.tensor([2, 0, 1])).row_of
+        tensor([1, 2, 0], dtype=torch.int32)
+    """
+
+    def __init__(self, nodes: Tensor) -> None:
+        rows = torch.arange(nodes.numel(), dtype=index_dtype(nodes.numel()))
+        self.nodes = nodes.to(rows.dtype)
+        self.is_plain = torch.equal(self.nodes, rows)
+        self.row_of = self.nodes
+        if not self.is_plain:
+            self.row_of = torch.empty_like(rows)
+            self.row_of[nodes] = rows
+
+        self._pinned: Pinned | None = None
+
+    def rows(self, nodes: Tensor) -> Tensor:
+        """The rows of some nodes, of the same shape, in host memory."""
+        return nodes if self.is_plain else self.row_of[nodes]
+
+    def nodes_at(self, rows: Tensor) -> Tensor:
+        """The nodes at some rows, ``[count]``, int64 on any device."""
+        if self.is_plain:
+            return rows
+        if not rows.is_cuda:
+            return self.nodes[rows].long()
+        if self._pinned is None:
+            self._pinned = Pinned()
+            self._is_pinned = self._pinned.add(self.nodes)
+        if self._is_pinned:
+            return gather_table(self.nodes, rows).long()
+        return self.nodes[rows.cpu()].long().to(rows.device)
+
+
+class EdgeTable:
+    """Edges grouped by target; those of a target keep their order.
+
+    Attributes:
+        ptr: First edge of each row, ``[num_rows + 1]``, int64.
+        source: The row that each edge comes from, ``[num_edges]``.
+        edge: The position of each edge in the ``edge_index`` that this was made from, ``[num_edges]``.
+
+    Args:
+        edge_index: The edges between nodes, ``[2, num_edges]``, in host memory.
+        order: The order of rows.
+        target_row: Which row of ``edge_index`` holds the targets.
+
+    Example:
+        >>> table = EdgeTable(torch.tensor([[0, 1, 2], [2, 0, 2]]), RowOrder(torch.tensor([2, 0, 1])))
+        >>> table.ptr.tolist(), table.source.tolist(), table.edge.tolist()
+        ([0, 2, 3, 3], [1, 0, 2], [0, 2, 1])
+    """
+
+    def __init__(self, edge_index: Tensor, order: RowOrder, target_row: int = 1) -> None:
+        self.target_row, self.order = target_row, order
+        num_rows, num_edges = order.nodes.numel(), edge_index.size(1)
+        rows = index_dtype(num_rows)
+        target = order.rows(edge_index[target_row]).to(rows)
+        edges = index_dtype(num_edges)
+        if bool((target[1:] < target[:-1]).any()):
+            # Stable, so that a batch matches what a layer computes edge by edge.
+            target, place = target.sort(stable=True)
+            self.edge = place.to(edges)
+            del place
+        else:
+            self.edge = torch.arange(num_edges, dtype=edges)
+        self.ptr: Tensor = torch._convert_indices_from_coo_to_csr(target, num_rows).long()
+        del target
+        self.source = order.rows(edge_index[1 - target_row].index_select(0, self.edge)).to(rows)
+        self._pinned: Pinned | None = None
+
+    def into(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Every edge that points to one of the rows, grouped by row in the order of ``rows``.
+
+        Returns for each edge the position of its target in ``rows``, its source's row, and its index in the
+        ``edge_index``; each ``[num_edges_into_rows]``, int64.
+        """
+        cut = self.cut(OwnRows.of(rows))
+        return cut.target(rows.device).long(), *(cut.take(ends, rows.device).long() for ends in (self.source, self.edge))
+
+    @property
+    def edge_index(self) -> Tensor:
+        """The edges between nodes, in the order of the table, ``[2, num_edges]``."""
+        target = self.order.nodes_at(torch.repeat_interleave(self.ptr.diff()))
+        ends = [self.order.nodes_at(self.source.long()), target]
+        return torch.stack(ends if self.target_row == 1 else ends[::-1])
+
+    def has_same_edges(self, other: EdgeTable) -> bool:
+        """Whether another table of the same rows has the same edges in the same order."""
+        same_shape = self.target_row == other.target_row and self.source.shape == other.source.shape
+        return same_shape and torch.equal(self.ptr, other.ptr) and torch.equal(self.source, other.source)
+
+    @cached_property
+    def numbers(self) -> RowNumbers:
+        """Numbers rows of the table."""
+        return RowNumbers(self.order.nodes.numel())
+
+    def cut(self, own: OwnRows) -> EdgeCut:
+        """The edges into a batch's own rows."""
+        return EdgeCut(self._ptr, own)
+
+    def pin(self) -> None:
+        """Let a GPU read the table over the bus."""
+        if self._pinned is None:
+            self._pinned = Pinned()
+            self._pinned.add(self.source)
+            self._pinned.add(self.edge)
+
+    @cached_property
+    def _ptr(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        return self.ptr.numpy()
+
+
+class EdgeCut:
+    """The edges of a table into some of its rows, in the order of these rows."""
+
+    def __init__(self, ptr: np.ndarray[tuple[int], np.dtype[np.int64]], own: OwnRows) -> None:
+        if own.is_in_few_pieces:
+            self._pieces = [(int(ptr[start]), int(ptr[start + length])) for start, _, length in own.runs]
+            self._positions = None
+            local, end = np.zeros(own.size + 1, dtype=np.int64), 0
+            for (start, first, length), (begin, stop) in zip(own.runs, self._pieces, strict=True):
+                np.add(ptr[start + 1 : start + length + 1], end - begin, out=local[first + 1 : first + length + 1])
+                end += stop - begin
+        else:
+            rows = own.index.numpy()
+            begin, count = ptr[rows], ptr[rows + 1] - ptr[rows]
+            local = np.concatenate([[0], count.cumsum()])
+            self._positions = torch.from_numpy(np.repeat(begin - local[:-1], count) + np.arange(local[-1]))
+        #: Number of edges.
+        self.count = int(local[-1])
+        self._local = torch.from_numpy(local.astype(np.int32) if self.count < 2**31 else local)
+
+    def ptr(self, device: torch.device) -> Tensor:
+        """First edge of each of the rows, ``[num_rows + 1]``, int32 if that suffices."""
+        return self._local if device.type == "cpu" else self._local.pin_memory().to(device, non_blocking=True)
+
+    def target(self, device: torch.device) -> Tensor:
+        """The position of each edge's target among the rows, ``[count]``, int32 if that suffices."""
+        ptr = self.ptr(device)
+        return torch.repeat_interleave(ptr.diff(), output_size=self.count)
+
+    def take(self, values: Tensor, device: torch.device) -> Tensor:
+        """The values of these edges, ``[count, ...]``, out of a table with a row per edge.
+
+        On a CPU it may be a view. On a GPU the host does not wait if the table is in pinned memory.
+        """
+        if self._positions is not None:
+            return values[self._positions.to(values.device)].to(device)
+        pieces = [values[begin:end] for begin, end in self._pieces if end > begin]
+        if len(pieces) == 1 and device.type == "cpu":
+            return pieces[0]
+        if device.type == "cpu":
+            return torch.cat(pieces) if pieces else values[:0]
+        out = torch.empty((self.count, *values.shape[1:]), dtype=values.dtype, device=device)
+        place = 0
+        for piece in pieces:
+            out[place : place + piece.size(0)].copy_(piece, non_blocking=True)
+            place += piece.size(0)
+        return out
+
+
+def index_dtype(count: int) -> torch.dtype:
+    """The type for indices below a count."""
+    return torch.int32 if count < 2**31 else torch.int64
