@@ -17,7 +17,7 @@ from gnnautoscale.data import Dataset, load
 from gnnautoscale.errors import InputError, StaleHistoryWarning, UnsupportedModelError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import FitResult
-from gnnautoscale.training import fit
+from gnnautoscale.training import capture, fit
 
 __all__ = [
     "Dataset",
@@ -30,6 +30,7 @@ __all__ = [
     "UnsupportedModelError",
     "Verification",
     "autoscale",
+    "capture",
     "detach",
     "diagnose",
     "fit",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class Pinned:
             return True
         if _is_in_file(place[0]):
             return False
-        if not _OWNERS[place] and _cuda_error(torch.cuda.cudart().cudaHostRegister(*place, 0)):
+        if not _OWNERS[place] and _cuda_error(_runtime().cudaHostRegister(*place, 0)):
             return False
         _OWNERS[place] += 1
         self._ranges.append(place)
@@ -58,8 +59,12 @@ def _release(ranges: list[tuple[int, int]], kept: list[Tensor]) -> None:
         _OWNERS[place] -= 1
         if not _OWNERS[place]:
             del _OWNERS[place]
-            _cuda_error(torch.cuda.cudart().cudaHostUnregister(place[0]))
+            _cuda_error(_runtime().cudaHostUnregister(place[0]))
     kept.clear()
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _cuda_error(result: object) -> bool:

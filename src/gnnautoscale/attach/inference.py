@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -14,7 +16,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in
 from gnnautoscale.attach.autoscaler import Autoscaler, attached
-from gnnautoscale.attach.calling import CallModel, call_with_batch, to_model_device, weighted_sum
+from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, to_model_device, weighted_sum
 from gnnautoscale.errors import InputError, StaleHistoryWarning
 from gnnautoscale.forward import (
     ExchangePolicy,
@@ -24,11 +26,12 @@ from gnnautoscale.forward import (
     RowStore,
     StepExchange,
     StoreExchange,
+    StreamedStore,
     SweepExchange,
     evaluating,
     run_pass,
 )
-from gnnautoscale.graph import Graph, HaloLoader, check_nodes
+from gnnautoscale.graph import BatchInfo, Graph, HaloLoader, check_nodes
 
 # A graph that comes without a loader is cut into parts of about this size, or not at all if it is smaller.
 _PART_NODES, _PART_EDGES = 100_000, 1_000_000
@@ -91,13 +94,26 @@ def infer(
         >>> gas.infer(model, data).shape
         torch.Size([34, 4])
     """
+    return infer_on(torch.device("cpu"), model, loader, call=call, update_histories=update_histories)
+
+
+@torch.no_grad()
+def infer_on(
+    device: torch.device,
+    model: nn.Module,
+    loader: HaloLoader | Data,
+    *,
+    call: CallModel = call_with_batch,
+    update_histories: bool = True,
+) -> Any:
+    """See :func:`infer`; the output is gathered on a device, that of the model or the host."""
     scaler, loader = attached(model), loader_for(model, loader)
     with evaluating(model), scaler.visiting(loader.follow(), apart=not update_histories) as memory:
         if len(loader) == 1:
-            out = collect(model, loader, call, StepExchange(push_all=update_histories))
+            out = collect(model, loader, call, StepExchange(push_all=update_histories), device)
         else:
-            sweep(model, loader, call)
-            out = collect(model, loader, call, SweepExchange(None))
+            store = sweep(model, loader, call)
+            out = collect(model, loader, call, SweepExchange(None, store), device)
         if update_histories:
             memory.mark_written_by(weights_checksum(model))
     return out
@@ -138,7 +154,7 @@ def refresh(model: nn.Module, loader: HaloLoader | Data, *, call: CallModel = ca
             sweep(model, loader, call)
             # Sweeps do not see a second forward pass in a call; this does, and its output does not matter.
             with attached(model).running(SweepExchange(None)), warnings.catch_warnings(action="ignore"):
-                _run_once(model, next(loader.in_order()), call)
+                _run_once(model, loader.any_batch(device_of(model)), call)
         memory.mark_written_by(weights_checksum(model))
 
 
@@ -206,27 +222,76 @@ def plan_of(model: nn.Module, loader: HaloLoader, call: CallModel = call_with_ba
     """The plan of an autoscaled model in its present mode on a loader's graph."""
     scaler = attached(model)
     with scaler.running(PlanOnly()):
-        run_pass(partial(call, model, to_model_device(next(loader.in_order()), model)))
+        run_pass(partial(call, model, to_model_device(loader.any_batch(device_of(model)), model)))
     return cast(Plan, scaler.plan)
 
 
-def sweep(model: nn.Module, loader: HaloLoader, call: CallModel, store: RowStore | None = None) -> None:
-    """Recompute the rows of all slots in a store, by default the histories, level by level."""
+def sweep(model: nn.Module, loader: HaloLoader, call: CallModel, store: RowStore | None = None) -> RowStore:
+    """Recompute the rows of all slots in a store, by default the histories, level by level; returns the store."""
+    device = device_of(model)
+    if store is None:
+        store = StreamedStore(device) if device.type == "cuda" else HistoryStore()
     for level in plan_of(model, loader, call).levels:
         collect(model, loader, call, SweepExchange(level, store))
+        if isinstance(store, StreamedStore):
+            store.settle(device)
+    return store
 
 
-def collect(model: nn.Module, loader: HaloLoader, call: CallModel, exchange: ExchangePolicy) -> Any:
-    """The model's output for all nodes, in the order of the data; ``None`` if the policy ends passes early."""
-    num_nodes, result = loader.graph.num_nodes, None
-    with attached(model).running(exchange):
-        for batch in loader.in_order():
-            out = _run_once(model, batch, call)
-            if result is None:
-                result = map_tensors(lambda rows: torch.empty((num_nodes, *rows.shape[1:]), dtype=rows.dtype), out)
-            for all_rows, rows in zip(tensors_in(result), tensors_in(out), strict=True):
-                all_rows[batch.edge_index.info.nodes] = rows.cpu()
-    return result
+def collect(
+    model: nn.Module,
+    loader: HaloLoader,
+    call: CallModel,
+    exchange: ExchangePolicy,
+    device: torch.device | None = None,
+) -> Any:
+    """The model's output for all nodes, in the order of the data; ``None`` if the policy ends passes early.
+
+    It is gathered on a device, by default the host.
+    """
+    outputs = _Outputs(loader.graph.num_nodes, device or torch.device("cpu"))
+    with attached(model).running(exchange), outputs:
+        for batch in loader.in_order(device_of(model)):
+            outputs.add(batch, _run_once(model, batch, call))
+    return outputs.result
+
+
+class _Outputs(AbstractContextManager["_Outputs"]):
+    """Gathers the outputs of batches; a GPU's are written to host memory while it goes on."""
+
+    def __init__(self, num_nodes: int, device: torch.device) -> None:
+        self._num_nodes, self._device = num_nodes, device
+        self._thread = ThreadPoolExecutor(1, "outputs")
+        self._writes: list[Future[None]] = []
+        #: The output of all nodes.
+        self.result: Any = None
+
+    def add(self, batch: Data, out: Any) -> None:
+        """Add the output of a batch's own nodes."""
+        if self.result is None:
+            self.result = map_tensors(
+                lambda rows: rows.new_empty((self._num_nodes, *rows.shape[1:]), device=self._device), out
+            )
+        info: BatchInfo = batch.edge_index.info
+        for whole, rows in zip(tensors_in(self.result), tensors_in(out), strict=True):
+            if rows.device == whole.device:
+                nodes = info.nodes if rows.device.type == "cpu" else batch.n_id.plain[: info.batch_size]
+                whole.index_copy_(0, nodes, rows)
+            else:
+                staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+                staged.copy_(rows, non_blocking=True)
+                arrived = torch.cuda.current_stream(rows.device).record_event()
+                self._writes.append(self._thread.submit(_write, whole, info, staged, arrived))
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown()
+        for write in self._writes:
+            write.result()
+
+
+def _write(whole: Tensor, info: BatchInfo, staged: Tensor, arrived: torch.cuda.Event) -> None:
+    arrived.synchronize()
+    whole.index_copy_(0, info.nodes, staged)
 
 
 def _run_once(model: nn.Module, batch: Data, call: CallModel) -> Any:

@@ -26,7 +26,7 @@ from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import DiskHistory, Storage
 from gnnautoscale.kernels import gather_rows, scatter_rows
 from gnnautoscale.tasks import NodeClassification
-from gnnautoscale.training import Engine, Feed, Optimization, Placement, make_optimizer
+from gnnautoscale.training import Engine, Optimization, Placement, make_optimizer
 
 #: What a benchmark measured, by name.
 Numbers = dict[str, Any]
@@ -64,7 +64,7 @@ class BenchGraph:
 PRODUCTS = BenchGraph(2_400_000, 16_000, 150, degree=39, halo_degree=6, features=100, classes=47)
 
 
-def make_loader(graph: BenchGraph, ratio: float) -> HaloLoader:
+def make_loader(graph: BenchGraph, ratio: float, device: torch.device | str = "cpu") -> HaloLoader:
     """Generate a graph with ``ratio`` halo nodes per batch node, and return its loader."""
     generator = torch.Generator().manual_seed(0)
     size, halo = graph.batch_nodes, int(ratio * graph.batch_nodes)
@@ -83,7 +83,7 @@ def make_loader(graph: BenchGraph, ratio: float) -> HaloLoader:
         y=torch.randint(graph.classes, (graph.nodes,), generator=generator),
         train_mask=torch.ones(graph.nodes, dtype=torch.bool),
     )
-    return HaloLoader(data, partition=torch.arange(graph.nodes) // size)
+    return HaloLoader(data, partition=torch.arange(graph.nodes) // size, device=device)
 
 
 def free_memory(device: torch.device) -> int:
@@ -117,10 +117,10 @@ def time_epochs(
     """
     count = len(loader) if batches is None else batches
     task = NodeClassification.of(Dataset.of(loader.data))
-    feed = Feed(model, task, placement=placement, fixed=loader.is_fixed, num_batches=count)
+    device = next(model.parameters()).device
     optimizer = make_optimizer(model, Optimization(lr=0.001))
-    engine = Engine(model, optimizer, feed, precision="tf32", capture=capture)
-    device, cuda = feed.device, feed.device.type == "cuda"
+    engine = Engine(model, optimizer, task, device, precision="tf32", capture=capture, placement=placement)
+    cuda = device.type == "cuda"
     free_memory(device)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -188,7 +188,7 @@ def bench_step(graph: BenchGraph, ratio: float, device: torch.device, *, layers:
     Returns ``"ratio"``; ``"milliseconds"`` of a step, for each of ``COLUMNS``; and ``"I/O"``, how much longer a step
     takes than with histories on the device, as a share, for each of the other columns.
     """
-    loader = make_loader(graph, ratio)
+    loader = make_loader(graph, ratio, device)
     timed = {name: _time_gin(graph, loader, device, how, layers, epochs) for name, how in COLUMNS.items()}
     times = {name: numbers["milliseconds"] for name, numbers in timed.items()}
     base, *others = times
@@ -228,7 +228,7 @@ def bench_storage(
     ``"history"``, the bytes of all histories; and ``"peak_memory"`` in bytes: what PyTorch allocated on a GPU, or by
     how much the process grew on a CPU, cached files included.
     """
-    loader = make_loader(graph, ratio)
+    loader = make_loader(graph, ratio, device)
     rows: list[Numbers] = []
     for name, how in MEDIA.items():
         timed = _time_gin(graph, loader, device, how, layers, epochs, folder)
@@ -335,7 +335,7 @@ def bench_epoch(graph: BenchGraph, ratio: float, device: torch.device, *, layers
 
     Returns the numbers of :func:`time_epochs` for each of these ``"batches"``.
     """
-    loader = make_loader(graph, ratio)
+    loader = make_loader(graph, ratio, device)
     model = GCN(graph.features, width, num_layers=layers, out_channels=graph.classes).to(device)
     autoscale(model, loader.graph.num_nodes, storage="host")
     places: tuple[Placement, ...] = ("device", "host")

@@ -13,6 +13,7 @@ from gnnautoscale.forward.exchange import (
     RowStore,
     StepExchange,
     StoreExchange,
+    StreamedStore,
     as_matrix,
     run_pass,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "Shortcut",
     "StepExchange",
     "StoreExchange",
+    "StreamedStore",
     "SweepExchange",
     "Watch",
     "as_matrix",

@@ -15,7 +15,7 @@ from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, BatchEdges, EdgeRecord, align, describe, has_rows, keep_edges
-from gnnautoscale.graph import BatchInfo, BatchTensor, EdgeTable
+from gnnautoscale.graph import BatchInfo, BatchTensor, EdgeTable, hand_over
 
 #: Named arguments of an edge call.
 Values = dict[str, Any]
@@ -139,6 +139,8 @@ class RecordedEdges(EdgeSource):
             batch_edges = self.info.placed(record)
             if batch_edges is None:
                 batch_edges = record.for_batch(self.info, describe(active.name, active.layer)).to(self.device)
+                if self.info.edges_ready is not None:
+                    hand_over(batch_edges.tensors(), self.info.edges_ready)
             if self.dropout:
                 if record.edges not in self._kept:
                     self._kept[record.edges] = keep_edges(batch_edges.edges, self.dropout)

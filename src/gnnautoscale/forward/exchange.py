@@ -7,11 +7,13 @@ Training steps move rows through a transfer; other passes read and write a :clas
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from gnnautoscale.graph import BatchInfo, hand_over
 
 if TYPE_CHECKING:
     from gnnautoscale.forward.session import Session
@@ -74,6 +76,7 @@ class StepExchange(_SlotExchange):
         if self._begins:
             transfer = session.memory.transfer(session.device)
             session.memory.begin(session.info, transfer)
+            session.memory.prepare_edges(session.info.upcoming, session.plan.calls, gradients=torch.is_grad_enabled())
             transfer.look_ahead()
 
     def _exchange(self, session: Session, slot: str, rows: Tensor) -> Tensor:
@@ -103,6 +106,10 @@ class RowStore:
     def write(self, session: Session, slot: str, rows: Tensor) -> None:
         """Write the batch's rows, ``[batch_size, ...]``."""
 
+    def look_ahead(self, session: Session, slots: Iterable[str]) -> None:
+        """Start to read all rows of some slots for the batch that is likely to follow."""
+        return
+
 
 class HistoryStore(RowStore):
     """The histories, accessed directly instead of through a transfer; only read unless it ``writes``."""
@@ -128,6 +135,55 @@ class HistoryStore(RowStore):
         memory.history(slot, session.plan, session.device).push(
             as_matrix(rows), place.on(rows.device)[: place.batch_size], place.runs
         )
+
+
+class StreamedStore(HistoryStore):
+    """The histories, read ahead and written behind on streams of a GPU beside the one that computes.
+
+    What is read ahead must not be written until :meth:`settle`, as in a sweep, which reads one level and writes another.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._reads, self._writes_behind = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._ahead: dict[tuple[BatchInfo, str], tuple[Tensor, torch.cuda.Event]] = {}
+
+    def look_ahead(self, session: Session, slots: Iterable[str]) -> None:
+        """See :meth:`RowStore.look_ahead`."""
+        upcoming = session.info.upcoming
+        if upcoming is None:
+            return
+        if upcoming.ready is not None:
+            self._reads.wait_event(upcoming.ready)
+        index = session.memory.rows_of(upcoming).on(session.device)
+        with torch.cuda.stream(self._reads):
+            for slot in slots:
+                rows = session.memory.histories[slot].pull(
+                    index, device=session.device, dtype=session.plan.rows[slot].dtype
+                )
+                self._ahead[upcoming, slot] = rows, self._reads.record_event()
+
+    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
+        """See :meth:`RowStore.read`."""
+        rows, arrived = self._ahead.pop((session.info, slot), (None, None))
+        if rows is None or arrived is None:
+            return super().read(session, slot, which, like)
+        hand_over([rows], arrived)
+        return rows[which].view(-1, *like.shape[1:])
+
+    def write(self, session: Session, slot: str, rows: Tensor) -> None:
+        """See :meth:`RowStore.write`."""
+        rows = rows.detach()
+        self._writes_behind.wait_stream(torch.cuda.current_stream(session.device))
+        with torch.cuda.stream(self._writes_behind):
+            super().write(session, slot, rows)
+        rows.record_stream(self._writes_behind)
+
+    def settle(self, device: torch.device) -> None:
+        """Let everything that follows see all rows that were written."""
+        self._ahead.clear()
+        for stream in (self._reads, torch.cuda.current_stream(device)):
+            stream.wait_stream(self._writes_behind)
 
 
 class StoreExchange(_SlotExchange):

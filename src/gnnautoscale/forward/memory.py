@@ -13,7 +13,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, EdgeRecord, Recorder
-from gnnautoscale.graph import BatchInfo, Graph, RowOrder
+from gnnautoscale.graph import BatchInfo, Graph, RowOrder, assembly_stream
 from gnnautoscale.history import Folder, History, Medium, Storage, check_storage, choose_medium, codec_for, open_history
 from gnnautoscale.transfer import BatchRows, Transfer, open_transfer
 
@@ -70,8 +70,10 @@ class GraphMemory:
         """Where a batch's rows lie in all histories."""
         order = self.row_order(info)
         if order is info.order:
-            return info.derive(order, lambda: BatchRows(info.rows, info.batch_size, info.own.runs))
-        return info.derive(order, lambda: BatchRows(order.rows(info.n_id).long(), info.batch_size))
+            return info.derive(
+                order, lambda: BatchRows(info.rows, info.batch_size, info.own.runs, info.key, info.ready)
+            )
+        return info.derive(order, lambda: BatchRows(order.rows(info.n_id).long(), info.batch_size, key=info.key))
 
     def transfer(self, device: torch.device) -> Transfer:
         """Moves rows between steps on a device and these histories."""
@@ -87,6 +89,23 @@ class GraphMemory:
         """Begin a step on a batch, and say which batch is likely to follow."""
         following = None if info.upcoming is None else self.rows_of(info.upcoming)
         transfer.begin(self.rows_of(info), following, self.histories)
+
+    @torch.inference_mode(False)  # kept for training too
+    def prepare_edges(self, info: BatchInfo | None, calls: Mapping[str, LayerCall], *, gradients: bool) -> None:
+        """Let a GPU prepare the recorded edges of a batch that it has assembled, beside what it does for others.
+
+        ``gradients`` says whether they are needed for a backward pass, too.
+        """
+        if info is None or info.ready is None or info.edges_ready is not None:
+            return
+        stream = assembly_stream(info.device)
+        with torch.cuda.stream(stream):
+            for name, records in self.records.items():
+                for position, record in enumerate(records):
+                    edges, call = record.for_batch(info, name), calls.get(name)
+                    if call is not None and call.fuses(position, record.constants):
+                        edges.adjacency(call.weight(position)).prepare(gradients=gradients)
+        info.edges_ready = stream.record_event()
 
     def settle(self) -> None:
         """Let what follows see all pushes of training steps; afterwards it may change histories itself."""
@@ -226,7 +245,10 @@ class GraphMemory:
         memory.why, memory._written_by = self.why, self._written_by
         if self.histories:
             memory.reopen({slot: (kept.width, kept.dtype) for slot, kept in self.histories.items()}, device)
-            row_before, row_now = self.row_order(info).row_of.long(), memory.row_order(info).row_of[: self.num_nodes].long()
+            row_before, row_now = (
+                self.row_order(info).row_of.long(),
+                memory.row_order(info).row_of[: self.num_nodes].long(),
+            )
         for slot, history in self.histories.items():
             # Wide enough for every type, so that rows come back as they were.
             dtype = torch.float64 if history.dtype == torch.float64 else torch.float32

@@ -6,7 +6,7 @@ nothing about models or histories.
 
 from gnnautoscale.graph.assemble import without_tensors
 from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader, Subgraphs, check_fan_out, whole_neighbourhood
-from gnnautoscale.graph.batch import BatchInfo, BatchTensor
+from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, hand_over
 from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph, check_nodes
 from gnnautoscale.graph.loader import HaloLoader, ReadyBatch, tagged_copies
@@ -24,10 +24,12 @@ __all__ = [
     "RowOrder",
     "SampleLoader",
     "Subgraphs",
+    "assembly_stream",
     "check_fan_out",
     "check_nodes",
     "connectivity",
     "fingerprint",
+    "hand_over",
     "partition",
     "tagged_copies",
     "whole_neighbourhood",

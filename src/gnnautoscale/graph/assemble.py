@@ -44,7 +44,7 @@ class BatchBuilder:
 
     def of(self, graph: Graph) -> BatchBuilder:
         """A builder of the same parts of another graph, or of the same one with other attributes."""
-        if graph.edge_index is not self.graph.edge_index:
+        if graph.edges_id is not self.graph.edges_id:
             return BatchBuilder(graph, self.table.order, self._starts, self._bidirectional)
         made = copy.copy(self)
         made.graph, made._pinned, made._is_pinned = graph, None, {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -40,6 +40,12 @@ class BatchInfo:
     key: Hashable = None
     #: Makes the loader yield this batch whenever it comes back, instead of assembling it; ``None`` if it does not.
     keeper: Callable[[Any], None] | None = field(default=None, init=False, repr=False)
+    #: When a GPU has assembled the batch; ``None`` if the host did.
+    ready: torch.cuda.Event | None = field(default=None, init=False, repr=False)
+    #: When a GPU has prepared the recorded edges of the batch ahead; ``None`` if it has not.
+    edges_ready: torch.cuda.Event | None = field(default=None, init=False, repr=False)
+    #: How many batches of the loader come back; 0 if this one does not.
+    recurring: int = field(default=0, init=False)
     _derived: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
     _placed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     _upcoming: BatchInfo | None = field(default=None, init=False, repr=False)
@@ -110,9 +116,12 @@ class BatchInfo:
             self._derived[owner] = compute()
         return cast(T, self._derived[owner])
 
-    def forget(self, owner: Any) -> None:
-        """Drop what was derived for an owner."""
-        self._derived.pop(owner, None)
+    def shrink(self, rows: Tensor) -> None:
+        """Forget what can be found again; ``rows`` are a copy of those of batch and halo, ``[num_rows]``."""
+        self.rows = rows
+        self.found = Halo(rows[self.batch_size :], self.found.source)
+        self.ready = self.edges_ready = None
+        self._derived.clear()
 
     def place(self, key: Any, value: Any) -> None:
         """Keep a piece of the batch that is on the compute device until :meth:`displace`."""
@@ -139,6 +148,23 @@ class BatchInfo:
             yield
         finally:
             self._upcoming = before
+
+
+@cache
+def assembly_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a GPU that assembles batches ahead of those that use them."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def hand_over(tensors: Iterable[Tensor], ready: torch.cuda.Event) -> None:
+    """Let the current stream of a GPU use tensors that another stream has filled by the time of an event."""
+    current: torch.cuda.Stream | None = None
+    for tensor in tensors:
+        if current is None:
+            current = torch.cuda.current_stream(tensor.device)
+            current.wait_event(ready)
+        tensor.record_stream(current)  # once freed, not used again before this stream is done with it
 
 
 # Layers that pass messages both ways flip the edges; a flipped edge_index is still known to be the batch's own.

@@ -99,8 +99,8 @@ class EdgeTable:
         Returns for each edge the position of its target in ``rows``, its source's row, and its index in the
         ``edge_index``; each ``[num_edges_into_rows]``, int64.
         """
-        cut = self.cut(OwnRows.of(rows))
-        return cut.target(rows.device).long(), *(cut.take(ends, rows.device).long() for ends in (self.source, self.edge))
+        cut, device = self.cut(OwnRows.of(rows)), rows.device
+        return cut.target(device).long(), cut.take(self.source, device).long(), cut.take(self.edge, device).long()
 
     @property
     def edge_index(self) -> Tensor:

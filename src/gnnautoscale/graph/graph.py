@@ -40,6 +40,8 @@ class Graph:
             raise InputError("edge_index must have dtype torch.int64", got=str(edge_index.dtype), fix=fix)
         _check_range("edge_index", edge_index, self.num_nodes, fix="Renumber the nodes, or set data.num_nodes.")
         self.edge_index = edge_index.cpu().contiguous()
+        #: The same object for graphs with the same edges.
+        self.edges_id = object()
         self._freeze(data)
         _check_attributes(self.data, self.num_nodes, dict(iter(self.data)))
         inputs: dict[str, Tensor] = {name: self.data[name] for name in _inputs(self.data)}
@@ -111,7 +113,7 @@ class Graph:
             return made
         made = Graph(data)
         if "edge_index" not in changed and made.num_nodes == self.num_nodes:
-            made.edge_index = self.edge_index
+            made.edge_index, made.edges_id = self.edge_index, self.edges_id
             known = ("node_order", "incoming", "outgoing", "is_symmetric")
             vars(made).update({name: value for name, value in vars(self).items() if name in known})
         return made

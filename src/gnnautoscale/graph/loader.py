@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
-from functools import cache, cached_property, partial
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.assemble import Assembly, BatchBuilder, PartGroup, build_each, write_counts
-from gnnautoscale.graph.batch import BatchInfo, BatchTensor
+from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, hand_over
 from gnnautoscale.graph.edges import RowOrder
 from gnnautoscale.graph.graph import Graph, check_distinct_nodes
 from gnnautoscale.graph.partitioning import check_labels, connectivity
@@ -132,6 +132,7 @@ class HaloLoader:
         graph = self.graph.follow(self.data)
         if graph is not self.graph:
             self.graph, self._builder, self._ready = graph, self._builder.of(graph), {}
+            self._identity = object()  # old batches do not come back
             vars(self).pop("connectivity", None)
         return graph
 
@@ -237,6 +238,12 @@ class HaloLoader:
         groups = self._grouped(torch.arange(self.num_parts))
         return tagged_copies(self._batches(groups, keep=self.keep, device=device or self.device))
 
+    def any_batch(self, device: torch.device | None = None) -> Data:
+        """One of the batches of a sweep, on the given device, by default on that of the loader."""
+        self.follow()
+        group = self._grouped(torch.arange(self.num_parts))[0]
+        return next(tagged_copies(self._batches([group], keep=self.keep, device=device or self.device)))
+
     def _batches(self, groups: list[PartGroup], *, keep: bool, device: torch.device) -> Iterator[ReadyBatch]:
         # What belongs to the graph as it is now, since another iteration may follow a change in the meantime.
         if device.type == "cuda":
@@ -270,7 +277,7 @@ class HaloLoader:
         device: torch.device,
     ) -> Iterator[ReadyBatch]:
         """Batches on a GPU: one is being searched for its halo while the one before it gets its rows."""
-        stream = _assembly_stream(device)
+        stream = assembly_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))  # attributes may be on the GPU, and just computed
         searching: deque[tuple[PartGroup, ReadyBatch | Assembly]] = deque()
 
@@ -280,7 +287,8 @@ class HaloLoader:
                 searching.append((group, ready))
                 return
             with torch.cuda.stream(stream):
-                searching.append((group, builder.start(builder.own_rows(group), device, (self._identity, group))))
+                key = (self._identity, group) if keep else None
+                searching.append((group, builder.start(builder.own_rows(group), device, key)))
 
         def finish() -> ReadyBatch:
             group, found = searching.popleft()
@@ -288,11 +296,10 @@ class HaloLoader:
                 return found
             with torch.cuda.stream(stream):
                 batch, info = found.finish()
+                info.ready = stream.record_event()
             if keep:
-                info.keeper = partial(_keep, kept, group)
-            ready = self._ready_batch(batch, info, builder.graph)
-            ready.hand_over(stream)
-            return ready
+                info.keeper, info.recurring = partial(_keep, kept, group), self.num_batches
+            return self._ready_batch(batch, info, builder.graph)
 
         for group in groups:
             start(group)
@@ -344,14 +351,13 @@ class ReadyBatch:
         """Whether its tensors are on a device."""
         return bool(self._batch.edge_index.device.type == device.type)
 
-    def hand_over(self, stream: torch.cuda.Stream) -> None:
+    def _arrive(self) -> None:
         """Let the current stream of a GPU use what another one has assembled."""
-        current = torch.cuda.current_stream(self.info.device)
-        current.wait_stream(stream)
-        found = self.info.found
-        tensors = [found.rows, found.source, self.info.rows, *(found.by_source or ())]
-        for tensor in (*tensors, *(value for _, value in self._batch if isinstance(value, Tensor))):
-            tensor.record_stream(current)
+        info = self.info
+        if info.ready is not None:
+            tensors = [info.found.rows, info.found.source, info.rows, *(info.found.by_source or ())]
+            tensors += [value for _, value in self._batch if isinstance(value, Tensor) and value.is_cuda]
+            hand_over(tensors, info.ready)
 
     def intact(self) -> bool:
         """Whether its tensors are unchanged."""
@@ -359,36 +365,38 @@ class ReadyBatch:
 
     def tagged_copy(self) -> Data:
         """A copy for the user to move and change; it shares the tensors, and edges and nodes carry a tag."""
+        self._arrive()
         batch = copy.copy(self._batch)
         for name in ("edge_index", "n_id", *self.info.graph.edge_attributes):
             batch[name] = BatchTensor.tag(batch[name], self.info, name)
         return batch
 
 
-def tagged_copies(batches: Iterator[ReadyBatch]) -> Iterator[Data]:
-    """Tagged copies of the batches; while the user has one, its info names the next."""
+def tagged_copies(batches: Iterator[ReadyBatch], then: Callable[[], ReadyBatch | None] | None = None) -> Iterator[Data]:
+    """Tagged copies of the batches; while the user has one, its info names the next.
+
+    ``then`` gives the batch that follows the last one, if it is known at that time.
+    """
     batch = next(batches, None)
     while batch is not None:
         following = next(batches, None)
-        with batch.info.followed_by(None if following is None else following.info):
+        upcoming = following if following is not None or then is None else then()
+        with batch.info.followed_by(None if upcoming is None else upcoming.info):
             yield batch.tagged_copy()
         batch = following
 
 
-def _keep(kept: dict[PartGroup, ReadyBatch], group: PartGroup, batch: ReadyBatch) -> None:
-    kept[group] = batch
+def _keep(kept: dict[PartGroup, ReadyBatch], group: PartGroup, batch: ReadyBatch | None) -> None:
+    if batch is None:
+        kept.pop(group, None)
+    else:
+        kept[group] = batch
 
 
 def _build(builder: BatchBuilder, parts: PartGroup) -> tuple[Data, Halo]:
     """A batch in host memory, and its halo: what a worker sends, since it must not send the graph."""
     batch, info = builder.start(builder.own_rows(parts), _HOST).finish()
     return batch, info.found
-
-
-@cache
-def _assembly_stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -12,7 +12,7 @@ from typing import get_args
 import torch
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.history.base import History, Runs
+from gnnautoscale.history.base import History
 from gnnautoscale.history.device import DeviceHistory
 from gnnautoscale.history.disk import DiskHistory, Folder
 from gnnautoscale.history.host import HostHistory
@@ -26,7 +26,6 @@ __all__ = [
     "Folder",
     "History",
     "Medium",
-    "Runs",
     "Storage",
     "check_storage",
     "choose_medium",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnautoscale.history.base import History, Runs
-from gnnautoscale.kernels import gather_rows
+from gnnautoscale.history.base import History
+from gnnautoscale.kernels import Runs, gather_rows
 
 
 class DeviceHistory(History):

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.history.base import History, Runs
+from gnnautoscale.history.base import History
+from gnnautoscale.kernels import Runs
 
 _SUFFIX = ".rows"
 # Bytes that are read from the disk at once; larger ones, with gaps between rows, if that gives too many pieces.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gnnautoscale._util import pinned_zeros
-from gnnautoscale.history.base import History, Runs
-from gnnautoscale.kernels import gather_rows, gather_tables, scatter_rows, use_triton
+from gnnautoscale.history.base import History
+from gnnautoscale.kernels import Runs, gather_rows, gather_tables, scatter_rows, use_triton
 
 
 class HostHistory(History):

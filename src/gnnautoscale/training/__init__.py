@@ -6,7 +6,7 @@ It knows nothing about the command line.
 
 from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.checkpoint import latest_checkpoint
-from gnnautoscale.training.feed import Feed, Placement, plain_item
+from gnnautoscale.training.feed import plain_item
 from gnnautoscale.training.journal import describe_machine, versions
 from gnnautoscale.training.loop import fit
 from gnnautoscale.training.optimizer import make_optimizer
@@ -19,20 +19,23 @@ from gnnautoscale.training.options import (
     Partitioner,
     pick_device,
 )
+from gnnautoscale.training.own_step import OwnStep, capture
+from gnnautoscale.training.packing import Placement
 from gnnautoscale.training.resume import open_checkpoint
 from gnnautoscale.training.steps import Steps
 
 __all__ = [
     "OPTIONS",
     "Engine",
-    "Feed",
     "FitOptions",
     "HistoryDtype",
     "Optimization",
     "Output",
+    "OwnStep",
     "Partitioner",
     "Placement",
     "Steps",
+    "capture",
     "describe_machine",
     "fit",
     "latest_checkpoint",

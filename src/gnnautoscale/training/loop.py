@@ -26,7 +26,6 @@ from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.checkpoint import Checkpoint
 from gnnautoscale.training.clock import Clock
 from gnnautoscale.training.faults import explained
-from gnnautoscale.training.feed import Feed
 from gnnautoscale.training.journal import Board, Journal, check_tensorboard, describe_run, epoch_record
 from gnnautoscale.training.optimizer import LearningRate, make_optimizer
 from gnnautoscale.training.options import OPTIONS, FitOptions
@@ -247,7 +246,7 @@ def _with_histories(
     options: FitOptions,
 ) -> HistoryStrategy:
     """Attach histories to the model; returns what trains it with them."""
-    name, loader = options.history_dtype, loaders["train"]
+    name = options.history_dtype
     autoscale(
         model,
         dataset.train,
@@ -259,12 +258,14 @@ def _with_histories(
     engine = Engine(
         model,
         optimizer,
-        Feed(model, task, placement=options.batches_on, fixed=loader.is_fixed, num_batches=loader.num_batches),
+        task,
+        torch.device(options.device),
         grad_norm=options.grad_norm,
         penalty=LocalLipschitz(model, options.lipschitz_radius) if options.lipschitz else None,
         penalty_weight=options.lipschitz,
         precision=options.precision,
         capture=options.capture,
+        placement=options.batches_on,
     )
     strategy = HistoryStrategy(model, loaders, engine, options.evaluate_parts)
     if options.verify or (options.evaluation == "exact" and options.refresh_every != "epoch"):

@@ -126,7 +126,10 @@ class HistoryStrategy(Strategy):
         self._exact_loaders = loaders
         self.at_once = evaluate_parts == 1
         if evaluate_parts is not None:
-            made = {loader: HaloLoader(loader.data, evaluate_parts, keep=loader.keep) for loader in loaders.values()}
+            made = {
+                loader: HaloLoader(loader.data, evaluate_parts, keep=loader.keep, device=loader.device)
+                for loader in loaders.values()
+            }
             self._exact_loaders = {split: made[loader] for split, loader in loaders.items()}
 
     @property
@@ -310,6 +313,8 @@ def halo_loaders(dataset: Dataset, options: FitOptions, labels: Tensor | None = 
     """
     names = ("partition", "seed", "num_workers", "cache_dir")
     common: dict[str, Any] = {"keep": options.keep_batches, **{name: getattr(options, name) for name in names}}
+    if torch.device(options.device).type == "cuda" and not options.num_workers:
+        common["device"] = options.device
     train = {**common, "batch_size": options.batch_size, "shuffle": True, "drawings": options.drawings}
     if labels is not None:
         train["partition"] = labels

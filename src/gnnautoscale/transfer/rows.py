@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cached_property
 
 import torch
@@ -18,6 +19,8 @@ class BatchRows:
         batch_size: Number of the batch's own rows.
         runs: The batch's own rows as contiguous pieces, if these are known: first row in a history, first row in the
             batch, length.
+        key: What tells the batch from others, and is the same whenever it comes back; ``None`` if it does not.
+        ready: When a GPU has found the index; ``None`` if it is there.
 
     Example:
         >>> rows = BatchRows(torch.tensor([4, 5, 1, 7]), batch_size=3)
@@ -25,8 +28,15 @@ class BatchRows:
         (1, [(4, 0, 2), (1, 2, 1)])
     """
 
-    def __init__(self, index: Tensor, batch_size: int, runs: Runs | None = None) -> None:
-        self.index, self.batch_size = index, batch_size
+    def __init__(
+        self,
+        index: Tensor,
+        batch_size: int,
+        runs: Runs | None = None,
+        key: Hashable | None = None,
+        ready: torch.cuda.Event | None = None,
+    ) -> None:
+        self.index, self.batch_size, self.key, self.ready = index, batch_size, key, ready
         self._given_runs = runs
         self._placed: Tensor | None = None
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -52,8 +51,9 @@ class StagedTransfer(Transfer, Generic[R]):
         # Slots whose halo is in this step's side of their room.
         self._staged: set[str] = set()
         self._to_push: dict[str, tuple[History, Tensor]] = {}
-        # Where the steps on a batch push to; a captured step pushes there again.
-        self._pushed: WeakKeyDictionary[BatchRows, dict[str, History]] = WeakKeyDictionary()
+        # Where this step pushes to, and the steps on batches that come back: captured ones push there again.
+        self._pushes_of_step: dict[str, History] | None = None
+        self._pushes_of: dict[Hashable, dict[str, History]] = {}
         self._recent: Recent | None = None
 
     def begin(self, rows: BatchRows, following: BatchRows | None, histories: Mapping[str, History]) -> None:
@@ -65,6 +65,7 @@ class StagedTransfer(Transfer, Generic[R]):
         self._rows, self._following, self._histories = rows, following, dict(histories)
         self._side = 1 - self._side
         self._to_push.clear()
+        self._pushes_of_step = None
         recent, self._recent = self._recent, None  # until this step is complete
         self._stage(recent)
         self._staged = set(histories)
@@ -87,12 +88,21 @@ class StagedTransfer(Transfer, Generic[R]):
         for slot, (history, rows) in self._to_push.items():
             raw = rows if isinstance(history.codec, Cast) else history.codec.encode(rows)  # a copy casts on the way
             self._rooms[slot].recent[: batch.batch_size].copy_(raw)
-        self._pushed[batch] = {slot: history for slot, (history, _) in self._to_push.items()}
+        self._pushes_of_step = {slot: history for slot, (history, _) in self._to_push.items()}
+        if batch.key is not None:
+            self._pushes_of[batch.key] = self._pushes_of_step
         self._to_push.clear()
 
     def complete(self) -> None:
         """See :meth:`Transfer.complete`."""
-        self._recent = Recent(self._current, frozenset(self._pushed.get(self._current, ())))
+        self._recent = Recent(self._current, frozenset(self._pushed))
+
+    @property
+    def _pushed(self) -> dict[str, History]:
+        """Where the step pushes to; that of a replayed step is known from its capture."""
+        if self._pushes_of_step is not None:
+            return self._pushes_of_step
+        return self._pushes_of.get(self._current.key, {})
 
     @torch.inference_mode(False)  # training goes on with the rooms
     def _reserve(self, batch_size: int, num_halo: int, histories: Mapping[str, History]) -> None:

@@ -57,7 +57,7 @@ class StreamTransfer(StagedTransfer[Room]):
         batch = self._current
         self._wait(self._pushes, self._main)  # the rows are computed
         with torch.cuda.stream(self._pushes):
-            for slot, history in self._pushed[batch].items():
+            for slot, history in self._pushed.items():
                 recent = self._rooms[slot].recent[: batch.batch_size]
                 history.write(recent, self._index[: batch.batch_size], batch.runs)
 
@@ -91,7 +91,9 @@ class StreamTransfer(StagedTransfer[Room]):
             self._read(missing, self._index[batch.batch_size :], self._side)
         if self._following is not None:
             self._next_index = self._following.on(self._device)
-            self._wait(self._pulls, self._main)  # the other side is free, and the index is there
+            self._wait(self._pulls, self._main)  # the other side is free, and a copied index is there
+            if self._following.ready is not None:
+                self._pulls.wait_event(self._following.ready)
 
     def _pulled_ahead(self, recent: Recent | None) -> frozenset[str]:
         """The slots whose rows were pulled ahead for this step and can be used."""

@@ -74,7 +74,7 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
     def complete(self) -> None:
         """See :meth:`Transfer.complete`; the step's rows go to their files while the next step runs."""
         batch, side = self._current, self._side
-        histories, count = dict(self._pushed.get(batch, {})), batch.batch_size
+        histories, count = dict(self._pushed), batch.batch_size
         with self.times.during("push"):
             self._raise_failures(side)
             for slot in histories:

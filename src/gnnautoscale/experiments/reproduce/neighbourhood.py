@@ -22,7 +22,7 @@ from gnnautoscale.experiments.bench import free_memory
 from gnnautoscale.graph import HaloLoader, Subgraphs, whole_neighbourhood
 from gnnautoscale.models import build_model
 from gnnautoscale.tasks import NodeClassification, Task
-from gnnautoscale.training import Engine, Feed, Optimization, Steps, make_optimizer, plain_item
+from gnnautoscale.training import Engine, Optimization, Steps, make_optimizer, plain_item
 
 # Untimed epochs: they build the batches that return, compile kernels and capture steps.
 _WARM_UP = 2
@@ -107,8 +107,7 @@ def _with_histories(
     model: nn.Module, task: Task, loader: HaloLoader, hops: int, count: int, device: torch.device
 ) -> _Training:
     autoscale(model, loader.data, storage="host")
-    feed = Feed(model, task, placement="host", fixed=loader.is_fixed, num_batches=count)
-    engine = Engine(model, make_optimizer(model, Optimization(lr=0.001)), feed)
+    engine = Engine(model, make_optimizer(model, Optimization(lr=0.001)), task, device, placement="host")
 
     def epoch() -> float:
         engine.epoch(islice(loader.ready_batches(), count), then=loader.first_of_next_epoch)  # waits for the loss

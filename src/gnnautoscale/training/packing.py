@@ -1,0 +1,195 @@
+"""Batches at fixed addresses on a GPU, where captured steps read them.
+
+A package has everything that a step reads of a batch: attributes, the recorded edges in the form that layers use, and
+where its rows lie in histories. All of it lies in one buffer. Packages stay on the GPU if all of them fit; otherwise
+each batch is written over the one before it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.attach import Autoscaler
+from gnnautoscale.forward import BatchEdges, EdgeRecord
+from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, without_tensors
+from gnnautoscale.kernels import Adjacency
+
+Placement = Literal["auto", "device", "host"]
+
+# Every tensor in a buffer starts at a multiple of this.
+_ALIGNMENT = 256
+# The share of the GPU's free memory that packages may take.
+_SHARE = 0.5
+# More room than needed by this factor, since the next batch may be a little larger.
+_SLACK = 1.1
+
+
+@dataclass(eq=False)
+class Package:
+    """A batch whose tensors lie in one buffer.
+
+    Attributes:
+        info: Where the batch lies in its graph.
+        batch: The batch, with tensors in the buffer.
+        extras: Further tensors by name, in the buffer too.
+        views: All tensors in the buffer.
+    """
+
+    info: BatchInfo
+    batch: Data
+    extras: dict[str, Tensor]
+    views: dict[Any, Tensor]
+
+
+class Packer:
+    """Packs batches of an autoscaled model.
+
+    Packages live where ``placement`` says; ``"host"`` means that only one at a time is on the GPU, and ``"auto"`` lets
+    all of them stay there if they fit.
+    """
+
+    def __init__(self, scaler: Autoscaler, device: torch.device, placement: Placement) -> None:
+        self._scaler, self._device, self._placement = scaler, device, placement
+        self._packages: dict[Hashable, Package] = {}
+        #: Whether packages stay on the GPU; ``None`` before the first one.
+        self.resident: bool | None = None
+        #: Changes when packages move to another address.
+        self.version = 0
+        self._front = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def clear(self) -> None:
+        """Free all packages; the loader assembles their batches again."""
+        for package in self._packages.values():
+            self.displace(package.info)
+            if package.info.keeper is not None:
+                package.info.keeper(None)
+        self._packages.clear()
+
+    def displace(self, info: BatchInfo) -> None:
+        """Let steps on a batch read its own tensors again, because its package's may change."""
+        info.displace()
+        self._scaler.memory.rows_of(info).displace()
+
+    def pack(self, batch: Data, extras: dict[str, Tensor], attributes: Iterable[str] | None) -> Package:
+        """The package of a batch that comes back, which holds these values now.
+
+        Of the batch's attributes it has those that are named, by default all.
+        """
+        info: BatchInfo = batch.edge_index.info
+        known = self._packages.get(info.key)
+        if known is not None and self.resident:
+            return known
+        tensors = self._tensors(batch, info, extras, attributes)
+        if known is None:
+            layout, size = _layout(tensors)
+            if self.resident is None:
+                self.resident = self._should_stay(size * info.recurring)
+            buffer = self._buffer(size)
+            known = self._package(batch, info, {name: _view(buffer, *place) for name, place in layout.items()})
+            self._packages[info.key] = known
+        torch._foreach_copy_([known.views[name] for name in tensors], list(tensors.values()), non_blocking=True)
+        if self.resident and info.keeper is not None:
+            # From now on the loader yields the package itself.
+            info.shrink(known.views["rows"])
+            info.keeper(ReadyBatch(known.batch, info))
+        return known
+
+    def _buffer(self, size: int) -> Tensor:
+        if self.resident:
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        if size > self._front.numel():
+            torch.cuda.synchronize(self._device)
+            self._front = torch.empty(int(_SLACK * size), dtype=torch.uint8, device=self._device)
+            self._packages.clear()
+            self.version += 1
+        return self._front
+
+    def _should_stay(self, num_bytes: int) -> bool:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return self._placement == "device" or (self._placement == "auto" and num_bytes <= _SHARE * free)
+
+    def _tensors(
+        self, batch: Data, info: BatchInfo, extras: dict[str, Tensor], attributes: Iterable[str] | None
+    ) -> dict[Any, Tensor]:
+        """Everything that a step reads, by name."""
+        scaler = self._scaler
+        tensors: dict[Any, Tensor] = {"rows": scaler.memory.rows_of(info).on(self._device)}
+        tensors |= {("extra", name): value for name, value in extras.items()}
+        for name in batch.keys() if attributes is None else attributes:
+            value = batch[name]
+            if isinstance(value, BatchTensor):
+                unused = attributes is not None and scaler.ignores_edges and value.is_own_edges
+                value = value.emptied().plain.to(self._device) if unused else value.plain
+            if isinstance(value, Tensor):
+                tensors["batch", name] = value
+        for record, (weights, plain) in self._records().items():
+            edges = record.for_batch(info, "a layer").to(self._device)
+            if plain:
+                tensors[record, "edge_index"] = edges.edges
+                tensors |= {(record, "constant", name): value for name, value in edges.constants.items()}
+            for weight in weights:
+                named = edges.adjacency(weight).tensors()
+                tensors |= {(record, "fused", weight, name): value for name, value in named.items()}
+        return tensors
+
+    def _package(self, batch: Data, info: BatchInfo, views: dict[Any, Tensor]) -> Package:
+        """The batch made of tensors in a buffer."""
+        packed = copy.copy(without_tensors(batch))
+        extras: dict[str, Tensor] = {}
+        for name, value in views.items():
+            if name[0] == "batch":
+                tagged = name[1] in ("edge_index", "n_id", *info.graph.edge_attributes)
+                packed[name[1]] = BatchTensor.tag(value, info, name[1]) if tagged else value
+            elif name[0] == "extra":
+                extras[name[1]] = value
+        return Package(info, packed, extras, views)
+
+    def place(self, package: Package) -> None:
+        """Let steps on the package's batch read its tensors."""
+        info, views = package.info, package.views
+        self._scaler.memory.rows_of(info).place(views["rows"])
+        for record, (weights, plain) in self._records().items():
+            edge_index, constants = None, {}
+            if plain:
+                edge_index = views[record, "edge_index"]
+                constants = {name: views[record, "constant", name] for name in record.constants}
+            adjacencies = {}
+            for weight in weights:
+                named = {name[3]: value for name, value in views.items() if name[:3] == (record, "fused", weight)}
+                adjacencies[weight] = Adjacency.of(named, info.num_rows)
+            info.place(record, BatchEdges(constants, edge_index=edge_index, adjacencies=adjacencies))
+
+    def _records(self) -> dict[EdgeRecord, tuple[frozenset[str | None], bool]]:
+        """For each record the weights that layers fuse it with, and whether some layer needs its plain edges."""
+        found: dict[EdgeRecord, tuple[frozenset[str | None], bool]] = {}
+        scaler = self._scaler
+        for name, records in scaler.memory.records.items():
+            call = scaler.calls[name]
+            for position, record in enumerate(records):
+                weights, plain = found.get(record, (frozenset[str | None](), False))
+                # Dropout draws from plain edges.
+                if call.fuses(position, record.constants) and not scaler.edge_dropout:
+                    found[record] = weights | {call.weight(position)}, plain
+                else:
+                    found[record] = weights, True
+        return found
+
+
+def _layout(tensors: dict[Any, Tensor]) -> tuple[dict[Any, tuple[torch.dtype, torch.Size, int]], int]:
+    """The type, shape and first byte of each tensor in a buffer that has them one behind the other, and its size."""
+    layout, end = {}, 0
+    for name, tensor in tensors.items():
+        layout[name] = tensor.dtype, tensor.shape, end
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return layout, end
+
+
+def _view(buffer: Tensor, dtype: torch.dtype, shape: torch.Size, start: int) -> Tensor:
+    return buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)

@@ -1,0 +1,294 @@
+"""Steps on batches that a GPU captures once per batch and replays; others run as they are.
+
+It takes any work on a batch of an autoscaled model: the step of :func:`gnnautoscale.fit`, or a user's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.attach import attached
+from gnnautoscale.graph import BatchInfo
+from gnnautoscale.training.packing import Package, Packer, Placement
+from gnnautoscale.transfer import Times, Transfer
+
+# Every CUDA graph takes some of the GPU's memory, however small its batch; further batches run uncaptured.
+MOST_GRAPHS = 512
+# Runs before the first capture: they compile kernels and give an optimizer its state.
+WARM_UP = 2
+
+#: Work on a batch and further tensors; it returns what it likes.
+Work = Callable[[Data, dict[str, Tensor]], Any]
+
+
+@dataclass(eq=False)
+class _Replay:
+    """A captured step, what it returned when it was captured, and its batch."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Any
+    package: Package
+
+
+class Replayer:
+    """Runs work on batches of an autoscaled model.
+
+    On a GPU it is captured for each batch that comes back, and replayed, unless ``capture`` forbids it or something
+    stands in the way; :attr:`why_not` says what. ``attributes`` gives the attributes of a batch that the work reads, by
+    default all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        capture: bool = True,
+        placement: Placement = "auto",
+        attributes: Callable[[Data], Iterable[str]] | None = None,
+    ) -> None:
+        self._model, self._device, self._attributes = model, device, attributes
+        self._scaler = attached(model)
+        self._replays: dict[Hashable, _Replay] = {}
+        self._warm_up = WARM_UP
+        self._pool: Any = None
+        self._versions: tuple[int, int] | None = None
+        self.packer = Packer(self._scaler, device, placement)
+        #: Why steps are not captured, in words; ``None`` if they are, or will be.
+        self.why_not = self._obstacle(capture)
+        #: Measures what steps spend their time on.
+        self.times = Times()
+
+    def _obstacle(self, capture: bool) -> str | None:
+        if not capture:
+            return "this was asked for"
+        if self._device.type != "cuda":
+            return "there is no GPU"
+        if self._scaler.edge_dropout:
+            return "edge dropout changes the number of edges in every step"
+        return None
+
+    @property
+    def how(self) -> str:
+        """How steps run, in words."""
+        if self._device.type != "cuda":
+            return "uncaptured: CUDA graphs need a GPU"
+        if self.why_not is not None:
+            return f"uncaptured, since {self.why_not}"
+        where = "stay on the GPU" if self.packer.resident else "are assembled anew for each step"
+        return f"captured as {len(self._replays)} CUDA graphs; batches {where}"
+
+    def forget(self) -> None:
+        """Forget what was captured, because the model, or what it works on, has changed."""
+        self._replays.clear()
+        self.packer.clear()
+
+    def run(
+        self, batch: Data, work: Work, extras: dict[str, Tensor], *, form: Hashable = None, trains: bool = True
+    ) -> Any:
+        """Run the work on a batch on the device; returns its result, which the next run may overwrite.
+
+        Work of another ``form`` is captured by itself. Without ``trains`` it does not count as warm-up.
+        """
+        memory, info = self._scaler.memory, batch.edge_index.info
+        if memory.medium is None or self._device.type != "cuda":
+            # The first session chooses the medium, so only that one knows how rows move.
+            return self._uncaptured(batch, work, extras, trains)
+        transfer = memory.transfer(self._device)
+        transfer.measure(self.times)
+        memory.begin(info, transfer)
+        replay = self._replay(batch, work, extras, (info.key, form), transfer) if self.why_not is None else None
+        if not self.packer.resident or replay is None:
+            memory.prepare_edges(info.upcoming, self._scaler.calls, gradients=True)
+        if replay is not None:
+            replay.graph.replay()
+            memory.mark_changed()
+            transfer.look_ahead()
+            result = replay.result
+        else:
+            transfer.look_ahead()
+            with self._scaler.driven():
+                result = self._uncaptured(batch, work, extras, trains)
+            transfer.join()  # the batch's memory may be used again
+        transfer.complete()
+        return result
+
+    def _uncaptured(self, batch: Data, work: Work, extras: dict[str, Tensor], trains: bool) -> Any:
+        """Run without capturing; the last run before the first capture is watched for obstacles."""
+        last_of_warm_up = self._warm_up == 1 and trains
+        self._warm_up = max(self._warm_up - trains, 0)
+        if self.why_not is None and last_of_warm_up:
+            self._scaler.memory.prepare_edges(batch.edge_index.info, self._scaler.calls, gradients=True)
+            with _watching(self._model) as reasons:
+                result = work(batch, extras)
+            self.why_not = next(iter(reasons), None)
+            return result
+        return work(batch, extras)
+
+    def _replay(
+        self, batch: Data, work: Work, extras: dict[str, Tensor], key: tuple[Hashable, Hashable], transfer: Transfer
+    ) -> _Replay | None:
+        """The captured work on a batch, with the batch's values in place; ``None`` if it must not be captured (yet)."""
+        versions = self.packer.version, transfer.version
+        if versions != self._versions:
+            self._replays.clear()
+            self._versions = versions
+        info: BatchInfo = batch.edge_index.info
+        if not info.recurring:
+            self.why_not = _why_uncaptured(info)
+            return None
+        known = self._replays.get(key)
+        if known is None and (self._warm_up > 0 or len(self._replays) >= MOST_GRAPHS):
+            return None
+        names = None if self._attributes is None else self._attributes(batch)
+        if known is None or not self.packer.resident:
+            package = self.packer.pack(batch, extras, names)
+            if self.packer.version != versions[0]:  # it was moved
+                self._replays.clear()
+                self._versions = self.packer.version, transfer.version
+                known = None
+        return known or self._capture(package, work, key, transfer)
+
+    def _capture(
+        self, package: Package, work: Work, key: tuple[Hashable, Hashable], transfer: Transfer
+    ) -> _Replay | None:
+        def whole_step() -> Any:
+            with self._scaler.driven():
+                result = work(package.batch, package.extras)
+            transfer.join()
+            return result
+
+        self.packer.place(package)
+        graph, result, reason = self.record(whole_step)
+        if not self.packer.resident:
+            self.packer.displace(package.info)
+        if reason is not None:
+            self.why_not = f"the model cannot be captured ({reason})"
+            self.forget()
+            return None
+        self._replays[key] = _Replay(graph, result, package)
+        return self._replays[key]
+
+    def record(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any, str | None]:
+        """Capture some work; returns the graph, the work's result, and the reason if it could not be captured."""
+        if not self._replays:
+            # Memory that graphs share lives as long as any of them.
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        offset = torch.cuda.default_generators[self._device.index].get_offset()
+        result, reason = None, None
+        # Other threads, such as a progress bar's, go on meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            result = work()
+        except Exception as error:  # the work runs uncaptured next, and raises what has nothing to do with capture
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            reason = reason or str(error).splitlines()[0]
+            _recover_from_capture(self._device, self._pool, offset)
+        return graph, result, reason
+
+
+def _why_uncaptured(info: BatchInfo) -> str:
+    if info.device.type != "cuda":
+        return "batches come from host memory (use HaloLoader(..., device='cuda'))"
+    return "parts are drawn into new batches every epoch (use one part per batch, no shuffling, or drawings)"
+
+
+@contextmanager
+def on_training_stream(device: torch.device) -> Iterator[None]:
+    """Work on the stream of all training, after what the current stream has been given; it waits for this work."""
+    if device.type != "cuda" or torch.cuda.current_stream(device) == _training_stream(device):
+        yield
+        return
+    main, stream = torch.cuda.current_stream(device), _training_stream(device)
+    stream.wait_stream(main)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        main.wait_stream(stream)
+
+
+@cache
+def _training_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of all training, since PyTorch keeps work space for each; steps precede transfers beside them."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def _recover_from_capture(device: torch.device, pool: Any, offset: int) -> None:
+    """Put PyTorch's allocator and random numbers right after a capture that ended with an error."""
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize(device)
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    generator = torch.cuda.default_generators[device.index]
+    fresh = torch.Generator(device)
+    fresh.manual_seed(generator.initial_seed())
+    fresh.set_offset(offset)
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+@contextmanager
+def _watching(model: nn.Module) -> Iterator[list[str]]:
+    """List the reasons why a step cannot be captured: work that a replay would not, or could not, repeat."""
+    reasons: list[str] = []
+    before = _host_state(model)
+    with _waits_noticed() as waits:
+        yield reasons
+    if waits:
+        reasons.append("the model waits for values on the host (such as .item(), or indexing with a mask)")
+    after = _host_state(model)
+    reasons += [reason for reason, value in before.items() if value != after[reason]]
+
+
+@contextmanager
+def _waits_noticed() -> Iterator[list[str]]:
+    """Collect PyTorch's warnings about operations that make the host wait for a GPU."""
+    waits: list[str] = []
+    if not torch.cuda.is_available():
+        yield waits
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    waits += [str(warning.message) for warning in caught if "called a synchronizing" in str(warning.message)]
+
+
+def _host_state(model: nn.Module) -> dict[str, Any]:
+    plain = {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str))
+    }
+    return {
+        "the model draws random numbers on the host": (
+            random.getstate(),
+            repr(np.random.get_state(legacy=False)["state"]),  # noqa: NPY002
+            torch.get_rng_state().numpy().tobytes(),
+        ),
+        "the model's attributes change from step to step": plain,
+    }
