@@ -1,7 +1,7 @@
 """Helpers for every package, none of them for users.
 
-Atomic files, options, random states, available, peak and page-locked memory, nested tensors. It knows nothing about graphs
-or models.
+Atomic files, options, random states, available, peak and page-locked memory, nested tensors. It knows nothing about
+graphs or models.
 """
 
 from gnnautoscale._util.atomic import write_atomically
@@ -10,7 +10,7 @@ from gnnautoscale._util.memory import available_memory
 from gnnautoscale._util.nested import map_others, map_tensors, others_in, tensors_in
 from gnnautoscale._util.options import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale._util.peak_memory import PeakMemory
-from gnnautoscale._util.pinned import Pinned, pinned_zeros
+from gnnautoscale._util.pinned import Pinned, arriving_numbers, copy_staged, pinned_zeros
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
 
 __all__ = [
@@ -19,8 +19,10 @@ __all__ = [
     "PeakMemory",
     "Pinned",
     "RandomState",
+    "arriving_numbers",
     "available_memory",
     "check_names",
+    "copy_staged",
     "describe_arguments",
     "map_others",
     "map_tensors",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 _MAPS = Path("/proc/self/maps")
+# How the names of mappings begin that are memory only.
+_NO_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "[")  # noqa: S108
 # How many owners keep each range of memory locked, by its first byte and its size.
 _OWNERS: Counter[tuple[int, int]] = Counter()
 
@@ -22,8 +25,8 @@ _OWNERS: Counter[tuple[int, int]] = Counter()
 class Pinned:
     """Keeps tensors in page-locked host memory for as long as it lives.
 
-    A tensor stays as it is if there is no GPU, if it is in device memory or pinned already, if the system refuses, or if
-    it lies in a file, which would have to be read as a whole.
+    A tensor stays as it is if there is no GPU, if it is in device memory or pinned already, if the system refuses, or
+    if it lies in a file, which would have to be read as a whole.
     """
 
     def __init__(self) -> None:
@@ -54,6 +57,67 @@ def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Pi
     return (zeros, pinned) if pinned.add(zeros) else (torch.zeros(shape, dtype=dtype, pin_memory=True), pinned)
 
 
+def copy_staged(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small tensor from host memory to a device, without waiting for what a GPU does.
+
+    It goes through pinned memory that is never freed: freeing some while a CUDA graph is captured would break it.
+    """
+    if device.type != "cuda" or not tensor.numel():
+        return tensor.to(device)
+    return _staging(device.index).copy(tensor, device)
+
+
+class _Staging:
+    """Pieces of pinned memory that are used in turn."""
+
+    _PIECES = 16
+
+    def __init__(self) -> None:
+        self._pieces = [torch.empty(0, dtype=torch.uint8) for _ in range(self._PIECES)]
+        self._copied: list[torch.cuda.Event | None] = [None] * self._PIECES
+        self._next = 0
+
+    def copy(self, tensor: Tensor, device: torch.device) -> Tensor:
+        turn, self._next = self._next, (self._next + 1) % self._PIECES
+        copied = self._copied[turn]
+        if copied is not None:
+            copied.synchronize()  # usually long done
+        if self._pieces[turn].numel() < tensor.nbytes:
+            self._pieces[turn] = torch.empty(2 * tensor.nbytes, dtype=torch.uint8, pin_memory=True)
+        staged = self._pieces[turn][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        staged.copy_(tensor)
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        there.copy_(staged, non_blocking=True)
+        self._copied[turn] = torch.cuda.current_stream(device).record_event()
+        return there
+
+
+@cache
+def _staging(index: int | None) -> _Staging:
+    return _Staging()
+
+
+class _Places:
+    """Places in pinned memory for numbers that come from a GPU, used in turn."""
+
+    _COUNT = 1 << 16
+
+    def __init__(self) -> None:
+        self._numbers = torch.empty(self._COUNT, dtype=torch.int32, pin_memory=True)
+        self._next = 0
+
+    def take(self) -> Tensor:
+        """The next place, ``[1]``, int32; it is taken again after many others."""
+        place, self._next = self._next, (self._next + 1) % self._COUNT
+        return self._numbers[place : place + 1]
+
+
+@cache
+def arriving_numbers() -> _Places:
+    """The places of this process."""
+    return _Places()
+
+
 def _release(ranges: list[tuple[int, int]], kept: list[Tensor]) -> None:
     for place in ranges:
         _OWNERS[place] -= 1
@@ -81,6 +145,6 @@ def _is_in_file(address: int) -> bool:
         bounds, _, _, _, inode, *name = line.split(maxsplit=5)
         first, last = (int(bound, 16) for bound in bounds.split("-"))
         if first <= address < last:
-            in_memory = not name or name[0].startswith(("/dev/shm/", "/memfd:", "/dev/zero", "["))
+            in_memory = not name or name[0].startswith(_NO_FILES)
             return inode != "0" and not in_memory
     return False

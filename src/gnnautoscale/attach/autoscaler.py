@@ -205,8 +205,8 @@ class Autoscaler:
 
     def _situation(self, info: BatchInfo, arguments: Arguments) -> _Situation:
         model, given = self.form, form_of_arguments(info, arguments)
-        dtypes = frozenset({weight.dtype for weight in self._weights})
-        structure = model.structure, model.mode, given.structure, graph_form(info.graph), dtypes
+        kinds = frozenset({(weight.dtype, weight.device.type) for weight in self._weights})
+        structure = model.structure, model.mode, given.structure, graph_form(info.graph), kinds
         read = tuple(float(weighted_sum(value)) for value in self._values_read())
         return _Situation(structure, (model.numbers, given.numbers, read))
 

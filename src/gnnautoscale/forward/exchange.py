@@ -140,7 +140,7 @@ class HistoryStore(RowStore):
 class StreamedStore(HistoryStore):
     """The histories, read ahead and written behind on streams of a GPU beside the one that computes.
 
-    What is read ahead must not be written until :meth:`settle`, as in a sweep, which reads one level and writes another.
+    What is read ahead must not be written until :meth:`settle`; a sweep reads one level and writes another.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.fused import FusedEdges
 from gnnautoscale.forward.watch import OVERRIDES, form_of, form_of_values
 from gnnautoscale.graph import BatchInfo, BatchTensor, EdgeTable, Graph, RowOrder
-from gnnautoscale.kernels import Adjacency, Count, OwnRows
+from gnnautoscale.kernels import Adjacency, Count, OwnRows, expand_targets, locate_and_count
 
 if TYPE_CHECKING:
     from gnnautoscale.forward.plan import LayerCall
@@ -94,7 +94,7 @@ class BatchEdges:
         if self._edge_index is None:
             if self._grouped is None:
                 raise RuntimeError("these edges were prepared for layers that fuse only")
-            ends = [self._grouped.checked().long(), self._grouped.target.long()]
+            ends = [self._grouped.checked().long(), self._grouped.target]
             self._edge_index = torch.stack(ends if self._target_row == 1 else ends[::-1])
         return self._edge_index
 
@@ -130,6 +130,7 @@ class GroupedEdges:
     Attributes:
         ptr: First edge of each of the batch's own rows, ``[batch_size + 1]``.
         source: The row of the batch that each edge comes from, ``[num_edges]``, int32.
+        longest: The largest number of edges into a row.
         by_source: The positions of the edges grouped by source, and these sources, if known.
         missing: The number of edges whose source is no row of the batch, perhaps still on its way to the host.
         layer: Whose edges they are, in words.
@@ -139,21 +140,22 @@ class GroupedEdges:
         self,
         ptr: Tensor,
         source: Tensor,
+        longest: int,
         by_source: tuple[Tensor, Tensor] | None = None,
         missing: Count | None = None,
         layer: str = "a layer",
     ) -> None:
-        self.ptr, self.source = ptr, source
+        self.ptr, self.source, self._longest = ptr, source, longest
         self._by_source, self._missing, self._layer = by_source, missing, layer
 
     def to(self, device: torch.device) -> GroupedEdges:
         """A copy on another device."""
-        return GroupedEdges(self.ptr.to(device), self.checked().to(device))
+        return GroupedEdges(self.ptr.to(device), self.checked().to(device), self._longest)
 
     @property
     def target(self) -> Tensor:
-        """The row of the batch that each edge points to, ``[num_edges]``."""
-        return torch.repeat_interleave(self.ptr.diff(), output_size=self.source.numel())
+        """The row of the batch that each edge points to, ``[num_edges]``, int64."""
+        return expand_targets(self.ptr, self.source.numel())
 
     def checked(self) -> Tensor:
         """The sources; refuses edges from outside the batch and its halo."""
@@ -168,7 +170,7 @@ class GroupedEdges:
 
     def adjacency(self, weight: Tensor | None, num_rows: int) -> Adjacency:
         """These edges with weights, ``[num_edges]``, or without."""
-        return Adjacency(self.ptr, self.checked(), weight, num_rows, self._by_source)
+        return Adjacency(self.ptr, self.checked(), weight, num_rows, self._by_source, self._longest)
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors."""
@@ -197,14 +199,14 @@ class EdgeRecord:
             self._pin()
         if table is info.table:
             cut = info.edges
-            grouped = GroupedEdges(cut.ptr(device), info.found.source, info.found.by_source)
+            grouped = GroupedEdges(cut.ptr(device), info.found.source, cut.longest, info.found.by_source)
         else:
             if table.order is not info.order:  # the record was made for another loader
                 device, halo = torch.device("cpu"), table.order.rows(info.halo).long()
                 own = OwnRows.of(table.order.rows(info.nodes).long())
             cut = table.cut(own)
-            source = table.numbers.locate(cut.take(table.source, device), own, halo)
-            grouped = GroupedEdges(cut.ptr(device), source, None, Count((source < 0).sum()), layer)
+            source, missing = locate_and_count(table.numbers, cut.take(table.source, device), own, halo)
+            grouped = GroupedEdges(cut.ptr(device), source, cut.longest, None, missing, layer)
         constants = {name: cut.take(value, device) for name, value in self.constants.items()}
         return BatchEdges(constants, grouped=grouped, target_row=table.target_row, num_rows=info.num_rows)
 

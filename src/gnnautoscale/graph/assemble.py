@@ -142,7 +142,9 @@ class Assembly:
             level = rows_of(graph.data, name)
             if level is not None and name != "edge_index":
                 batch[name] = builder.rows(name, info, n_id) if level == "node" else builder.edges(name, info, e_id)
-        batch.edge_index = torch.stack([info.found.source.long(), cut.target(device).long()])
+        source = info.found.source.long() if info.found.wide_source is None else info.found.wide_source
+        batch.edge_index = torch.stack([source, cut.target(device)])
+        info.found.wide_source = None
         # Copies, since a user may write into them.
         batch.n_id, batch.e_id = n_id.clone() if n_id is info.rows else n_id, e_id
         batch.num_nodes, batch.batch_size = info.num_rows, self._own.size

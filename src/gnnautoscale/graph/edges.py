@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnautoscale._util import Pinned
-from gnnautoscale.kernels import OwnRows, RowNumbers, gather_table
+from gnnautoscale._util import Pinned, copy_staged
+from gnnautoscale.kernels import OwnRows, RowNumbers, expand_targets, gather_table
 
 
 class RowOrder:
@@ -100,7 +100,7 @@ class EdgeTable:
         ``edge_index``; each ``[num_edges_into_rows]``, int64.
         """
         cut, device = self.cut(OwnRows.of(rows)), rows.device
-        return cut.target(device).long(), cut.take(self.source, device).long(), cut.take(self.edge, device).long()
+        return cut.target(device), cut.take(self.source, device).long(), cut.take(self.edge, device).long()
 
     @property
     def edge_index(self) -> Tensor:
@@ -151,18 +151,18 @@ class EdgeCut:
             begin, count = ptr[rows], ptr[rows + 1] - ptr[rows]
             local = np.concatenate([[0], count.cumsum()])
             self._positions = torch.from_numpy(np.repeat(begin - local[:-1], count) + np.arange(local[-1]))
-        #: Number of edges.
+        #: Number of edges, and the largest number of edges into one row.
         self.count = int(local[-1])
+        self.longest = int(np.diff(local).max(initial=0))
         self._local = torch.from_numpy(local.astype(np.int32) if self.count < 2**31 else local)
 
     def ptr(self, device: torch.device) -> Tensor:
         """First edge of each of the rows, ``[num_rows + 1]``, int32 if that suffices."""
-        return self._local if device.type == "cpu" else self._local.pin_memory().to(device, non_blocking=True)
+        return copy_staged(self._local, device)
 
     def target(self, device: torch.device) -> Tensor:
-        """The position of each edge's target among the rows, ``[count]``, int32 if that suffices."""
-        ptr = self.ptr(device)
-        return torch.repeat_interleave(ptr.diff(), output_size=self.count)
+        """The position of each edge's target among the rows, ``[count]``, int64."""
+        return expand_targets(self.ptr(device), self.count)
 
     def take(self, values: Tensor, device: torch.device) -> Tensor:
         """The values of these edges, ``[count, ...]``, out of a table with a row per edge.

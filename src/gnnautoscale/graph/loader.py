@@ -24,6 +24,8 @@ from gnnautoscale.kernels import Halo
 _HOST = torch.device("cpu")
 # How many batches a GPU searches for their halo ahead of the one that gets its rows.
 _AHEAD = 1
+# How many batches a GPU may have to work on before the host waits.
+_MOST_IN_USE = 2
 
 
 class HaloLoader:
@@ -301,10 +303,14 @@ class HaloLoader:
                 info.keeper, info.recurring = partial(_keep, kept, group), self.num_batches
             return self._ready_batch(batch, info, builder.graph)
 
+        used: deque[torch.cuda.Event] = deque()
         for group in groups:
             start(group)
             if len(searching) > _AHEAD:
                 yield finish()
+                used.append(torch.cuda.current_stream(device).record_event())
+                if len(used) > _MOST_IN_USE:
+                    used.popleft().synchronize()  # or the host would get far ahead, and use memory for all of it
         while searching:
             yield finish()
 

@@ -4,7 +4,16 @@ They know tensors and edges, but no models and no histories.
 """
 
 from gnnautoscale.kernels.available import use_triton
-from gnnautoscale.kernels.halo import Count, Halo, HaloSearch, OwnRows, RowNumbers, Runs
+from gnnautoscale.kernels.halo import (
+    Count,
+    Halo,
+    HaloSearch,
+    OwnRows,
+    RowNumbers,
+    Runs,
+    expand_targets,
+    locate_and_count,
+)
 from gnnautoscale.kernels.rows import gather_rows, gather_table, gather_tables, locate_rows, merge_rows, scatter_rows
 from gnnautoscale.kernels.spmm import Adjacency, spmm
 
@@ -16,9 +25,11 @@ __all__ = [
     "OwnRows",
     "RowNumbers",
     "Runs",
+    "expand_targets",
     "gather_rows",
     "gather_table",
     "gather_tables",
+    "locate_and_count",
     "locate_rows",
     "merge_rows",
     "scatter_rows",

@@ -12,9 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from gnnautoscale._util import arriving_numbers, copy_staged
+from gnnautoscale.kernels.available import use_triton
 
 #: Contiguous pieces of rows: for each the first row in a table, its first row in the batch, and its length.
 Runs = Sequence[tuple[int, int, int]]
@@ -57,6 +61,10 @@ class OwnRows:
         """Whether handling the pieces is faster than handling each row."""
         return len(self.runs) <= MOST_RUNS
 
+    def runs_on(self, device: torch.device) -> Tensor:
+        """The pieces on a device, ``[num_runs, 3]``, int64."""
+        return copy_staged(torch.tensor(self.runs, dtype=torch.long).view(-1, 3), device)
+
     def on(self, device: torch.device) -> Tensor:
         """The index on a device; for few pieces nothing is copied there."""
         if device.type == "cpu" or not self.is_in_few_pieces:
@@ -72,12 +80,14 @@ class Halo:
     Attributes:
         rows: The halo's rows in the table, ascending, ``[num_halo]``, int64.
         source: The row of the batch that each edge comes from, ``[num_edges]``, int32.
+        wide_source: The same as int64, if it is there already.
         by_source: The positions of the edges grouped by source, and these sources, ``[num_edges]`` each; ``None`` if
             that is not known.
     """
 
     rows: Tensor
     source: Tensor
+    wide_source: Tensor | None = None
     by_source: tuple[Tensor, Tensor] | None = None
 
 
@@ -90,18 +100,17 @@ class Count:
     """
 
     def __init__(self, value: Tensor) -> None:
-        self._value, self._arrived = value, None
+        self._number, self._arrived = None if value.is_cuda else int(value), None
         if value.is_cuda:
-            self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-            self._value.copy_(value, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
+            self._place = arriving_numbers().take()
+            self._place.copy_(value.view(1), non_blocking=True)
+            self._arrived = torch.cuda.current_stream(value.device).record_event()
 
     def __int__(self) -> int:
-        if self._arrived is not None:
+        if self._number is None and self._arrived is not None:
             self._arrived.synchronize()
-            self._arrived = None
-        return int(self._value)
+            self._number = int(self._place)
+        return self._number or 0
 
 
 @dataclass(eq=False)
@@ -148,8 +157,15 @@ class RowNumbers:
         are further rows for the halo, unless they are the batch's own, ``[count]``.
         """
         wanted = source if also is None else torch.cat([source, also])
+        if use_triton(source) and own.is_in_few_pieces and wanted.numel():
+            key_dtype = torch.int32 if self.num_rows + own.size < 2**31 else torch.int64
+            runs = own.runs_on(source.device)
+            found = _triton().find_halo(wanted, source.numel(), runs, own.size, key_dtype)
+            rows, numbers, wide, by_source, count = found
+            return HaloSearch(Halo(rows, numbers, wide, by_source if also is None else None), Count(count))
         if source.is_cuda:
-            return _find_by_sorting(wanted, source.numel(), own, self.num_rows)
+            halo = self.find(source.cpu(), own, None if also is None else also.cpu()).result()
+            return HaloSearch(Halo(halo.rows.to(source.device), halo.source.to(source.device)))
         self._number(own.index, 0)
         outside = wanted[self._numbers.index_select(0, wanted) < 0].long()
         self._flags[outside] = True
@@ -169,12 +185,7 @@ class RowNumbers:
             [0, 3, -1]
         """
         if rows.is_cuda:
-            inside = _own_numbers(rows, own)
-            if not halo.numel():
-                return inside
-            place = torch.searchsorted(halo, rows.to(halo.dtype)).clamp_(max=halo.numel() - 1)
-            found = torch.where(halo[place] == rows, place + own.size, -1).to(torch.int32)
-            return torch.where(inside >= 0, inside, found)
+            return self.locate(rows.cpu(), own, halo.cpu()).to(rows.device)
         self._number(own.index, 0)
         self._number(halo, own.size)
         found = self._numbers.index_select(0, rows)
@@ -185,39 +196,47 @@ class RowNumbers:
         self._numbers[rows] = torch.arange(first, first + rows.numel(), dtype=torch.int32)
 
 
-def _own_numbers(rows: Tensor, own: OwnRows) -> Tensor:
-    """The number of each row among a batch's own, or -1; ``[count]``, int32, on a GPU."""
-    if len(own.runs) == 1:
-        start, first, length = own.runs[0]
-        place = rows - start
-        return torch.where((place >= 0) & (place < length), place + first, -1).to(torch.int32)
-    if not own.runs:
-        return torch.full_like(rows, -1, dtype=torch.int32)
-    runs = torch.tensor(sorted(own.runs), dtype=rows.dtype).pin_memory()
-    starts, firsts, lengths = runs.to(rows.device, non_blocking=True).t().contiguous()
-    run = torch.searchsorted(starts, rows, right=True).sub_(1).clamp_(min=0)
-    place = rows - starts[run]
-    return torch.where((place >= 0) & (place < lengths[run]), place + firsts[run], -1).to(torch.int32)
+def locate_and_count(numbers: RowNumbers, rows: Tensor, own: OwnRows, halo: Tensor) -> tuple[Tensor, Count]:
+    """See :meth:`RowNumbers.locate`; also counts the rows that have no number. ``halo`` must be ascending on a GPU."""
+    if use_triton(rows) and own.is_in_few_pieces and rows.numel():
+        found, missing = _triton().locate(rows, own.runs_on(rows.device), own.size, halo)
+        return found, Count(missing)
+    found = numbers.locate(rows, own, halo)
+    return found, Count((found < 0).sum())
 
 
-def _find_by_sorting(wanted: Tensor, num_edges: int, own: OwnRows, num_rows: int) -> HaloSearch:
-    count, size, device = wanted.numel(), own.size, wanted.device
-    if not count:
-        none = torch.empty(0, dtype=torch.int32, device=device)
-        return HaloSearch(Halo(none.long(), none, (none.long(), none)))
-    # Own rows by their numbers, then all others by their rows: the order of the batch's rows.
-    wanted = wanted.to(torch.int32 if num_rows + size < 2**31 else torch.int64)
-    number = _own_numbers(wanted, own)
-    key, order = torch.where(number >= 0, number.to(wanted.dtype), wanted + size).sort(stable=True)
-    first = torch.ones(count, dtype=torch.bool, device=device)
-    torch.ne(key[1:], key[:-1], out=first[1:])
-    outside = key >= size
-    first &= outside
-    rank = first.cumsum(0, dtype=torch.int32)
-    numbered = torch.where(outside, rank + (size - 1), key).to(torch.int32)
-    # As many places as there could be halo rows, and one for everything that is none.
-    rows = torch.empty(count + 1, dtype=torch.long, device=device)
-    rows.scatter_(0, torch.where(first, rank - 1, count).long(), key.long() - size)
-    source = torch.empty_like(numbered).scatter_(0, order, numbered)
-    by_source = (order, numbered) if num_edges == count else None
-    return HaloSearch(Halo(rows, source[:num_edges], by_source), Count(rank[-1]))
+def expand_targets(ptr: Tensor, count: int) -> Tensor:
+    """The row of each edge, ``[count]``, int64, given the first edge of each row, ``[num_rows + 1]``.
+
+    Example:
+        >>> expand_targets(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 3)
+        tensor([0, 0, 2])
+    """
+    if use_triton(ptr):
+        target = torch.empty(count, dtype=torch.long, device=ptr.device)
+        _triton().expand_targets(ptr, target)
+        return target
+    return torch.repeat_interleave(ptr.diff(), output_size=count).long()
+
+
+def regroup(ptr: Tensor, order: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The row of each edge, int32, and its weight in another order of the edges, ``[num_edges]`` each.
+
+    ``ptr`` is the first edge of each row, ``[num_rows + 1]``, and ``order`` the positions of the edges.
+
+    Example:
+        >>> regroup(torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([2, 0, 1]), None)[0].tolist()
+        [1, 0, 0]
+    """
+    if use_triton(order) and order.numel():
+        regrouped: tuple[Tensor, Tensor | None] = _triton().regroup(ptr, order, weight)
+        return regrouped
+    target = expand_targets(ptr, order.numel()).to(torch.int32)
+    return target[order], None if weight is None else weight[order]
+
+
+def _triton() -> ModuleType:
+    """The Triton kernels, imported on first use: Triton may not be installed."""
+    from gnnautoscale.kernels import triton_halo
+
+    return triton_halo

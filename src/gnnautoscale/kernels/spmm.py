@@ -16,7 +16,7 @@ from torch import Tensor
 from gnnautoscale.errors import InputError
 from gnnautoscale.kernels import plain_spmm
 from gnnautoscale.kernels.available import use_triton
-from gnnautoscale.kernels.halo import Count
+from gnnautoscale.kernels.halo import Count, regroup
 from gnnautoscale.kernels.long_rows import RowSegments, split_long_rows
 
 REDUCES = ("sum", "mean", "max", "min")
@@ -33,6 +33,7 @@ class Adjacency:
         weight: The factor of each edge, ``[num_edges]``, or ``None`` for 1.
         num_sources: Number of source rows.
         by_source: The positions of the edges grouped by source, and these sources, ``[num_edges]`` each, if known.
+        longest: The largest number of edges into a target, if known.
 
     Example:
         >>> target, source = torch.tensor([0, 0, 2]), torch.tensor([3, 1, 3])
@@ -49,6 +50,7 @@ class Adjacency:
     weight: Tensor | None
     num_sources: int
     by_source: tuple[Tensor, Tensor] | None = None
+    longest: int | None = None
 
     @classmethod
     def build(
@@ -117,10 +119,8 @@ class Adjacency:
         order, source = (None, None) if self.by_source is None else self.by_source
         if order is None or source is None:
             source, order = self.col.sort(stable=True)
-        target: Tensor = torch._convert_indices_from_csr_to_coo(self.ptr, self.col, out_int32=True)[0]
         ptr: Tensor = torch._convert_indices_from_coo_to_csr(source, self.num_sources, out_int32=True)
-        weight = None if self.weight is None else self.weight[order]
-        return ptr, target[order], weight
+        return ptr, *regroup(self.ptr, order, self.weight)
 
     def _transposed_by_counting(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The transpose on a CPU, where SciPy's conversion takes a tenth of the time of a sort."""
@@ -134,11 +134,7 @@ class Adjacency:
     def prepare(self, *, gradients: bool) -> None:
         """Start what a GPU would have to be waited for later; with ``gradients`` also the transpose."""
         if self.ptr.is_cuda:
-            _ = self._longest, self.transposed if gradients else None, self._longest_t if gradients else None
-
-    @cached_property
-    def _longest(self) -> Count:
-        return Count(self.ptr.diff().amax() if self.num_targets else self.ptr.new_zeros(()))
+            _ = self._longest_t if gradients else None
 
     @cached_property
     def _longest_t(self) -> Count:
@@ -147,7 +143,9 @@ class Adjacency:
     @cached_property
     def segments(self) -> RowSegments | None:
         """The segments of targets with very many edges; ``None`` if there are none."""
-        return split_long_rows(self.ptr, int(self._longest))
+        if self.longest is None:
+            self.longest = int(self.ptr.diff().amax()) if self.num_targets else 0
+        return split_long_rows(self.ptr, self.longest)
 
     @cached_property
     def segments_t(self) -> RowSegments | None:

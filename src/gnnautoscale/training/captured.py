@@ -108,11 +108,10 @@ class Engine(Steps):
         self._forget_whole()
 
     def _run(self, item: Item) -> None:
-        if self._replayer.why_not is None and self._penalty is not None:
-            if any(call.draws for call in self._scaler.calls.values()):
-                self._replayer.why_not = (
-                    "the penalty runs layers with dropout inside a second time with the same random numbers"
-                )
+        if self._penalty is not None and any(call.draws for call in self._scaler.calls.values()):
+            self._replayer.why_not = (
+                "the penalty runs layers with dropout inside a second time with the same random numbers"
+            )
         extras = {"targets": item.targets} if item.rows is None else {"targets": item.targets, "rows": item.rows}
         self._replayer.run(item.batch, self._work, extras, trains=item.targets.size(0) > 0)
 

@@ -87,19 +87,23 @@ class Packer:
         if known is not None and self.resident:
             return known
         tensors = self._tensors(batch, info, extras, attributes)
+        views = self._views(tensors, info) if known is None else known.views
+        torch._foreach_copy_([views[name] for name in tensors], list(tensors.values()), non_blocking=True)
         if known is None:
-            layout, size = _layout(tensors)
-            if self.resident is None:
-                self.resident = self._should_stay(size * info.recurring)
-            buffer = self._buffer(size)
-            known = self._package(batch, info, {name: _view(buffer, *place) for name, place in layout.items()})
-            self._packages[info.key] = known
-        torch._foreach_copy_([known.views[name] for name in tensors], list(tensors.values()), non_blocking=True)
+            known = self._packages[info.key] = self._package(batch, info, views)
         if self.resident and info.keeper is not None:
             # From now on the loader yields the package itself.
             info.shrink(known.views["rows"])
             info.keeper(ReadyBatch(known.batch, info))
         return known
+
+    def _views(self, tensors: dict[Any, Tensor], info: BatchInfo) -> dict[Any, Tensor]:
+        """Room for tensors in one buffer."""
+        layout, size = _layout(tensors)
+        if self.resident is None:
+            self.resident = self._should_stay(size * info.recurring)
+        buffer = self._buffer(size)
+        return {name: _view(buffer, *place) for name, place in layout.items()}
 
     def _buffer(self, size: int) -> Tensor:
         if self.resident:
@@ -125,8 +129,9 @@ class Packer:
         for name in batch.keys() if attributes is None else attributes:
             value = batch[name]
             if isinstance(value, BatchTensor):
-                unused = attributes is not None and scaler.ignores_edges and value.is_own_edges
-                value = value.emptied().plain.to(self._device) if unused else value.plain
+                if attributes is not None and scaler.ignores_edges and value.is_own_edges:
+                    continue
+                value = value.plain
             if isinstance(value, Tensor):
                 tensors["batch", name] = value
         for record, (weights, plain) in self._records().items():
@@ -149,6 +154,9 @@ class Packer:
                 packed[name[1]] = BatchTensor.tag(value, info, name[1]) if tagged else value
             elif name[0] == "extra":
                 extras[name[1]] = value
+        for name in ("edge_index", *info.graph.edge_attributes):
+            if name not in packed:  # nobody uses it
+                packed[name] = batch[name].emptied()
         return Package(info, packed, extras, views)
 
     def place(self, package: Package) -> None:

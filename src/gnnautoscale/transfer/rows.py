@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from gnnautoscale._util import copy_staged
 from gnnautoscale.kernels import OwnRows, Runs, locate_rows
 
 
@@ -66,7 +67,7 @@ class BatchRows:
             return self._placed
         if self.index.device == device:
             return self.index
-        return self.on_host if device.type == "cpu" else self._pinned.to(device, non_blocking=True)
+        return copy_staged(self.on_host, device)
 
     def place(self, index: Tensor) -> None:
         """Use this copy of the index, ``[num_rows]``, on its device until :meth:`displace`."""
@@ -84,12 +85,8 @@ class BatchRows:
         if len(self.runs) == 1:
             locate_rows(index, *self.runs[0], where)
             return
-        runs = torch.tensor(sorted(self.runs) or [(0, 0, 0)], pin_memory=index.is_cuda)
-        starts, firsts, counts = runs.to(index.device, non_blocking=True).t().contiguous()
+        runs = torch.tensor(sorted(self.runs) or [(0, 0, 0)])
+        starts, firsts, counts = copy_staged(runs, index.device).t().contiguous()
         run = torch.searchsorted(starts, index, right=True).sub_(1).clamp_(min=0)
         place = index - starts[run]
         where.copy_(torch.where((place >= 0) & (place < counts[run]), place + firsts[run], -1))
-
-    @cached_property
-    def _pinned(self) -> Tensor:
-        return self.on_host.pin_memory()
