@@ -14,6 +14,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale._util import map_tensors
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.copying import copy_model
+from gnnautoscale.forward.memo import with_memory
 from gnnautoscale.forward.record import EDGE_METHODS, Arguments, describe
 from gnnautoscale.forward.session import Session
 from gnnautoscale.graph import BatchTensor
@@ -34,7 +35,8 @@ class Hooks:
         self.remove()
         for name, module in self._model.named_modules():
             if isinstance(module, MessagePassing):
-                run = partial(self._layer, module, name or type(module).__name__, module.forward)
+                forward = with_memory(module.forward, lambda: self.session)
+                run = partial(self._layer, module, name or type(module).__name__, forward)
                 self.override(module, "forward", run)
                 self.override(module, "SUPPORTS_FUSED_EDGE_INDEX", True)
                 for method in EDGE_METHODS:

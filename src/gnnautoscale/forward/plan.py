@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -40,6 +40,7 @@ class LayerCall:
         nested: Whether the layer contains other message-passing layers.
         sizes: Positions of the arguments, among those that are not tensors, that are the number of nodes.
         draws: Whether the layer draws random numbers in training; ``None`` if unknown.
+        remembered: Results of functions of edges that a record replaces; see :mod:`gnnautoscale.forward.memo`.
         like: An earlier call, and its name, whose records are the same on every graph.
     """
 
@@ -53,6 +54,7 @@ class LayerCall:
     nested: bool = False
     sizes: frozenset[int] = frozenset()
     draws: bool | None = None
+    remembered: dict[Any, Any] = field(default_factory=dict, repr=False)
     like: tuple[str, LayerCall] | None = None
 
     @property
@@ -107,7 +109,7 @@ class Plan:
 
     def copy(self) -> Plan:
         """The same plan, for a model in which a number has changed."""
-        calls = {name: replace(call) for name, call in self.calls.items()}
+        calls = {name: replace(call, remembered={}) for name, call in self.calls.items()}
         for call in calls.values():
             call.like = None if call.like is None else (call.like[0], calls[call.like[0]])
         return replace(self, calls=calls)

@@ -89,9 +89,13 @@ class Session:
     def _run_layer(self, call: str, layer: MessagePassing, run: Callable[..., Any], arguments: Arguments) -> Any:
         planned, records = self._edges.start(call, layer, arguments)
         args, kwargs = arguments if planned.nested else map_tensors(_plain, arguments)
+        own_edges: set[int] = set()
+        if self.plan.ignores_edges and records:
+            pairs = zip(tensors_in(arguments), tensors_in((args, kwargs)), strict=True)
+            own_edges = {id(plain) for own, plain in pairs if isinstance(own, BatchTensor) and own.is_own_edges}
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            self.active.append(ActiveLayer(call, layer, records, planned))
+            self.active.append(ActiveLayer(call, layer, records, planned, edge_values=own_edges))
             if "pair" in planned.shortcuts:
                 args, kwargs = self._paired(planned, args, kwargs)
             try:

@@ -236,13 +236,12 @@ class BatchTensor(Tensor):
     def emptied(self) -> BatchTensor:
         """The same attribute of the same batch with no edges in it.
 
-        It has no values if the batch is on a GPU, where computing with it would take time: nothing uses the result.
+        It is in host memory: nothing uses what a layer computes from it, and on a GPU some of that would wait.
         """
         # Edges lie along the last dimension of an edge_index and along the first of everything else.
         shape = (2, 0) if self.attribute.endswith("edge_index") else (0, *self.shape[1:])
-        device = "cpu" if self.device.type == "cpu" else "meta"
         with torch.inference_mode(False):
-            return BatchTensor.tag(torch.empty(shape, dtype=self.dtype, device=device), self.info, self.attribute)
+            return BatchTensor.tag(torch.empty(shape, dtype=self.dtype), self.info, self.attribute)
 
     def __copy__(self) -> Tensor:
         return BatchTensor.tag(self.plain, self.info, self.attribute) if self.is_original else self.plain

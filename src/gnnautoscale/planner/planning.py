@@ -164,6 +164,8 @@ class _Tryout:
         self._take_shortcuts(trials[:1], plan, references[:1])
         self._note_types(trials[0], plan)
         _note_equal_records(trials, plan)
+        for call in plan.calls.values():
+            call.remembered.clear()  # of a trial, perhaps in another type
         return plan
 
     def confirms(self, plan: Plan) -> bool:
