@@ -6,9 +6,11 @@ size.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +94,17 @@ class _Staging:
         return there
 
 
-@cache
 def _staging(index: int | None) -> _Staging:
-    return _Staging()
+    """The pieces of this thread for a device."""
+    return _OF_THREAD.staging.setdefault(index, _Staging())
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.staging: dict[int | None, _Staging] = {}
+
+
+_OF_THREAD = _OfThread()
 
 
 class _Places:
@@ -104,11 +114,11 @@ class _Places:
 
     def __init__(self) -> None:
         self._numbers = torch.empty(self._COUNT, dtype=torch.int32, pin_memory=True)
-        self._next = 0
+        self._next = count()
 
     def take(self) -> Tensor:
         """The next place, ``[1]``, int32; it is taken again after many others."""
-        place, self._next = self._next, (self._next + 1) % self._COUNT
+        place = next(self._next) % self._COUNT
         return self._numbers[place : place + 1]
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -56,6 +59,8 @@ class GraphMemory:
         self._written_by: list[float] | None = None
         self._transfer: tuple[torch.device, Transfer] | None = None
         self._order: RowOrder | None = None
+        # What to prepare for the batches of tables.
+        self._prepares: WeakKeyDictionary[Any, tuple[Mapping[str, LayerCall], bool]] = WeakKeyDictionary()
 
     # Rows and how they move ##########################################################################################
 
@@ -94,13 +99,23 @@ class GraphMemory:
     def prepare_edges(self, info: BatchInfo | None, calls: Mapping[str, LayerCall], *, gradients: bool) -> None:
         """Let a GPU prepare the recorded edges of a batch that it has assembled, beside what it does for others.
 
-        ``gradients`` says whether they are needed for a backward pass, too.
+        Whoever assembles the loader's next batches does the same for them. ``gradients`` says whether edges are needed
+        for a backward pass, too.
         """
-        if info is None or info.ready is None or info.edges_ready is not None:
+        if info is None or info.ready is None:
+            return
+        if (known := self._prepares.get(info.table)) is None or known != (calls, gradients):
+            self._prepares[info.table] = calls, gradients
+            memory = ref(self)
+            info.table.preparations[self] = partial(_prepare, memory, calls, gradients)
+        self._prepare_edges(info, calls, gradients)
+
+    def _prepare_edges(self, info: BatchInfo, calls: Mapping[str, LayerCall], gradients: bool) -> None:
+        if info.edges_ready is not None:
             return
         stream = assembly_stream(info.device)
         with torch.cuda.stream(stream):
-            for name, records in self.records.items():
+            for name, records in list(self.records.items()):
                 for position, record in enumerate(records):
                     edges, call = record.for_batch(info, name), calls.get(name)
                     if call is not None and call.fuses(position, record.constants):
@@ -256,6 +271,13 @@ class GraphMemory:
                 rows = history.pull(row_before[nodes], device=device, dtype=dtype)
                 memory.histories[slot].push(rows, row_now[nodes])
         return memory
+
+
+def _prepare(memory: ref[GraphMemory], calls: Mapping[str, LayerCall], gradients: bool, info: BatchInfo) -> None:
+    """Prepare edges for a memory, if it still exists."""
+    there = memory()
+    if there is not None:
+        there._prepare_edges(info, calls, gradients)
 
 
 def check_finite(slot: str, rows: Tensor, info: BatchInfo) -> None:

@@ -15,7 +15,7 @@ from gnnautoscale._util import Pinned
 from gnnautoscale.graph.batch import BatchInfo
 from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph, is_start, rows_of
-from gnnautoscale.kernels import Halo, HaloSearch, OwnRows, gather_table
+from gnnautoscale.kernels import Halo, HaloSearch, OwnRows, expand_targets, gather_table, locate_and_count
 
 T = TypeVar("T")
 #: The parts of one batch.
@@ -39,6 +39,13 @@ class BatchBuilder:
         self._outgoing = None
         if bidirectional:
             self._outgoing = graph.outgoing if plain else EdgeTable(graph.edge_index, order, target_row=0)
+        self._note_attributes()
+
+    def _note_attributes(self) -> None:
+        data = self.graph.data
+        found = {name: rows_of(data, name) for name, _ in data if name != "edge_index"}
+        #: The attributes with rows, and whether these belong to nodes or edges.
+        self.levels = {name: level for name, level in found.items() if level is not None}
         self._pinned: Pinned | None = None
         self._is_pinned: dict[str, bool] = {}
 
@@ -47,7 +54,8 @@ class BatchBuilder:
         if graph.edges_id is not self.graph.edges_id:
             return BatchBuilder(graph, self.table.order, self._starts, self._bidirectional)
         made = copy.copy(self)
-        made.graph, made._pinned, made._is_pinned = graph, None, {}
+        made.graph = graph
+        made._note_attributes()
         return made
 
     def own_rows(self, parts: PartGroup) -> OwnRows:
@@ -80,6 +88,13 @@ class BatchBuilder:
             also = self._outgoing.cut(own).take(self._outgoing.source, device)
         return Assembly(self, own, cut, self.table.numbers.find(source, own, also), device, key)
 
+    @torch.inference_mode(False)
+    def start_again(self, own: OwnRows, halo: Tensor, device: torch.device, key: Hashable) -> Assembly:
+        """Assemble a batch whose halo's rows are known, ``[num_halo]``, in pinned memory."""
+        cut, there = self.table.cut(own), halo.to(device, non_blocking=True).long()
+        source, _ = locate_and_count(self.table.numbers, cut.take(self.table.source, device), own, there)
+        return Assembly(self, own, cut, HaloSearch(Halo(there, source)), device, key)
+
     def info(self, own: OwnRows, found: Halo, key: Hashable = None) -> BatchInfo:
         """Where a batch lies in the graph, given its halo."""
         return BatchInfo(self.graph, self.table, own, self.table.cut(own), found, key)
@@ -109,9 +124,7 @@ class BatchBuilder:
             for table in (self.table, self._outgoing):
                 if table is not None:
                     table.pin()
-            data = self.graph.data
-            named = {name: value for name, value in data if name != "edge_index" and rows_of(data, name) is not None}
-            self._is_pinned = {name: self._pinned.add(value) for name, value in named.items()}
+            self._is_pinned = {name: self._pinned.add(self.graph.data[name]) for name in self.levels}
 
 
 class Assembly:
@@ -130,25 +143,32 @@ class Assembly:
         self._device, self._key = device, key
 
     @torch.inference_mode(False)
-    def finish(self) -> tuple[Data, BatchInfo]:
-        """The batch, once its halo is known."""
+    def finish(self, *, edges: bool = True) -> tuple[Data, BatchInfo]:
+        """The batch, once its halo is known; without ``edges`` it has none, and no edge-level attributes."""
         builder, cut, device = self._builder, self._cut, self._device
         graph, table = builder.graph, builder.table
         info = BatchInfo(graph, table, self._own, cut, self._search.result(), self._key)
         n_id = table.order.nodes_at(info.rows)
-        e_id = cut.take(table.edge, device).to(torch.long, copy=True)
+        e_id = cut.take(table.edge, device).to(torch.long, copy=True) if edges else n_id[:0]
         batch = _as_one_graph(graph.data)
-        for name, _ in graph.data:
-            level = rows_of(graph.data, name)
-            if level is not None and name != "edge_index":
-                batch[name] = builder.rows(name, info, n_id) if level == "node" else builder.edges(name, info, e_id)
-        source = info.found.source.long() if info.found.wide_source is None else info.found.wide_source
-        batch.edge_index = torch.stack([source, cut.target(device)])
-        info.found.wide_source = None
+        for name, level in builder.levels.items():
+            if level == "node":
+                batch[name] = builder.rows(name, info, n_id)
+            elif edges:
+                batch[name] = builder.edges(name, info, e_id)
+            else:
+                batch[name] = batch[name][:0].to(device)
+        batch.edge_index = self._edge_index(info) if edges else n_id.new_empty(2, 0)
         # Copies, since a user may write into them.
         batch.n_id, batch.e_id = n_id.clone() if n_id is info.rows else n_id, e_id
         batch.num_nodes, batch.batch_size = info.num_rows, self._own.size
         return batch, info
+
+    def _edge_index(self, info: BatchInfo) -> Tensor:
+        edge_index = torch.empty(2, info.num_edges, dtype=torch.long, device=self._device)
+        edge_index[0] = info.found.source
+        expand_targets(self._cut.ptr(self._device), info.num_edges, out=edge_index[1])
+        return edge_index
 
 
 def select_attributes(data: Data, n_id: Tensor, batch_size: int, e_id: Tensor, edge_index: Tensor) -> Data:

@@ -5,7 +5,10 @@ If rows are in part order, the edges into a part are one contiguous slice of thi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -92,6 +95,8 @@ class EdgeTable:
         del target
         self.source = order.rows(edge_index[1 - target_row].index_select(0, self.edge)).to(rows)
         self._pinned: Pinned | None = None
+        #: What else to prepare for a batch of this table that a GPU assembles, for as long as the key lives.
+        self.preparations: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
 
     def into(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Every edge that points to one of the rows, grouped by row in the order of ``rows``.

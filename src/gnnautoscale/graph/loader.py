@@ -13,9 +13,10 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
+from gnnautoscale.graph.ahead import Ahead
 from gnnautoscale.graph.assemble import Assembly, BatchBuilder, PartGroup, build_each, write_counts
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, hand_over
-from gnnautoscale.graph.edges import RowOrder
+from gnnautoscale.graph.edges import RowOrder, index_dtype
 from gnnautoscale.graph.graph import Graph, check_distinct_nodes
 from gnnautoscale.graph.partitioning import check_labels, connectivity
 from gnnautoscale.graph.partitioning import partition as cut
@@ -25,7 +26,7 @@ _HOST = torch.device("cpu")
 # How many batches a GPU searches for their halo ahead of the one that gets its rows.
 _AHEAD = 1
 # How many batches a GPU may have to work on before the host waits.
-_MOST_IN_USE = 2
+_MOST_IN_USE = 1
 
 
 class HaloLoader:
@@ -115,6 +116,8 @@ class HaloLoader:
         self._worker_seeds = torch.Generator().manual_seed(seed)
         self._ready: dict[PartGroup, ReadyBatch] = {}
         self._identity = object()
+        # The halos of batches that come back, for a GPU.
+        self._halos: dict[PartGroup, Tensor] = {}
         self._current: list[PartGroup] = []
         self._left_off = 0
         self._drawn_ahead: list[PartGroup] | None = None
@@ -134,7 +137,7 @@ class HaloLoader:
         graph = self.graph.follow(self.data)
         if graph is not self.graph:
             self.graph, self._builder, self._ready = graph, self._builder.of(graph), {}
-            self._identity = object()  # old batches do not come back
+            self._identity, self._halos = object(), {}  # old batches do not come back
             vars(self).pop("connectivity", None)
         return graph
 
@@ -225,10 +228,10 @@ class HaloLoader:
         """The order in which tables and histories keep the rows of this loader's nodes."""
         return self._builder.table.order
 
-    def in_order(self, device: torch.device | None = None) -> Iterator[Data]:
+    def in_order(self, device: torch.device | None = None, *, edges: bool = True) -> Iterator[Data]:
         """The batches of a sweep: every part once, always in the same order and groups.
 
-        They are assembled on the given device, by default on that of the loader.
+        They are assembled on the given device, by default on that of the loader; a GPU can leave out their ``edges``.
 
         Example:
             >>> from torch_geometric.datasets import KarateClub
@@ -238,7 +241,7 @@ class HaloLoader:
         """
         self.follow()
         groups = self._grouped(torch.arange(self.num_parts))
-        return tagged_copies(self._batches(groups, keep=self.keep, device=device or self.device))
+        return tagged_copies(self._batches(groups, keep=self.keep, device=device or self.device, edges=edges))
 
     def any_batch(self, device: torch.device | None = None) -> Data:
         """One of the batches of a sweep, on the given device, by default on that of the loader."""
@@ -246,10 +249,13 @@ class HaloLoader:
         group = self._grouped(torch.arange(self.num_parts))[0]
         return next(tagged_copies(self._batches([group], keep=self.keep, device=device or self.device)))
 
-    def _batches(self, groups: list[PartGroup], *, keep: bool, device: torch.device) -> Iterator[ReadyBatch]:
+    def _batches(
+        self, groups: list[PartGroup], *, keep: bool, device: torch.device, edges: bool = True
+    ) -> Iterator[ReadyBatch]:
         # What belongs to the graph as it is now, since another iteration may follow a change in the meantime.
         if device.type == "cuda":
-            return self._assembled_ahead(self._builder, self._ready, groups, keep, device)
+            assembling = self._assembling(self._builder, self._ready, self._halos, groups, keep, device, edges)
+            return _in_turn(assembling, device) if len(groups) > 1 else assembling
         return self._built(self._builder, self._ready, groups, keep)
 
     def _built(
@@ -270,47 +276,50 @@ class HaloLoader:
                 kept[group] = batch
             yield batch
 
-    def _assembled_ahead(
+    def _assembling(
         self,
         builder: BatchBuilder,
         kept: dict[PartGroup, ReadyBatch],
+        halos: dict[PartGroup, Tensor],
         groups: list[PartGroup],
         keep: bool,
         device: torch.device,
+        edges: bool,
     ) -> Iterator[ReadyBatch]:
         """Batches on a GPU: one is being searched for its halo while the one before it gets its rows."""
         stream = assembly_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))  # attributes may be on the GPU, and just computed
         searching: deque[tuple[PartGroup, ReadyBatch | Assembly]] = deque()
 
-        def start(group: PartGroup) -> None:
+        def start(group: PartGroup) -> ReadyBatch | Assembly:
             ready = kept.get(group)
             if ready is not None and ready.is_on(device) and ready.intact():
-                searching.append((group, ready))
-                return
+                return ready
+            own, key = builder.own_rows(group), (self._identity, group) if keep else None
             with torch.cuda.stream(stream):
-                key = (self._identity, group) if keep else None
-                searching.append((group, builder.start(builder.own_rows(group), device, key)))
+                if group in halos:
+                    return builder.start_again(own, halos[group], device, key)
+                return builder.start(own, device, key)
 
         def finish() -> ReadyBatch:
             group, found = searching.popleft()
             if isinstance(found, ReadyBatch):
                 return found
             with torch.cuda.stream(stream):
-                batch, info = found.finish()
+                batch, info = found.finish(edges=edges)
+                if keep and group not in halos:
+                    halos[group] = _in_pinned_memory(info.found.rows, builder.graph.num_nodes)
                 info.ready = stream.record_event()
             if keep:
                 info.keeper, info.recurring = partial(_keep, kept, group), self.num_batches
+            for prepare in list(info.table.preparations.values()):
+                prepare(info)
             return self._ready_batch(batch, info, builder.graph)
 
-        used: deque[torch.cuda.Event] = deque()
         for group in groups:
-            start(group)
+            searching.append((group, start(group)))
             if len(searching) > _AHEAD:
                 yield finish()
-                used.append(torch.cuda.current_stream(device).record_event())
-                if len(used) > _MOST_IN_USE:
-                    used.popleft().synchronize()  # or the host would get far ahead, and use memory for all of it
         while searching:
             yield finish()
 
@@ -390,6 +399,28 @@ def tagged_copies(batches: Iterator[ReadyBatch], then: Callable[[], ReadyBatch |
         with batch.info.followed_by(None if upcoming is None else upcoming.info):
             yield batch.tagged_copy()
         batch = following
+
+
+def _in_turn(batches: Iterator[ReadyBatch], device: torch.device) -> Iterator[ReadyBatch]:
+    """Batches that a thread assembles while the host does something else; it does not get far ahead of the GPU."""
+    used: deque[torch.cuda.Event] = deque()
+    with Ahead(_with_device(batches, device)) as ahead:
+        for batch in ahead:
+            yield batch
+            used.append(torch.cuda.current_stream(device).record_event())
+            if len(used) > _MOST_IN_USE:
+                used.popleft().synchronize()  # or there would be memory for all batches on their way
+
+
+def _with_device(batches: Iterator[ReadyBatch], device: torch.device) -> Iterator[ReadyBatch]:
+    torch.cuda.set_device(device)  # of the thread
+    yield from batches
+
+
+def _in_pinned_memory(rows: Tensor, num_rows: int) -> Tensor:
+    """A copy of rows below a number, which a GPU makes and can read again."""
+    there = torch.empty(rows.shape, dtype=index_dtype(num_rows), pin_memory=True)
+    return there.copy_(rows, non_blocking=True)
 
 
 def _keep(kept: dict[PartGroup, ReadyBatch], group: PartGroup, batch: ReadyBatch | None) -> None:

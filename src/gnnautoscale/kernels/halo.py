@@ -80,14 +80,12 @@ class Halo:
     Attributes:
         rows: The halo's rows in the table, ascending, ``[num_halo]``, int64.
         source: The row of the batch that each edge comes from, ``[num_edges]``, int32.
-        wide_source: The same as int64, if it is there already.
         by_source: The positions of the edges grouped by source, and these sources, ``[num_edges]`` each; ``None`` if
             that is not known.
     """
 
     rows: Tensor
     source: Tensor
-    wide_source: Tensor | None = None
     by_source: tuple[Tensor, Tensor] | None = None
 
 
@@ -161,8 +159,8 @@ class RowNumbers:
             key_dtype = torch.int32 if self.num_rows + own.size < 2**31 else torch.int64
             runs = own.runs_on(source.device)
             found = _triton().find_halo(wanted, source.numel(), runs, own.size, key_dtype)
-            rows, numbers, wide, by_source, count = found
-            return HaloSearch(Halo(rows, numbers, wide, by_source if also is None else None), Count(count))
+            rows, numbers, by_source, count = found
+            return HaloSearch(Halo(rows, numbers, by_source if also is None else None), Count(count))
         if source.is_cuda:
             halo = self.find(source.cpu(), own, None if also is None else also.cpu()).result()
             return HaloSearch(Halo(halo.rows.to(source.device), halo.source.to(source.device)))
@@ -205,18 +203,19 @@ def locate_and_count(numbers: RowNumbers, rows: Tensor, own: OwnRows, halo: Tens
     return found, Count((found < 0).sum())
 
 
-def expand_targets(ptr: Tensor, count: int) -> Tensor:
+def expand_targets(ptr: Tensor, count: int, *, out: Tensor | None = None) -> Tensor:
     """The row of each edge, ``[count]``, int64, given the first edge of each row, ``[num_rows + 1]``.
 
     Example:
         >>> expand_targets(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 3)
         tensor([0, 0, 2])
     """
+    target = torch.empty(count, dtype=torch.long, device=ptr.device) if out is None else out
     if use_triton(ptr):
-        target = torch.empty(count, dtype=torch.long, device=ptr.device)
         _triton().expand_targets(ptr, target)
-        return target
-    return torch.repeat_interleave(ptr.diff(), output_size=count).long()
+    else:
+        target.copy_(torch.repeat_interleave(ptr.diff(), output_size=count))
+    return target
 
 
 def regroup(ptr: Tensor, order: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -55,7 +55,7 @@ def _firsts(key, first, count, size, width, block: tl.constexpr):  # type: ignor
 
 
 def _number(  # type: ignore[no-untyped-def]
-    key, order, first, rank, numbered, source, edge_source, rows, count, num_edges, size, width, block: tl.constexpr
+    key, order, first, rank, numbered, source, rows, count, num_edges, size, width, block: tl.constexpr
 ):
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     wanted = place < count
@@ -66,7 +66,6 @@ def _number(  # type: ignore[no-untyped-def]
     edge = tl.load(order + place, mask=wanted, other=0)
     own = wanted & (edge < num_edges)
     tl.store(source + edge, number.to(tl.int32), mask=own)
-    tl.store(edge_source + edge, number, mask=own)
     new = wanted & (tl.load(first + place, mask=wanted, other=0) > 0)
     tl.store(rows + position - 1, value - size, mask=new)
 
@@ -111,7 +110,7 @@ _firsts_kernels = compile_variants(_firsts, counts=["count", "size"], indices=["
 _number_kernels = compile_variants(
     _number,
     counts=["count", "num_edges", "size"],
-    indices=["key", "order", "first", "rank", "numbered", "source", "edge_source", "rows"],
+    indices=["key", "order", "first", "rank", "numbered", "source", "rows"],
     rows=[],
 )
 _locate_kernels = compile_variants(
@@ -136,7 +135,7 @@ def _steps(length: int) -> int:
 
 def find_halo(
     wanted: Tensor, num_edges: int, runs: Tensor, size: int, key_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
     """Number the rows that edges, and perhaps other rows behind them, come from.
 
     Args:
@@ -147,8 +146,8 @@ def find_halo(
         key_dtype: A type that holds ``size`` plus any row.
 
     Returns:
-        Room for the halo's rows, of which the first are taken, ``[count]``; the number of each edge's source, as int32
-        and as int64; positions by source and numbers in that order; and how many halo rows there are, ``[]``.
+        Room for the halo's rows, of which the first are taken, ``[count]``; the number of each edge's source; positions
+        by source and numbers in that order; and how many halo rows there are, ``[]``.
     """
     count, device = wanted.numel(), wanted.device
     key = torch.empty(count, dtype=key_dtype, device=device)
@@ -160,10 +159,9 @@ def find_halo(
     rank = first.cumsum(0, dtype=torch.int32)
     numbered, rows = torch.empty_like(rank), torch.empty(count, dtype=torch.long, device=device)
     source = torch.empty(num_edges, dtype=torch.int32, device=device)
-    wide = torch.empty(num_edges, dtype=torch.long, device=device)
-    tensors = (key, order, first, rank, numbered, source, wide, rows)
+    tensors = (key, order, first, rank, numbered, source, rows)
     _run(_number_kernels, programs, numbered, *tensors, count, num_edges, size, 1, BLOCK)
-    return rows, source, wide, (order, numbered), rank[-1]
+    return rows, source, (order, numbered), rank[-1]
 
 
 def locate(rows: Tensor, runs: Tensor, size: int, halo: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,8 @@ class Replayer:
         placement: Placement = "auto",
         attributes: Callable[[Data], Iterable[str]] | None = None,
     ) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._model, self._device, self._attributes = model, device, attributes
         self._scaler = attached(model)
         self._replays: dict[Hashable, _Replay] = {}
