@@ -96,7 +96,10 @@ class _Staging:
 
 def _staging(index: int | None) -> _Staging:
     """The pieces of this thread for a device."""
-    return _OF_THREAD.staging.setdefault(index, _Staging())
+    known = _OF_THREAD.staging
+    if index not in known:
+        known[index] = _Staging()
+    return known[index]
 
 
 class _OfThread(threading.local):

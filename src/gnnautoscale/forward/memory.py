@@ -104,7 +104,8 @@ class GraphMemory:
         """
         if info is None or info.ready is None:
             return
-        if (known := self._prepares.get(info.table)) is None or known != (calls, gradients):
+        known = self._prepares.get(info.table)
+        if known is None or known[0] is not calls or known[1] != gradients:
             self._prepares[info.table] = calls, gradients
             memory = ref(self)
             info.table.preparations[self] = partial(_prepare, memory, calls, gradients)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.ahead import Ahead
 from gnnautoscale.graph.assemble import Assembly, BatchBuilder, PartGroup, build_each, write_counts
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, hand_over
 from gnnautoscale.graph.edges import RowOrder, index_dtype
@@ -255,7 +254,7 @@ class HaloLoader:
         # What belongs to the graph as it is now, since another iteration may follow a change in the meantime.
         if device.type == "cuda":
             assembling = self._assembling(self._builder, self._ready, self._halos, groups, keep, device, edges)
-            return _in_turn(assembling, device) if len(groups) > 1 else assembling
+            return _in_turn(assembling, device)
         return self._built(self._builder, self._ready, groups, keep)
 
     def _built(
@@ -402,19 +401,13 @@ def tagged_copies(batches: Iterator[ReadyBatch], then: Callable[[], ReadyBatch |
 
 
 def _in_turn(batches: Iterator[ReadyBatch], device: torch.device) -> Iterator[ReadyBatch]:
-    """Batches that a thread assembles while the host does something else; it does not get far ahead of the GPU."""
+    """Batches for a GPU that the host does not get far ahead of, or there would be memory for all on their way."""
     used: deque[torch.cuda.Event] = deque()
-    with Ahead(_with_device(batches, device)) as ahead:
-        for batch in ahead:
-            yield batch
-            used.append(torch.cuda.current_stream(device).record_event())
-            if len(used) > _MOST_IN_USE:
-                used.popleft().synchronize()  # or there would be memory for all batches on their way
-
-
-def _with_device(batches: Iterator[ReadyBatch], device: torch.device) -> Iterator[ReadyBatch]:
-    torch.cuda.set_device(device)  # of the thread
-    yield from batches
+    for batch in batches:
+        yield batch
+        used.append(torch.cuda.current_stream(device.index).record_event())
+        if len(used) > _MOST_IN_USE:
+            used.popleft().synchronize()
 
 
 def _in_pinned_memory(rows: Tensor, num_rows: int) -> Tensor:
