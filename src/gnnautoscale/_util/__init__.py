@@ -7,6 +7,7 @@ graphs or models.
 from gnnautoscale._util.atomic import write_atomically
 from gnnautoscale._util.docstrings import describe_arguments
 from gnnautoscale._util.memory import available_memory
+from gnnautoscale._util.modes import for_later, untracked
 from gnnautoscale._util.nested import map_others, map_tensors, others_in, tensors_in
 from gnnautoscale._util.options import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale._util.peak_memory import PeakMemory
@@ -24,6 +25,7 @@ __all__ = [
     "check_names",
     "copy_staged",
     "describe_arguments",
+    "for_later",
     "map_others",
     "map_tensors",
     "option",
@@ -34,5 +36,6 @@ __all__ = [
     "set_random_states",
     "tensors_in",
     "undisturbed",
+    "untracked",
     "write_atomically",
 ]

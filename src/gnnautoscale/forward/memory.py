@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale._util import for_later
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, EdgeRecord, Recorder
@@ -70,7 +71,7 @@ class GraphMemory:
             self._order = info.order
         return self._order
 
-    @torch.inference_mode(False)  # kept for training too
+    @for_later
     def rows_of(self, info: BatchInfo) -> BatchRows:
         """Where a batch's rows lie in all histories."""
         order = self.row_order(info)
@@ -95,7 +96,7 @@ class GraphMemory:
         following = None if info.upcoming is None else self.rows_of(info.upcoming)
         transfer.begin(self.rows_of(info), following, self.histories)
 
-    @torch.inference_mode(False)  # kept for training too
+    @for_later
     def prepare_edges(self, info: BatchInfo | None, calls: Mapping[str, LayerCall], *, gradients: bool) -> None:
         """Let a GPU prepare the recorded edges of a batch that it has assembled, beside what it does for others.
 
@@ -107,21 +108,26 @@ class GraphMemory:
         known = self._prepares.get(info.table)
         if known is None or known[0] is not calls or known[1] != gradients:
             self._prepares[info.table] = calls, gradients
-            memory = ref(self)
-            info.table.preparations[self] = partial(_prepare, memory, calls, gradients)
-        self._prepare_edges(info, calls, gradients)
-
-    def _prepare_edges(self, info: BatchInfo, calls: Mapping[str, LayerCall], gradients: bool) -> None:
+            info.table.preparations[self] = partial(_prepare, ref(self), calls, gradients)
         if info.edges_ready is not None:
             return
-        stream = assembly_stream(info.device)
-        with torch.cuda.stream(stream):
-            for name, records in list(self.records.items()):
-                for position, record in enumerate(records):
-                    edges, call = record.for_batch(info, name), calls.get(name)
-                    if call is not None and call.fuses(position, record.constants):
-                        edges.adjacency(call.weight(position)).prepare(gradients=gradients)
-        info.edges_ready = stream.record_event()
+        with torch.cuda.stream(assembly_stream(info.device)):
+            self._prepare_edges(info, calls, gradients)
+
+    def _prepare_edges(self, info: BatchInfo, calls: Mapping[str, LayerCall], gradients: bool) -> None:
+        seen = set()
+        for name, records in self.records.items():
+            call = calls.get(name)
+            for position, record in enumerate(records):
+                fuses = call is not None and call.fuses(position, record.constants)
+                weight = call.weight(position) if call is not None and fuses else None
+                if (record, fuses, weight) in seen:
+                    continue
+                seen.add((record, fuses, weight))
+                edges = record.for_batch(info, name)
+                if fuses:
+                    edges.adjacency(weight).prepare(gradients=gradients)
+        info.edges_ready = assembly_stream(info.device).record_event()
 
     def settle(self) -> None:
         """Let what follows see all pushes of training steps; afterwards it may change histories itself."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import Pinned, map_others, map_tensors, others_in, tensors_in
+from gnnautoscale._util import Pinned, for_later, map_others, map_tensors, others_in, tensors_in
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.fused import FusedEdges
 from gnnautoscale.forward.watch import OVERRIDES, form_of, form_of_values
@@ -88,7 +88,7 @@ class BatchEdges:
         return BatchEdges(constants, edge_index=self.edges[:, kept], kept=kept)
 
     @property
-    @torch.inference_mode(False)  # kept for training too
+    @for_later
     def edges(self) -> Tensor:
         """The edges, ``[2, num_edges]``, int64."""
         if self._edge_index is None:
@@ -98,7 +98,7 @@ class BatchEdges:
             self._edge_index = torch.stack(ends if self._target_row == 1 else ends[::-1])
         return self._edge_index
 
-    @torch.inference_mode(False)
+    @for_later
     def adjacency(self, weight: str | None) -> Adjacency:
         """The edges for layers that fuse, weighted by one of the constants or unweighted."""
         if weight not in self._adjacencies:
@@ -188,7 +188,7 @@ class EdgeRecord:
     constants: dict[str, Tensor]
     _pinned: Pinned | None = field(default=None, init=False, repr=False)
 
-    @torch.inference_mode(False)  # kept for training too
+    @for_later
     def for_batch(self, info: BatchInfo, layer: str) -> BatchEdges:
         """The edges into a batch with their constants, where the batch was assembled."""
         return info.derive(self, lambda: self._cut(info, layer))
@@ -274,7 +274,7 @@ class Recorder:
         used = {record for records in self._made.values() for record in records}
         self._shared_records = [record for record in self._shared_records if record in used]
 
-    @torch.inference_mode(False)  # kept for training too
+    @for_later
     def _record(self, layer: MessagePassing, name: str, arguments: Arguments, known: LayerCall) -> list[EdgeRecord]:
         """Run a copy of the layer over the whole graph's edges and record its edge calls."""
         failures = []

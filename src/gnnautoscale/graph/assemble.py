@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import Pinned
+from gnnautoscale._util import Pinned, for_later
 from gnnautoscale.graph.batch import BatchInfo
 from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph, is_start, rows_of
-from gnnautoscale.kernels import Halo, HaloSearch, OwnRows, expand_targets, gather_table, locate_and_count
+from gnnautoscale.kernels import Halo, HaloSearch, OwnRows, WordTable, expand_targets, locate_and_count
 
 T = TypeVar("T")
+# How many groups of parts a builder remembers.
+_MOST_KNOWN = 1 << 14
 #: The parts of one batch.
 PartGroup: TypeAlias = tuple[int, ...]
 
@@ -39,6 +41,8 @@ class BatchBuilder:
         self._outgoing = None
         if bidirectional:
             self._outgoing = graph.outgoing if plain else EdgeTable(graph.edge_index, order, target_row=0)
+        # The rows of groups of parts that come back.
+        self._own: dict[PartGroup, OwnRows] = {}
         self._note_attributes()
 
     def _note_attributes(self) -> None:
@@ -47,7 +51,8 @@ class BatchBuilder:
         #: The attributes with rows, and whether these belong to nodes or edges.
         self.levels = {name: level for name, level in found.items() if level is not None}
         self._pinned: Pinned | None = None
-        self._is_pinned: dict[str, bool] = {}
+        # The attributes that a GPU reads over the bus.
+        self._tables: dict[str, WordTable] = {}
 
     def of(self, graph: Graph) -> BatchBuilder:
         """A builder of the same parts of another graph, or of the same one with other attributes."""
@@ -60,6 +65,14 @@ class BatchBuilder:
 
     def own_rows(self, parts: PartGroup) -> OwnRows:
         """The rows of some parts, part by part; neighbouring parts are one piece."""
+        known = self._own.get(parts)
+        if known is None:
+            known = self._own_rows(parts)
+            if len(self._own) < _MOST_KNOWN:
+                self._own[parts] = known
+        return known
+
+    def _own_rows(self, parts: PartGroup) -> OwnRows:
         runs: list[tuple[int, int, int]] = []
         first = 0
         for part in parts:
@@ -76,7 +89,7 @@ class BatchBuilder:
         return OwnRows.of(self.table.order.rows(nodes).long())
 
     # The loader may keep a batch for training even if inference asks for it first, so it needs ordinary tensors.
-    @torch.inference_mode(False)
+    @for_later
     def start(self, own: OwnRows, device: torch.device, key: Hashable = None) -> Assembly:
         """Start to assemble the batch of some rows; a GPU works on it beside what it does for others."""
         if device.type == "cuda":
@@ -88,11 +101,12 @@ class BatchBuilder:
             also = self._outgoing.cut(own).take(self._outgoing.source, device)
         return Assembly(self, own, cut, self.table.numbers.find(source, own, also), device, key)
 
-    @torch.inference_mode(False)
+    @for_later
     def start_again(self, own: OwnRows, halo: Tensor, device: torch.device, key: Hashable) -> Assembly:
         """Assemble a batch whose halo's rows are known, ``[num_halo]``, in pinned memory."""
         cut, there = self.table.cut(own), halo.to(device, non_blocking=True).long()
-        source, _ = locate_and_count(self.table.numbers, cut.take(self.table.source, device), own, there)
+        rows = cut.take(self.table.source, device)
+        source, _ = locate_and_count(self.table.numbers, rows, own, there, count=False)
         return Assembly(self, own, cut, HaloSearch(Halo(there, source)), device, key)
 
     def info(self, own: OwnRows, found: Halo, key: Hashable = None) -> BatchInfo:
@@ -113,8 +127,8 @@ class BatchBuilder:
         dim = self.graph.data.__cat_dim__(name, value)
         if value.device == index.device:
             return value.index_select(dim, index)
-        if dim == 0 and not value.is_cuda and self._is_pinned.get(name):
-            return gather_table(value, index)
+        if dim == 0 and name in self._tables:
+            return self._tables[name].gather(index)
         return value.index_select(dim, on_host().to(value.device)).to(index.device, non_blocking=True)
 
     def _pin(self) -> None:
@@ -124,7 +138,8 @@ class BatchBuilder:
             for table in (self.table, self._outgoing):
                 if table is not None:
                     table.pin()
-            self._is_pinned = {name: self._pinned.add(self.graph.data[name]) for name in self.levels}
+            rows = {name: self.graph.data[name] for name in self.levels}
+            self._tables = {name: WordTable(value) for name, value in rows.items() if self._pinned.add(value)}
 
 
 class Assembly:
@@ -142,7 +157,7 @@ class Assembly:
         self._builder, self._own, self._cut, self._search = builder, own, cut, search
         self._device, self._key = device, key
 
-    @torch.inference_mode(False)
+    @for_later
     def finish(self, *, edges: bool = True) -> tuple[Data, BatchInfo]:
         """The batch, once its halo is known; without ``edges`` it has none, and no edge-level attributes."""
         builder, cut, device = self._builder, self._cut, self._device

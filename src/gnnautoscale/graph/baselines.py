@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import for_later
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.assemble import PartGroup, build_each, select_attributes, write_counts
 from gnnautoscale.graph.graph import Graph, check_distinct_nodes
@@ -44,7 +45,7 @@ class Subgraphs:
         self.graph = Graph.of(data) if graph is None else graph
         _ = self.graph.incoming  # group the edges once here, not once per worker
 
-    @torch.inference_mode(False)  # training may use it later
+    @for_later
     def induced(self, nodes: Tensor) -> Data:
         """The given nodes with all edges between them.
 
@@ -64,7 +65,7 @@ class Subgraphs:
         edge_index = torch.stack([source[inside], target[inside]])
         return select_attributes(self.graph.data, nodes, nodes.numel(), e_id[inside], edge_index)
 
-    @torch.inference_mode(False)
+    @for_later
     def sample(self, nodes: Tensor, fan_out: Sequence[int], generator: torch.Generator | None = None) -> Data:
         """The given nodes with neighbours sampled hop by hop, against the direction of the edges.
 

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from gnnautoscale._util import for_later
 from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph
 from gnnautoscale.kernels import Halo, OwnRows
@@ -81,31 +82,31 @@ class BatchInfo:
         return self.edges.count
 
     @cached_property
-    @torch.inference_mode(False)  # kept for training too
+    @for_later
     def rows(self) -> Tensor:
         """The rows of batch and halo, ``[num_rows]``, where the batch was assembled."""
         return torch.cat([self.own.on(self.device), self.found.rows])
 
     @cached_property
-    @torch.inference_mode(False)  # kept for training too
+    @for_later
     def nodes(self) -> Tensor:
         """The batch's own nodes, ``[batch_size]``, in host memory."""
         return self.order.nodes[self.own.index].long()
 
     @cached_property
-    @torch.inference_mode(False)  # kept for training too
+    @for_later
     def halo(self) -> Tensor:
         """The halo's nodes, ``[num_halo]``, in host memory; on a GPU the host waits for them."""
         return self.order.nodes[self.found.rows.cpu()].long()
 
     @cached_property
-    @torch.inference_mode(False)  # kept for training too
+    @for_later
     def n_id(self) -> Tensor:
         """The node of each row, the batch's nodes first, then the halo, ``[num_rows]``, in host memory."""
         return torch.cat([self.nodes, self.halo])
 
     @cached_property
-    @torch.inference_mode(False)  # kept for training too
+    @for_later
     def e_id(self) -> Tensor:
         """The edge of the graph that each edge of the batch is, ``[num_edges]``, in host memory."""
         return self.edges.take(self.table.edge, torch.device("cpu")).long()
@@ -162,7 +163,7 @@ def hand_over(tensors: Iterable[Tensor], ready: torch.cuda.Event) -> None:
     current: torch.cuda.Stream | None = None
     for tensor in tensors:
         if current is None:
-            current = torch.cuda.current_stream(tensor.device)
+            current = torch.cuda.current_stream(tensor.get_device())
             current.wait_event(ready)
         tensor.record_stream(current)  # once freed, not used again before this stream is done with it
 

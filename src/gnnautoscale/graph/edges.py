@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gnnautoscale._util import Pinned, copy_staged
-from gnnautoscale.kernels import OwnRows, RowNumbers, expand_targets, gather_table
+from gnnautoscale.kernels import OwnRows, RowNumbers, WordTable, expand_targets
 
 
 class RowOrder:
@@ -53,9 +53,9 @@ class RowOrder:
             return self.nodes[rows].long()
         if self._pinned is None:
             self._pinned = Pinned()
-            self._is_pinned = self._pinned.add(self.nodes)
-        if self._is_pinned:
-            return gather_table(self.nodes, rows).long()
+            self._nodes = WordTable(self.nodes) if self._pinned.add(self.nodes) else None
+        if self._nodes is not None:
+            return self._nodes.gather(rows).long()
         return self.nodes[rows.cpu()].long().to(rows.device)
 
 
@@ -126,7 +126,10 @@ class EdgeTable:
 
     def cut(self, own: OwnRows) -> EdgeCut:
         """The edges into a batch's own rows."""
-        return EdgeCut(self._ptr, own)
+        known: EdgeCut | None = own.known.get(self)
+        if known is None:
+            known = own.known[self] = EdgeCut(self._ptr, own)
+        return known
 
     def pin(self) -> None:
         """Let a GPU read the table over the bus."""

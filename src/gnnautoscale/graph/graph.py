@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import for_later
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.edges import EdgeTable, RowOrder
 from gnnautoscale.graph.partitioning import fingerprint
@@ -23,7 +24,7 @@ class Graph:
     Its ``data`` is a copy that shares the tensors of the original, and keeps those that are replaced there later.
     """
 
-    @torch.inference_mode(False)  # written to later
+    @for_later
     def __init__(self, data: Data) -> None:
         if not data.num_nodes:
             got = f"num_nodes={data.num_nodes}"

@@ -295,32 +295,31 @@ class HaloLoader:
             if ready is not None and ready.is_on(device) and ready.intact():
                 return ready
             own, key = builder.own_rows(group), (self._identity, group) if keep else None
-            with torch.cuda.stream(stream):
-                if group in halos:
-                    return builder.start_again(own, halos[group], device, key)
-                return builder.start(own, device, key)
+            if group in halos:
+                return builder.start_again(own, halos[group], device, key)
+            return builder.start(own, device, key)
 
         def finish() -> ReadyBatch:
             group, found = searching.popleft()
             if isinstance(found, ReadyBatch):
                 return found
-            with torch.cuda.stream(stream):
-                batch, info = found.finish(edges=edges)
-                if keep and group not in halos:
-                    halos[group] = _in_pinned_memory(info.found.rows, builder.graph.num_nodes)
-                info.ready = stream.record_event()
+            batch, info = found.finish(edges=edges)
+            if keep and group not in halos:
+                halos[group] = _in_pinned_memory(info.found.rows, builder.graph.num_nodes)
+            info.ready = stream.record_event()
             if keep:
                 info.keeper, info.recurring = partial(_keep, kept, group), self.num_batches
-            for prepare in list(info.table.preparations.values()):
+            for prepare in info.table.preparations.values():
                 prepare(info)
             return self._ready_batch(batch, info, builder.graph)
 
-        for group in groups:
-            searching.append((group, start(group)))
-            if len(searching) > _AHEAD:
-                yield finish()
-        while searching:
-            yield finish()
+        for group in (*groups, *[None] * _AHEAD):
+            with torch.cuda.stream(stream):
+                if group is not None:
+                    searching.append((group, start(group)))
+                ready = finish() if len(searching) > _AHEAD or group is None else None
+            if ready is not None:
+                yield ready
 
     @cached_property
     def connectivity(self) -> float:

@@ -11,6 +11,7 @@ from typing import get_args
 
 import torch
 
+from gnnautoscale._util import for_later
 from gnnautoscale.errors import InputError
 from gnnautoscale.history.base import History
 from gnnautoscale.history.device import DeviceHistory
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 
-@torch.inference_mode(False)  # training goes on with what inference may have opened
+@for_later
 def open_history(
     medium: Medium, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device, path: Path | None = None
 ) -> History:

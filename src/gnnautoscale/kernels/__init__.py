@@ -14,7 +14,7 @@ from gnnautoscale.kernels.halo import (
     expand_targets,
     locate_and_count,
 )
-from gnnautoscale.kernels.rows import gather_rows, gather_table, gather_tables, locate_rows, merge_rows, scatter_rows
+from gnnautoscale.kernels.rows import WordTable, gather_rows, gather_tables, locate_rows, merge_rows, scatter_rows
 from gnnautoscale.kernels.spmm import Adjacency, spmm
 
 __all__ = [
@@ -25,9 +25,9 @@ __all__ = [
     "OwnRows",
     "RowNumbers",
     "Runs",
+    "WordTable",
     "expand_targets",
     "gather_rows",
-    "gather_table",
     "gather_tables",
     "locate_and_count",
     "locate_rows",

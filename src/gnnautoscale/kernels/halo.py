@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from gnnautoscale._util import arriving_numbers, copy_staged
+from gnnautoscale._util import arriving_numbers, copy_staged, for_later
 from gnnautoscale.kernels.available import use_triton
 
 #: Contiguous pieces of rows: for each the first row in a table, its first row in the batch, and its length.
@@ -39,6 +41,9 @@ class OwnRows:
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
         self.size = sum(length for _, _, length in runs)
+        #: What others found out about these rows, for as long as they live.
+        self.known: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._runs_on: dict[torch.device, Tensor] = {}
 
     @staticmethod
     def of(index: Tensor) -> OwnRows:
@@ -63,7 +68,9 @@ class OwnRows:
 
     def runs_on(self, device: torch.device) -> Tensor:
         """The pieces on a device, ``[num_runs, 3]``, int64."""
-        return copy_staged(torch.tensor(self.runs, dtype=torch.long).view(-1, 3), device)
+        if device not in self._runs_on:
+            self._runs_on[device] = copy_staged(torch.tensor(self.runs, dtype=torch.long).view(-1, 3), device)
+        return self._runs_on[device]
 
     def on(self, device: torch.device) -> Tensor:
         """The index on a device; for few pieces nothing is copied there."""
@@ -102,7 +109,7 @@ class Count:
         if value.is_cuda:
             self._place = arriving_numbers().take()
             self._place.copy_(value.view(1), non_blocking=True)
-            self._arrived = torch.cuda.current_stream(value.device).record_event()
+            self._arrived = torch.cuda.current_stream(value.get_device()).record_event()
 
     def __int__(self) -> int:
         if self._number is None and self._arrived is not None:
@@ -147,7 +154,7 @@ class RowNumbers:
     def _flags(self) -> Tensor:
         return torch.zeros(self.num_rows, dtype=torch.bool)
 
-    @torch.inference_mode(False)  # the arrays are kept
+    @for_later
     def find(self, source: Tensor, own: OwnRows, also: Tensor | None = None) -> HaloSearch:
         """Start to find the halo of a batch.
 
@@ -174,7 +181,7 @@ class RowNumbers:
         self._numbers[own.index] = self._numbers[rows] = -1
         return HaloSearch(halo)
 
-    @torch.inference_mode(False)
+    @for_later
     def locate(self, rows: Tensor, own: OwnRows, halo: Tensor) -> Tensor:
         """The number of each row, ``[count]``, in a batch with this halo, or -1; ``[count]``, int32.
 
@@ -194,11 +201,14 @@ class RowNumbers:
         self._numbers[rows] = torch.arange(first, first + rows.numel(), dtype=torch.int32)
 
 
-def locate_and_count(numbers: RowNumbers, rows: Tensor, own: OwnRows, halo: Tensor) -> tuple[Tensor, Count]:
-    """See :meth:`RowNumbers.locate`; also counts the rows that have no number. ``halo`` must be ascending on a GPU."""
+def locate_and_count(
+    numbers: RowNumbers, rows: Tensor, own: OwnRows, halo: Tensor, *, count: bool = True
+) -> tuple[Tensor, Count | None]:
+    """See :meth:`RowNumbers.locate`; can also count the rows that have no number. On a GPU ``halo`` is ascending."""
     if use_triton(rows) and own.is_in_few_pieces and rows.numel():
-        found, missing = _triton().locate(rows, own.runs_on(rows.device), own.size, halo)
-        return found, Count(missing)
+        missing = torch.zeros(1, dtype=torch.int32, device=rows.device) if count else None
+        number = _triton().locate(rows, own.runs_on(rows.device), own.size, halo, missing)
+        return number, None if missing is None else Count(missing)
     found = numbers.locate(rows, own, halo)
     return found, Count((found < 0).sum())
 

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gnnautoscale._util import for_later
+
 LONG_ROW = 512  # a row with more edges than this is split into segments of at most this many
 
 
@@ -41,7 +43,7 @@ class RowSegments(NamedTuple):
         return {name + suffix: tensor for name, tensor in zip(self._fields, self, strict=True)}
 
 
-@torch.inference_mode(False)  # kept for training too
+@for_later
 def split_long_rows(ptr: Tensor, longest: int) -> RowSegments | None:
     """Split each row of more than ``LONG_ROW`` edges into segments; ``None`` if no row is long.
 

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from gnnautoscale._util import untracked
 from gnnautoscale.errors import InputError
 from gnnautoscale.kernels.available import use_triton
 
@@ -21,7 +22,7 @@ FEWEST_PROGRAMS, MOST_PROGRAMS = 6, 16
 BYTES_PER_PAIR = 16 * 2**20
 
 
-@torch.no_grad()
+@untracked
 def gather_rows(
     source: Tensor, index: Tensor, out: Tensor, *, skip: Tensor | None = None, programs: int | None = None
 ) -> None:
@@ -52,30 +53,39 @@ def gather_rows(
         out.index_copy_(0, read, source.index_select(0, index[read].to(source.device)).to(out))
 
 
-@torch.no_grad()
-def gather_table(table: Tensor, index: Tensor) -> Tensor:
-    """Rows of a table of any shape and type, ``[num_rows, ...]``, on the device of the index, ``[count]``.
+class WordTable:
+    """A table of any shape and type, ``[num_rows, ...]``, whose rows a GPU gathers over the bus.
 
-    For a GPU, a table in host memory must be pinned and contiguous.
+    In host memory it must be pinned and contiguous for that. Rows are moved as they are, in words if they consist of
+    whole words, so that few kernels are compiled.
 
     Example:
-        >>> gather_table(torch.tensor([True, False, True]), torch.tensor([1, 2]))
+        >>> WordTable(torch.tensor([True, False, True])).gather(torch.tensor([1, 2]))
         tensor([False,  True])
     """
-    if not index.is_cuda or table.is_cuda or not use_triton(index):
-        return table[index.to(table.device)].to(index.device)
-    out = torch.empty((index.numel(), *table.shape[1:]), dtype=table.dtype, device=index.device)
-    if out.numel():
-        # Rows are moved as they are, in words if they consist of whole words, so that few kernels are compiled.
-        size = out.nbytes // out.size(0)
-        word = torch.int32 if size % 4 == 0 else torch.uint8
-        words = (tensor.view(tensor.size(0), -1).view(torch.uint8).view(word) for tensor in (table, out))
-        source, goal = words
-        gather_rows(source, index, goal, programs=MOST_PROGRAMS)
-    return out
+
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+        size = table.nbytes // max(table.size(0), 1)
+        self._word = torch.int32 if size % 4 == 0 else torch.uint8
+        self._source = self._words(table) if table.numel() else None
+
+    def gather(self, index: Tensor) -> Tensor:
+        """The rows of an index, ``[count]``, on its device: ``[count, ...]``."""
+        table = self._table
+        if self._source is None or table.is_cuda or not use_triton(index):
+            return table[index.to(table.device)].to(index.device)
+        out = torch.empty((index.numel(), *table.shape[1:]), dtype=table.dtype, device=index.device)
+        if index.numel():
+            _triton().gather_rows(self._source, index, self._words(out), None, MOST_PROGRAMS)
+        return out
+
+    def _words(self, table: Tensor) -> Tensor:
+        flat = table.view(table.size(0), -1)
+        return flat if flat.dtype == self._word else flat.view(torch.uint8).view(self._word)
 
 
-@torch.no_grad()
+@untracked
 def gather_tables(
     sources: Sequence[Tensor], index: Tensor, outs: Sequence[Tensor], *, skip: Tensor | None = None
 ) -> None:
@@ -105,7 +115,7 @@ def gather_tables(
         _triton().gather_tables(sources, index, outs, skip, _programs(sum(out.nbytes for out in outs)))
 
 
-@torch.no_grad()
+@untracked
 def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, *, programs: int | None = None) -> None:
     """Write rows: ``target[index[i]] = rows[i]``.
 
@@ -130,7 +140,7 @@ def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, *, programs: int |
         target.index_copy_(0, index.to(target.device, torch.int64), rows.to(target))
 
 
-@torch.no_grad()
+@untracked
 def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side: Tensor, out: Tensor) -> None:
     """Concatenate a batch's own rows and its halo's rows, which come from two sources.
 
@@ -170,7 +180,7 @@ def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side
     halo.index_copy_(0, fresh, recent.index_select(0, choice[fresh]).to(out.dtype))
 
 
-@torch.no_grad()
+@untracked
 def locate_rows(index: Tensor, start: int, first: int, length: int, where: Tensor) -> None:
     """Renumber rows of a range: ``where[i] = index[i] - start + first`` inside the range, else -1.
 

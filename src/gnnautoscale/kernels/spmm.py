@@ -13,6 +13,7 @@ import scipy.sparse  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
+from gnnautoscale._util import for_later
 from gnnautoscale.errors import InputError
 from gnnautoscale.kernels import plain_spmm
 from gnnautoscale.kernels.available import use_triton
@@ -108,7 +109,7 @@ class Adjacency:
         return self.col.numel()
 
     @cached_property
-    @torch.inference_mode(False)  # kept for training too
+    @for_later
     def transposed(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The same edges grouped by source.
 

@@ -82,7 +82,8 @@ def _locate(  # type: ignore[no-untyped-def]
     found = tl.load(halo + tl.maximum(position, 0), mask=there, other=-1) == value
     result = tl.where(own >= 0, own, tl.where(there & found, position + size, -1))
     tl.store(number + place, result.to(tl.int32), mask=wanted)
-    tl.atomic_add(missing, tl.sum((wanted & (result < 0)).to(tl.int32)))
+    if missing is not None:
+        tl.atomic_add(missing, tl.sum((wanted & (result < 0)).to(tl.int32)))
 
 
 def _targets(ptr, target, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -164,14 +165,13 @@ def find_halo(
     return rows, source, (order, numbered), rank[-1]
 
 
-def locate(rows: Tensor, runs: Tensor, size: int, halo: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of each row, or -1, ``[count]``, int32, and how many have none, ``[1]``."""
+def locate(rows: Tensor, runs: Tensor, size: int, halo: Tensor, missing: Tensor | None) -> Tensor:
+    """The number of each row, or -1, ``[count]``, int32; ``missing`` receives how many have none, ``[1]``."""
     number = torch.empty(rows.numel(), dtype=torch.int32, device=rows.device)
-    missing = torch.zeros(1, dtype=torch.int32, device=rows.device)
     counts = (rows.numel(), runs.size(0), halo.numel(), size, 1)
     tensors = (rows, runs, halo, number, missing)
     _run(_locate_kernels, ceil_div(rows.numel(), BLOCK), number, *tensors, *counts, _steps(halo.numel()), BLOCK)
-    return number, missing
+    return number
 
 
 def expand_targets(ptr: Tensor, target: Tensor) -> None:

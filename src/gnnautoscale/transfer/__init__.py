@@ -6,6 +6,7 @@ history, and neither graphs nor models.
 
 import torch
 
+from gnnautoscale._util import for_later
 from gnnautoscale.history import Medium
 from gnnautoscale.kernels import use_triton
 from gnnautoscale.transfer.base import Transfer
@@ -18,7 +19,7 @@ from gnnautoscale.transfer.times import Times, times_for
 __all__ = ["BatchRows", "DirectTransfer", "Times", "Transfer", "open_transfer", "times_for"]
 
 
-@torch.inference_mode(False)  # training goes on with what inference may have opened
+@for_later
 def open_transfer(medium: Medium | None, device: torch.device, *, overlap: bool = True) -> Transfer:
     """The fastest transfer between a device and histories, whose medium is ``None`` if that is not decided yet.
 

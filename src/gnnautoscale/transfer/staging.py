@@ -10,6 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from gnnautoscale._util import for_later
 from gnnautoscale.history import Cast, History
 from gnnautoscale.transfer.base import Transfer
 from gnnautoscale.transfer.rows import BatchRows
@@ -104,7 +105,7 @@ class StagedTransfer(Transfer, Generic[R]):
             return self._pushes_of_step
         return self._pushes_of.get(self._current.key, {})
 
-    @torch.inference_mode(False)  # training goes on with the rooms
+    @for_later
     def _reserve(self, batch_size: int, num_halo: int, histories: Mapping[str, History]) -> None:
         """Make room for batches of this size; addresses change only if there was less."""
         if batch_size > self._most_batch or num_halo > self._most_halo:

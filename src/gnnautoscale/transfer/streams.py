@@ -76,10 +76,10 @@ class StreamTransfer(StagedTransfer[Room]):
         self.settle()
 
     def _stage(self, recent: Recent | None) -> None:
-        batch = self._current
-        self._wait(self._main, self._pushes)  # the last step's rows are in their histories
+        batch, main = self._current, self._main
+        self._wait(main, self._pushes)  # the last step's rows are in their histories
         with self.times.during("pull"):
-            self._wait(self._main, self._pulls)  # what was pulled ahead is there
+            self._wait(main, self._pulls)  # what was pulled ahead is there
         there = self._pulled_ahead(recent)
         self.skips_shared = bool(there)
         if not there:
@@ -91,7 +91,7 @@ class StreamTransfer(StagedTransfer[Room]):
             self._read(missing, self._index[batch.batch_size :], self._side)
         if self._following is not None:
             self._next_index = self._following.on(self._device)
-            self._wait(self._pulls, self._main)  # the other side is free, and a copied index is there
+            self._wait(self._pulls, main)  # the other side is free, and a copied index is there
             if self._following.ready is not None:
                 self._pulls.wait_event(self._following.ready)
 
@@ -142,7 +142,7 @@ class StreamTransfer(StagedTransfer[Room]):
 
     @property
     def _main(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
+        return torch.cuda.current_stream(self._device.index)
 
 
 class _Merge(torch.autograd.Function):
