@@ -19,7 +19,14 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
-from gnnautoscale.attach.calling import find_batch, form_of_arguments, needs_input_gradients, unpack_batch, weighted_sum
+from gnnautoscale.attach.calling import (
+    device_of,
+    find_batch,
+    form_of_arguments,
+    needs_input_gradients,
+    unpack_batch,
+    weighted_sum,
+)
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import (
     OVERRIDES,
@@ -286,6 +293,14 @@ class Autoscaler:
         names = set(batch.keys()) if args else {"edge_index" if name == "adj_t" else name for name in kwargs}
         return [name for name in batch.keys() if name in names | {"edge_index"}]  # noqa: SIM118
 
+    def needed_attributes(self, data: Data) -> frozenset[str] | None:
+        """The attributes of a graph that the last plan's ``model(batch)`` uses; ``None`` if that may be any."""
+        names = self._signature.parameters.keys()
+        if self.plan is None or not names & {"edge_index", "adj_t"}:
+            return None
+        edges = {"edge_index"} if "e_id" in names or not self.plan.ignores_edges else set()
+        return (names - {"edge_index", "adj_t"}) | edges
+
     # Graphs ##########################################################################################################
 
     def memory_of(self, graph: Graph) -> GraphMemory:
@@ -327,13 +342,13 @@ class Autoscaler:
         """
         self._identify(graph)
         if graph.key == self.key:
-            memory = self.memory.apart(graph) if apart else self.memory
+            memory = self.memory.apart(graph, device_of(self._model)) if apart else self.memory
         else:
             known = self._others.pop(graph.key, None)
             mine = self.memory
             known = known or GraphMemory(graph, graph.num_nodes, mine.medium or mine.storage, mine.dtype, mine.folder)
             self._others = {**dict(list(self._others.items())[1 - _MOST_OTHERS :]), graph.key: known}
-            memory = known.apart(graph)
+            memory = known.apart(graph, device_of(self._model))
         before, self._visited = self._visited, (graph.key, memory)
         try:
             yield memory

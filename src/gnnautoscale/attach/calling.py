@@ -20,6 +20,9 @@ from gnnautoscale.graph import BatchInfo, BatchTensor
 CallModel = Callable[[nn.Module, Data], Any]
 
 
+_HOST = torch.device("cpu")
+
+
 def call_with_batch(model: nn.Module, batch: Data) -> Any:
     """Call a model as ``model(batch)``."""
     return model(batch)
@@ -33,7 +36,8 @@ def device_of(model: nn.Module) -> torch.device:
 def to_model_device(batch: Data, model: nn.Module) -> Data:
     """Move a batch to the model's device, if the model has weights."""
     device = next((weight.device for weight in model.parameters()), None)
-    return batch if device is None else batch.to(str(device))
+    there = device is None or device == getattr(getattr(batch.edge_index, "info", None), "device", None) != _HOST
+    return batch if there else batch.to(str(device))
 
 
 def find_batch(arguments: Arguments) -> BatchInfo:

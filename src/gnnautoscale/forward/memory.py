@@ -23,6 +23,8 @@ from gnnautoscale.transfer import BatchRows, Transfer, open_transfer
 
 # How many rows are copied at once.
 _MOST_COPIED = 1 << 18
+# The share of a GPU's free memory that temporary histories may borrow.
+_BORROWED = 0.25
 
 
 class GraphMemory:
@@ -247,11 +249,17 @@ class GraphMemory:
 
     # Copies ##########################################################################################################
 
-    def apart(self, graph: Graph) -> GraphMemory:
-        """A memory of the same graph with histories of its own; what is known about edges is shared."""
+    def apart(self, graph: Graph, device: torch.device) -> GraphMemory:
+        """A memory of the same graph with histories of its own; what is known about edges is shared.
+
+        They are temporary, so a GPU that has plenty of free memory keeps them itself, which is faster.
+        """
         self.recorder = self.recorder or Recorder(graph)
+        medium, size = self.medium or self.storage, sum(history.num_bytes for history in self.histories.values())
+        if device.type == "cuda" and self.histories and size <= _BORROWED * torch.cuda.mem_get_info(device)[0]:
+            medium = "device"
         # No steps to overlap with.
-        memory = GraphMemory(None, self.num_nodes, self.medium or self.storage, self.dtype, self.folder, overlap=False)
+        memory = GraphMemory(None, self.num_nodes, medium, self.dtype, self.folder, overlap=False)
         memory.recorder = self.recorder
         return memory
 

@@ -147,6 +147,8 @@ class GroupedEdges:
     ) -> None:
         self.ptr, self.source, self._longest = ptr, source, longest
         self._by_source, self._missing, self._layer = by_source, missing, layer
+        #: Called once no source is missing.
+        self.when_checked: Callable[[], None] | None = None
 
     def to(self, device: torch.device) -> GroupedEdges:
         """A copy on another device."""
@@ -165,7 +167,9 @@ class GroupedEdges:
                 got="a graph that is not symmetric, and a halo of nodes with edges into the batch only",
                 fix="Build the loader with HaloLoader(..., bidirectional=True).",
             )
-        self._missing = None
+        if self.when_checked is not None:
+            self.when_checked()
+        self._missing = self.when_checked = None
         return self.source
 
     def adjacency(self, weight: Tensor | None, num_rows: int) -> Adjacency:
@@ -205,8 +209,11 @@ class EdgeRecord:
                 device, halo = torch.device("cpu"), table.order.rows(info.halo).long()
                 own = OwnRows.of(table.order.rows(info.nodes).long())
             cut = table.cut(own)
-            source, missing = locate_and_count(table.numbers, cut.take(table.source, device), own, halo)
+            # Once is enough for own rows that come back.
+            counts, known = self not in own.known, own.known
+            source, missing = locate_and_count(table.numbers, cut.take(table.source, device), own, halo, count=counts)
             grouped = GroupedEdges(cut.ptr(device), source, cut.longest, None, missing, layer)
+            grouped.when_checked = partial(known.__setitem__, self, True)
         constants = {name: cut.take(value, device) for name, value in self.constants.items()}
         return BatchEdges(constants, grouped=grouped, target_row=table.target_row, num_rows=info.num_rows)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -105,9 +105,12 @@ class BatchBuilder:
     def start_again(self, own: OwnRows, halo: Tensor, device: torch.device, key: Hashable) -> Assembly:
         """Assemble a batch whose halo's rows are known, ``[num_halo]``, in pinned memory."""
         cut, there = self.table.cut(own), halo.to(device, non_blocking=True).long()
-        rows = cut.take(self.table.source, device)
-        source, _ = locate_and_count(self.table.numbers, rows, own, there, count=False)
-        return Assembly(self, own, cut, HaloSearch(Halo(there, source)), device, key)
+
+        def find_source() -> Tensor:
+            rows = cut.take(self.table.source, device)
+            return locate_and_count(self.table.numbers, rows, own, there, count=False)[0]
+
+        return Assembly(self, own, cut, HaloSearch(Halo(there, find_source)), device, key)
 
     def info(self, own: OwnRows, found: Halo, key: Hashable = None) -> BatchInfo:
         """Where a batch lies in the graph, given its halo."""
@@ -158,8 +161,12 @@ class Assembly:
         self._device, self._key = device, key
 
     @for_later
-    def finish(self, *, edges: bool = True) -> tuple[Data, BatchInfo]:
-        """The batch, once its halo is known; without ``edges`` it has none, and no edge-level attributes."""
+    def finish(self, only: Collection[str] | None = None) -> tuple[Data, BatchInfo]:
+        """The batch, once its halo is known, with all attributes or ``only`` some of them.
+
+        If ``edge_index`` is not among these, it has no edges.
+        """
+        edges = only is None or "edge_index" in only
         builder, cut, device = self._builder, self._cut, self._device
         graph, table = builder.graph, builder.table
         info = BatchInfo(graph, table, self._own, cut, self._search.result(), self._key)
@@ -167,7 +174,9 @@ class Assembly:
         e_id = cut.take(table.edge, device).to(torch.long, copy=True) if edges else n_id[:0]
         batch = _as_one_graph(graph.data)
         for name, level in builder.levels.items():
-            if level == "node":
+            if only is not None and name not in only:
+                del batch[name]
+            elif level == "node":
                 batch[name] = builder.rows(name, info, n_id)
             elif edges:
                 batch[name] = builder.edges(name, info, e_id)

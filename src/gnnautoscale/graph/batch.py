@@ -120,7 +120,7 @@ class BatchInfo:
     def shrink(self, rows: Tensor) -> None:
         """Forget what can be found again; ``rows`` are a copy of those of batch and halo, ``[num_rows]``."""
         self.rows = rows
-        self.found = Halo(rows[self.batch_size :], self.found.source)
+        self.found = Halo.of(rows[self.batch_size :], self.found.source)
         self.ready = self.edges_ready = None
         self._derived.clear()
 

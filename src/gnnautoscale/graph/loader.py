@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -227,10 +227,11 @@ class HaloLoader:
         """The order in which tables and histories keep the rows of this loader's nodes."""
         return self._builder.table.order
 
-    def in_order(self, device: torch.device | None = None, *, edges: bool = True) -> Iterator[Data]:
+    def in_order(self, device: torch.device | None = None, *, only: Collection[str] | None = None) -> Iterator[Data]:
         """The batches of a sweep: every part once, always in the same order and groups.
 
-        They are assembled on the given device, by default on that of the loader; a GPU can leave out their ``edges``.
+        They are assembled on the given device, by default on that of the loader. On a GPU they can have ``only`` some
+        of the attributes.
 
         Example:
             >>> from torch_geometric.datasets import KarateClub
@@ -240,7 +241,7 @@ class HaloLoader:
         """
         self.follow()
         groups = self._grouped(torch.arange(self.num_parts))
-        return tagged_copies(self._batches(groups, keep=self.keep, device=device or self.device, edges=edges))
+        return tagged_copies(self._batches(groups, keep=self.keep, device=device or self.device, only=only))
 
     def any_batch(self, device: torch.device | None = None) -> Data:
         """One of the batches of a sweep, on the given device, by default on that of the loader."""
@@ -249,11 +250,11 @@ class HaloLoader:
         return next(tagged_copies(self._batches([group], keep=self.keep, device=device or self.device)))
 
     def _batches(
-        self, groups: list[PartGroup], *, keep: bool, device: torch.device, edges: bool = True
+        self, groups: list[PartGroup], *, keep: bool, device: torch.device, only: Collection[str] | None = None
     ) -> Iterator[ReadyBatch]:
         # What belongs to the graph as it is now, since another iteration may follow a change in the meantime.
         if device.type == "cuda":
-            assembling = self._assembling(self._builder, self._ready, self._halos, groups, keep, device, edges)
+            assembling = self._assembling(self._builder, self._ready, self._halos, groups, keep, device, only)
             return _in_turn(assembling, device)
         return self._built(self._builder, self._ready, groups, keep)
 
@@ -269,8 +270,9 @@ class HaloLoader:
             if group in ready and ready[group].intact():
                 batch = ready[group]
             else:
-                data, found = next(built) if group not in ready else _build(builder, group)
-                batch = self._ready_batch(data, builder.info(builder.own_rows(group), found), builder.graph)
+                data, *halo = next(built) if group not in ready else _build(builder, group)
+                info = builder.info(builder.own_rows(group), Halo.of(*halo))
+                batch = self._ready_batch(data, info, builder.graph)
             if keep:
                 kept[group] = batch
             yield batch
@@ -283,7 +285,7 @@ class HaloLoader:
         groups: list[PartGroup],
         keep: bool,
         device: torch.device,
-        edges: bool,
+        only: Collection[str] | None,
     ) -> Iterator[ReadyBatch]:
         """Batches on a GPU: one is being searched for its halo while the one before it gets its rows."""
         stream = assembly_stream(device)
@@ -303,7 +305,7 @@ class HaloLoader:
             group, found = searching.popleft()
             if isinstance(found, ReadyBatch):
                 return found
-            batch, info = found.finish(edges=edges)
+            batch, info = found.finish(only)
             if keep and group not in halos:
                 halos[group] = _in_pinned_memory(info.found.rows, builder.graph.num_nodes)
             info.ready = stream.record_event()
@@ -368,7 +370,8 @@ class ReadyBatch:
         """Let the current stream of a GPU use what another one has assembled."""
         info = self.info
         if info.ready is not None:
-            tensors = [info.found.rows, info.found.source, info.rows, *(info.found.by_source or ())]
+            tensors = [info.found.rows, info.rows, *(info.found.by_source or ())]
+            tensors += [info.found.source] if "source" in vars(info.found) else []
             tensors += [value for _, value in self._batch if isinstance(value, Tensor) and value.is_cuda]
             hand_over(tensors, info.ready)
 
@@ -380,7 +383,7 @@ class ReadyBatch:
         """A copy for the user to move and change; it shares the tensors, and edges and nodes carry a tag."""
         self._arrive()
         batch = copy.copy(self._batch)
-        for name in ("edge_index", "n_id", *self.info.graph.edge_attributes):
+        for name in ("edge_index", "n_id", *(name for name in self.info.graph.edge_attributes if name in batch)):
             batch[name] = BatchTensor.tag(batch[name], self.info, name)
         return batch
 
@@ -422,10 +425,10 @@ def _keep(kept: dict[PartGroup, ReadyBatch], group: PartGroup, batch: ReadyBatch
         kept[group] = batch
 
 
-def _build(builder: BatchBuilder, parts: PartGroup) -> tuple[Data, Halo]:
+def _build(builder: BatchBuilder, parts: PartGroup) -> tuple[Data, Tensor, Tensor]:
     """A batch in host memory, and its halo: what a worker sends, since it must not send the graph."""
     batch, info = builder.start(builder.own_rows(parts), _HOST).finish()
-    return batch, info.found
+    return batch, info.found.rows, info.found.source
 
 
 def _device(device: torch.device | str | None) -> torch.device:

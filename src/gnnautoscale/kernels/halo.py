@@ -9,7 +9,7 @@ the table are faster, and are used again and again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
@@ -86,14 +86,26 @@ class Halo:
 
     Attributes:
         rows: The halo's rows in the table, ascending, ``[num_halo]``, int64.
-        source: The row of the batch that each edge comes from, ``[num_edges]``, int32.
+        find_source: Finds the row of the batch that each edge comes from.
         by_source: The positions of the edges grouped by source, and these sources, ``[num_edges]`` each; ``None`` if
             that is not known.
     """
 
     rows: Tensor
-    source: Tensor
+    find_source: Callable[[], Tensor]
     by_source: tuple[Tensor, Tensor] | None = None
+
+    @staticmethod
+    def of(rows: Tensor, source: Tensor, by_source: tuple[Tensor, Tensor] | None = None) -> Halo:
+        """A halo whose sources are known."""
+        halo = Halo(rows, lambda: source, by_source)
+        halo.source = source
+        return halo
+
+    @cached_property
+    def source(self) -> Tensor:
+        """The row of the batch that each edge comes from, ``[num_edges]``, int32; found when it is first needed."""
+        return self.find_source()
 
 
 class Count:
@@ -167,17 +179,17 @@ class RowNumbers:
             runs = own.runs_on(source.device)
             found = _triton().find_halo(wanted, source.numel(), runs, own.size, key_dtype)
             rows, numbers, by_source, count = found
-            return HaloSearch(Halo(rows, numbers, by_source if also is None else None), Count(count))
+            return HaloSearch(Halo.of(rows, numbers, by_source if also is None else None), Count(count))
         if source.is_cuda:
             halo = self.find(source.cpu(), own, None if also is None else also.cpu()).result()
-            return HaloSearch(Halo(halo.rows.to(source.device), halo.source.to(source.device)))
+            return HaloSearch(Halo.of(halo.rows.to(source.device), halo.source.to(source.device)))
         self._number(own.index, 0)
         outside = wanted[self._numbers.index_select(0, wanted) < 0].long()
         self._flags[outside] = True
         rows = self._flags.nonzero().squeeze(1)
         self._flags[rows] = False
         self._number(rows, own.size)
-        halo = Halo(rows, self._numbers.index_select(0, source))
+        halo = Halo.of(rows, self._numbers.index_select(0, source))
         self._numbers[own.index] = self._numbers[rows] = -1
         return HaloSearch(halo)
 

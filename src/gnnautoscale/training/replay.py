@@ -154,8 +154,8 @@ class Replayer:
         known = self._replays.get(key)
         if known is None and (self._warm_up > 0 or len(self._replays) >= MOST_GRAPHS):
             return None
-        names = None if self._attributes is None else self._attributes(batch)
         if known is None or not self.packer.resident:
+            names = None if self._attributes is None else self._attributes(batch)
             package = self.packer.pack(batch, extras, names)
             if self.packer.version != versions[0]:  # it was moved
                 self._replays.clear()
