@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -293,8 +293,8 @@ class Autoscaler:
         names = set(batch.keys()) if args else {"edge_index" if name == "adj_t" else name for name in kwargs}
         return [name for name in batch.keys() if name in names | {"edge_index"}]  # noqa: SIM118
 
-    def needed_attributes(self, data: Data) -> frozenset[str] | None:
-        """The attributes of a graph that the last plan's ``model(batch)`` uses; ``None`` if that may be any."""
+    def needed_attributes(self) -> Collection[str] | None:
+        """The attributes of a batch that the last plan's ``model(batch)`` uses; ``None`` if that may be any."""
         names = self._signature.parameters.keys()
         if self.plan is None or not names & {"edge_index", "adj_t"}:
             return None

@@ -252,7 +252,7 @@ def collect(
     outputs = _Outputs(loader.graph.num_nodes, device or torch.device("cpu"))
     with attached(model).running(exchange), outputs:
         scaler = attached(model)
-        only = scaler.needed_attributes(loader.data) if call is call_with_batch else None
+        only = scaler.needed_attributes() if call is call_with_batch else None
         for batch in loader.in_order(device_of(model), only=only):
             outputs.add(batch, _run_once(model, batch, call))
     return outputs.result

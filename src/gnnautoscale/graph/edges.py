@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gnnautoscale._util import Pinned, copy_staged
-from gnnautoscale.kernels import OwnRows, RowNumbers, WordTable, expand_targets
+from gnnautoscale.kernels import OwnRows, RowNumbers, WordTable, expand_targets, triton_is_installed
 
 
 class RowOrder:
@@ -159,6 +159,7 @@ class EdgeCut:
             begin, count = ptr[rows], ptr[rows + 1] - ptr[rows]
             local = np.concatenate([[0], count.cumsum()])
             self._positions = torch.from_numpy(np.repeat(begin - local[:-1], count) + np.arange(local[-1]))
+        self._there: Tensor | None = None
         #: Number of edges, and the largest number of edges into one row.
         self.count = int(local[-1])
         self.longest = int(np.diff(local).max(initial=0))
@@ -172,6 +173,16 @@ class EdgeCut:
         """The position of each edge's target among the rows, ``[count]``, int64."""
         return expand_targets(self.ptr(device), self.count)
 
+    def _pieces_on(self, device: torch.device) -> Tensor:
+        """The pieces with their places in the result, on a GPU."""
+        if self._there is None:
+            table, first = [], 0
+            for begin, end in self._pieces:
+                table.append((begin, first, end - begin))
+                first += end - begin
+            self._there = copy_staged(torch.tensor(table, dtype=torch.long), device)
+        return self._there
+
     def take(self, values: Tensor, device: torch.device) -> Tensor:
         """The values of these edges, ``[count, ...]``, out of a table with a row per edge.
 
@@ -184,6 +195,8 @@ class EdgeCut:
             return pieces[0]
         if device.type == "cpu":
             return torch.cat(pieces) if pieces else values[:0]
+        if len(pieces) > 1 and values.is_pinned() and triton_is_installed():
+            return WordTable(values).copy_pieces(self._pieces_on(device), self.count)
         out = torch.empty((self.count, *values.shape[1:]), dtype=values.dtype, device=device)
         place = 0
         for piece in pieces:

@@ -270,8 +270,8 @@ class HaloLoader:
             if group in ready and ready[group].intact():
                 batch = ready[group]
             else:
-                data, *halo = next(built) if group not in ready else _build(builder, group)
-                info = builder.info(builder.own_rows(group), Halo.of(*halo))
+                data, rows, source = next(built) if group not in ready else _build(builder, group)
+                info = builder.info(builder.own_rows(group), Halo.of(rows, source))
                 batch = self._ready_batch(data, info, builder.graph)
             if keep:
                 kept[group] = batch

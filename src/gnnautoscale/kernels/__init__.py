@@ -3,7 +3,7 @@
 They know tensors and edges, but no models and no histories.
 """
 
-from gnnautoscale.kernels.available import use_triton
+from gnnautoscale.kernels.available import triton_is_installed, use_triton
 from gnnautoscale.kernels.halo import (
     Count,
     Halo,
@@ -34,5 +34,6 @@ __all__ = [
     "merge_rows",
     "scatter_rows",
     "spmm",
+    "triton_is_installed",
     "use_triton",
 ]

@@ -10,9 +10,10 @@ from torch import Tensor
 
 def use_triton(tensor: Tensor) -> bool:
     """Whether Triton kernels write to this tensor: it is on a GPU, and Triton is installed."""
-    return tensor.is_cuda and _triton_is_installed()
+    return tensor.is_cuda and triton_is_installed()
 
 
 @cache
-def _triton_is_installed() -> bool:
+def triton_is_installed() -> bool:
+    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None

@@ -80,6 +80,16 @@ class WordTable:
             _triton().gather_rows(self._source, index, self._words(out), None, MOST_PROGRAMS)
         return out
 
+    def copy_pieces(self, pieces: Tensor, count: int) -> Tensor:
+        """Contiguous pieces of rows one behind the other, ``[count, ...]``, on the GPU of ``pieces``.
+
+        These are the first row of each piece, its first row in the result, and its length, ``[num_pieces, 3]``, int64.
+        """
+        out = torch.empty((count, *self._table.shape[1:]), dtype=self._table.dtype, device=pieces.device)
+        if count and self._source is not None:
+            _triton().copy_pieces(self._source, pieces, self._words(out))
+        return out
+
     def _words(self, table: Tensor) -> Tensor:
         flat = table.view(table.size(0), -1)
         return flat if flat.dtype == self._word else flat.view(torch.uint8).view(self._word)

@@ -105,6 +105,18 @@ def _merge(  # type: ignore[no-untyped-def]
         tl.store(out + goal[:, None] + column[None, :], value, mask=mask)
 
 
+def _pieces(source, pieces, out, count, num_pieces, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    row = place // width
+    origin = place - row * width
+    for piece in range(num_pieces):
+        first = tl.load(pieces + 3 * piece + 1)
+        inside = (row >= first) & (row < first + tl.load(pieces + 3 * piece + 2))
+        origin = tl.where(inside, origin + (tl.load(pieces + 3 * piece) + row - first) * width, origin)
+    wanted = place < count
+    tl.store(out + place, tl.load(source + origin, mask=wanted), mask=wanted)
+
+
 def _locate(index, where, count, start, first, length, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * block + tl.arange(0, block)
     wanted = row < count
@@ -120,6 +132,9 @@ _gather_tables_kernels = compile_variants(
 _scatter_kernels = compile_variants(_scatter, counts=["count"], indices=["index"], rows=["rows", "target"])
 _merge_kernels = compile_variants(
     _merge, counts=["count", "batch_size", "room"], indices=["where", "side"], rows=["rows", "staged", "recent", "out"]
+)
+_pieces_kernels = compile_variants(
+    _pieces, counts=["count", "num_pieces"], indices=["source", "pieces", "out"], rows=[]
 )
 _locate_kernels = compile_variants(
     _locate, counts=["count", "start", "first", "length"], indices=["index", "where"], rows=[]
@@ -175,6 +190,17 @@ def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side
     programs = ceil_div(count, block[0])
     arguments = (rows, staged, recent, where, side, out, count, rows.size(0), where.size(1), width)
     launch(_merge_kernels, programs, out, *arguments, *block, warps=MERGE_WARPS)
+
+
+def copy_pieces(source: Tensor, pieces: Tensor, out: Tensor) -> None:
+    """Copy contiguous pieces of rows one behind the other.
+
+    ``source`` and ``out`` are rows of words, ``[num_rows, width]``; ``pieces`` has the first row of each piece, its
+    first row in ``out`` and its length, ``[num_pieces, 3]``, int64, on the device.
+    """
+    width = out.size(1)
+    arguments = (source, pieces, out, out.numel(), pieces.size(0), width, BLOCK)
+    launch(_pieces_kernels, ceil_div(out.numel(), BLOCK), out, *arguments, warps=4)
 
 
 def locate_rows(index: Tensor, start: int, first: int, length: int, where: Tensor) -> None:
