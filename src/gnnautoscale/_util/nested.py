@@ -32,13 +32,26 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: T) -> T:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists and dictionaries, in the order of :func:`map_tensors`."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        return [value]
+        found.append(value)
+        return
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (tuple, list)):
-        return []
-    return [tensor for item in value if type(item) not in _PLAIN_TYPES for tensor in tensors_in(item)]
+        return
+    for item in value:
+        if type(item) in _PLAIN_TYPES:
+            continue
+        if isinstance(item, Tensor):  # here already, since calls take most of the time
+            found.append(item)
+        else:
+            _collect(item, found)
 
 
 def map_others(function: Callable[[Any], Any], value: T) -> T:

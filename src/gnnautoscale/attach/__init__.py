@@ -7,7 +7,7 @@ Lipschitz penalty. This package knows nothing about training loops.
 from gnnautoscale.attach.autoscaler import Autoscaler, attached, autoscale, detach, is_autoscaled
 from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, to_model_device, unpack_batch
 from gnnautoscale.attach.growth import grow
-from gnnautoscale.attach.inference import collect, infer, infer_from_histories, predict, refresh, sweep
+from gnnautoscale.attach.inference import collect, infer, infer_from_histories, infer_on, predict, refresh, sweep
 from gnnautoscale.attach.regularize import LocalLipschitz
 from gnnautoscale.attach.scalable import ScalableGNN
 from gnnautoscale.attach.verification import Verification, verify
@@ -27,6 +27,7 @@ __all__ = [
     "grow",
     "infer",
     "infer_from_histories",
+    "infer_on",
     "is_autoscaled",
     "predict",
     "refresh",

@@ -20,6 +20,7 @@ from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, t
 from gnnautoscale.errors import InputError, StaleHistoryWarning
 from gnnautoscale.forward import (
     ExchangePolicy,
+    GraphMemory,
     HistoryStore,
     Plan,
     PlanOnly,
@@ -37,6 +38,9 @@ from gnnautoscale.graph import BatchInfo, Graph, HaloLoader, check_nodes
 _PART_NODES, _PART_EDGES = 100_000, 1_000_000
 # For how many graphs a model keeps the loaders that were made for it.
 _MOST_LOADERS = 4
+# The share of a GPU's free memory that a sweep over several batches at once may take, for so many copies of their
+# widest rows, and how many batches at most.
+_SPARE, _COPIES, _MOST_TOGETHER = 1 / 16, 6, 16
 _LOADERS: WeakKeyDictionary[Autoscaler, list[HaloLoader]] = WeakKeyDictionary()
 
 
@@ -112,8 +116,9 @@ def infer_on(
         if len(loader) == 1:
             out = collect(model, loader, call, StepExchange(push_all=update_histories), device)
         else:
-            store = sweep(model, loader, call)
-            out = collect(model, loader, call, SweepExchange(None, store), device)
+            together = _batches_together(model, loader, call, memory)
+            store = sweep(model, loader, call, together=together)
+            out = collect(model, loader, call, SweepExchange(None, store), device, together=together)
         if update_histories:
             memory.mark_written_by(weights_checksum(model))
     return out
@@ -226,13 +231,30 @@ def plan_of(model: nn.Module, loader: HaloLoader, call: CallModel = call_with_ba
     return cast(Plan, scaler.plan)
 
 
-def sweep(model: nn.Module, loader: HaloLoader, call: CallModel, store: RowStore | None = None) -> RowStore:
-    """Recompute the rows of all slots in a store, by default the histories, level by level; returns the store."""
+def _batches_together(model: nn.Module, loader: HaloLoader, call: CallModel, memory: GraphMemory) -> int:
+    """How many batches to sweep over at once: several if a GPU has memory for all histories, and some to spare."""
+    device = device_of(model)
+    if device.type != "cuda" or memory.medium != "device":
+        return 1
+    plan, info = plan_of(model, loader, call), loader.any_batch(device).edge_index.info
+    widest = max((rows[0].numel() * rows.element_size() for rows in plan.rows.values() if rows.dim()), default=1)
+    widest = max(widest, *(value[0].numel() * 4 for value in loader.graph.features.values() if value.dim() > 1), 1)
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(int(_SPARE * free / (_COPIES * widest * info.num_rows)), len(loader), _MOST_TOGETHER))
+
+
+def sweep(
+    model: nn.Module, loader: HaloLoader, call: CallModel, store: RowStore | None = None, *, together: int = 1
+) -> RowStore:
+    """Recompute the rows of all slots in a store, by default the histories, level by level; returns the store.
+
+    So many batches are one ``together``.
+    """
     device = device_of(model)
     if store is None:
         store = StreamedStore(device) if device.type == "cuda" else HistoryStore()
     for level in plan_of(model, loader, call).levels:
-        collect(model, loader, call, SweepExchange(level, store))
+        collect(model, loader, call, SweepExchange(level, store), together=together)
         if isinstance(store, StreamedStore):
             store.settle(device)
     return store
@@ -244,16 +266,18 @@ def collect(
     call: CallModel,
     exchange: ExchangePolicy,
     device: torch.device | None = None,
+    *,
+    together: int = 1,
 ) -> Any:
     """The model's output for all nodes, in the order of the data; ``None`` if the policy ends passes early.
 
-    It is gathered on a device, by default the host.
+    It is gathered on a device, by default the host. So many batches are one ``together``.
     """
     outputs = _Outputs(loader.graph.num_nodes, device or torch.device("cpu"))
     with attached(model).running(exchange), outputs:
         scaler = attached(model)
         only = scaler.needed_attributes() if call is call_with_batch else None
-        for batch in loader.in_order(device_of(model), only=only):
+        for batch in loader.in_order(device_of(model), only=only, together=together):
             outputs.add(batch, _run_once(model, batch, call))
     return outputs.result
 

@@ -336,7 +336,8 @@ class Recorder:
         self._order = order = self._order or info.order
         row = 1 if layer.flow == "source_to_target" else 0
         own = edge_index is self.graph.edge_index and row == 1 and info.order is order
-        edges = info.table if own else EdgeTable(edge_index, order, row)
+        extended = info.table.with_loops(edge_index) if row == 1 and info.order is order and not own else None
+        edges = info.table if own else extended or EdgeTable(edge_index, order, row)
         del edge_index
         constants = {name: value[edges.edge] for name, value in constants.items()}
         for record in self._shared_records:

@@ -5,10 +5,11 @@ If rows are in part order, the edges into a part are one contiguous slice of thi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -94,9 +95,37 @@ class EdgeTable:
         self.ptr: Tensor = torch._convert_indices_from_coo_to_csr(target, num_rows).long()
         del target
         self.source = order.rows(edge_index[1 - target_row].index_select(0, self.edge)).to(rows)
+        self._edge_index: Callable[[], Tensor | None] | None = ref(edge_index)
         self._pinned: Pinned | None = None
         #: What else to prepare for a batch of this table that a GPU assembles, for as long as the key lives.
         self.preparations: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
+
+    def with_loops(self, edge_index: Tensor) -> EdgeTable | None:
+        """The table of this one's edges with a self-loop of each node behind them, if ``edge_index`` is that.
+
+        It takes no sort.
+        """
+        num_rows, num_edges = self.order.nodes.numel(), self.source.numel()
+        if self._edge_index is None or edge_index.size(1) != num_edges + num_rows or self.target_row != 1:
+            return None
+        loops, own = edge_index[:, num_edges:], self._edge_index()
+        nodes = torch.arange(num_rows)
+        same = torch.equal(loops[0], nodes) and torch.equal(loops[1], nodes)
+        if not same or own is None or not torch.equal(edge_index[:, :num_edges], own):
+            return None
+        made = copy.copy(self)
+        vars(made).pop("_ptr", None)
+        made._pinned, made.preparations, made._edge_index = None, WeakKeyDictionary(), None
+        made.ptr = self.ptr + torch.arange(num_rows + 1)
+        place = torch.arange(num_edges)
+        place += torch.repeat_interleave(self.ptr.diff())
+        loop = made.ptr[1:] - 1
+        made.source, made.edge = (table.new_empty(num_edges + num_rows) for table in (self.source, self.edge))
+        made.edge = made.edge.to(index_dtype(num_edges + num_rows))
+        made.source[place], made.edge[place] = self.source, self.edge.to(made.edge.dtype)
+        rows = torch.arange(num_rows, dtype=self.source.dtype)
+        made.source[loop], made.edge[loop] = rows, (num_edges + self.order.nodes_at(rows.long())).to(made.edge.dtype)
+        return made
 
     def into(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Every edge that points to one of the rows, grouped by row in the order of ``rows``.

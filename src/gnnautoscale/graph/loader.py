@@ -200,8 +200,8 @@ class HaloLoader:
             self._drawn.append(groups)
         return groups
 
-    def _grouped(self, order: Tensor) -> list[PartGroup]:
-        parts, size = order.tolist(), self.batch_size
+    def _grouped(self, order: Tensor, together: int = 1) -> list[PartGroup]:
+        parts, size = order.tolist(), self.batch_size * together
         # Sorted within a batch, so that the same parts give the same batch whatever the order of drawing.
         return [tuple(sorted(parts[first : first + size])) for first in range(0, len(parts), size)]
 
@@ -227,11 +227,13 @@ class HaloLoader:
         """The order in which tables and histories keep the rows of this loader's nodes."""
         return self._builder.table.order
 
-    def in_order(self, device: torch.device | None = None, *, only: Collection[str] | None = None) -> Iterator[Data]:
+    def in_order(
+        self, device: torch.device | None = None, *, only: Collection[str] | None = None, together: int = 1
+    ) -> Iterator[Data]:
         """The batches of a sweep: every part once, always in the same order and groups.
 
         They are assembled on the given device, by default on that of the loader. On a GPU they can have ``only`` some
-        of the attributes.
+        of the attributes. So many of them make one batch ``together``.
 
         Example:
             >>> from torch_geometric.datasets import KarateClub
@@ -240,7 +242,7 @@ class HaloLoader:
             2
         """
         self.follow()
-        groups = self._grouped(torch.arange(self.num_parts))
+        groups = self._grouped(torch.arange(self.num_parts), together)
         return tagged_copies(self._batches(groups, keep=self.keep, device=device or self.device, only=only))
 
     def any_batch(self, device: torch.device | None = None) -> Data:

@@ -35,6 +35,8 @@ class NodeClassification(Task):
         50.0
     """
 
+    scores_anywhere = True
+
     def __init__(self, num_classes: int, *, multilabel: bool = False) -> None:
         self.num_outputs = num_classes
         self.multilabel = multilabel
@@ -92,7 +94,8 @@ class NodeClassification(Task):
         mask = data.get(f"{split}_mask")
         if mask is None or not bool(mask.any()):
             return math.nan
-        out, y = out[mask.cpu()], data.y[mask].cpu()
+        rows = mask.nonzero().squeeze(1)
+        out, y = out[rows.to(out.device)], data.y[rows].to(out.device)
         if not self.multilabel:
             return 100.0 * float((out.argmax(dim=-1) == y).double().mean())
         predicted, wanted = out > 0, y > 0.5

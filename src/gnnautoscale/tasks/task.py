@@ -39,6 +39,8 @@ class Task(ABC):
     metric: str = "score"
     #: Number of outputs per node that a model needs.
     num_outputs: int = 1
+    #: Whether :meth:`score` also takes outputs on a GPU, which saves the time to copy them.
+    scores_anywhere: bool = False
 
     @abstractmethod
     def targets(self, batch: Data) -> tuple[Tensor | None, Tensor]:
@@ -67,7 +69,8 @@ class Task(ABC):
         """Score the model's output for a whole graph.
 
         Args:
-            out: Outputs of all nodes in host memory, ``[num_nodes, num_outputs]``.
+            out: Outputs of all nodes, ``[num_nodes, num_outputs]``, in host memory unless the task
+                :attr:`scores_anywhere`.
             data: The graph.
             split: ``"train"``, ``"val"`` or ``"test"``.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale.attach import attached, detach, infer, infer_from_histories, refresh, unpack_batch
+from gnnautoscale.attach import attached, detach, infer_from_histories, infer_on, refresh, unpack_batch
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import GraphMemory, describe, evaluating
@@ -29,6 +29,9 @@ from gnnautoscale.training.flow import Flow
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.steps import Steps
 from gnnautoscale.transfer import times_for
+
+# The share of a GPU's free memory that the outputs of all nodes may take.
+_SHARE_OF_OUTPUTS = 1 / 16
 
 
 class Strategy(ABC):
@@ -221,10 +224,19 @@ class HistoryStrategy(Strategy):
         if evaluation == "histories":
             out = infer_from_histories(self._model, self._loaders[split])
         elif self.at_once and loader.data is self._loader.data:
-            out = self._engine.output(next(loader.ready_batches())).cpu()
+            out = self._engine.output(next(loader.ready_batches())).to(self._place_of_outputs(loader))
         else:
-            out = infer(self._model, loader, update_histories=False)
+            out = infer_on(self._place_of_outputs(loader), self._model, loader, update_histories=False)
         return out
+
+    def _place_of_outputs(self, loader: HaloLoader) -> torch.device:
+        """Where to score outputs: on the GPU, if the task can and there is room."""
+        task, device = self._engine.task, self._engine.device
+        if device.type == "cuda" and task.scores_anywhere:
+            free, _ = torch.cuda.mem_get_info(device)
+            if 4 * task.num_outputs * loader.graph.num_nodes <= _SHARE_OF_OUTPUTS * free:
+                return device
+        return torch.device("cpu")
 
     def give_up(self) -> None:
         """See :meth:`Strategy.give_up`."""
