@@ -745,8 +745,10 @@ def test_inference_that_cannot_be_is_refused(saved: Path, main: Main, flags: lis
 # Partition and data ##################################################################################################
 
 
-@pytest.mark.parametrize("method", ["metis", "random"])
+@pytest.mark.parametrize("method", ["metis", "kaminpar", "random"])
 def test_partition_writes_the_parts(tmp_path: Path, method: str) -> None:
+    if method == "kaminpar":
+        pytest.importorskip("kaminpar")
     file = tmp_path / "parts.npy"
     facts = answer("partition", *TINY, "--num-parts", "5", "--partition", method, "--output", str(file))
     labels = torch.from_numpy(np.load(file))
