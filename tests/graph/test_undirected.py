@@ -12,7 +12,7 @@ from gnnautoscale.graph.undirected import UndirectedGraph, is_symmetric, undirec
 NODES = 40
 
 
-@pytest.fixture(params=[2**20, 7])
+@pytest.fixture(params=[2**22, 7])
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many edges are looked at together."""
     monkeypatch.setattr(module, "_CHUNK", request.param)

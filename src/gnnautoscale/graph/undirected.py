@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_CHUNK = 2**20  # edges that are looked at together
+_CHUNK = 2**22  # edges that are looked at together
 _RANGES = 16  # ranges of nodes whose edges are sorted one after the other
 
 
