@@ -278,7 +278,7 @@ def test_a_batch_for_nodes_keeps_their_order() -> None:
         ({"num_parts": 2, "batch_size": 1.5}, "batch_size must be an integer of at least 1"),
         ({"num_parts": 2, "batch_size": 3}, "at most the number of parts, 2, but got 3"),
         ({"num_parts": 2, "num_workers": -1}, "num_workers at least 0"),
-        ({"num_parts": 2, "partition": "louvain"}, "'metis', 'random' or a tensor of labels, but got 'louvain'"),
+        ({"num_parts": 2, "partition": "louvain"}, r"'random'\) or a tensor of labels, but got 'louvain'"),
         (
             {"num_parts": 3, "partition": TINY_PARTS},
             "must match the given labels, which name 2 parts, but got num_parts=3",

@@ -1,6 +1,10 @@
-"""Partitions: what METIS gets and gives, what is refused, and what the cache keeps."""
+"""Partitions: what METIS and KaMinPar get and give, what is refused, and what the cache keeps."""
 
 import os
+import shutil
+import sys
+import tempfile
+import types
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,14 +15,23 @@ import pytest
 import torch
 from torch import Tensor
 
-import gnnautoscale.graph.partitioning
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.partitioning import check_labels, connectivity, fingerprint, partition
+from gnnautoscale.graph import partitioners
+from gnnautoscale.graph.partitioning import Partitioner, check_labels, connectivity, partition
 
 # Two triangles, 0-1-2 and 3-4-5, and the bridge 2-3: each edge in one direction.
 TRIANGLES = torch.tensor([[0, 1, 2, 3, 4, 5, 2], [1, 2, 0, 4, 5, 3, 3]])
 RING = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
 NO_EDGES = torch.empty(2, 0, dtype=torch.int64)
+METHODS: list[Partitioner] = ["metis", "kaminpar"]
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> Partitioner:
+    """A partitioner that looks at edges."""
+    if request.param == "kaminpar":
+        pytest.importorskip("kaminpar")
+    return request.param  # type: ignore[no-any-return]
 
 
 def both_ways(edge_index: Tensor) -> Tensor:
@@ -50,7 +63,7 @@ def metis_graph(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-# --- METIS ------------------------------------------------------------------------------------------------------------
+# --- METIS and KaMinPar -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -63,8 +76,8 @@ def metis_graph(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ],
     ids=["directed", "reversed", "symmetric", "self-loops"],
 )
-def test_metis_cuts_the_bridge(edge_index: Tensor) -> None:
-    labels = partition(edge_index, 6, 2)
+def test_the_bridge_is_cut(edge_index: Tensor, method: Partitioner) -> None:
+    labels = partition(edge_index, 6, 2, method=method)
     assert labels.dtype == torch.int64
     assert labels.device.type == "cpu"
     assert groups(labels) == {frozenset({0, 1, 2}), frozenset({3, 4, 5})}
@@ -108,25 +121,25 @@ def test_order_of_edges_does_not_matter() -> None:
     assert torch.equal(partition(edges, 300, 10), expected)
 
 
-def test_metis_beats_random_on_communities() -> None:
+def test_parts_follow_communities(method: Partitioner) -> None:
     node = torch.randperm(400, generator=torch.Generator().manual_seed(0))
     edges = random_graph(40, 4000) + 40 * torch.arange(10).repeat(400)  # ten communities without edges between them
-    metis, random = (partition(node[edges], 400, 10, method=method) for method in ("metis", "random"))
-    assert connectivity(node[edges], metis).mean() < 0.1 * connectivity(node[edges], random).mean()
-    assert metis.bincount().max() <= 44
+    found, random = partition(node[edges], 400, 10, method=method), partition(node[edges], 400, 10, method="random")
+    assert connectivity(node[edges], found).mean() < 0.1 * connectivity(node[edges], random).mean()
+    assert found.bincount().max() <= 44
 
 
 @pytest.mark.parametrize("num_parts", [4, 20])  # METIS bisects recursively up to 8 parts
-def test_seed_decides(num_parts: int) -> None:
+def test_seed_decides(num_parts: int, method: Partitioner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partitioners, "available_cores", lambda: 1)  # KaMinPar is reproducible on one core only
     edges = random_graph(3000, 10000)
-    first = partition(edges, 3000, num_parts, seed=1)
+    first = partition(edges, 3000, num_parts, method=method, seed=1)
     torch.rand(1)
-    assert torch.equal(partition(edges, 3000, num_parts, seed=1), first)
-    assert not torch.equal(partition(edges, 3000, num_parts, seed=2), first)
+    assert torch.equal(partition(edges, 3000, num_parts, method=method, seed=1), first)
+    assert not torch.equal(partition(edges, 3000, num_parts, method=method, seed=2), first)
 
 
-@pytest.mark.parametrize("method", ["metis", "random"])
-def test_any_seed_works(method: Any) -> None:
+def test_any_seed_works(method: Partitioner) -> None:
     for seed in (-1, 2**40):
         assert groups(partition(both_ways(RING), 4, 4, method=method, seed=seed)) == {frozenset({i}) for i in range(4)}
 
@@ -136,18 +149,18 @@ def test_one_part_without_metis(metis_graph: dict[str, Any]) -> None:
     assert metis_graph["calls"] == 0
 
 
-def test_no_edges_give_contiguous_blocks(metis_graph: dict[str, Any]) -> None:
+def test_no_edges_give_contiguous_blocks(method: Partitioner) -> None:
     for edge_index in (NO_EDGES, torch.tensor([[1, 3], [1, 3]])):
         for weight in (None, torch.ones(edge_index.size(1))):
-            assert partition(edge_index, 7, 3, edge_weight=weight).tolist() == [0, 0, 0, 1, 1, 2, 2]
-    assert metis_graph["calls"] == 0
+            labels = partition(edge_index, 7, 3, method=method, edge_weight=weight)
+            assert labels.tolist() == [0, 0, 0, 1, 1, 2, 2]
 
 
-def test_no_part_is_empty() -> None:
+def test_no_part_is_empty(method: Partitioner) -> None:
     # Isolated nodes and several components, down to one node per part: raw METIS leaves parts empty in many of these.
     for seed in range(20):
         num_nodes, num_parts = 12 + seed, 12
-        labels = partition(random_graph(num_nodes, 10, seed), num_nodes, num_parts)
+        labels = partition(random_graph(num_nodes, 10, seed), num_nodes, num_parts, method=method)
         assert labels.bincount(minlength=num_parts).min() >= 1
         assert labels.numel() == num_nodes
         assert labels.max() == num_parts - 1
@@ -167,14 +180,91 @@ def test_more_edges_than_metis_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         partition(random_graph(50, 200), 50, 2)
 
 
+def test_kaminpar_uses_all_cores_and_keeps_the_balance_of_metis(monkeypatch: pytest.MonkeyPatch) -> None:
+    kaminpar = pytest.importorskip("kaminpar")
+    seen: list[Any] = []
+
+    class Spy:
+        def __init__(self, num_threads: int, _: Any) -> None:
+            seen.append(num_threads)
+
+        def compute_partition(self, _: Any, *arguments: Any) -> list[int]:
+            seen.extend(arguments)
+            return [0, 0, 0, 0]
+
+    monkeypatch.setattr(kaminpar, "KaMinPar", Spy)
+    monkeypatch.setattr(partitioners, "available_cores", lambda: 7)
+    assert partition(RING, 4, 2, method="kaminpar").tolist() == [0, 0, 0, 1]
+    assert seen == [7, 2, 0.03]
+
+
+def test_kaminpar_reads_what_metis_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    kaminpar = pytest.importorskip("kaminpar")
+    read, load = [], kaminpar.load_graph
+
+    def spy(path: str, kind: Any) -> Any:
+        graph = load(path, kind)
+        read.append([graph.neighbors(node) for node in range(graph.n())])
+        return graph
+
+    monkeypatch.setattr(kaminpar, "load_graph", spy)
+    edges = torch.tensor([[0, 1, 1, 1, 2, 2, 2], [1, 0, 2, 2, 2, 0, 3]])
+    for weight in (None, torch.tensor([1, 3, 1, 1, 90, 2, 0])):
+        partition(edges, 5, 2, method="kaminpar", edge_weight=weight)
+    assert read[0] == [[(1, 1), (2, 1)], [(0, 1), (2, 1)], [(0, 1), (1, 1), (3, 1)], [(2, 1)], []]
+    assert read[1] == [[(1, 2000), (2, 1000)], [(0, 2000), (2, 1000)], [(0, 1000), (1, 1000), (3, 1)], [(2, 1)], []]
+
+
+def test_kaminpar_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kaminpar = pytest.importorskip("kaminpar")
+    paths, load = [], kaminpar.load_graph
+
+    def spy(path: str, kind: Any) -> Any:
+        paths.append(Path(path))
+        return load(path, kind)
+
+    monkeypatch.setattr(kaminpar, "load_graph", spy)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    partition(RING, 4, 2, method="kaminpar")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=0))
+    partition(RING, 4, 2, method="kaminpar")
+    assert paths[1].is_relative_to(tmp_path)  # where there is no room in memory
+    assert not any(path.parent.exists() for path in paths)
+
+
+def test_no_room_for_kaminpars_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("kaminpar")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(partitioners, "_write_parhip", full)
+    with pytest.raises(InputError, match=r"a temporary file of 96 bytes, but got .*No space left.*Set TMPDIR"):
+        partition(RING, 4, 2, method="kaminpar")
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (None, "needs the package kaminpar, but got none.*pip install gnnautoscale.partition."),
+        (types.SimpleNamespace(__64bit__=False), "64-bit integers, but got one of 32 bits"),
+    ],
+)
+def test_kaminpar_must_be_installed(module: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kaminpar", module)
+    for num_parts in (1, 2):
+        with pytest.raises(InputError, match=message):
+            partition(RING, 4, num_parts, method="kaminpar")
+
+
 # --- Edge weights -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("factor", [1, 1e-300, 1e307])
-def test_heavy_edges_are_kept(factor: float) -> None:
+def test_heavy_edges_are_kept(factor: float, method: Partitioner) -> None:
     weight = torch.tensor([10.0, 1.0, 10.0, 1.0], dtype=torch.float64) * factor
-    assert groups(partition(RING, 4, 2, edge_weight=weight)) == {frozenset({0, 1}), frozenset({2, 3})}
-    assert groups(partition(RING, 4, 2, edge_weight=weight.roll(1))) == {frozenset({1, 2}), frozenset({3, 0})}
+    for shift, expected in ((0, {frozenset({0, 1}), frozenset({2, 3})}), (1, {frozenset({1, 2}), frozenset({3, 0})})):
+        assert groups(partition(RING, 4, 2, method=method, edge_weight=weight.roll(shift))) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
@@ -187,7 +277,7 @@ def test_weights_become_positive_integers(dtype: torch.dtype, metis_graph: dict[
 
 
 def test_narrow_metis_gets_weights_whose_sum_fits() -> None:
-    scaled = gnnautoscale.graph.partitioning._integers(torch.tensor([1.0, 3.0]), limit=127)
+    scaled = partitioners.integers(torch.tensor([1.0, 3.0]), limit=127)
     assert scaled.tolist() == [16, 46]
 
 
@@ -255,7 +345,7 @@ def test_bad_input_is_refused(edge_index: Tensor, num_nodes: int, num_parts: int
 
 
 def test_unknown_method_is_refused() -> None:
-    with pytest.raises(InputError, match="'metis' or 'random', but got 'louvain'"):
+    with pytest.raises(InputError, match=r"one of \('metis', 'kaminpar', 'random'\), but got 'louvain'"):
         partition(RING, 4, 1, method="louvain")  # type: ignore[arg-type]
 
 
@@ -328,45 +418,6 @@ def test_connectivity_checks_its_input() -> None:
         connectivity(RING, torch.tensor([0, 0, 1]))
 
 
-# --- Fingerprint ------------------------------------------------------------------------------------------------------
-
-
-def test_fingerprints_differ() -> None:
-    one, two = torch.tensor([1, 2]), torch.tensor([3])
-    names = [
-        fingerprint(),
-        fingerprint(None),
-        fingerprint(None, None),
-        fingerprint(one, two),
-        fingerprint(two, one),
-        fingerprint(torch.tensor([1]), torch.tensor([2, 3])),
-        fingerprint(torch.tensor([1, 2, 3])),
-        fingerprint(torch.tensor([[1, 2, 3]])),
-        fingerprint(torch.tensor([1, 2, 3], dtype=torch.int32)),
-        fingerprint(torch.tensor([0.0])),
-        fingerprint(torch.tensor([0], dtype=torch.int32)),
-        fingerprint(torch.tensor(0.0)),
-        fingerprint(torch.zeros(1, dtype=torch.bfloat16)),
-        fingerprint(torch.ones(1, dtype=torch.bfloat16)),
-        fingerprint(torch.empty(0, 2)),
-        fingerprint(torch.empty(2, 0)),
-        fingerprint(one, None),
-        fingerprint(one, seed=1),
-        fingerprint(one, seed="1"),
-        fingerprint(one, seed=1.5),
-        fingerprint(one, parts=1),
-    ]
-    assert len(set(names)) == len(names)
-
-
-def test_fingerprint_is_about_content() -> None:
-    matrix = torch.arange(6).view(2, 3)
-    assert fingerprint(matrix.t()) == fingerprint(matrix.t().contiguous())
-    assert fingerprint(matrix[:, 1]) == fingerprint(torch.tensor([1, 4]))
-    assert fingerprint(matrix.float().requires_grad_()) == fingerprint(matrix.float())
-    assert fingerprint(matrix, a=1, b=2) == fingerprint(matrix, b=2, a=1)
-
-
 # --- Cache ------------------------------------------------------------------------------------------------------------
 
 
@@ -398,6 +449,18 @@ def test_cache_tells_arguments_apart(change: dict[str, Any], tmp_path: Path, met
     partition(**arguments | change, cache_dir=tmp_path)
     assert metis_graph["calls"] == 2
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_cache_tells_methods_and_versions_of_kaminpar_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kaminpar = pytest.importorskip("kaminpar")
+    partition(RING, 4, 2, cache_dir=tmp_path)
+    first = partition(RING, 4, 2, method="kaminpar", cache_dir=tmp_path)
+    monkeypatch.setattr(kaminpar, "KaMinPar", None)  # fails if called
+    assert torch.equal(partition(RING, 4, 2, method="kaminpar", cache_dir=tmp_path), first)
+    monkeypatch.undo()
+    monkeypatch.setattr(kaminpar, "__version__", "another")
+    partition(RING, 4, 2, method="kaminpar", cache_dir=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_cache_tells_metis_versions_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

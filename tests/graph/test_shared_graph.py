@@ -14,7 +14,7 @@ from conftest import undirected_graph
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.graph import graph as module
 from gnnautoscale.graph.graph import Graph
-from gnnautoscale.graph.partitioning import fingerprint
+from gnnautoscale.graph.hashing import fingerprint
 
 
 def test_a_loader_and_a_model_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -752,6 +752,13 @@ def test_the_callback_hears_of_every_epoch_in_order_while_it_happens() -> None:
     assert sum(epoch.seconds for epoch in heard) == pytest.approx(result.seconds["train"])
 
 
+def test_phases_are_told_as_they_begin() -> None:
+    told: list[str] = []
+    fit(gcn(), community_graph(), num_parts=4, epochs=2, evaluate_every=2, refresh_every="epoch", on_phase=told.append)
+    assert [name for name in told if name] == ["partition", "train", "refresh", "train", "refresh", "evaluate"]
+    assert told[1::2] == [""] * 6
+
+
 def test_a_callback_may_end_training() -> None:
     class EnoughError(Exception):
         pass

@@ -1,10 +1,11 @@
 """Helpers for every package, none of them for users.
 
-Atomic files, options, random states, available, peak and page-locked memory, nested tensors. It knows nothing about
-graphs or models.
+Atomic files, options, random states, available cores, available, peak and page-locked memory, nested tensors. It knows
+nothing about graphs or models.
 """
 
 from gnnautoscale._util.atomic import write_atomically
+from gnnautoscale._util.cores import available_cores
 from gnnautoscale._util.docstrings import describe_arguments
 from gnnautoscale._util.memory import available_memory
 from gnnautoscale._util.modes import for_later, untracked
@@ -21,6 +22,7 @@ __all__ = [
     "Pinned",
     "RandomState",
     "arriving_numbers",
+    "available_cores",
     "available_memory",
     "check_names",
     "copy_staged",

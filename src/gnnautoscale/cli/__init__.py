@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -22,7 +23,7 @@ from gnnautoscale.attach import infer as run_inference
 from gnnautoscale.cli import bench
 from gnnautoscale.cli.advice import TUNE, explain, tune
 from gnnautoscale.cli.demo import demo
-from gnnautoscale.cli.display import Json, epochs_shown, megabytes, percent, print_json, print_table, say
+from gnnautoscale.cli.display import Json, epochs_shown, megabytes, percent, print_json, print_table, say, working
 from gnnautoscale.cli.expressiveness import expressiveness
 from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
@@ -36,6 +37,8 @@ from gnnautoscale.models import build_model, check_model_options
 from gnnautoscale.runs import FitResult, free_folder
 from gnnautoscale.tasks import task_for
 from gnnautoscale.training import OPTIONS, FitOptions, fit, latest_checkpoint, open_checkpoint, pick_device
+
+_LONG_TO_CUT = 5_000_000  # edges; more take longer than two seconds
 
 app = typer.Typer(
     help="Train graph neural networks on graphs that do not fit a GPU, with historical embeddings.",
@@ -66,17 +69,20 @@ def train(
     results: list[FitResult] = []
     model: nn.Module | None = None
     for run in range(options["runs"]):
-        dataset = load_dataset({**options, "split": options["split"] + run})
+        with nullcontext() if quiet else working(f"loading {options['data']}"):
+            dataset = load_dataset({**options, "split": options["split"] + run})
         seed = training.seed + run
         torch.manual_seed(seed)
         model = build_model(model_name, dataset.train, task_for(dataset).num_outputs, **built)
         if run == 0 and "edge_attr" in dataset.train and not quiet:
             say("note: none of these models uses edge features (edge_attr)")
         title = f"{dataset.name} {model_name} {training.mode} seed {seed}"
-        with epochs_shown(title, training.epochs, quiet=quiet) as show:
+        slow = ["partition"] if dataset.train.num_edges > _LONG_TO_CUT else []
+        with epochs_shown(title, training.epochs, quiet=quiet, at_once=slow) as show:
             try:
                 run_dir = _run_dir(options, f"{dataset.name}-{model_name}-{training.mode}-seed{seed}", seed)
-                results.append(fit(model, dataset, callback=show, **{**given, "seed": seed, "run_dir": run_dir}))
+                settings = {**given, "seed": seed, "run_dir": run_dir}
+                results.append(fit(model, dataset, callback=show.epoch, on_phase=show.phase, **settings))
             except KeyboardInterrupt:
                 if training.checkpoint_dir is None:
                     raise
@@ -110,19 +116,23 @@ def partition(
 ) -> None:
     """Cut a graph into parts and show how many edges stay inside them."""
     _check_target("--output", output)
-    graph = load_dataset(options).train
+    with working(f"loading {options['data']}"):
+        graph = load_dataset(options).train
     start = time.perf_counter()
-    labels = cut(
-        graph.edge_index,
-        graph.num_nodes,
-        options["num_parts"],
-        method=options["partition"],
-        seed=options["seed"],
-        cache_dir=options["cache_dir"],
-    )
+    with working("partition", long=graph.num_edges > _LONG_TO_CUT):
+        labels = cut(
+            graph.edge_index,
+            graph.num_nodes,
+            options["num_parts"],
+            method=options["partition"],
+            seed=options["seed"],
+            cache_dir=options["cache_dir"],
+        )
     seconds = time.perf_counter() - start
     sizes = torch.bincount(labels)
     inside = (labels[graph.edge_index[0]] == labels[graph.edge_index[1]]).double().mean()
+    with working("halo"):
+        ratio = connectivity(graph.edge_index, labels)
     facts: dict[str, Any] = {
         "nodes": graph.num_nodes,
         "edges": graph.num_edges,
@@ -130,7 +140,7 @@ def partition(
         "smallest part": int(sizes.min()),
         "largest part": int(sizes.max()),
         "edges inside parts": float(inside),
-        "halo nodes per batch node": float(connectivity(graph.edge_index, labels).mean()),
+        "halo nodes per batch node": float(ratio.mean()),
         "seconds": seconds,
     }
     if output is not None:
@@ -151,12 +161,16 @@ def infer(
     device = pick_device(device)
     OPTIONS["num_parts"].check(num_parts)
     _check_target("--output", output)
-    dataset = load_dataset(options)
+    with working(f"loading {options['data']}"):
+        dataset = load_dataset(options)
     task, graph = task_for(dataset), dataset.test
     trained = load_model(model, graph, task.num_outputs).to(device)
     scaled = autoscale(trained, graph, storage="host")
     start = time.perf_counter()
-    out = run_inference(scaled, HaloLoader(graph, min(num_parts, graph.num_nodes)))
+    with working("partition", long=graph.num_edges > _LONG_TO_CUT):
+        loader = HaloLoader(graph, min(num_parts, graph.num_nodes))
+    with working("inference"):
+        out = run_inference(scaled, loader)
     facts: dict[str, Any] = {"nodes": graph.num_nodes, "seconds": time.perf_counter() - start}
     splits = ("test",) if dataset.inductive else ("train", "val", "test")
     for split in splits:

@@ -16,7 +16,7 @@ from gnnautoscale.experiments import expressiveness as experiment
 
 def expressiveness(
     draws: Annotated[int, typer.Option(help="Number of draws of weights, parts and neighbours.")] = 10,
-    partition: Annotated[str, typer.Option(help="How to partition graphs: metis or random.")] = "metis",
+    partition: Annotated[str, typer.Option(help="How to partition graphs: metis, kaminpar or random.")] = "metis",
     rescale: Annotated[bool, typer.Option(help="Let the baselines' remaining edges stand for those they drop.")] = True,
     lr: Annotated[float, typer.Option(help="Learning rate of 'GAS in training'.")] = 1e-3,
     json: Json = False,

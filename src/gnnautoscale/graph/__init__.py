@@ -9,8 +9,9 @@ from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader, Subgraphs,
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, hand_over
 from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph, check_nodes
+from gnnautoscale.graph.hashing import fingerprint
 from gnnautoscale.graph.loader import HaloLoader, ReadyBatch, tagged_copies
-from gnnautoscale.graph.partitioning import connectivity, fingerprint, partition
+from gnnautoscale.graph.partitioning import Partitioner, connectivity, partition
 
 __all__ = [
     "BatchInfo",
@@ -20,6 +21,7 @@ __all__ = [
     "EdgeTable",
     "Graph",
     "HaloLoader",
+    "Partitioner",
     "ReadyBatch",
     "RowOrder",
     "SampleLoader",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph.assemble import PartGroup, build_each, select_attributes, write_counts
 from gnnautoscale.graph.graph import Graph, check_distinct_nodes
 from gnnautoscale.graph.loader import HaloLoader
+from gnnautoscale.graph.partitioning import Partitioner
 
 #: The fan-out that takes all neighbours.
 ALL = -1
@@ -161,12 +162,13 @@ class ClusterLoader:
     Args:
         data: The whole graph.
         num_parts: Number of parts to cut into. Not needed when ``partition`` gives the labels.
-        partition: How to cut: ``"metis"``, ``"random"``, or the part of each node as integers ``[num_nodes]``.
+        partition: How to cut: ``"metis"``, ``"kaminpar"`` or ``"random"``, as :func:`gnnautoscale.partition` does, or
+            the part of each node as integers ``[num_nodes]``.
         batch_size: Number of parts in a batch.
         shuffle: Draw parts into batches at random, anew for each epoch.
         seed: Makes partition and order reproducible.
         num_workers: Number of processes that build batches.
-        cache_dir: Where METIS partitions are kept between runs.
+        cache_dir: Where partitions are kept between runs.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -186,7 +188,7 @@ class ClusterLoader:
         data: Data,
         num_parts: int | None = None,
         *,
-        partition: Literal["metis", "random"] | Tensor = "metis",
+        partition: Partitioner | Tensor = "metis",
         batch_size: int = 1,
         shuffle: bool = False,
         seed: int = 0,

@@ -15,7 +15,8 @@ from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 from gnnautoscale._util import for_later
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.edges import EdgeTable, RowOrder
-from gnnautoscale.graph.partitioning import fingerprint
+from gnnautoscale.graph.hashing import fingerprint
+from gnnautoscale.graph.undirected import is_symmetric
 
 
 class Graph:
@@ -143,12 +144,7 @@ class Graph:
     @cached_property
     def is_symmetric(self) -> bool:
         """Whether every edge has a reverse edge."""
-        # Sum a random hash over all edges (source, target), and over all reversed edges. The sums are equal if the
-        # graph is symmetric, and otherwise only by an unlikely coincidence. This needs no sorting.
-        generator = torch.Generator().manual_seed(0)
-        first, second = (torch.randint(-(2**62), 2**62, (self.num_nodes,), generator=generator) for _ in range(2))
-        source, target = self.edge_index
-        return bool((first[source] * second[target]).sum() == (first[target] * second[source]).sum())
+        return is_symmetric(self.edge_index, self.num_nodes)
 
     @cached_property
     def node_order(self) -> RowOrder:

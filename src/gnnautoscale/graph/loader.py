@@ -6,7 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from gnnautoscale.graph.assemble import Assembly, BatchBuilder, PartGroup, build
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, hand_over
 from gnnautoscale.graph.edges import RowOrder, index_dtype
 from gnnautoscale.graph.graph import Graph, check_distinct_nodes
-from gnnautoscale.graph.partitioning import check_labels, connectivity
+from gnnautoscale.graph.partitioning import PARTITIONERS, Partitioner, check_labels, connectivity
 from gnnautoscale.graph.partitioning import partition as cut
 from gnnautoscale.kernels import Halo
 
@@ -41,7 +41,8 @@ class HaloLoader:
             Every epoch takes ``data`` as it is when the epoch begins; its number of nodes must stay the same. Changes
             behind PyTorch's back, through numpy or ``tensor.data``, go unnoticed.
         num_parts: Number of parts to cut into. Not needed when ``partition`` gives the labels.
-        partition: How to cut: ``"metis"``, ``"random"``, or the part of each node as integers ``[num_nodes]``.
+        partition: How to cut: ``"metis"``, ``"kaminpar"`` or ``"random"``, as :func:`gnnautoscale.partition` does, or
+            the part of each node as integers ``[num_nodes]``.
         batch_size: Number of parts in a batch.
         shuffle: Draw parts into batches at random, anew for each epoch.
         drawings: Draw this many times only, then reuse these drawings at random. Their batches recur, so the loader
@@ -56,7 +57,7 @@ class HaloLoader:
         keep: Build recurring batches (one part each, no shuffling, all parts at once, or few drawings) once and keep
             them in host memory until ``data`` changes. ``False`` builds them every time, so memory-mapped features
             may be larger than the memory. A GPU assembles batches so fast that none are kept there.
-        cache_dir: Where METIS partitions are kept between runs.
+        cache_dir: Where partitions are kept between runs.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -70,7 +71,7 @@ class HaloLoader:
         data: Data,
         num_parts: int | None = None,
         *,
-        partition: Literal["metis", "random"] | Tensor = "metis",
+        partition: Partitioner | Tensor = "metis",
         batch_size: int = 1,
         shuffle: bool = False,
         drawings: int | None = None,
@@ -467,7 +468,7 @@ def _labels(graph: Graph, num_parts: int | None, partition: Any, seed: int, cach
     if num_parts is None:
         fix = "Pass num_parts, or the labels as partition."
         raise InputError("HaloLoader needs the number of parts", got="num_parts=None", fix=fix)
-    if partition not in ("metis", "random"):
-        rule = "partition must be 'metis', 'random' or a tensor of labels"
+    if partition not in PARTITIONERS:
+        rule = f"partition must be one of {PARTITIONERS} or a tensor of labels"
         raise InputError(rule, got=repr(partition), fix="Choose one of these.")
     return cut(graph.edge_index, graph.num_nodes, num_parts, method=partition, seed=seed, cache_dir=cache_dir)

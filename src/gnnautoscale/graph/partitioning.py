@@ -1,8 +1,7 @@
 """Splits the nodes of a graph into parts, and measures how many edges a split cuts."""
 
-import hashlib
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import pymetis
@@ -11,6 +10,12 @@ from torch import Tensor
 
 from gnnautoscale._util import write_atomically
 from gnnautoscale.errors import InputError
+from gnnautoscale.graph.hashing import fingerprint
+from gnnautoscale.graph.partitioners import import_kaminpar, kaminpar, metis
+from gnnautoscale.graph.undirected import chunks, undirected
+
+Partitioner = Literal["metis", "kaminpar", "random"]
+PARTITIONERS = get_args(Partitioner)
 
 
 def partition(
@@ -18,20 +23,21 @@ def partition(
     num_nodes: int,
     num_parts: int,
     *,
-    method: Literal["metis", "random"] = "metis",
+    method: Partitioner = "metis",
     edge_weight: Tensor | None = None,
     seed: int = 0,
     cache_dir: str | Path | None = None,
 ) -> Tensor:
     r"""Assign every node to a part; no part is empty.
 
-    ``"metis"`` looks for parts of nearly equal size that minimize the cut
+    ``"metis"`` and ``"kaminpar"`` look for parts of about equal size (3 % above the mean or less) that minimize the cut
 
     .. math::
         \sum_{\{u, v\}: \, \mathrm{part}(u) \neq \mathrm{part}(v)} w_{uv},
 
     where :math:`w_{uv}` sums the weights of all edges between the two nodes, in either direction. Without weights each
-    connected pair of nodes counts once. Self-loops never count. ``"random"`` ignores the edges and draws parts whose
+    connected pair of nodes counts once. Self-loops never count. METIS uses one core; KaMinPar uses all of them and less
+    memory, and needs ``pip install gnnautoscale[partition]``. ``"random"`` ignores the edges and draws parts whose
     sizes differ by at most one.
 
     Args:
@@ -41,10 +47,12 @@ def partition(
         num_parts: The number of parts, between 1 and ``num_nodes``.
         method: How to choose the parts.
         edge_weight: The cost of cutting each edge, finite and not negative, ``[num_edges]``. Only proportions matter:
-            METIS gets weights rounded to thousandths of their mean, and at least 1.
-        seed: The same seed gives the same parts, whatever the global random state. METIS gives small graphs the same
-            parts for any seed.
-        cache_dir: A folder that keeps METIS results for the next call with the same arguments; created if missing.
+            they are rounded to thousandths of their mean, and at least 1.
+        seed: The same seed gives the same parts, whatever the global random state; but KaMinPar's threads race, so that
+            on several cores its parts differ from call to call, about equally good. Use ``cache_dir``, or keep the
+            labels, to have the same again. METIS gives small graphs the same parts for any seed.
+        cache_dir: A folder that keeps what METIS and KaMinPar found for the next call with the same arguments; created
+            if missing.
 
     Returns:
         The part of each node, ``[num_nodes]``, int64 on the CPU.
@@ -64,21 +72,22 @@ def partition(
     edges = _check_edges(edge_index, num_nodes)
     weight = None if edge_weight is None else _check_weight(edge_weight, edges.size(1))
 
+    if method not in PARTITIONERS:
+        raise InputError(f"method must be one of {PARTITIONERS}", got=repr(method), fix="Choose one of these.")
     if method == "random":
         order = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed))
         return _blocks(num_nodes, num_parts)[order]
-    if method != "metis":
-        raise InputError("method must be 'metis' or 'random'", got=repr(method), fix="Choose one of the two.")
+    version = pymetis.version if method == "metis" else import_kaminpar().__version__
     if num_parts == 1:
         return torch.zeros(num_nodes, dtype=torch.int64)
     if cache_dir is None:
-        return _metis(edges, num_nodes, num_parts, weight, seed)
+        return _cut(edges, num_nodes, num_parts, method, weight, seed)
 
-    setting: dict[str, str | int] = {"num_nodes": num_nodes, "num_parts": num_parts, "method": method, "seed": seed}
-    path = Path(cache_dir) / f"{fingerprint(edges, weight, pymetis=pymetis.version, **setting)}.npy"
+    setting = {"num_nodes": num_nodes, "num_parts": num_parts, "method": method, "version": version, "seed": seed}
+    path = Path(cache_dir) / f"{fingerprint(edges, weight, **setting)}.npy"
     labels = _load(path, num_nodes, num_parts)
     if labels is None:
-        labels = _metis(edges, num_nodes, num_parts, weight, seed)
+        labels = _cut(edges, num_nodes, num_parts, method, weight, seed)
         _save(path, labels)
     return labels
 
@@ -138,36 +147,28 @@ def connectivity(edge_index: Tensor, labels: Tensor) -> Tensor:
     """
     num_nodes = labels.numel()
     labels = check_labels(labels, num_nodes)
-    source, target = _check_edges(edge_index, num_nodes)
-    part = labels[target]
-    outside = labels[source] != part
+    edges = _check_edges(edge_index, num_nodes)
     # A node counts once for each part it has edges into, however many edges.
-    pairs = (part[outside] * num_nodes + source[outside]).sort().values
-    pairs = torch.unique_consecutive(pairs)
+    halo, found = labels.new_empty(0), []
+    for chunk in chunks(edges.size(1)):
+        source, target = edges[:, chunk]
+        part = labels[target]
+        outside = labels[source] != part
+        found.append(_distinct(part[outside] * num_nodes + source[outside]))
+        if sum(each.numel() for each in found) > halo.numel():
+            halo, found = _distinct(torch.cat([halo, *found])), []
+    halo = _distinct(torch.cat([halo, *found]))
     sizes = torch.bincount(labels)
-    return torch.bincount(pairs // num_nodes, minlength=sizes.numel()).double() / sizes
+    return torch.bincount(halo // num_nodes, minlength=sizes.numel()).double() / sizes
 
 
-def fingerprint(*tensors: Tensor | None, **params: str | int | float) -> str:
-    """A hash of tensors and settings: 64 hexadecimal digits that depend on every value, type, shape and setting.
-
-    Tensors may be on any device, ``None`` marks a missing one, and the order of the settings does not matter.
-    """
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        if tensor is None:
-            digest.update(b"None;")
-            continue
-        # Type and shape determine how many bytes follow, so different lists never give the same bytes.
-        digest.update(f"{tensor.dtype}{list(tensor.shape)};".encode())
-        # A byte view, since numpy has no bfloat16; it does not copy.
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    digest.update(repr(sorted(params.items())).encode())
-    return digest.hexdigest()
+def _distinct(values: Tensor) -> Tensor:
+    distinct: Tensor = torch.unique_consecutive(values.sort().values)  # faster than torch.unique
+    return distinct
 
 
 def _check_edges(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Returns the edges as int64 on the CPU."""
+    """Returns the edges on the CPU."""
     if edge_index.dtype not in (torch.int32, torch.int64):
         fix = "Convert with edge_index.long()."
         raise InputError("edge_index must be int32 or int64", got=str(edge_index.dtype), fix=fix)
@@ -180,7 +181,7 @@ def _check_edges(edge_index: Tensor, num_nodes: int) -> Tensor:
             rule = f"edge_index must hold nodes between 0 and {num_nodes - 1}"
             fix = "Check num_nodes, and number the nodes from 0."
             raise InputError(rule, got=f"values from {low} to {high}", fix=fix)
-    return edge_index.to("cpu", torch.int64)
+    return edge_index.cpu()
 
 
 def _check_weight(edge_weight: Tensor, num_edges: int) -> Tensor:
@@ -203,54 +204,17 @@ def _blocks(num_nodes: int, num_parts: int) -> Tensor:
     return torch.arange(num_nodes) * num_parts // num_nodes
 
 
-def _metis(edges: Tensor, num_nodes: int, num_parts: int, weight: Tensor | None, seed: int) -> Tensor:
-    if (loops := edges[0] == edges[1]).any():
-        edges = edges[:, ~loops]
-        weight = None if weight is None else weight[~loops]
-    if edges.numel() == 0:
+def _cut(
+    edges: Tensor, num_nodes: int, num_parts: int, method: Partitioner, weight: Tensor | None, seed: int
+) -> Tensor:
+    graph = undirected(edges, num_nodes, weight)
+    if graph.neighbors.numel() == 0:
         return _blocks(num_nodes, num_parts)
-    pairs, weight = _undirected(edges, num_nodes, weight)
-    dtype = pymetis.zero_copy_dtype()  # METIS would copy integers of another width
-    limit = int(np.iinfo(dtype).max)
-    if pairs.numel() > limit:
-        rule = f"this build of METIS takes at most {limit} edges, counting both directions"
-        fix = "Use a pymetis built with 64-bit integers, or method='random'."
-        raise InputError(rule, got=str(pairs.numel()), fix=fix)
-    starts = torch.searchsorted(pairs, torch.arange(num_nodes + 1) * num_nodes)
-    neighbors = pairs - pairs // num_nodes * num_nodes  # faster than %
-    result = pymetis.part_graph(
-        num_parts,
-        pymetis.CSRAdjacency(starts.numpy().astype(dtype, copy=False), neighbors.numpy().astype(dtype, copy=False)),
-        eweights=None if weight is None else _integers(weight, limit).numpy().astype(dtype, copy=False),
-        options=pymetis.Options(seed=seed % 2**31),  # fits either width; -1 would be METIS' own default
-    )
-    return _fill(torch.from_numpy(np.asarray(result.vertex_part, dtype=np.int64)), num_parts)
-
-
-def _undirected(edges: Tensor, num_nodes: int, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Each connected pair once per direction, sorted, as ``u * num_nodes + v``, and weights unless all are equal."""
-    forward, backward = edges[0] * num_nodes + edges[1], edges[1] * num_nodes + edges[0]
-    if weight is None:
-        # Most graphs are sorted already, symmetric and free of duplicates; checking that costs half the sorting.
-        if (forward[1:] > forward[:-1]).all() and torch.equal(backward.sort().values, forward):
-            return forward, None
-        return torch.unique_consecutive(torch.cat([forward, backward]).sort().values), None
-    keys, order = torch.cat([forward, backward]).sort(stable=True)
-    pairs, pair_of = torch.unique_consecutive(keys, return_inverse=True)
-    # Relative to the largest weight, since a sum of huge ones could overflow.
-    weight = weight / weight.max().clamp(min=torch.finfo(weight.dtype).tiny)
-    weight = weight.new_zeros(pairs.numel()).index_add_(0, pair_of, torch.cat([weight, weight])[order])
-    return pairs, None if weight.min() == weight.max() else weight
-
-
-def _integers(weight: Tensor, limit: int) -> Tensor:
-    """Scale weights to positive integers whose sum METIS can hold."""
-    mean = min(1000, limit // (2 * weight.numel()))
-    return (weight * (mean / weight.mean())).round().clamp(min=1).long()
+    return _fill((metis if method == "metis" else kaminpar)(graph, num_parts, seed), num_parts)
 
 
 def _fill(labels: Tensor, num_parts: int) -> Tensor:
-    """Move nodes from the largest parts into empty ones, which METIS leaves when parts are small."""
+    """Move nodes from the largest parts into empty ones, which partitioners leave when parts are small."""
     sizes = torch.bincount(labels, minlength=num_parts)
     empty = (sizes == 0).nonzero().view(-1)
     if empty.numel() == 0:

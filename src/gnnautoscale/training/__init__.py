@@ -16,7 +16,6 @@ from gnnautoscale.training.options import (
     HistoryDtype,
     Optimization,
     Output,
-    Partitioner,
     pick_device,
 )
 from gnnautoscale.training.own_step import OwnStep, capture
@@ -32,7 +31,6 @@ __all__ = [
     "Optimization",
     "Output",
     "OwnStep",
-    "Partitioner",
     "Placement",
     "Steps",
     "capture",

@@ -53,6 +53,7 @@ def fit(  # noqa: D417 - the options are filled in below
     *,
     task: Task | None = None,
     callback: Callable[[Epoch], None] | None = None,
+    on_phase: Callable[[str], None] | None = None,
     **options: Any,
 ) -> FitResult:
     """Train a model and leave it with the weights of its best epoch.
@@ -65,6 +66,8 @@ def fit(  # noqa: D417 - the options are filled in below
             needs ``y`` and masks.
         {options}
         callback: Called after each epoch.
+        on_phase: Called with the name of the work that runs from now on ("partition", "train", "evaluate", ...), and
+            with an empty one when it is done: for displays of progress.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -92,22 +95,27 @@ def fit(  # noqa: D417 - the options are filled in below
             got="a data set with graphs of its own for validation",
             fix="Use evaluation='exact'.",
         )
-    return _train(model, dataset, task, given, callback)
+    return _train(model, dataset, task, given, callback, on_phase)
 
 
-*_own, _callback, _ = inspect.signature(fit).parameters.values()
+*_own, _callback, _on_phase, _ = inspect.signature(fit).parameters.values()
 _options = (
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
     for name, option in OPTIONS.items()
 )
 fit.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [*_own, *_options, _callback], return_annotation=FitResult
+    [*_own, *_options, _callback, _on_phase], return_annotation=FitResult
 )
 describe_arguments(fit, {name: option.help for name, option in OPTIONS.items()})
 
 
 def _train(
-    model: nn.Module, dataset: Dataset, task: Task, given: FitOptions, callback: Callable[[Epoch], None] | None
+    model: nn.Module,
+    dataset: Dataset,
+    task: Task,
+    given: FitOptions,
+    callback: Callable[[Epoch], None] | None,
+    on_phase: Callable[[str], None] | None,
 ) -> FitResult:
     options, device = given.in_effect(), torch.device(given.device)
     checkpoint = None if options.resume is None else open_checkpoint(Path(options.resume))
@@ -119,7 +127,7 @@ def _train(
 
     torch.manual_seed(options.seed)
     result = FitResult(metric=task.metric, options=given.to_dict())
-    clock = Clock(result.seconds, device)
+    clock = Clock(result.seconds, device, on_phase)
     optimizer = make_optimizer(model.to(device), options)
     rate = LearningRate(optimizer, options.schedule, options.epochs)
     strategy: Strategy

@@ -15,7 +15,7 @@ import torch
 from gnnautoscale._util import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale.analysis import Diagnostic
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import check_fan_out
+from gnnautoscale.graph import Partitioner, check_fan_out
 from gnnautoscale.history import Storage, check_storage
 from gnnautoscale.training.packing import Placement
 from gnnautoscale.training.steps import Precision
@@ -23,7 +23,6 @@ from gnnautoscale.training.steps import Precision
 Mode = Literal["gas", "full", "history", "cluster", "sage"]
 Schedule = Literal["constant", "plateau", "cosine"]
 HowToEvaluate = Literal["exact", "histories"]
-Partitioner = Literal["metis", "random"]
 HistoryDtype = Literal["same", "float32", "bfloat16", "float16", "int8", "float8"]
 
 
@@ -40,7 +39,9 @@ class Batches(OptionGroup):
     )
     num_parts: int = option(8, "Number of parts to cut the graph into.", least=1)
     batch_size: int = option(1, 'Number of parts in a batch; mode "sage" has as many batches.', least=1)
-    partition: Partitioner = option("metis", 'How to cut the graph: "metis" or "random".')
+    partition: Partitioner = option(
+        "metis", 'How to cut the graph: "metis"; "kaminpar", on all cores (extra "partition"); or "random".'
+    )
     drawings: int | None = option(
         None,
         "Draw parts into batches this many times, then reuse these drawings in random order, so that batches are kept "

@@ -1,29 +1,29 @@
-"""Moves rows between a step and histories on disk: a thread reads ahead and writes behind.
+"""Moves rows between a step and histories on disk: one thread reads ahead, another writes behind.
 
-The thread works through its tasks in order: it reads the next batch's rows while a step runs, and writes a step's
-rows while the next one runs. Rows that the running step writes and the next one needs never pass through the file.
+While a step runs, the next batch's rows are read, and those of the step before are written. Rows that the running step
+writes and the next one needs never pass through the file, so a read waits only for writes that came before its step.
 """
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from gnnautoscale._util import available_cores, copy_staged
 from gnnautoscale.history import DiskHistory, History
 from gnnautoscale.transfer.rows import BatchRows
 from gnnautoscale.transfer.staging import Recent, Room, StagedTransfer
 
-# Threads that copy rows into place; more do not make memory faster.
-_WORKERS = max(1, min(4, (os.cpu_count() or 1) - 1))
+# Threads that copy rows into place, which leave a core to the step.
+_WORKERS = max(1, min(16, available_cores() - 1))
 # Bytes of rows that are worth a thread of their own.
-_SHARE = 1 << 20
+_SHARE = 1 << 22
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _DiskRoom(Room):
 
 @dataclass
 class _Read:
-    """Rows of some slots that the thread reads for a batch, while the step of the batch ``before`` runs.
+    """Rows of some slots that a thread reads for a batch, while the step of the batch ``before`` runs.
 
     ``shared`` gives which of the halo's rows that step writes itself, and their positions in its batch.
     """
@@ -53,14 +53,14 @@ class _Read:
 
 
 class ThreadTransfer(StagedTransfer[_DiskRoom]):
-    """Reads ahead and writes behind in a thread; histories on disk."""
+    """Reads ahead and writes behind in threads; histories on disk."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._on_gpu = device.type == "cuda"
-        self._thread = ThreadPoolExecutor(1, "histories")
+        self._reader, self._writer = ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "writes")
         self._workers = ThreadPoolExecutor(_WORKERS, "rows")
-        weakref.finalize(self, _end_threads, self._thread, self._workers, wait=False)
+        weakref.finalize(self, _end_threads, self._reader, self._writer, self._workers, wait=False)
         self._read: _Read | None = None
         self._written: list[Future[None] | None] = [None, None]
         self._free_to_read: list[torch.cuda.Event | None] = [None, None]
@@ -87,11 +87,13 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
             if copied is not None:
                 copied.synchronize()
             self._together(
-                partial(history.write, self._rooms[slot].outgoing[side, :count], batch.on_host[:count], batch.runs)
-                for slot, history in histories.items()
+                [
+                    partial(history.write, self._rooms[slot].outgoing[side, :count], batch.on_host[:count], batch.runs)
+                    for slot, history in histories.items()
+                ]
             )
 
-        self._written[side] = self._thread.submit(write)
+        self._written[side] = self._writer.submit(write)
 
     def settle(self) -> None:
         """See :meth:`Transfer.settle`."""
@@ -99,12 +101,12 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
         read, self._read = self._read, None
         if read is not None:
             read.shared.result()
-        self._thread.submit(lambda: None).result()
+        self._reader.submit(lambda: None).result()
         self._raise_failures()
 
     def close(self) -> None:
         """See :meth:`Transfer.close`; failures of pending writes are not raised."""
-        _end_threads(self._thread, self._workers, wait=True)
+        _end_threads(self._reader, self._writer, self._workers, wait=True)
 
     def _stage(self, recent: Recent | None) -> None:
         batch = self._current
@@ -115,7 +117,7 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
         if read is None:
             read = self._start(batch, self._side, None)
         with self.times.during("pull"):
-            places, positions = read.shared.result()
+            places, positions = (copy_staged(each, self._device) for each in read.shared.result())
             for slot in self._histories:
                 # If that step did not come to its end, or pushed nothing here, the file has the right rows.
                 fresh = recent is not None and recent.rows is read.before and slot in recent.slots
@@ -126,7 +128,8 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
     def _stage_late(self, slot: str, history: History) -> None:
         batch = self._current
         staged = self._rooms[slot].staged[self._side, : batch.num_halo]
-        self._thread.submit(partial(history.read, batch.on_host[batch.batch_size :], staged)).result()
+        wait(self._pending_writes())
+        history.read(batch.on_host[batch.batch_size :], staged)
         self._arrive(slot, *_nothing())
 
     def _with_halo(self, slot: str, history: History, rows: Tensor) -> Tensor:
@@ -135,9 +138,10 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
 
     def _start(self, rows: BatchRows, side: int, before: BatchRows | None) -> _Read:
         """Read a batch's halo of all histories to a side of their rooms."""
-        histories, free = self._histories, self._free_to_read[side]
+        histories, free, earlier = self._histories, self._free_to_read[side], self._pending_writes()
 
         def work() -> tuple[Tensor, Tensor]:
+            wait(earlier)
             if free is not None:
                 free.synchronize()  # a GPU has taken what was there
             index = rows.on_host[rows.batch_size :]
@@ -145,7 +149,7 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
             self._gather(index, rooms)
             return _nothing() if before is None else _shared(index, before)
 
-        return _Read(rows, frozenset(histories), before, self._thread.submit(work))
+        return _Read(rows, frozenset(histories), before, self._reader.submit(work))
 
     def _gather(self, index: Tensor, tables: list[tuple[History, Tensor]]) -> None:
         """Read the same rows of several histories, in several threads if they are many."""
@@ -155,16 +159,24 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
                 history.read(index, out)
                 continue
             history.announce(index)
-            size = max(1, _SHARE // max(out.size(1) * out.element_size(), 1))
+            least = max(1, _SHARE // max(out.size(1) * out.element_size(), 1))
+            size = max(least, -(-index.numel() * len(tables) // _WORKERS))
             for first in range(0, index.numel(), size):
                 piece = slice(first, first + size)
                 jobs.append(partial(history.gather, index[piece], out[piece]))
         self._together(jobs)
 
-    def _together(self, jobs: Iterable[Callable[[], None]]) -> None:
-        """Do several jobs side by side, and wait for all of them."""
-        for _ in self._workers.map(lambda job: job(), jobs):
-            pass
+    def _together(self, jobs: list[Callable[[], None]]) -> None:
+        """Do several jobs side by side, one of them in this thread, and wait for all of them."""
+        # Handing a job to another thread may take longer than the job.
+        given = [self._workers.submit(job) for job in jobs[1:]]
+        try:
+            for job in jobs[:1]:
+                job()
+        finally:
+            wait(given)
+        for each in given:
+            each.result()
 
     def _arrive(self, slot: str, places: Tensor, positions: Tensor) -> None:
         """Bring a slot's staged rows to the device, and put those that the last step wrote into their places."""
@@ -172,8 +184,7 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
         if room.halo is not None:
             room.halo[:count].copy_(room.staged[self._side, :count], non_blocking=True)
         if places.numel():
-            there = places.to(self._device, non_blocking=True), positions.to(self._device, non_blocking=True)
-            halo.index_copy_(0, there[0], room.recent.index_select(0, there[1]))
+            halo.index_copy_(0, places, room.recent.index_select(0, positions))
 
     def _halo(self, slot: str) -> Tensor:
         room = self._rooms[slot]
@@ -195,6 +206,9 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
             halo=rows(self._most_halo, near=True) if self._on_gpu else None,
         )
 
+    def _pending_writes(self) -> list[Future[None]]:
+        return [written for written in self._written if written is not None]
+
     def _raise_failures(self, *sides: int) -> None:
         """Wait for earlier writes, and raise the error of one that failed."""
         for side in sides or (0, 1):
@@ -209,7 +223,7 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
 
 
 def _end_threads(*executors: ThreadPoolExecutor, wait: bool) -> None:
-    """End threads after what they were given; the first one's tasks need the others."""
+    """End threads after what they were given; tasks of the first ones need the last ones."""
     for executor in executors:
         executor.shutdown(wait=wait)
 

@@ -18,8 +18,7 @@ from gnnautoscale.experiments.expressiveness.colours import (
     row_classes,
     wl_colours,
 )
-from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader
-from gnnautoscale.training import Partitioner
+from gnnautoscale.graph import ClusterLoader, HaloLoader, Partitioner, SampleLoader
 
 
 @dataclass(frozen=True)
