@@ -237,8 +237,8 @@ def _batches_together(model: nn.Module, loader: HaloLoader, call: CallModel, mem
     if device.type != "cuda" or memory.medium != "device":
         return 1
     plan, info = plan_of(model, loader, call), loader.any_batch(device).edge_index.info
-    widest = max((rows[0].numel() * rows.element_size() for rows in plan.rows.values() if rows.dim()), default=1)
-    widest = max(widest, *(value[0].numel() * 4 for value in loader.graph.features.values() if value.dim() > 1), 1)
+    tables = (*plan.rows.values(), *loader.graph.features.values())
+    widest = max((table.shape[1:].numel() * table.element_size() for table in tables), default=1)
     free, _ = torch.cuda.mem_get_info(device)
     return max(1, min(int(_SPARE * free / (_COPIES * widest * info.num_rows)), len(loader), _MOST_TOGETHER))
 

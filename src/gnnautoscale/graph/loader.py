@@ -410,6 +410,8 @@ def _in_turn(batches: Iterator[ReadyBatch], device: torch.device) -> Iterator[Re
     used: deque[torch.cuda.Event] = deque()
     for batch in batches:
         yield batch
+        if batch.info.ready is None:  # it is kept anyway
+            continue
         used.append(torch.cuda.current_stream(device.index).record_event())
         if len(used) > _MOST_IN_USE:
             used.popleft().synchronize()
