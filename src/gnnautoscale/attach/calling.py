@@ -76,27 +76,27 @@ def weighted_sum(tensor: Tensor) -> Tensor:
 
 def form_of_arguments(info: BatchInfo, arguments: Arguments) -> Form:
     """What a plan depends on in a call's arguments; numbers that count the batch's rows are alike in all batches."""
-    counts = {info.num_rows, info.batch_size, info.num_edges}
     numbers: list[Any] = []
+    return Form(_described(info, arguments, numbers), tuple(numbers))
 
-    def described(value: Any) -> Hashable:
-        if isinstance(value, BatchTensor):
-            return own_attribute(info, value), value.attribute, value.dtype
-        if isinstance(value, Tensor):
-            return value.dtype, value.shape[1:], has_rows(value, info.num_rows), has_rows(value, info.num_edges)
-        if isinstance(value, Data):
-            return type(value), *((name, described(item)) for name, item in value)
-        if isinstance(value, (list, tuple)):
-            return type(value), *(described(item) for item in value)
-        if isinstance(value, dict):
-            return *value, *(described(item) for item in value.values())
-        if type(value) is int and value in counts:
-            return "count"
-        form = form_of_values(value)
-        numbers.extend(form.numbers)
-        return form.structure
 
-    return Form(described(arguments), tuple(numbers))
+# Not a closure, which would refer to itself and keep the batch alive until garbage is collected.
+def _described(info: BatchInfo, value: Any, numbers: list[Any]) -> Hashable:
+    if isinstance(value, BatchTensor):
+        return own_attribute(info, value), value.attribute, value.dtype
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape[1:], has_rows(value, info.num_rows), has_rows(value, info.num_edges)
+    if isinstance(value, Data):
+        return type(value), *((name, _described(info, item, numbers)) for name, item in value)
+    if isinstance(value, (list, tuple)):
+        return type(value), *[_described(info, item, numbers) for item in value]
+    if isinstance(value, dict):
+        return *value, *[_described(info, item, numbers) for item in value.values()]
+    if type(value) is int and value in (info.num_rows, info.batch_size, info.num_edges):
+        return "count"
+    form = form_of_values(value)
+    numbers.extend(form.numbers)
+    return form.structure
 
 
 def _check_dense(arguments: Arguments, info: BatchInfo) -> None:

@@ -40,7 +40,7 @@ _PART_NODES, _PART_EDGES = 100_000, 1_000_000
 _MOST_LOADERS = 4
 # The share of a GPU's free memory that a sweep over several batches at once may take, for so many copies of their
 # widest rows, and how many batches at most.
-_SPARE, _COPIES, _MOST_TOGETHER = 1 / 16, 6, 16
+_SPARE, _COPIES, _MOST_TOGETHER = 1 / 64, 6, 16
 _LOADERS: WeakKeyDictionary[Autoscaler, list[HaloLoader]] = WeakKeyDictionary()
 
 
