@@ -49,6 +49,7 @@ def test_kernels_compile_for_a_gpu(
     target: Any = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     rows: Any = importlib.import_module("gnnautoscale.kernels.triton_rows")
     sums: Any = importlib.import_module("gnnautoscale.kernels.triton_spmm")
+    heads: Any = importlib.import_module("gnnautoscale.kernels.triton_attention")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
     block = dict(zip(("rows_each", "columns"), rows._block(width, 4, rows.BYTES), strict=True))
     edges = {"columns": min(triton.next_power_of_2(width), 256), "unroll": 8}
@@ -59,6 +60,9 @@ def test_kernels_compile_for_a_gpu(
     types |= dict.fromkeys(("start", "first", "length"), "i64")
     types |= dict.fromkeys(("long_row", "first_segment", "segment_begin", "segment_end"), "*i32")
     types |= {"partial": "*fp32", "num_rows": "i32", "num_segments": "i32", "longest": "i32"}
+    types |= dict.fromkeys(("a", "b"), f"*{dtype}")
+    types |= dict.fromkeys(("order", "owner"), "*i32") | {"factor": "*fp32", "of_factor": "*fp32"}
+    types |= {"num_edges": "i32", "slope": "fp32"}
     language: Any = importlib.import_module("triton.language")
     types_of_tables = {"source_type": language.bfloat16, "out_type": language.float32, "aligned": width == 256}
     types |= {"sources": "*i64", "outs": "*i64", "num_tables": "i32"}
@@ -72,6 +76,10 @@ def test_kernels_compile_for_a_gpu(
         (sums._add_kernels, {**edges, "mean": True}),
         (sums._extreme_kernels, {**edges, "largest": True}),
         (sums._gradient_kernels, edges),
+        (heads._weighted_kernels, {**edges, "heads": 4}),
+        (heads._dot_kernels, {**edges, "heads": 4}),
+        (heads._score_kernels, {**edges, "heads": 4}),
+        (heads._score_gradient_kernels, {**edges, "heads": 4}),
     ):
         kernel = variants[False]
         names = [parameter.name for parameter in kernel.params]
@@ -98,7 +106,7 @@ def test_triton_is_imported_only_when_it_is_used() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any("triton" in name and name != "use_triton" for name in names):
                 at_the_top.add(source.stem)
-    assert at_the_top == {"triton_launch", "triton_rows", "triton_spmm"}
+    assert at_the_top == {"triton_launch", "triton_rows", "triton_spmm", "triton_attention"}
 
 
 @pytest.mark.gpu

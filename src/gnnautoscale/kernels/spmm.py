@@ -70,18 +70,23 @@ class Adjacency:
     def of(cls, tensors: dict[str, Tensor], num_sources: int) -> Adjacency:
         """Rebuild an adjacency from :meth:`tensors`, on any device.
 
-        Those of the transpose may be missing; if those of the segments are, no row is split.
+        Those of the transpose and of single edges may be missing; if those of the segments are, no row is split.
         """
         adjacency = cls(tensors["ptr"], tensors["col"], tensors.get("weight"), num_sources)
         adjacency.segments = RowSegments.of(tensors)
+        if "order_t" in tensors:
+            adjacency.order_t, adjacency.target = tensors["order_t"], tensors["target"]
         if "ptr_t" in tensors:
             adjacency.transposed = (tensors["ptr_t"], tensors["col_t"], tensors.get("weight_t"))
             adjacency.segments_t = RowSegments.of(tensors, "_t")
         return adjacency
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, with the transpose and, if there are weights or long rows, theirs."""
-        found: dict[str, Tensor] = {}
+    def tensors(self, *, edge_values: bool = False) -> dict[str, Tensor]:
+        """All tensors by name, with the transpose and, if there are weights or long rows, theirs.
+
+        With ``edge_values`` also those that functions of values per edge need.
+        """
+        found: dict[str, Tensor] = {"order_t": self.order_t, "target": self.target} if edge_values else {}
         directions = (("", (self.ptr, self.col, self.weight), self.segments), ("_t", self.transposed, self.segments_t))
         for suffix, edges, segments in directions:
             named = zip(("ptr", "col", "weight"), edges, strict=True)
@@ -106,11 +111,23 @@ class Adjacency:
 
         First edge of each source, ``[num_sources + 1]``; target of each edge and its weight, ``[num_edges]`` each.
         """
-        by_source = self.col.argsort(stable=True)
-        target: Tensor = torch._convert_indices_from_csr_to_coo(self.ptr, self.col, out_int32=True)[0]
+        by_source = self.order_t
         ptr: Tensor = torch._convert_indices_from_coo_to_csr(self.col[by_source], self.num_sources, out_int32=True)
         weight = None if self.weight is None else self.weight[by_source]
-        return ptr, target[by_source], weight
+        return ptr, self.target[by_source], weight
+
+    @cached_property
+    @torch.inference_mode(False)  # kept for training too
+    def order_t(self) -> Tensor:
+        """The edges grouped by source: the position of each among those grouped by target, ``[num_edges]``, int32."""
+        return self.col.argsort(stable=True).to(torch.int32)
+
+    @cached_property
+    @torch.inference_mode(False)  # kept for training too
+    def target(self) -> Tensor:
+        """Target of each edge, ``[num_edges]``, int32."""
+        found: Tensor = torch._convert_indices_from_csr_to_coo(self.ptr, self.col, out_int32=True)[0]
+        return found
 
     @cached_property
     def segments(self) -> RowSegments | None:
@@ -171,7 +188,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, adjacency: Adjacency, mean: bool, grad_rows: int | None) -> Tensor:
         ctx.options = adjacency, mean, grad_rows
         edges = (adjacency.ptr, adjacency.col, adjacency.weight)
-        out: Tensor = _backend(x).sum_neighbours(*edges, x, mean=mean, segments=adjacency.segments)
+        out: Tensor = spmm_backend(x).sum_neighbours(*edges, x, mean=mean, segments=adjacency.segments)
         return out
 
     @staticmethod
@@ -189,7 +206,7 @@ class _SumTransposed(torch.autograd.Function):
         options: dict[str, Any] = {"degrees": adjacency.ptr if mean else None, "segments": adjacency.segments_t}
         if grad_rows is not None:
             ptr, options["num_rows"] = ptr[: grad_rows + 1], adjacency.num_sources
-        out: Tensor = _backend(grad).sum_neighbours(ptr, col, weight, grad, **options)
+        out: Tensor = spmm_backend(grad).sum_neighbours(ptr, col, weight, grad, **options)
         return out
 
     @staticmethod
@@ -209,7 +226,7 @@ class _Extreme(torch.autograd.Function):
         edges = (adjacency.ptr, adjacency.col, adjacency.weight)
         count = ctx.needs_input_grad[0]
         out: Tensor
-        out, ties = _backend(x).extreme_neighbours(*edges, x, largest=largest, count=count)
+        out, ties = spmm_backend(x).extreme_neighbours(*edges, x, largest=largest, count=count)
         if count:
             ctx.save_for_backward(x, out, ties)
         return out
@@ -221,12 +238,12 @@ class _Extreme(torch.autograd.Function):
         # scatter_reduce, which PyG uses, starts from zeros and counts these as one more tie if the result is 0.
         share = grad.to(wide) / (ties + (out == 0))
         # Plain torch if a second derivative is needed, since autograd can differentiate it.
-        backend = plain_spmm if torch.is_grad_enabled() else _backend(grad)
+        backend = plain_spmm if torch.is_grad_enabled() else spmm_backend(grad)
         edges = ctx.adjacency.transposed
         return backend.extreme_gradient(*edges, x.detach(), out.detach(), share), None, None
 
 
-def _backend(x: Tensor) -> ModuleType:
+def spmm_backend(x: Tensor) -> ModuleType:
     """The module that computes; both have the same functions."""
     if use_triton(x) and x.dtype in TRITON_DTYPES:
         from gnnautoscale.kernels import triton_spmm
