@@ -244,7 +244,8 @@ class Feed:
                 tensors.update({(event, "constant", name): value for name, value in part.constants.items()})
             for weight in weights:
                 adjacency = part.adjacency(weight, event.edges.target_row, info)
-                tensors.update({(event, "fused", weight, name): value for name, value in adjacency.tensors().items()})
+                named = adjacency.tensors(edge_values=plain and weight is None)
+                tensors.update({(event, "fused", weight, name): value for name, value in named.items()})
         return tensors
 
     def _item(self, package: _Package, views: dict[Any, Tensor]) -> Item:
@@ -269,7 +270,10 @@ class Feed:
 
     @property
     def _events(self) -> dict[EdgeRecord, tuple[frozenset[str | None], bool]]:
-        """For each event the weights that layers fuse it with, and whether some layer needs its plain edges."""
+        """For each event the weights that layers fuse it with, and whether some layer needs its plain edges.
+
+        Lazy edges need both.
+        """
         found: dict[EdgeRecord, tuple[frozenset[str | None], bool]] = {}
         for name, events in self._scaler.memory.records.items():
             call = self._scaler.calls[name]
@@ -279,5 +283,6 @@ class Feed:
                 if call.fuses(position, event.constants) and not self._scaler.edge_dropout:
                     found[event] = weights | {call.weight(position)}, plain
                 else:
-                    found[event] = weights, True
+                    lazy: frozenset[str | None] = frozenset({None} if "lazy" in call.shortcuts else ())
+                    found[event] = weights | lazy, True
         return found
