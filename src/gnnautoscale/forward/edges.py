@@ -12,7 +12,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward.lazy import EdgeIndex
+from gnnautoscale.forward.lazy import LazyEdges
 from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, BatchEdges, EdgeRecord, align, describe, has_rows, keep_edges
@@ -115,7 +115,7 @@ class RecordedEdges(EdgeSource):
         target_row = record.edges.target_row
         adjacency = batch_edges.adjacency(None, target_row, self.info)
         short = "short" in active.call.shortcuts
-        return EdgeIndex.of(batch_edges.edges, adjacency, target_row, short=short), replaced
+        return LazyEdges.of(batch_edges.edges, adjacency, target_row, short=short), replaced
 
     def finish(self, active: ActiveLayer) -> None:
         """See :meth:`EdgeSource.finish`; refuses a layer that left out an edge call."""

@@ -37,7 +37,7 @@ class _Edges:
     short: bool
 
 
-class EdgeIndex(Tensor):
+class LazyEdges(Tensor):
     """An ``edge_index``, ``[2, num_edges]``, or one of its rows, that knows its adjacency."""
 
     edges: _Edges
@@ -45,16 +45,16 @@ class EdgeIndex(Tensor):
     side: Side | None
 
     @staticmethod
-    def of(edge_index: Tensor, adjacency: Adjacency, target_row: int, *, short: bool = False) -> EdgeIndex:
+    def of(edge_index: Tensor, adjacency: Adjacency, target_row: int, *, short: bool = False) -> LazyEdges:
         """Make edges, grouped by target, lazy.
 
         If ``short``, sums over neighbours have a row per target only, instead of the number that a layer asks for.
         """
-        return EdgeIndex._tag(edge_index, _Edges(adjacency, target_row, short), None)
+        return LazyEdges._tag(edge_index, _Edges(adjacency, target_row, short), None)
 
     @staticmethod
-    def _tag(value: Tensor, edges: _Edges, side: Side | None) -> EdgeIndex:
-        tagged = value.as_subclass(EdgeIndex)
+    def _tag(value: Tensor, edges: _Edges, side: Side | None) -> LazyEdges:
+        tagged = value.as_subclass(LazyEdges)
         tagged.edges, tagged.side = edges, side
         return tagged
 
@@ -63,12 +63,12 @@ class EdgeIndex(Tensor):
         """The same values without the edges."""
         return self.as_subclass(Tensor)
 
-    def row(self, place: int) -> EdgeIndex:
+    def row(self, place: int) -> LazyEdges:
         """One row of both."""
         side: Side = "target" if place % 2 == self.edges.target_row else "source"
         return self._tag(self.plain[place], self.edges, side)
 
-    def spread(self, shape: torch.Size) -> EdgeIndex:
+    def spread(self, shape: torch.Size) -> LazyEdges:
         """A row of ``[num_edges]``, repeated along further dimensions."""
         found = self.plain.view(-1, *(1 for _ in shape[1:])) if self.dim() == 1 else self.plain
         return self._tag(found.expand(shape), self.edges, self.side)
@@ -138,7 +138,7 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _plain(value: Tensor) -> Tensor:
     if isinstance(value, LazyTensor):
         return value.made
-    return value.plain if isinstance(value, EdgeIndex) else value
+    return value.plain if isinstance(value, LazyEdges) else value
 
 
 def _term(value: Any) -> Term | None:
@@ -149,7 +149,7 @@ def _is_constant(value: Any, term: Term) -> bool:
     """Whether something is the same for all edges."""
     if isinstance(value, (int, float)):
         return True
-    if not isinstance(value, Tensor) or isinstance(value, (LazyTensor, EdgeIndex)):
+    if not isinstance(value, Tensor) or isinstance(value, (LazyTensor, LazyEdges)):
         return False
     dims = len(term.size)
     return value.dim() < dims or (value.dim() == dims and value.size(0) == 1)
@@ -159,7 +159,7 @@ def _weights(value: Any, term: Term) -> bool:
     """Whether something is a value per edge and head."""
     return (
         isinstance(value, Tensor)
-        and not isinstance(value, EdgeIndex)
+        and not isinstance(value, LazyEdges)
         and value.is_floating_point()
         and 1 < value.dim() == len(term.size)
         and value.size(0) == term.size[0]
@@ -194,9 +194,11 @@ def _add(a: Any, b: Any) -> Result:
 
 
 def _subtract(a: Any, b: Any) -> Result:
-    other = _term(b)
-    if other is None:
-        return None if isinstance(b, Tensor) and b.dtype == torch.bool else _add(a, -b)
+    one, other = _term(a), _term(b)
+    if one is not None and other is None:
+        return one.shifted(lambda x: x - b) if _is_constant(b, one) else None
+    if other is None or not (one is not None or _is_constant(a, other)):
+        return None
     negative = other.mapped(torch.neg)
     return _add(a, LazyTensor.of(negative)) if isinstance(negative, Term) else None
 
@@ -240,19 +242,24 @@ def _row_by_row(func: Function) -> Function:
 
 
 def _view(a: Any, *shape: Any) -> Any:
-    if isinstance(a, EdgeIndex):
-        return _index_view(a, a.plain.view(*shape))
+    wanted = _size(shape)
+    if isinstance(a, LazyEdges):
+        return _index_view(a, a.plain.reshape(wanted))
     term = _term(a)
-    if term is None or not all(isinstance(size, int) for size in (*shape, *(shape[0] if len(shape) == 1 else ()))):
+    if term is None:
         return None
-    wanted = tuple(shape[0]) if isinstance(shape[0], (tuple, list)) else shape
     found = torch.empty(term.size, device="meta").view(wanted).shape
     kept = len(found) > 0 and found[0] == term.size[0] and found[1:].numel() == term.row_shape.numel()
     return term.reshaped(found[1:]) if kept else None
 
 
+def _size(shape: tuple[Any, ...]) -> torch.Size:
+    """A shape that is given in one argument or in several."""
+    return torch.Size(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
+
+
 def _unsqueeze(a: Any, dim: int) -> Any:
-    if isinstance(a, EdgeIndex):
+    if isinstance(a, LazyEdges):
         return _index_view(a, a.plain.unsqueeze(dim))
     term = _term(a)
     if term is None or dim in (0, -1 - len(term.size)):
@@ -260,22 +267,19 @@ def _unsqueeze(a: Any, dim: int) -> Any:
     return term.reshaped(torch.empty(term.size, device="meta").unsqueeze(dim).shape[1:])
 
 
-def _new_zeros(a: Any, *size: Any) -> Any:
-    term = _term(a)
-    wanted = tuple(size[0]) if size and isinstance(size[0], (tuple, list)) else size
-    if term is None or not wanted:
-        return None
-    none = torch.empty((0, *wanted[1:]), dtype=term.dtype, device=term.rows[0].device)
-    return Padded(term.adjacency, none, wanted[0])
-
-
-def _new_like(func: Function) -> Function:
+def _new(func: Function) -> Function:
     """A function that makes a tensor of the same type and on the same device as another."""
 
     def run(a: Any, *args: Any, **kwargs: Any) -> Any:
         term = _term(a)
-        like = None if term is None else torch.empty(0, dtype=term.dtype, device=term.rows[0].device)
-        return None if like is None else func(like, *args, **kwargs)
+        if term is None:
+            return None
+        like = torch.empty(0, dtype=term.dtype, device=term.rows[0].device)
+        wanted = _size(args) if func is Tensor.new_zeros and not kwargs else torch.Size()
+        if not wanted:
+            return func(like, *args, **kwargs)
+        # Zeros that take no memory: what edges hold is about to be added to them.
+        return Padded(term.adjacency, like.new_empty(0, *wanted[1:]), wanted[0])
 
     return run
 
@@ -283,10 +287,10 @@ def _new_like(func: Function) -> Function:
 # Edges ###############################################################################################################
 
 
-def _index_view(index: EdgeIndex, view: Tensor) -> Tensor | None:
+def _index_view(index: LazyEdges, view: Tensor) -> Tensor | None:
     """A row of indices in another shape; it still tells the end of each edge if this comes first."""
     edges_first = index.side is not None and view.size(0) == view.numel() == index.edges.adjacency.num_edges
-    return EdgeIndex._tag(view, index.edges, index.side) if edges_first else None
+    return LazyEdges._tag(view, index.edges, index.side) if edges_first else None
 
 
 def _expand_as(a: Any, other: Tensor) -> Any:
@@ -294,9 +298,9 @@ def _expand_as(a: Any, other: Tensor) -> Any:
 
 
 def _expand(a: Any, *shape: Any) -> Any:
-    if not isinstance(a, EdgeIndex) or a.side is None:
+    if not isinstance(a, LazyEdges) or a.side is None:
         return None
-    wanted = torch.Size(shape[0] if isinstance(shape[0], (tuple, list)) else shape)
+    wanted = _size(shape)
     num_edges = a.edges.adjacency.num_edges
     if len(wanted) != a.dim() or a.numel() != num_edges or wanted[0] not in (-1, num_edges) or num_edges == 1:
         return None
@@ -304,13 +308,13 @@ def _expand(a: Any, *shape: Any) -> Any:
 
 
 def _get(a: Any, place: Any) -> Any:
-    if isinstance(a, EdgeIndex):
+    if isinstance(a, LazyEdges):
         return a.row(place) if a.side is None and type(place) is int and -2 <= place < 2 else None
     return _gather(a, 0, place)
 
 
 def _unbind(a: Any, dim: int = 0) -> Any:
-    return (a.row(0), a.row(1)) if isinstance(a, EdgeIndex) and a.side is None and dim == 0 else None
+    return (a.row(0), a.row(1)) if isinstance(a, LazyEdges) and a.side is None and dim == 0 else None
 
 
 def _iterate(a: Any) -> Any:
@@ -320,7 +324,7 @@ def _iterate(a: Any) -> Any:
 
 def _gather(a: Any, dim: int, index: Any) -> Any:
     """The rows at one end of the edges."""
-    if not isinstance(index, EdgeIndex) or index.side is None or index.dim() != 1 or isinstance(a, EdgeIndex):
+    if not isinstance(index, LazyEdges) or index.side is None or index.dim() != 1 or isinstance(a, LazyEdges):
         return None
     x = _plain(a)
     if dim not in (0, -x.dim()) or not x.is_floating_point() or x.device != index.plain.device:
@@ -384,7 +388,7 @@ def _reduce_into(base: Any, dim: int, index: Any, source: Any, reduce: str = "",
 
 def _is_at_targets(base: Any, dim: int, index: Any, source: Any) -> bool:
     """Whether the values of edges go to their targets."""
-    if not isinstance(index, EdgeIndex) or index.side != "target" or isinstance(source, EdgeIndex):
+    if not isinstance(index, LazyEdges) or index.side != "target" or isinstance(source, LazyEdges):
         return False
     num_edges, num_targets = index.edges.adjacency.num_edges, index.edges.adjacency.num_targets
     return (
@@ -411,7 +415,7 @@ _METADATA: frozenset[Function] = frozenset(
         *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "requires_grad")),
         *(
             getattr(Tensor, name).__get__
-            for name in ("is_cuda", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta")
+            for name in ("is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta")
         ),
         *_of_tensors("size", "dim", "numel", "is_floating_point", "is_complex", "__len__"),
     }
@@ -431,8 +435,7 @@ _HANDLERS: dict[Function, Function] = {
     **dict.fromkeys(_of_tensors("sum"), _sum),
     **dict.fromkeys([Tensor.view, *_of_tensors("reshape")], _view),
     **dict.fromkeys(_of_tensors("unsqueeze"), _unsqueeze),
-    Tensor.new_zeros: _new_zeros,
-    **{func: _new_like(func) for func in (Tensor.new_ones, Tensor.new_empty, Tensor.new_full)},
+    **{func: _new(func) for func in (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full)},
     **dict.fromkeys(_of_tensors("unbind"), _unbind),
     Tensor.__iter__: _iterate,
     Tensor.expand: _expand,

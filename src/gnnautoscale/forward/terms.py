@@ -176,10 +176,10 @@ class _Pair(Term):
         return targets, sources
 
     def _by_head(self) -> tuple[Tensor, Tensor] | None:
-        """Both ends for a kernel; ``None`` if rows are single values, or of different types."""
-        if self.sources.dim() < 2 or self.targets.dtype != self.sources.dtype:
+        """Both ends as kernels take them; ``None`` if rows are single values."""
+        if self.sources.dim() < 2:
             return None
-        return _by_head(self.targets), _by_head(self.sources)
+        return _by_head(self.targets.to(self.dtype)), _by_head(self.sources.to(self.dtype))
 
     def _per_edge(self, values: Tensor) -> Tensor:
         """Give values per edge and head, ``[num_edges, heads]``, the shape that a sum over the last dimension has."""
@@ -257,11 +257,11 @@ class Sum(_Pair):
     def summed(self) -> Result:
         """See :meth:`Term.summed`."""
         ends = self._by_head()
-        if ends is None or (self.factor is not None and self.factor.dtype != self.sources.dtype):
+        if ends is None:
             return None
         factor = self.sources.new_ones(self.row_shape) if self.factor is None else self.factor
-        heads = factor.reshape(-1, self.row_shape[-1])
-        return self._per_edge(additive_scores(self.adjacency, *ends, heads, self.slope))
+        factor = factor.to(self.dtype).reshape(-1, self.row_shape[-1])
+        return self._per_edge(additive_scores(self.adjacency, *ends, factor, self.slope))
 
 
 @dataclass(eq=False)
