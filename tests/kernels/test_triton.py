@@ -15,7 +15,9 @@ from torch import Tensor
 from gnnautoscale import kernels
 from gnnautoscale.kernels import (
     Adjacency,
+    additive_scores,
     available,
+    edge_dots,
     gather_rows,
     gather_tables,
     locate_rows,
@@ -23,6 +25,7 @@ from gnnautoscale.kernels import (
     scatter_rows,
     spmm,
     use_triton,
+    weighted_sum,
 )
 from support import kernels as support
 from support.kernels import (
@@ -77,13 +80,15 @@ def test_kernels_compile_for_a_gpu(
         (sums._extreme_kernels, {**edges, "largest": True}),
         (sums._gradient_kernels, edges),
         (heads._weighted_kernels, {**edges, "heads": 4}),
+        (heads._weighted_kernels, {**edges, "heads": 1, "order": None}),
         (heads._dot_kernels, {**edges, "heads": 4}),
         (heads._score_kernels, {**edges, "heads": 4}),
-        (heads._score_gradient_kernels, {**edges, "heads": 4}),
+        (heads._score_gradient_kernels, {**edges, "heads": 4, "of_factor": None}),
+        (heads._score_gradient_kernels, {**edges, "heads": 4, "order": None}),
     ):
         kernel = variants[False]
         names = [parameter.name for parameter in kernel.params]
-        signature = {name: types.get(name, "constexpr") for name in names}
+        signature = {name: "constexpr" if name in fixed else types[name] for name in names}
         constants = {(names.index(name),): value for name, value in fixed.items()}
         triton.compile(source(fn=kernel, signature=signature, constexprs=constants), target=target)
 
@@ -165,6 +170,38 @@ def test_runs_in_a_cuda_graph(reduce: str) -> None:
     for got, wanted in zip(results, expected, strict=True):
         torch.testing.assert_close(got.double().cpu(), wanted, rtol=1e-5, atol=1e-5)
     assert torch.equal(pushed, results[0].detach().cpu())
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.usefixtures("short_segments")
+def test_attention_runs_in_a_cuda_graph() -> None:
+    graph = Hubs("cuda", DEGREES["several"], weighted=False)
+    adjacency = Adjacency.of(graph.adjacency().tensors(edge_values=True), graph.num_sources)
+    targets, sources = (
+        torch.zeros(number, 2, 16, device="cuda", requires_grad=True)
+        for number in (graph.num_targets, graph.num_sources)
+    )
+    factor = torch.randn(2, 16, device="cuda", requires_grad=True)
+
+    def step() -> list[Tensor]:
+        scores = additive_scores(adjacency, targets, sources, factor) + edge_dots(adjacency, targets, sources)
+        out = weighted_sum(adjacency, scores, sources)
+        return [out, *torch.autograd.grad(out.square().sum(), (targets, sources, factor))]
+
+    torch.cuda.synchronize()  # the other stream reads what was made on this one
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        step()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        results = step()
+    for rows in (targets, sources):
+        rows.data.normal_()
+    captured.replay()
+    torch.cuda.synchronize()
+    for got, expected in zip(results, step(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from gnnautoscale.kernels.plain_spmm import csr_matrix, sum_neighbours
 from gnnautoscale.kernels.spmm import Adjacency
 
 # Values that are gathered at once: they fit into the cache of a core, and keep a GPU busy.
-_CPU_VALUES, _GPU_VALUES = 2**18, 2**24
+_CPU_VALUES, _GPU_VALUES = 2**17, 2**24
 
 
 def weighted_sum(adjacency: Adjacency, weight: Tensor, x: Tensor, *, transposed: bool = False) -> Tensor:

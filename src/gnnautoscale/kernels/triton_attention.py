@@ -21,7 +21,7 @@ from gnnautoscale.kernels.triton_launch import Kernels, ceil_div, compile_varian
 from gnnautoscale.kernels.triton_spmm import add_segments, segment_room
 
 COLUMNS = 128  # per program, at most
-VALUES = 512  # per gather
+ROW_VALUES, EDGE_VALUES = 512, 1024  # per gather
 LEAST_UNROLL, MOST_UNROLL = 4, 32  # edges per gather
 WARPS = 1
 
@@ -258,7 +258,7 @@ def _edges_of(adjacency: Adjacency, transposed: bool) -> _Edges:
 def _launch_rows(kernels: Kernels, items: int, x: Tensor, *arguments: Tensor | float | None) -> None:
     """Run a kernel with one program per head, and block of columns, of each row and segment."""
     _, heads, width = x.shape
-    columns, unroll = _tile(width)
+    columns, unroll = _tile(width, ROW_VALUES)
     numbers = (width, heads, columns, unroll)
     launch(kernels, items * heads * ceil_div(width, columns), x.view(-1, width), *arguments, *numbers, warps=WARPS)
 
@@ -266,13 +266,13 @@ def _launch_rows(kernels: Kernels, items: int, x: Tensor, *arguments: Tensor | f
 def _launch_edges(kernels: Kernels, x: Tensor, col: Tensor, *arguments: Tensor | float) -> None:
     """Run a kernel with one program per head of some edges."""
     _, heads, width = x.shape
-    columns, unroll = _tile(width)
+    columns, unroll = _tile(width, EDGE_VALUES)
     numbers, programs = (width, heads, columns, unroll), ceil_div(col.numel(), unroll) * heads
     if programs:
         launch(kernels, programs, x.view(-1, width), col, *arguments, *numbers, warps=WARPS)
 
 
-def _tile(width: int) -> tuple[int, int]:
+def _tile(width: int, values: int) -> tuple[int, int]:
     """Columns and edges that a program gathers at once."""
     columns = min(next_power_of_two(width), COLUMNS)
-    return columns, min(max(VALUES // columns, LEAST_UNROLL), MOST_UNROLL)
+    return columns, min(max(values // columns, LEAST_UNROLL), MOST_UNROLL)
