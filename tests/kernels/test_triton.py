@@ -15,7 +15,9 @@ from torch import Tensor
 from gnnautoscale import kernels
 from gnnautoscale.kernels import (
     Adjacency,
+    additive_scores,
     available,
+    edge_dots,
     gather_rows,
     gather_tables,
     locate_rows,
@@ -23,6 +25,7 @@ from gnnautoscale.kernels import (
     scatter_rows,
     spmm,
     use_triton,
+    weighted_sum,
 )
 from support import kernels as support
 from support.kernels import (
@@ -49,6 +52,7 @@ def test_kernels_compile_for_a_gpu(
     target: Any = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     rows: Any = importlib.import_module("gnnautoscale.kernels.triton_rows")
     sums: Any = importlib.import_module("gnnautoscale.kernels.triton_spmm")
+    heads: Any = importlib.import_module("gnnautoscale.kernels.triton_attention")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
     block = dict(zip(("rows_each", "columns"), rows._block(width, 4, rows.BYTES), strict=True))
     edges = {"columns": min(triton.next_power_of_2(width), 256), "unroll": 8}
@@ -59,6 +63,9 @@ def test_kernels_compile_for_a_gpu(
     types |= dict.fromkeys(("start", "first", "length"), "i64")
     types |= dict.fromkeys(("long_row", "first_segment", "segment_begin", "segment_end"), "*i32")
     types |= {"partial": "*fp32", "num_rows": "i32", "num_segments": "i32", "longest": "i32"}
+    types |= dict.fromkeys(("a", "b"), f"*{dtype}")
+    types |= dict.fromkeys(("order", "owner"), "*i32") | {"factor": "*fp32", "of_factor": "*fp32"}
+    types |= {"num_edges": "i32", "slope": "fp32"}
     language: Any = importlib.import_module("triton.language")
     types_of_tables = {"source_type": language.bfloat16, "out_type": language.float32, "aligned": width == 256}
     types |= {"sources": "*i64", "outs": "*i64", "num_tables": "i32"}
@@ -72,10 +79,16 @@ def test_kernels_compile_for_a_gpu(
         (sums._add_kernels, {**edges, "mean": True}),
         (sums._extreme_kernels, {**edges, "largest": True}),
         (sums._gradient_kernels, edges),
+        (heads._weighted_kernels, {**edges, "heads": 4}),
+        (heads._weighted_kernels, {**edges, "heads": 1, "order": None}),
+        (heads._dot_kernels, {**edges, "heads": 4}),
+        (heads._score_kernels, {**edges, "heads": 4}),
+        (heads._score_gradient_kernels, {**edges, "heads": 4, "of_factor": None}),
+        (heads._score_gradient_kernels, {**edges, "heads": 4, "order": None}),
     ):
         kernel = variants[False]
         names = [parameter.name for parameter in kernel.params]
-        signature = {name: types.get(name, "constexpr") for name in names}
+        signature = {name: "constexpr" if name in fixed else types[name] for name in names}
         constants = {(names.index(name),): value for name, value in fixed.items()}
         triton.compile(source(fn=kernel, signature=signature, constexprs=constants), target=target)
 
@@ -98,7 +111,7 @@ def test_triton_is_imported_only_when_it_is_used() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any("triton" in name and name != "use_triton" for name in names):
                 at_the_top.add(source.stem)
-    assert at_the_top == {"triton_launch", "triton_rows", "triton_spmm"}
+    assert at_the_top == {"triton_launch", "triton_rows", "triton_spmm", "triton_attention"}
 
 
 @pytest.mark.gpu
@@ -157,6 +170,38 @@ def test_runs_in_a_cuda_graph(reduce: str) -> None:
     for got, wanted in zip(results, expected, strict=True):
         torch.testing.assert_close(got.double().cpu(), wanted, rtol=1e-5, atol=1e-5)
     assert torch.equal(pushed, results[0].detach().cpu())
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.usefixtures("short_segments")
+def test_attention_runs_in_a_cuda_graph() -> None:
+    graph = Hubs("cuda", DEGREES["several"], weighted=False)
+    adjacency = Adjacency.of(graph.adjacency().tensors(edge_values=True), graph.num_sources)
+    targets, sources = (
+        torch.zeros(number, 2, 16, device="cuda", requires_grad=True)
+        for number in (graph.num_targets, graph.num_sources)
+    )
+    factor = torch.randn(2, 16, device="cuda", requires_grad=True)
+
+    def step() -> list[Tensor]:
+        scores = additive_scores(adjacency, targets, sources, factor) + edge_dots(adjacency, targets, sources)
+        out = weighted_sum(adjacency, scores, sources)
+        return [out, *torch.autograd.grad(out.square().sum(), (targets, sources, factor))]
+
+    torch.cuda.synchronize()  # the other stream reads what was made on this one
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        step()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        results = step()
+    for rows in (targets, sources):
+        rows.data.normal_()
+    captured.replay()
+    torch.cuda.synchronize()
+    for got, expected in zip(results, step(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.gpu

@@ -38,6 +38,7 @@ from gnnautoscale.models import build_model, model_options
 
 C = CHANNELS
 ALL = {"pair", "short", "fused"}
+LAZY = {"short", "lazy"}
 Make = Callable[[], Any]
 GRAPHS = [undirected_graph, odd_graph]
 
@@ -184,7 +185,7 @@ LAYERS: dict[str, tuple[Make, tuple[str, ...], set[str] | None]] = {
     "SAGE normalize": (lambda: pyg.SAGEConv(C, C, normalize=True), (), ALL),
     "SAGE project": (lambda: pyg.SAGEConv(C, C, project=True), (), ALL),
     "SAGE project max": (lambda: pyg.SAGEConv(C, C, aggr="max", project=True, root_weight=False), (), ALL),
-    "SAGE several": (lambda: pyg.SAGEConv(C, C, aggr=["mean", "std"]), (), {"pair"}),
+    "SAGE several": (lambda: pyg.SAGEConv(C, C, aggr=["mean", "std"]), (), LAZY | {"pair"}),
     "SAGE reversed": (lambda: pyg.SAGEConv(C, C, flow="target_to_source"), (), None),
     "GIN": (lambda: pyg.GINConv(mlp(), train_eps=True), (), ALL),
     "GIN linear": (lambda: pyg.GINConv(nn.Linear(C, C)), (), ALL),
@@ -209,20 +210,28 @@ LAYERS: dict[str, tuple[Make, tuple[str, ...], set[str] | None]] = {
     "MF": (lambda: pyg.MFConv(C, C, max_degree=6), (), None),
     "Simple": (lambda: pyg.SimpleConv(aggr="mean", combine_root="sum"), W, {"fused"}),
     "Simple max": (lambda: pyg.SimpleConv(aggr="max"), W, {"short", "fused"}),
-    "GAT": (lambda: pyg.GATConv(C, C // 2, heads=2), (), set()),
-    "GATv2": (lambda: pyg.GATv2Conv(C, C, edge_dim=EDGE_CHANNELS), A, set()),
-    "PNA": (pna, (), set()),
-    "GINE": (lambda: pyg.GINEConv(mlp(), edge_dim=EDGE_CHANNELS), A, {"pair"}),
-    "Transformer": (lambda: pyg.TransformerConv(C, C // 2, heads=2, beta=True), (), {"pair"}),
+    "GAT": (lambda: pyg.GATConv(C, C // 2, heads=2), (), LAZY),
+    "GAT averaged": (lambda: pyg.GATConv(C, C, heads=2, concat=False, dropout=0.5), (), LAZY),
+    "GAT residual": (lambda: pyg.GATConv(C, C, residual=True, add_self_loops=False), (), {"lazy"}),
+    "GAT edges": (lambda: pyg.GATConv(C, C // 2, heads=2, edge_dim=EDGE_CHANNELS), A, LAZY),
+    "GATv2": (lambda: pyg.GATv2Conv(C, C // 2, heads=2), (), LAZY),
+    "GATv2 edges": (lambda: pyg.GATv2Conv(C, C, edge_dim=EDGE_CHANNELS), A, LAZY),
+    "AGNN": (lambda: pyg.AGNNConv(), (), LAZY),
+    "SuperGAT": (lambda: pyg.SuperGATConv(C, C // 2, heads=2, attention_type="SD"), (), None),
+    "Transformer edges": (lambda: pyg.TransformerConv(C, C, edge_dim=EDGE_CHANNELS), A, LAZY | {"pair"}),
+    "Transformer averaged": (lambda: pyg.TransformerConv(C, C, heads=2, concat=False), (), LAZY | {"pair"}),
+    "PNA": (pna, (), LAZY),
+    "GINE": (lambda: pyg.GINEConv(mlp(), edge_dim=EDGE_CHANNELS), A, LAZY | {"pair"}),
+    "Transformer": (lambda: pyg.TransformerConv(C, C // 2, heads=2, beta=True), (), LAZY | {"pair"}),
     "RGCN": (lambda: pyg.RGCNConv(C, C, NUM_RELATIONS), T, None),
-    "Cheb": (lambda: pyg.ChebConv(C, C, K=3), (), set()),
+    "Cheb": (lambda: pyg.ChebConv(C, C, K=3), (), {"lazy"}),
     "DirGNN": (lambda: pyg.DirGNNConv(pyg.SAGEConv(C, C)), (), None),
     "DirGNN GCN": (lambda: pyg.DirGNNConv(pyg.GCNConv(C, C)), (), None),
-    "LE": (lambda: pyg.LEConv(C, C), W, {"pair"}),
-    "GEN": (lambda: pyg.GENConv(C, C, learn_t=True), (), {"pair"}),
-    "ResGated": (lambda: pyg.ResGatedGraphConv(C, C), (), {"pair"}),
-    "CG": (lambda: pyg.CGConv(C, dim=EDGE_CHANNELS, batch_norm=True), A, {"pair"}),
-    "NN": (lambda: pyg.NNConv(C, C, nn.Linear(EDGE_CHANNELS, C * C), aggr="mean"), A, {"pair"}),
+    "LE": (lambda: pyg.LEConv(C, C), W, LAZY | {"pair"}),
+    "GEN": (lambda: pyg.GENConv(C, C, learn_t=True), (), LAZY | {"pair"}),
+    "ResGated": (lambda: pyg.ResGatedGraphConv(C, C), (), LAZY | {"pair"}),
+    "CG": (lambda: pyg.CGConv(C, dim=EDGE_CHANNELS, batch_norm=True), A, LAZY | {"pair"}),
+    "NN": (lambda: pyg.NNConv(C, C, nn.Linear(EDGE_CHANNELS, C * C), aggr="mean"), A, LAZY | {"pair"}),
     "AntiSymmetric": (lambda: pyg.AntiSymmetricConv(C, num_iters=2), (), None),
     "GCN2": (lambda: pyg.GCN2Conv(C, alpha=0.1, theta=0.5, layer=1), (), {"short", "fused"}),
     "GCN2 weighted": (lambda: pyg.GCN2Conv(C, alpha=0.1, shared_weights=False), W, {"short", "fused"}),
@@ -256,7 +265,7 @@ def test_shortcuts_change_nothing(name: str, make_data: Callable[..., Data]) -> 
         assert plan.ignores_edges
 
 
-@pytest.mark.parametrize("name", ["SAGE max", "Graph mean weighted", "APPNP"])
+@pytest.mark.parametrize("name", ["SAGE max", "Graph mean weighted", "APPNP", "GAT", "GATv2", "Transformer"])
 def test_inference_is_exact_with_shortcuts(name: str) -> None:
     data = odd_graph(dtype=torch.float64)
     model = stack(name).double()
@@ -642,7 +651,7 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[Plan], bool]]] = {
     "doubled weights": (Doubled, lambda plan: not plan.ignores_edges),
     "shared GIN": (lambda: Shared(lambda: pyg.GINConv(mlp())), lambda plan: plan.calls["layer#3"].shortcuts == ALL),
     "shared GCN": (lambda: Shared(lambda: pyg.GCNConv(C, C)), lambda plan: plan.short_tail),
-    "mixing unfused": (lambda: Stack([Mixing(), Mixing()]), lambda plan: not plan.calls["layers.0"].shortcuts),
+    "mixing unfused": (lambda: Stack([Mixing(), Mixing()]), lambda plan: plan.calls["layers.0"].shortcuts == {"lazy"}),
     "mixing": (lambda: Stack([Mixing(1.0), Mixing(1.0)]), lambda plan: plan.calls["layers.1"].shortcuts == {"fused"}),
     "dense after": (
         lambda: Stack([Mixing(1.0, dense=True), Mixing(1.0, dense=True)]),
@@ -841,7 +850,7 @@ def test_single_nodes_and_no_nodes_at_all(layer: Make) -> None:
 # The rest of the library #############################################################################################
 
 
-@pytest.mark.parametrize("name", ["GCN", "GIN", "APPNP", "GAT", "DirGNN"])
+@pytest.mark.parametrize("name", ["GCN", "GIN", "APPNP", "GAT", "GATv2", "DirGNN"])
 def test_penalty_is_the_same(name: str) -> None:
     values = []
 
@@ -879,12 +888,36 @@ def test_edge_dropout_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert used
 
 
+@pytest.mark.parametrize("name", ["GAT", "GATv2", "Transformer edges"])
+def test_edge_dropout_of_lazy_edges_is_the_same(name: str) -> None:
+    data = odd_graph(dtype=torch.float64)
+    plan = check_same(lambda: stack(name), data, tolerance=1e-10, edge_dropout=0.5)
+    assert all("lazy" in call.shortcuts for call in plan.calls.values())
+
+
+class ReturnsAttention(pyg.GATv2Conv):  # type: ignore[misc]
+    """Asks for the attention of each edge, and looks at it."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        out, (_, attention) = super().forward(x, edge_index, return_attention_weights=True)
+        assert type(attention) is Tensor
+        return out * attention.size(1)
+
+
+def test_attention_of_lazy_edges_is_a_plain_tensor() -> None:
+    make = lambda: Stack([ReturnsAttention(C, C), ReturnsAttention(C, C)])  # noqa: E731
+    plan = check_same(make, undirected_graph(dtype=torch.float64), tolerance=1e-10, infers=True)
+    assert all(call.shortcuts == LAZY for call in plan.calls.values())
+
+
 @pytest.mark.parametrize("make", [Mixed, Residual])
 def test_edge_dropout_with_several_last_layers(make: Callable[[], nn.Module]) -> None:
     check_same(make, undirected_graph(dtype=torch.float64), tolerance=1e-10, edge_dropout=0.5)
 
 
-@pytest.mark.parametrize("name", ["GCN", "SAGE max", "GIN linear", "Graph mean weighted", "APPNP"])
+@pytest.mark.parametrize(
+    "name", ["GCN", "SAGE max", "GIN linear", "Graph mean weighted", "APPNP", "GAT", "GATv2", "Transformer"]
+)
 def test_autocast(name: str) -> None:
     def run(model: nn.Module, batch: Data) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -952,7 +985,9 @@ def test_training_after_a_first_call_without_gradients(name: str) -> None:
             assert_same(got, expected, 1e-10)
 
 
-@pytest.mark.parametrize("name", ["GAT", "SAGE sum", "SAGE max", "GCN", "GIN", "Graph mean weighted", "APPNP"])
+@pytest.mark.parametrize(
+    "name", ["GAT", "GATv2", "Transformer", "SAGE sum", "SAGE max", "GCN", "GIN", "Graph mean weighted", "APPNP"]
+)
 def test_gradients_of_gradients(name: str) -> None:
     """A penalty on the gradient of features or weights, as in adversarial training and meta-learning."""
     data = odd_graph(dtype=torch.float64)
@@ -1018,7 +1053,7 @@ def test_rows_of_a_fused_sum_by_hand() -> None:
         ("gin", {"fused", "short", "pair"}),
         ("gcnii", {"fused", "short"}),
         ("appnp", {"fused"}),
-        ("gat", set()),
+        ("gat", {"lazy", "short"}),
     ],
 )
 def test_models_of_the_paper_take_shortcuts(name: str, shortcuts: set[str]) -> None:

@@ -22,7 +22,7 @@ from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.norms import uses_own_statistics
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
-from gnnautoscale.forward.record import ArgumentKind, Arguments, BatchEdges, EdgeRecord, describe, has_rows
+from gnnautoscale.forward.record import ArgumentKind, Arguments, BatchEdges, EdgeForm, EdgeRecord, describe, has_rows
 from gnnautoscale.forward.session import Session, check_layout, evaluating
 from gnnautoscale.forward.sweep import SweepExchange
 from gnnautoscale.forward.watch import OVERRIDES, Attribute, Form, Watch, form_of_values, held_tensors
@@ -35,6 +35,7 @@ __all__ = [
     "Arguments",
     "Attribute",
     "BatchEdges",
+    "EdgeForm",
     "EdgeRecord",
     "EdgeSource",
     "ExchangePolicy",

@@ -12,6 +12,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.forward.lazy import LazyEdges
 from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, BatchEdges, EdgeRecord, align, describe, has_rows, keep_edges
@@ -112,7 +113,12 @@ class RecordedEdges(EdgeSource):
                 replaced[name] = constant.to(value.dtype) if isinstance(value, Tensor) else constant
             elif isinstance(value, Tensor) and not active.call.has_edge_updater:
                 replaced[name] = value[self._alignment(record, active, edge_index, batch_edges)]
-        return batch_edges.edges, replaced
+        if "lazy" not in active.call.shortcuts:
+            return batch_edges.edges, replaced
+        target_row = record.edges.target_row
+        adjacency = batch_edges.adjacency(None)
+        short = "short" in active.call.shortcuts
+        return LazyEdges.of(batch_edges.edges, adjacency, target_row, short=short), replaced
 
     def finish(self, active: ActiveLayer) -> None:
         """See :meth:`EdgeSource.finish`; refuses a layer that left out an edge call."""

@@ -122,12 +122,13 @@ class GraphMemory:
             call = calls.get(name)
             for position, record in enumerate(records):
                 fuses = call is not None and call.fuses(position, record.constants)
+                lazy = call is not None and "lazy" in call.shortcuts
                 weight = call.weight(position) if call is not None and fuses else None
-                if (record, fuses, weight) in seen:
+                if (record, fuses or lazy, weight) in seen:
                     continue
-                seen.add((record, fuses, weight))
+                seen.add((record, fuses or lazy, weight))
                 edges = record.for_batch(info, name)
-                if fuses:
+                if fuses or lazy:
                     edges.adjacency(weight).prepare(gradients=gradients)
         info.edges_ready = assembly_stream(info.device).record_event()
 

@@ -20,8 +20,9 @@ from gnnautoscale.forward.watch import Attribute
 # "pair":  call it with (all rows, the batch's rows), PyG's convention for messages between two sets of nodes, which
 #          restricts everything after the aggregation to the batch's rows;
 # "short": aggregate into the batch's rows only;
+# "lazy":  compute messages without a row per edge as far as possible, see ``lazy.py``;
 # "fused": aggregate in one kernel, without a row per edge.
-Shortcut = Literal["pair", "short", "fused"]
+Shortcut = Literal["pair", "short", "lazy", "fused"]
 SHORTCUTS: tuple[Shortcut, ...] = get_args(Shortcut)
 
 

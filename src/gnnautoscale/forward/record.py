@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +40,22 @@ ArgumentKind = Literal["own", "node", "edge", "other"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+class EdgeForm(NamedTuple):
+    """The row of an ``edge_index`` that holds targets, and the numbers of a batch's own rows and of all its rows."""
+
+    target_row: int
+    num_targets: int
+    num_rows: int
+
+
 class BatchEdges:
     """A record, cut to the edges into a batch: between rows of the batch, grouped by target.
 
     Args:
         constants: Edge-level values by argument name, each ``[num_edges, ...]``.
+        form: Their direction, and how many rows they are between.
         grouped: First edge of each of the batch's own rows and the source of each edge, if these are known.
         edge_index: The edges, ``[2, num_edges]``, if these are known; ``None`` if only fused edges are needed.
-        target_row: Which row of ``edge_index`` holds the targets.
-        num_rows: Number of rows of batch and halo.
         adjacencies: The edges for layers that fuse, by the name of the constant that holds their weights, if known.
         kept: Positions of these edges before edge dropout; ``None`` without.
     """
@@ -56,17 +63,16 @@ class BatchEdges:
     def __init__(
         self,
         constants: dict[str, Tensor],
+        form: EdgeForm,
         *,
         grouped: GroupedEdges | None = None,
         edge_index: Tensor | None = None,
-        target_row: int = 1,
-        num_rows: int = 0,
         adjacencies: dict[str | None, Adjacency] | None = None,
         kept: Tensor | None = None,
     ) -> None:
         self.constants, self.kept = constants, kept
         self._grouped, self._edge_index = grouped, edge_index
-        self._target_row, self._num_rows = target_row, num_rows
+        self._form = form
         self._adjacencies = adjacencies or {}
         self._fused: dict[Any, FusedEdges] = {}
 
@@ -80,12 +86,12 @@ class BatchEdges:
             return self
         constants = {name: value.to(device) for name, value in self.constants.items()}
         grouped = self._grouped.to(device)
-        return BatchEdges(constants, grouped=grouped, target_row=self._target_row, num_rows=self._num_rows)
+        return BatchEdges(constants, self._form, grouped=grouped)
 
     def take(self, kept: Tensor) -> BatchEdges:
         """Keep some of the edges."""
         constants = {name: value[kept] for name, value in self.constants.items()}
-        return BatchEdges(constants, edge_index=self.edges[:, kept], kept=kept)
+        return BatchEdges(constants, self._form, edge_index=self.edges[:, kept], kept=kept)
 
     @property
     @for_later
@@ -95,17 +101,19 @@ class BatchEdges:
             if self._grouped is None:
                 raise RuntimeError("these edges were prepared for layers that fuse only")
             ends = [self._grouped.checked().long(), self._grouped.target]
-            self._edge_index = torch.stack(ends if self._target_row == 1 else ends[::-1])
+            self._edge_index = torch.stack(ends if self._form.target_row == 1 else ends[::-1])
         return self._edge_index
 
     @for_later
     def adjacency(self, weight: str | None) -> Adjacency:
         """The edges for layers that fuse, weighted by one of the constants or unweighted."""
         if weight not in self._adjacencies:
-            if self._grouped is None:
-                raise RuntimeError("these edges were not prepared for layers that fuse")
             values = None if weight is None else self.constants[weight]
-            self._adjacencies[weight] = self._grouped.adjacency(values, self._num_rows)
+            if self._grouped is not None:
+                self._adjacencies[weight] = self._grouped.adjacency(values, self._form.num_rows)
+            else:
+                row, *sizes = self._form
+                self._adjacencies[weight] = Adjacency.build(self.edges[row], self.edges[1 - row], *sizes, values)
         return self._adjacencies[weight]
 
     def fuse(self, adjacency: Adjacency, *, widened: bool, grad_rows: int | None) -> FusedEdges:
@@ -215,7 +223,8 @@ class EdgeRecord:
             grouped = GroupedEdges(cut.ptr(device), source, cut.longest, None, missing, layer)
             grouped.when_checked = partial(known.__setitem__, self, True)
         constants = {name: cut.take(value, device) for name, value in self.constants.items()}
-        return BatchEdges(constants, grouped=grouped, target_row=table.target_row, num_rows=info.num_rows)
+        form = EdgeForm(table.target_row, info.batch_size, info.num_rows)
+        return BatchEdges(constants, form, grouped=grouped)
 
     def _pin(self) -> None:
         if self._pinned is None:

@@ -3,6 +3,15 @@
 They know tensors and edges, but no models and no histories.
 """
 
+from gnnautoscale.kernels.attention import (
+    Side,
+    additive_scores,
+    edge_dots,
+    max_at_targets,
+    rows_at_edges,
+    sum_at_nodes,
+    weighted_sum,
+)
 from gnnautoscale.kernels.available import triton_is_installed, use_triton
 from gnnautoscale.kernels.halo import (
     Count,
@@ -25,15 +34,22 @@ __all__ = [
     "OwnRows",
     "RowNumbers",
     "Runs",
+    "Side",
     "WordTable",
+    "additive_scores",
+    "edge_dots",
     "expand_targets",
     "gather_rows",
     "gather_tables",
     "locate_and_count",
     "locate_rows",
+    "max_at_targets",
     "merge_rows",
+    "rows_at_edges",
     "scatter_rows",
     "spmm",
+    "sum_at_nodes",
     "triton_is_installed",
     "use_triton",
+    "weighted_sum",
 ]

@@ -46,8 +46,7 @@ def sum_neighbours(
         out = _segment_sum(ptr, _weighted(weight, wide.index_select(0, col)))
     else:
         values = wide.new_ones(col.numel()) if weight is None else weight.to(wide.dtype)
-        _silence_csr()
-        matrix = torch.sparse_csr_tensor(ptr, col, values, (ptr.numel() - 1, x.size(0)), check_invariants=False)
+        matrix = csr_matrix(ptr, col, values, (ptr.numel() - 1, x.size(0)))
         # Autocast would multiply in half precision.
         with torch.autocast(x.device.type, enabled=False):
             out = matrix @ wide
@@ -66,14 +65,15 @@ def extreme_neighbours(
     Both have shape ``[num_rows, width]``; rows without edges are 0. Without ``count``, the second is ``None``.
     """
     messages = _messages(weight, x.index_select(0, col))
+    if not count:
+        found = torch.segment_reduce(messages, "max" if largest else "min", offsets=ptr, axis=0, unsafe=True)
+        return torch.where(ptr.diff().unsqueeze(1) > 0, found, 0).to(x.dtype), None
     row = _rows(ptr, col)
     out = messages.new_zeros(ptr.numel() - 1, x.size(1))
     index = row.unsqueeze(1).expand_as(messages)
     out.scatter_reduce_(0, index, messages, "amax" if largest else "amin", include_self=False)
-    ties = None
-    if count:
-        hits = (messages == out.index_select(0, row)).to(torch.int32)
-        ties = hits.new_zeros(out.shape).index_add_(0, row, hits)
+    hits = (messages == out.index_select(0, row)).to(torch.int32)
+    ties = hits.new_zeros(out.shape).index_add_(0, row, hits)
     return out.to(x.dtype), ties
 
 
@@ -90,6 +90,12 @@ def extreme_gradient(
     passed = _weighted(weight_t, share.index_select(0, col_t))
     passed = torch.where(messages == out.index_select(0, col_t).to(messages.dtype), passed, 0)
     return _segment_sum(ptr_t, passed).to(x.dtype)
+
+
+def csr_matrix(ptr: Tensor, col: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A sparse matrix of edges in CSR form, without checks."""
+    _silence_csr()
+    return torch.sparse_csr_tensor(ptr, col, values, shape, check_invariants=False)
 
 
 def _messages(weight: Tensor | None, gathered: Tensor) -> Tensor:

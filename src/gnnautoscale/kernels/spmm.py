@@ -17,7 +17,7 @@ from gnnautoscale._util import for_later
 from gnnautoscale.errors import InputError
 from gnnautoscale.kernels import plain_spmm
 from gnnautoscale.kernels.available import use_triton
-from gnnautoscale.kernels.halo import Count, regroup
+from gnnautoscale.kernels.halo import Count, expand_targets, regroup
 from gnnautoscale.kernels.long_rows import RowSegments, split_long_rows
 
 REDUCES = ("sum", "mean", "max", "min")
@@ -79,18 +79,23 @@ class Adjacency:
     def of(cls, tensors: dict[str, Tensor], num_sources: int) -> Adjacency:
         """Rebuild an adjacency from :meth:`tensors`, on any device.
 
-        Those of the transpose may be missing; if those of the segments are, no row is split.
+        Those of the transpose and of single edges may be missing; if those of the segments are, no row is split.
         """
         adjacency = cls(tensors["ptr"], tensors["col"], tensors.get("weight"), num_sources)
         adjacency.segments = RowSegments.of(tensors)
+        if "order_t" in tensors:
+            adjacency.order_t, adjacency.target = tensors["order_t"], tensors["target"]
         if "ptr_t" in tensors:
             adjacency.transposed = (tensors["ptr_t"], tensors["col_t"], tensors.get("weight_t"))
             adjacency.segments_t = RowSegments.of(tensors, "_t")
         return adjacency
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, with the transpose and, if there are weights or long rows, theirs."""
-        found: dict[str, Tensor] = {}
+    def tensors(self, *, edge_values: bool = False) -> dict[str, Tensor]:
+        """All tensors by name, with the transpose and, if there are weights or long rows, theirs.
+
+        With ``edge_values`` also those that functions of values per edge need.
+        """
+        found: dict[str, Tensor] = {"order_t": self.order_t, "target": self.target} if edge_values else {}
         directions = (("", (self.ptr, self.col, self.weight), self.segments), ("_t", self.transposed, self.segments_t))
         for suffix, edges, segments in directions:
             named = zip(("ptr", "col", "weight"), edges, strict=True)
@@ -117,9 +122,10 @@ class Adjacency:
         """
         if not self.col.is_cuda:
             return self._transposed_by_counting()
-        order, source = (None, None) if self.by_source is None else self.by_source
-        if order is None or source is None:
+        if self.by_source is None:
             source, order = self.col.sort(stable=True)
+            self.by_source = order, source
+        order, source = self.by_source
         ptr: Tensor = torch._convert_indices_from_coo_to_csr(source, self.num_sources, out_int32=True)
         return ptr, *regroup(self.ptr, order, self.weight)
 
@@ -128,9 +134,23 @@ class Adjacency:
         places = np.arange(self.num_edges, dtype=np.int32)
         shape = (self.num_targets, self.num_sources)
         matrix = scipy.sparse.csr_array((places, self.col.numpy(), self.ptr.numpy()), shape=shape).tocsc()
-        order = torch.from_numpy(matrix.data)
-        weight = None if self.weight is None else self.weight.index_select(0, order)
+        self.order_t = torch.from_numpy(matrix.data)
+        weight = None if self.weight is None else self.weight.index_select(0, self.order_t)
         return torch.from_numpy(matrix.indptr), torch.from_numpy(matrix.indices), weight
+
+    @cached_property
+    @for_later
+    def order_t(self) -> Tensor:
+        """The edges grouped by source: the position of each among those grouped by target, ``[num_edges]``, int32."""
+        _ = self.transposed
+        # A CPU has set it by now.
+        return vars(self)["order_t"] if self.by_source is None else self.by_source[0].to(torch.int32)
+
+    @cached_property
+    @for_later
+    def target(self) -> Tensor:
+        """Target of each edge, ``[num_edges]``, int32."""
+        return expand_targets(self.ptr, self.num_edges).to(torch.int32)
 
     def prepare(self, *, gradients: bool) -> None:
         """Start what a GPU would have to be waited for later; with ``gradients`` also the transpose."""
@@ -209,7 +229,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, adjacency: Adjacency, mean: bool, grad_rows: int | None) -> Tensor:
         ctx.options = adjacency, mean, grad_rows
         edges = (adjacency.ptr, adjacency.col, adjacency.weight)
-        out: Tensor = _backend(x).sum_neighbours(*edges, x, mean=mean, segments=adjacency.segments)
+        out: Tensor = spmm_backend(x).sum_neighbours(*edges, x, mean=mean, segments=adjacency.segments)
         return out
 
     @staticmethod
@@ -227,7 +247,7 @@ class _SumTransposed(torch.autograd.Function):
         options: dict[str, Any] = {"degrees": adjacency.ptr if mean else None, "segments": adjacency.segments_t}
         if grad_rows is not None:
             ptr, options["num_rows"] = ptr[: grad_rows + 1], adjacency.num_sources
-        out: Tensor = _backend(grad).sum_neighbours(ptr, col, weight, grad, **options)
+        out: Tensor = spmm_backend(grad).sum_neighbours(ptr, col, weight, grad, **options)
         return out
 
     @staticmethod
@@ -247,7 +267,7 @@ class _Extreme(torch.autograd.Function):
         edges = (adjacency.ptr, adjacency.col, adjacency.weight)
         count = ctx.needs_input_grad[0]
         out: Tensor
-        out, ties = _backend(x).extreme_neighbours(*edges, x, largest=largest, count=count)
+        out, ties = spmm_backend(x).extreme_neighbours(*edges, x, largest=largest, count=count)
         if count:
             ctx.save_for_backward(x, out, ties)
         return out
@@ -259,12 +279,12 @@ class _Extreme(torch.autograd.Function):
         # scatter_reduce, which PyG uses, starts from zeros and counts these as one more tie if the result is 0.
         share = grad.to(wide) / (ties + (out == 0))
         # Plain torch if a second derivative is needed, since autograd can differentiate it.
-        backend = plain_spmm if torch.is_grad_enabled() else _backend(grad)
+        backend = plain_spmm if torch.is_grad_enabled() else spmm_backend(grad)
         edges = ctx.adjacency.transposed
         return backend.extreme_gradient(*edges, x.detach(), out.detach(), share), None, None
 
 
-def _backend(x: Tensor) -> ModuleType:
+def spmm_backend(x: Tensor) -> ModuleType:
     """The module that computes; both have the same functions."""
     if use_triton(x) and x.dtype in TRITON_DTYPES:
         from gnnautoscale.kernels import triton_spmm

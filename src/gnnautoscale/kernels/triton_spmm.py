@@ -207,21 +207,16 @@ def sum_neighbours(
     if not wanted or not width:
         return out
     longest = col.numel() if segments is None else long_rows.LONG_ROW
-    cut, partial = _room(segments, x)
-    num_long, num_segments = cut.long_row.numel(), cut.segment_begin.numel()
+    cut, partial = segment_room(segments, x)
+    num_segments = cut.segment_begin.numel()
     rows = (ptr, col, weight, degrees, x, out, cut.segment_begin, cut.segment_end, partial)
     _launch(_sum_kernels, UNROLL, wanted + num_segments, out, *rows, wanted, num_segments, longest, width, mean)
-    # Launch it the first time even without long rows, to load the kernel: the first batch that has some may come in a
-    # CUDA graph, which cannot load kernels.
-    use = x.device, x.dtype, width, mean
-    if num_long or use not in _loaded:
-        _launch(_add_kernels, UNROLL, num_long, out, *cut, partial, out, wanted, width, mean)
-        _loaded.add(use)
+    add_segments(cut, partial, out, wanted, mean=mean)
     return out
 
 
-def _room(segments: RowSegments | None, x: Tensor) -> tuple[RowSegments, Tensor]:
-    """The segments and room for their sums; both empty if no row is long."""
+def segment_room(segments: RowSegments | None, x: Tensor) -> tuple[RowSegments, Tensor]:
+    """The segments and room for their sums, ``[num_segments, width]``; both empty if no row is long."""
     if segments is None:
         return _no_room(x.device)
     return segments, x.new_empty(segments.segment_begin.numel(), x.size(1), dtype=torch.float32)
@@ -232,6 +227,20 @@ def _no_room(device: torch.device) -> tuple[RowSegments, Tensor]:
     """Empty tensors rather than ``None``, for which Triton would compile the kernel again."""
     none = torch.empty(0, dtype=torch.int32, device=device)
     return RowSegments(none, none, none, none), torch.empty(0, dtype=torch.float32, device=device)
+
+
+def add_segments(segments: RowSegments, partial: Tensor, out: Tensor, num_rows: int, *, mean: bool = False) -> None:
+    """Write the sum, or mean, of the segments of each long row among the first ``num_rows`` to ``out``.
+
+    ``partial`` holds their sums, ``[num_segments, width]``; ``out`` has shape ``[at least num_rows, width]``.
+    """
+    num_long = segments.long_row.numel()
+    # Launch it the first time even without long rows, to load the kernel: the first batch that has some may come in a
+    # CUDA graph, which cannot load kernels.
+    use = out.device, out.dtype, out.size(1), mean
+    if num_long or use not in _loaded:
+        _launch(_add_kernels, UNROLL, num_long, out, *segments, partial, out, num_rows, out.size(1), mean)
+        _loaded.add(use)
 
 
 def extreme_neighbours(

@@ -201,9 +201,9 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
 
         # A subclass may override messages and forget the method that fuses them.
         fuse = layer.fuse and depth("message_and_aggregate") <= min(depth("message"), depth("aggregate"))
-        shortcuts: set[Shortcut] = {"fused"} if fuse else set()
+        shortcuts: set[Shortcut] = {"fused"} if fuse else {"lazy"}
         if call not in self.plan.inner and planned.num_propagations == 1:
-            shortcuts |= {"short"} if fuse else set()
+            shortcuts |= {"short"}
             shortcuts |= {"pair"} if dense_after and sum("node" in kinds for kinds in self.kinds[call]) == 1 else set()
         return frozenset(shortcuts)
 

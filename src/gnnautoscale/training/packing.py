@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import Autoscaler
-from gnnautoscale.forward import BatchEdges, EdgeRecord
+from gnnautoscale.forward import BatchEdges, EdgeForm, EdgeRecord
 from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, without_tensors
 from gnnautoscale.kernels import Adjacency
 
@@ -140,7 +140,7 @@ class Packer:
                 tensors[record, "edge_index"] = edges.edges
                 tensors |= {(record, "constant", name): value for name, value in edges.constants.items()}
             for weight in weights:
-                named = edges.adjacency(weight).tensors()
+                named = edges.adjacency(weight).tensors(edge_values=plain and weight is None)
                 tensors |= {(record, "fused", weight, name): value for name, value in named.items()}
         return tensors
 
@@ -172,10 +172,14 @@ class Packer:
             for weight in weights:
                 named = {name[3]: value for name, value in views.items() if name[:3] == (record, "fused", weight)}
                 adjacencies[weight] = Adjacency.of(named, info.num_rows)
-            info.place(record, BatchEdges(constants, edge_index=edge_index, adjacencies=adjacencies))
+            form = EdgeForm(record.edges.target_row, info.batch_size, info.num_rows)
+            info.place(record, BatchEdges(constants, form, edge_index=edge_index, adjacencies=adjacencies))
 
     def _records(self) -> dict[EdgeRecord, tuple[frozenset[str | None], bool]]:
-        """For each record the weights that layers fuse it with, and whether some layer needs its plain edges."""
+        """For each record the weights that layers fuse it with, and whether some layer needs its plain edges.
+
+        Lazy edges need both.
+        """
         found: dict[EdgeRecord, tuple[frozenset[str | None], bool]] = {}
         scaler = self._scaler
         for name, records in scaler.memory.records.items():
@@ -186,7 +190,8 @@ class Packer:
                 if call.fuses(position, record.constants) and not scaler.edge_dropout:
                     found[record] = weights | {call.weight(position)}, plain
                 else:
-                    found[record] = weights, True
+                    lazy: frozenset[str | None] = frozenset({None} if "lazy" in call.shortcuts else ())
+                    found[record] = weights | lazy, True
         return found
 
 
