@@ -82,7 +82,7 @@ def overwrite(model: nn.Module, loader: gas.HaloLoader, rows: dict[str, Tensor])
     """Put rows, in the order of the nodes, into histories."""
     gas.refresh(model, loader)
     for slot, history in attached(model).memory.histories.items():
-        history.push(rows[slot], loader.part_order.row_of)
+        history.push(rows[slot], loader.row_order.row_of.long())
 
 
 def disturb_weights(model: nn.Module, size: float) -> None:

@@ -18,7 +18,8 @@ import gnnautoscale as gas
 from conftest import CHANNELS, assert_same, history_rows, odd_graph, undirected_graph, whole
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.forward import GraphMemory
-from gnnautoscale.graph.batch import BatchInfo, BatchTensor, PartOrder
+from gnnautoscale.graph.batch import BatchInfo, BatchTensor
+from gnnautoscale.graph.edges import RowOrder
 from gnnautoscale.graph.loader import ReadyBatch
 from gnnautoscale.transfer import BatchRows
 
@@ -43,7 +44,7 @@ def eight_nodes() -> gas.HaloLoader:
 # Rows ################################################################################################################
 
 
-def check_rows(rows: BatchRows, info: BatchInfo, order: PartOrder) -> None:
+def check_rows(rows: BatchRows, info: BatchInfo, order: RowOrder) -> None:
     """Runs name every own row once, in the order of the batch, and none of them could be joined with the next."""
     assert torch.equal(rows.index, order.row_of[info.n_id])
     assert rows.batch_size == info.batch_size
@@ -53,14 +54,6 @@ def check_rows(rows: BatchRows, info: BatchInfo, order: PartOrder) -> None:
     assert places == rows.index[: info.batch_size].tolist()
     assert all(count > 0 for _, _, count in rows.runs)
     assert all(a[0] + a[2] != b[0] for a, b in pairwise(rows.runs))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_order_holds_the_nodes_one_after_another(seed: int) -> None:
-    nodes = torch.randperm(17, generator=torch.Generator().manual_seed(seed))
-    order = PartOrder(nodes)
-    assert torch.equal(order.row_of[nodes], torch.arange(17))
-    assert torch.equal(order.row_of.sort().values, torch.arange(17))
 
 
 def test_a_part_is_one_run() -> None:
@@ -107,7 +100,7 @@ def test_rows_are_kept_for_each_order_and_forgotten_with_it() -> None:
     rows = rows_of(info)
     assert rows_of(info) is rows
     other = GraphMemory(info.graph, 8, "device", None)
-    order = PartOrder(torch.arange(8).flip(0))
+    order = RowOrder(torch.arange(8).flip(0))
     other.reopen({}, torch.device("cpu"), order)
     again = other.rows_of(info)
     check_rows(again, info, order)
@@ -149,9 +142,6 @@ def test_what_is_derived_is_computed_once_and_dropped_with_its_owner() -> None:
         return computed[-1]
 
     assert [info.derive(owner, compute), info.derive(owner, compute), info.derive(other, compute)] == [0, 0, 1]
-    info.forget(owner)
-    info.forget(owner)
-    assert [info.derive(owner, compute), info.derive(other, compute)] == [2, 1]
     del owner
     gc.collect()
     assert list(info._derived.values()) == [1]

@@ -1,4 +1,4 @@
-"""Edges grouped by target, and what is refused before it can do harm."""
+"""What is found out about a graph, and what is refused before it can do harm."""
 
 from __future__ import annotations
 
@@ -12,39 +12,10 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from conftest import undirected_graph
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.graph import EdgesByTarget, Graph
+from gnnautoscale.graph.graph import Graph
 
 #  0 -> 1, 2 -> 1, 1 -> 0, 3 -> 3, 0 -> 1 again; node 4 is isolated
 EDGES = torch.tensor([[0, 2, 1, 3, 0], [1, 1, 0, 3, 1]])
-
-
-def test_edges_into_nodes_keep_the_order_of_nodes_and_edges() -> None:
-    target, source, edge = EdgesByTarget(EDGES, 5).into(torch.tensor([3, 4, 1]))
-    assert target.tolist() == [0, 2, 2, 2]
-    assert source.tolist() == [3, 0, 2, 0]
-    assert edge.tolist() == [3, 0, 1, 4]
-
-
-def test_edges_out_of_nodes() -> None:
-    edges = EdgesByTarget(EDGES, 5, target_row=0)
-    target, source, edge = edges.into(torch.tensor([0, 2]))
-    assert (target.tolist(), source.tolist(), edge.tolist()) == ([0, 0, 1], [1, 1, 1], [0, 4, 1])
-
-
-def test_no_nodes_and_no_edges() -> None:
-    empty = torch.empty(0, dtype=torch.long)
-    for edges, nodes in ((EDGES, empty), (torch.empty(2, 0, dtype=torch.long), torch.tensor([0, 4]))):
-        assert all(not part.numel() for part in EdgesByTarget(edges, 5).into(nodes))
-
-
-def test_edges_into_nodes_are_all_there_once() -> None:
-    generator = torch.Generator().manual_seed(0)
-    edges = torch.randint(20, (2, 70), generator=generator)
-    nodes = torch.randperm(20, generator=generator)[:9]
-    target, source, edge = EdgesByTarget(edges, 20).into(nodes)
-    wanted = torch.isin(edges[1], nodes).nonzero().squeeze(1)
-    assert torch.equal(edge.sort().values, wanted)
-    assert torch.equal(torch.stack([source, nodes[target]]), edges[:, edge])
 
 
 def test_locate() -> None:

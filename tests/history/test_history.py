@@ -175,7 +175,7 @@ def test_the_host_waits_for_the_history_s_own_device(monkeypatch: pytest.MonkeyP
     waited: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory, **kwargs: zeros(*args, **kwargs))
+    monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory=False, **kwargs: zeros(*args, **kwargs))
     history = open_history("host", 4, 3, torch.float32, device=torch.device("cuda", 1))
     history.push(torch.ones(2, 3), torch.tensor([0, 2]))
     assert torch.equal(pull(history, 2), torch.ones(1, 3))

@@ -162,7 +162,7 @@ def test_only_long_rows_cost_launches(device: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("short_segments")
 def test_splits_long_rows() -> None:
     ptr = torch.tensor([0, 20, 20, 41, 81, 82, 143], dtype=torch.int32)
-    segments = long_rows.split_long_rows(ptr, 143)
+    segments = long_rows.split_long_rows(ptr, 61)
     assert segments is not None
     assert {tensor.dtype for tensor in segments} == {torch.int32}
     assert {name: tensor.tolist() for name, tensor in segments.named().items()} == {
@@ -172,7 +172,7 @@ def test_splits_long_rows() -> None:
         "segment_end": [40, 41, 61, 81, 102, 122, 142, 143],
     }
     assert long_rows.split_long_rows(ptr[:3], 20) is None
-    assert long_rows.split_long_rows(torch.arange(0, 100, LONG), 80) is None
+    assert long_rows.split_long_rows(torch.arange(0, 100, LONG), LONG) is None
     assert long_rows.split_long_rows(torch.zeros(1, dtype=torch.int32), 0) is None
 
 
@@ -180,7 +180,7 @@ def test_splits_long_rows() -> None:
 def test_segments_reach_the_last_edge() -> None:
     """Positions of edges have 32 bits, and a segment may end at the last of them."""
     last = 2**31 - 1
-    segments = long_rows.split_long_rows(torch.tensor([0, last - 21, last], dtype=torch.int32)[1:], last)
+    segments = long_rows.split_long_rows(torch.tensor([0, last - 21, last], dtype=torch.int32)[1:], 21)
     assert segments is not None
     assert (segments.segment_begin.tolist(), segments.segment_end.tolist()) == ([last - 21, last - 1], [last - 1, last])
 

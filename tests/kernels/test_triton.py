@@ -15,11 +15,15 @@ from torch import Tensor
 from gnnautoscale import kernels
 from gnnautoscale.kernels import (
     Adjacency,
+    OwnRows,
+    RowNumbers,
     additive_scores,
     available,
     edge_dots,
+    expand_targets,
     gather_rows,
     gather_tables,
+    locate_and_count,
     locate_rows,
     merge_rows,
     scatter_rows,
@@ -27,6 +31,7 @@ from gnnautoscale.kernels import (
     use_triton,
     weighted_sum,
 )
+from gnnautoscale.kernels.halo import regroup
 from support import kernels as support
 from support.kernels import (
     DEGREES,
@@ -53,6 +58,7 @@ def test_kernels_compile_for_a_gpu(
     rows: Any = importlib.import_module("gnnautoscale.kernels.triton_rows")
     sums: Any = importlib.import_module("gnnautoscale.kernels.triton_spmm")
     heads: Any = importlib.import_module("gnnautoscale.kernels.triton_attention")
+    halo: Any = importlib.import_module("gnnautoscale.kernels.triton_halo")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
     block = dict(zip(("rows_each", "columns"), rows._block(width, 4, rows.BYTES), strict=True))
     edges = {"columns": min(triton.next_power_of_2(width), 256), "unroll": 8}
@@ -69,7 +75,15 @@ def test_kernels_compile_for_a_gpu(
     language: Any = importlib.import_module("triton.language")
     types_of_tables = {"source_type": language.bfloat16, "out_type": language.float32, "aligned": width == 256}
     types |= {"sources": "*i64", "outs": "*i64", "num_tables": "i32"}
-    for variants, fixed in (
+    keys = dict.fromkeys(("row", "key", "first", "rank", "numbered", "source", "number", "missing", "ptr"), "*i32")
+    keys |= dict.fromkeys(("runs", "order", "rows", "halo", "target"), "*i64")
+    keys |= dict.fromkeys(("count", "num_edges", "num_runs", "num_halo", "num_targets", "size", "width"), "i32")
+    keys |= dict.fromkeys(("weight", "regrouped"), "*fp32")
+    numbering = [halo._keys_kernels, halo._firsts_kernels, halo._number_kernels, halo._targets_kernels]
+    searching = [halo._locate_kernels, halo._regroup_kernels]
+    work = [(variants, {"block": halo.BLOCK}, keys) for variants in numbering]
+    work += [(variants, {"block": halo.BLOCK, "steps": 20}, keys) for variants in searching]
+    of_rows = [
         (rows._gather_kernels, block),
         (rows._gather_tables_kernels, {**block, **types_of_tables}),
         (rows._scatter_kernels, block),
@@ -85,10 +99,12 @@ def test_kernels_compile_for_a_gpu(
         (heads._score_kernels, {**edges, "heads": 4}),
         (heads._score_gradient_kernels, {**edges, "heads": 4, "of_factor": None}),
         (heads._score_gradient_kernels, {**edges, "heads": 4, "order": None}),
-    ):
+    ]
+    work = work if width == 1 else []  # the same for all widths
+    for variants, fixed, known in [*work, *((variants, fixed, types) for variants, fixed in of_rows)]:
         kernel = variants[False]
         names = [parameter.name for parameter in kernel.params]
-        signature = {name: "constexpr" if name in fixed else types[name] for name in names}
+        signature = {name: "constexpr" if name in fixed else known.get(name, "constexpr") for name in names}
         constants = {(names.index(name),): value for name, value in fixed.items()}
         triton.compile(source(fn=kernel, signature=signature, constexprs=constants), target=target)
 
@@ -111,7 +127,8 @@ def test_triton_is_imported_only_when_it_is_used() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any("triton" in name and name != "use_triton" for name in names):
                 at_the_top.add(source.stem)
-    assert at_the_top == {"triton_launch", "triton_rows", "triton_spmm", "triton_attention"}
+    expected = {"triton_attention", "triton_halo", "triton_launch", "triton_rows", "triton_spmm"}
+    assert at_the_top == expected
 
 
 @pytest.mark.gpu
@@ -233,13 +250,13 @@ def test_first_long_rows_are_in_a_cuda_graph(reduce: str) -> None:
 @NEEDS_GPU
 @pytest.mark.parametrize("width", [1, 47, 64])
 def test_compiles_once_for_all_sizes(width: int) -> None:
-    from gnnautoscale.kernels import triton_rows, triton_spmm
+    from gnnautoscale.kernels import triton_halo, triton_rows, triton_spmm
 
     def variants() -> int:
-        found = (*vars(triton_rows).values(), *vars(triton_spmm).values())
+        found = [value for module in (triton_halo, triton_rows, triton_spmm) for value in vars(module).values()]
         kernels = [kernel for value in found if isinstance(value, dict) for kernel in value.values()]
         compiled = [kernel for kernel in kernels if type(kernel).__name__ == "JITFunction"]
-        assert len(compiled) == 18
+        assert len(compiled) == 30
         return sum(len(kernel.device_caches[0][0]) for kernel in compiled)
 
     def work(count: int, offset: int) -> None:
@@ -255,7 +272,14 @@ def test_compiles_once_for_all_sizes(width: int) -> None:
         where = buffer[offset : offset + 2 * count].view(2, count)
         merge_rows(rows[:1], rows.new_zeros(2, count, width), rows, where, index[:1], out)
         locate_rows(index.long(), offset, count, count, index)
+        own, numbers = OwnRows([(5, 0, 2)]), RowNumbers(9)
+        found = numbers.find(index, own).result()
+        locate_and_count(numbers, index, own, shifted(found.rows, offset))
         adjacency = Adjacency.build(index, index, count, count)
+        order = shifted(torch.arange(count, device="cuda"), offset)
+        for weight in (None, rows[:, 0].contiguous()):
+            regroup(shifted(adjacency.ptr, offset), order, weight)
+        expand_targets(shifted(adjacency.ptr, offset), count)
         adjacency = Adjacency.of({name: shifted(tensor, offset) for name, tensor in adjacency.tensors().items()}, count)
         for reduce in REDUCES:
             x = rows.detach().requires_grad_()

@@ -42,7 +42,7 @@ def interpreter() -> Iterator[None]:
             or name.startswith("gnnautoscale.kernels.triton_")
         ]
 
-    modules = ("triton_launch", "triton_rows", "triton_spmm", "triton_attention")
+    modules = ("triton_launch", "triton_rows", "triton_spmm", "triton_attention", "triton_halo")
     for name in modules:
         importlib.import_module(f"gnnautoscale.kernels.{name}")  # so that all are there to come back to
     before = {name: sys.modules.pop(name) for name in loaded()}
@@ -74,7 +74,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Where tensors must be for one of the implementations to run; the public functions then go to it."""
     if request.param == "triton" and not ON_GPU:
         request.getfixturevalue("interpreter")
-    for module in ("rows", "spmm", "attention"):
+    for module in ("attention", "halo", "rows", "spmm"):
         path = sys.modules[f"gnnautoscale.kernels.{module}"]
         monkeypatch.setattr(path, "use_triton", lambda tensor: request.param == "triton")
     return "cuda" if ON_GPU and request.param != "plain" else "cpu"

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from conftest import undirected_graph
 from gnnautoscale.graph import BatchInfo, HaloLoader
-from gnnautoscale.history import History, Runs
+from gnnautoscale.history import History
 from gnnautoscale.history.host import HostHistory
+from gnnautoscale.kernels import Runs
 from gnnautoscale.transfer import BatchRows, Transfer
 
 precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
@@ -46,7 +47,7 @@ class SlowHistory(HostHistory):
 
 def rows_of(info: BatchInfo) -> BatchRows:
     """Where a batch's rows lie in histories that are kept in the order of its loader."""
-    return info.derive(info.order, lambda: BatchRows(info.order.row_of[info.n_id], info.batch_size))
+    return info.derive(info.order, lambda: BatchRows(info.rows, info.batch_size, key=info))
 
 
 class OpenSlow(Protocol):
@@ -83,7 +84,7 @@ def disagreements(
     fresh_there = {key: rows.to(device) for key, rows in fresh.items()}
     codec = histories["first"].codec  # rounds on the same device, which may divide differently from another
     kept = {key: codec.decode(codec.encode(rows), torch.float32).cpu() for key, rows in fresh_there.items()}
-    row_of = order.row_of.to(device)
+    row_of = order.row_of.to(device).long()
     checks: list[tuple[Tensor, Tensor]] = []
     info = random.choice(batches)
     for step in range(steps):
@@ -135,7 +136,7 @@ def check_steps_that_fail(transfer: Transfer, history: History, *, writes_at_end
     first, second = [batch.edge_index.info for batch in HaloLoader(undirected_graph(40, 100), 4)][:2]
     assert bool(torch.isin(second.halo, first.nodes).any())
     truth = torch.ones(40, 2)
-    history.push(truth, first.order.row_of)
+    history.push(truth, first.order.row_of.long())
     for calls in (0, 2, 1, 0, 1, 2):
         transfer.begin(rows_of(first), rows_of(second), {"first": history})
         transfer.look_ahead()
@@ -151,4 +152,4 @@ def check_steps_that_fail(transfer: Transfer, history: History, *, writes_at_end
         assert torch.equal(full, truth[second.n_id])
         transfer.settle()
         truth[first.nodes] = 4.0
-        history.push(truth[first.nodes], first.order.row_of[first.nodes])
+        history.push(truth[first.nodes], first.own.index)

@@ -145,7 +145,7 @@ def test_the_layer_a_node_and_the_batch_are_named(node: int, value: float, stora
         fit(model, data, callback=watched, **OPTIONS, **storage)
     # What was good stays good, and where the bad batch's rows are nothing changed.
     rows = watched.now()
-    place = HaloLoader(data, OPTIONS["num_parts"], seed=OPTIONS["seed"]).part_order.row_of[nodes]
+    place = HaloLoader(data, OPTIONS["num_parts"], seed=OPTIONS["seed"]).row_order.row_of[nodes]
     for slot, before in watched.rows.items():
         assert bool(torch.isfinite(rows[slot]).all())
         assert torch.equal(rows[slot][place], before[place])

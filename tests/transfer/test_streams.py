@@ -122,7 +122,7 @@ def test_rows_that_were_placed_where_others_are_now_are_not_used() -> None:
     order = infos[0].order
     history = HostHistory(40, 2, torch.float32, device=torch.device("cpu"))
     truth = torch.arange(80.0).view(40, 2)
-    history.push(truth, order.row_of)
+    history.push(truth, order.row_of.long())
     room = torch.empty(40, dtype=torch.long)
     transfer = StreamTransfer(cpu)
     # The second batch follows the first, and the first is announced to follow again.

@@ -198,9 +198,8 @@ class Autoscaler:
         if plan is None:
             alike = (known for other, known in self._plans.items() if other.structure == situation.structure)
             similar = next(alike, None)
-            if similar is not None and still_holds(similar, self._hooks, info, self._bound(arguments)):
-                plan = similar.copy()
-            else:
+            plan = None if similar is None else similar.copy()
+            if plan is None or not still_holds(plan, self._hooks, info, self._bound(arguments)):
                 plan = make_plan(self._hooks, info, self._bound(arguments), explicit=self._explicit)
                 self._watch.ignored |= plan.harmless
                 self._reads |= plan.reads

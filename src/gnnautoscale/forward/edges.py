@@ -33,7 +33,7 @@ class ActiveLayer:
     num_edge_calls: int = 0
     num_propagations: int = 0
     # The batch's own edges among its arguments, and what functions returned for them, by their identity.
-    edge_values: set[int] = field(default_factory=set)
+    edge_values: dict[int, Tensor] = field(default_factory=dict)
     num_functions: int = 0
     # Edges that the layer derived itself, and the positions of those that edge dropout keeps.
     dropped: tuple[Tensor, Tensor] | None = None

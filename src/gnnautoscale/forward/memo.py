@@ -2,19 +2,31 @@
 
 Many layers call functions such as ``gcn_norm`` or ``add_self_loops`` before they propagate, and in a batch a record
 replaces what these return. So where a model runs without the batch's own edges, such a function is called once, and
-later calls get the same result; nobody looks at it.
+later calls get the same result, even for batches of another size. This is right only if a layer hands results on as
+they are: to another such function, or to an edge call that replaces them. In a trial results are tagged, and a layer
+that does anything else with one of them remembers nothing.
 """
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from functools import partial
+from types import FunctionType, MethodType, NoneType
 from typing import TYPE_CHECKING, Any
 
-from gnnautoscale._util import tensors_in
+import torch
+from torch import Tensor
+
+from gnnautoscale._util import map_tensors, others_in, tensors_in
 
 if TYPE_CHECKING:
+    from gnnautoscale.forward.edges import ActiveLayer, Values
+    from gnnautoscale.forward.plan import LayerCall
     from gnnautoscale.forward.session import Session
+
+# What a function may get besides edges. Through anything else, such as the layer itself, it could do more than return.
+_SETTINGS = (bool, int, float, str, torch.dtype, NoneType)
 
 
 def with_memory(forward: Callable[..., Any], running: Callable[[], Session | None]) -> Callable[..., Any]:
@@ -22,33 +34,87 @@ def with_memory(forward: Callable[..., Any], running: Callable[[], Session | Non
     function = getattr(forward, "__func__", None)
     if not isinstance(forward, MethodType) or not isinstance(function, FunctionType):
         return forward
-    names = set(function.__code__.co_names) & function.__globals__.keys()
-    found = {name: function.__globals__[name] for name in names}
-    functions = {name: value for name, value in found.items() if type(value) is FunctionType}
-    if not functions:
-        return forward
-    remembering = {name: _remembering(name, value, running) for name, value in functions.items()}
-    scope = {**function.__globals__, **remembering}
-    made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return MethodType(made, forward.__self__)
+    code, layer_module = function.__code__, forward.__self__
+    if any(step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for step in dis.get_instructions(code)):
+        return forward  # a copy of it would write to other variables
 
-
-def _remembering(name: str, function: FunctionType, running: Callable[[], Session | None]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         session = running()
-        if session is None or not session.active or not session.plan.ignores_edges:
-            return function(*args, **kwargs)
-        layer = session.active[-1]
-        given = tensors_in((args, kwargs))
-        if not given or not all(id(value) in layer.edge_values for value in given):
-            return function(*args, **kwargs)
-        layer.num_functions += 1
-        known = layer.call.remembered
-        key = name, layer.num_functions
+        layer = session.active[-1] if session is not None and session.active else None
+        if layer is None or not layer.edge_values or layer.call.remembers is False:
+            return forward(*args, **kwargs)
+        # Looked up in every call, since names may have got other values.
+        scope = dict(function.__globals__)
+        for name in scope.keys() & set(code.co_names):
+            if type(scope[name]) is FunctionType:
+                scope[name] = partial(_call, layer, name, scope[name])
+        made = FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
+        made.__kwdefaults__ = function.__kwdefaults__
+        return made(layer_module, *args, **kwargs)
+
+    return run
+
+
+def handed_on(layer: ActiveLayer, edge_index: Tensor, values: Values) -> tuple[Tensor, Values]:
+    """The arguments of an edge call without tags; notes if the record will not replace some that were tagged."""
+    call, record = layer.call, layer.record
+    if call.remembers is None:
+        replaced = set() if record is None else call.edge_names[layer.num_edge_calls] & record.constants.keys()
+        kept = [value for name, value in values.items() if name not in replaced]
+        if any(isinstance(value, _Result) for value in tensors_in(kept)):
+            call.remembers = False
+        edge_index, values = map_tensors(_untagged, (edge_index, values))
+    return edge_index, values
+
+
+class _Result(Tensor):
+    """What a function of edges has returned in a trial; its call is told when something looks at it."""
+
+    call: LayerCall
+
+    @staticmethod
+    def of(value: Tensor, call: LayerCall) -> _Result:
+        with torch._C.DisableTorchFunctionSubclass():
+            tagged = value.as_subclass(_Result)
+        tagged.call = call
+        return tagged
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tensors_in((args, kwargs)):
+            if isinstance(value, _Result):
+                value.call.remembers = False
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _untagged(value: Tensor) -> Tensor:
+    if not isinstance(value, _Result):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(Tensor)
+
+
+def _call(layer: ActiveLayer, name: str, function: FunctionType, *args: Any, **kwargs: Any) -> Any:
+    """Call a function in a layer's forward pass, or return what it returned before."""
+    given, settings = tensors_in((args, kwargs)), others_in((args, kwargs))
+    of_edges = given and all(id(value) in layer.edge_values for value in given)
+    if not of_edges or not all(isinstance(value, _SETTINGS) for value in settings):
+        return function(*args, **kwargs)
+    layer.num_functions += 1
+    call, known = layer.call, layer.call.remembered
+    dtypes = *(value.dtype for value in given), *(value for value in settings if isinstance(value, torch.dtype))
+    key = name, layer.num_functions, dtypes
+    if call.remembers is None:
+        args, kwargs = map_tensors(_untagged, (args, kwargs))
+        result = function(*args, **kwargs)
+        if any(value is not None for value in others_in(result)):
+            call.remembers = False  # something that cannot be watched
+            return result
+        result = map_tensors(lambda value: _Result.of(value, call), result)
+    else:
         if key not in known:
             known[key] = function(*args, **kwargs)
-        layer.edge_values.update(id(value) for value in tensors_in(known[key]))
-        return known[key]
-
-    return call
+        result = known[key]
+    layer.edge_values.update({id(value): value for value in tensors_in(result)})
+    return result

@@ -41,6 +41,7 @@ class LayerCall:
         nested: Whether the layer contains other message-passing layers.
         sizes: Positions of the arguments, among those that are not tensors, that are the number of nodes.
         draws: Whether the layer draws random numbers in training; ``None`` if unknown.
+        remembers: Whether the layer remembers results of functions of edges; ``None`` while that is being tried.
         remembered: Results of functions of edges that a record replaces; see :mod:`gnnautoscale.forward.memo`.
         like: An earlier call, and its name, whose records are the same on every graph.
     """
@@ -55,6 +56,7 @@ class LayerCall:
     nested: bool = False
     sizes: frozenset[int] = frozenset()
     draws: bool | None = None
+    remembers: bool | None = None
     remembered: dict[Any, Any] = field(default_factory=dict, repr=False)
     like: tuple[str, LayerCall] | None = None
 
@@ -109,11 +111,16 @@ class Plan:
     OUTPUT = "the model's output"
 
     def copy(self) -> Plan:
-        """The same plan, for a model in which a number has changed."""
-        calls = {name: replace(call, remembered={}) for name, call in self.calls.items()}
+        """The same plan, to be tried for a model in which a number has changed."""
+        calls = {name: replace(call, remembers=None, remembered={}) for name, call in self.calls.items()}
         for call in calls.values():
             call.like = None if call.like is None else (call.like[0], calls[call.like[0]])
         return replace(self, calls=calls)
+
+    def end_trial(self) -> None:
+        """Let layers remember the results of functions of edges, unless they looked at some in the trial."""
+        for call in self.calls.values():
+            call.remembers = call.remembers is None
 
     @cached_property
     def live(self) -> frozenset[str]:

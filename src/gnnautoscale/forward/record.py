@@ -112,8 +112,9 @@ class BatchEdges:
             if self._grouped is not None:
                 self._adjacencies[weight] = self._grouped.adjacency(values, self._form.num_rows)
             else:
-                row, *sizes = self._form
-                self._adjacencies[weight] = Adjacency.build(self.edges[row], self.edges[1 - row], *sizes, values)
+                row, num_targets, num_rows = self._form
+                target, source = self.edges[row], self.edges[1 - row]
+                self._adjacencies[weight] = Adjacency.build(target, source, num_targets, num_rows, values)
         return self._adjacencies[weight]
 
     def fuse(self, adjacency: Adjacency, *, widened: bool, grad_rows: int | None) -> FusedEdges:

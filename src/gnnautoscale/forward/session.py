@@ -22,6 +22,7 @@ from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import norms
 from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, RecordedEdges, Values
 from gnnautoscale.forward.exchange import ExchangePolicy
+from gnnautoscale.forward.memo import handed_on
 from gnnautoscale.forward.memory import GraphMemory, check_finite
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import LayerCall, Plan
@@ -89,10 +90,10 @@ class Session:
     def _run_layer(self, call: str, layer: MessagePassing, run: Callable[..., Any], arguments: Arguments) -> Any:
         planned, records = self._edges.start(call, layer, arguments)
         args, kwargs = arguments if planned.nested else map_tensors(_plain, arguments)
-        own_edges: set[int] = set()
+        own_edges: dict[int, Tensor] = {}
         if self.plan.ignores_edges and records:
             pairs = zip(tensors_in(arguments), tensors_in((args, kwargs)), strict=True)
-            own_edges = {id(plain) for own, plain in pairs if isinstance(own, BatchTensor) and own.is_own_edges}
+            own_edges = {id(plain): plain for own, plain in pairs if isinstance(own, BatchTensor) and own.is_own_edges}
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             self.active.append(ActiveLayer(call, layer, records, planned, edge_values=own_edges))
@@ -237,6 +238,7 @@ class Session:
     # Private #########################################################################################################
 
     def _replaced(self, active: ActiveLayer, edge_index: Tensor, values: Values) -> tuple[Tensor, Values]:
+        edge_index, values = handed_on(active, edge_index, values)
         for observer in self._observers:
             observer.edges_used(self, active, edge_index, values)
         return self._edges.replace(active, edge_index, values)

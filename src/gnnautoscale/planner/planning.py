@@ -56,7 +56,7 @@ def make_plan(hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, expli
 
 
 def still_holds(plan: Plan, hooks: Hooks, info: BatchInfo, arguments: BoundArguments) -> bool:
-    """Whether a plan still holds after a number in the model or in its arguments has changed."""
+    """Whether the copy of a plan holds after a number in the model or in its arguments has changed."""
     with _undisturbed_trial(hooks, info) as device:
         return _Tryout(hooks.bare_copy(share_above=MOST_COPIED), info, arguments, device, plan.explicit).confirms(plan)
 
@@ -164,8 +164,7 @@ class _Tryout:
         self._take_shortcuts(trials[:1], plan, references[:1])
         self._note_types(trials[0], plan)
         _note_equal_records(trials, plan)
-        for call in plan.calls.values():
-            call.remembered.clear()  # of a trial, perhaps in another type
+        plan.end_trial()
         return plan
 
     def confirms(self, plan: Plan) -> bool:
@@ -182,7 +181,9 @@ class _Tryout:
             same_slots = found.needs.keys() == plan.needs.keys() and all(
                 needed <= plan.needs[slot] for slot, needed in found.needs.items()
             )
-            return same_calls and same_slots and trial.rehearse(plan, seen.reference) is None
+            holds = same_calls and same_slots and trial.rehearse(plan, seen.reference) is None
+            plan.end_trial()
+            return holds
         except Exception:
             return False  # A new plan says why, if it fails as well.
 

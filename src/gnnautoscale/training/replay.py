@@ -105,11 +105,13 @@ class Replayer:
         Work of another ``form`` is captured by itself. Without ``trains`` it does not count as warm-up.
         """
         memory, info = self._scaler.memory, batch.edge_index.info
-        if memory.medium is None or self._device.type != "cuda":
+        if memory.medium is None:
             # The first session chooses the medium, so only that one knows how rows move.
             return self._uncaptured(batch, work, extras, trains)
         transfer = memory.transfer(self._device)
         transfer.measure(self.times)
+        if self._device.type != "cuda":
+            return self._uncaptured(batch, work, extras, trains)
         memory.begin(info, transfer)
         replay = self._replay(batch, work, extras, (info.key, form), transfer) if self.why_not is None else None
         if not self.packer.resident or replay is None:
