@@ -367,7 +367,7 @@ class ReadyBatch:
 
     def is_on(self, device: torch.device) -> bool:
         """Whether its tensors are on a device."""
-        return bool(self._batch.edge_index.device.type == device.type)
+        return self.info.device.type == device.type
 
     def _arrive(self) -> None:
         """Let the current stream of a GPU use what another one has assembled."""
