@@ -112,10 +112,10 @@ def test_kernels_compile_for_a_gpu(
 def test_triton_is_for_gpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not use_triton(torch.ones(1))
     for installed in (True, False):
-        available._triton_is_installed.cache_clear()
+        available.triton_is_installed.cache_clear()
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=installed: object() if found else None)
-        assert available._triton_is_installed() == installed
-    available._triton_is_installed.cache_clear()
+        assert available.triton_is_installed() == installed
+    available.triton_is_installed.cache_clear()
 
 
 def test_triton_is_imported_only_when_it_is_used() -> None:
