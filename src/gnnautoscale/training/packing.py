@@ -126,7 +126,7 @@ class Packer:
         scaler = self._scaler
         tensors: dict[Any, Tensor] = {"rows": scaler.memory.rows_of(info).on(self._device)}
         tensors |= {("extra", name): value for name, value in extras.items()}
-        for name in batch.keys() if attributes is None else attributes:
+        for name in batch.keys() if attributes is None else {"n_id": None, **dict.fromkeys(attributes)}:
             value = batch[name]
             if isinstance(value, BatchTensor):
                 if attributes is not None and scaler.ignores_edges and value.is_own_edges:
