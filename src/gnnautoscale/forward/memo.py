@@ -44,10 +44,12 @@ def with_memory(forward: Callable[..., Any], running: Callable[[], Session | Non
         if layer is None or not layer.edge_values or layer.call.remembers is False:
             return forward(*args, **kwargs)
         # Looked up in every call, since names may have got other values.
-        scope = dict(function.__globals__)
-        for name in scope.keys() & set(code.co_names):
-            if type(scope[name]) is FunctionType:
-                scope[name] = partial(_call, layer, name, scope[name])
+        found = {name: function.__globals__.get(name) for name in code.co_names}
+        functions = {name: value for name, value in found.items() if type(value) is FunctionType}
+        if not functions:
+            return forward(*args, **kwargs)
+        remembering = {name: partial(_call, layer, name, value) for name, value in functions.items()}
+        scope = {**function.__globals__, **remembering}
         made = FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
         made.__kwdefaults__ = function.__kwdefaults__
         return made(layer_module, *args, **kwargs)
