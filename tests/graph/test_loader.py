@@ -589,8 +589,8 @@ def test_a_gpu_assembles_the_same_batches(name: str, settings: str) -> None:
 @pytest.mark.gpu
 def test_a_gpu_assembles_batches_of_very_many_pieces() -> None:
     data = undirected_graph(400, 900)
-    options: dict[str, Any] = {"partition": "random", "batch_size": 90, "shuffle": True}
-    there, here = HaloLoader(data, 180, device="cuda", **options), HaloLoader(data, 180, **options)
+    options: dict[str, Any] = {"partition": "random", "batch_size": 150, "shuffle": True}
+    there, here = HaloLoader(data, 300, device="cuda", **options), HaloLoader(data, 300, **options)
     for _ in range(2):
         for batch, expected in zip(there, here, strict=True):
             assert not batch.edge_index.info.own.is_in_few_pieces
