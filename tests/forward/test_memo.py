@@ -113,7 +113,7 @@ class UsesNodes(Layer):
         edges = with_loops(edge_index, x.size(0))
         return self.weighted(x, edges, weights(edges, x.size(0), x.dtype), one=one)
 
-    def message(self, x_j: Tensor, edge_weight: Tensor, one_j: Tensor) -> Tensor:
+    def message(self, x_j: Tensor, edge_weight: Tensor, one_j: Tensor) -> Tensor:  # type: ignore[override]
         return x_j * edge_weight.view(-1, 1) * one_j
 
 
@@ -217,6 +217,6 @@ def test_a_changed_number_is_tried_again() -> None:
     assert remember(model) == [True]
     data = undirected_graph()
     expected = gas.infer(model, gas.HaloLoader(data, 3))
-    model.layers[0].looks = 1
+    next(model.layers.children()).looks = 1  # type: ignore[assignment]
     assert_same(gas.infer(model, gas.HaloLoader(data, 4)), expected)
     assert remember(model) == [False]

@@ -205,9 +205,9 @@ def test_several_losses(data: Data) -> None:
             optimizer.zero_grad()
             out = model(batch.x, batch.edge_index)
             first = F.cross_entropy(out, batch.wanted[: batch.batch_size], ignore_index=-1, reduction="sum") / 50
-            first.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            second = 1e-3 * out.square().sum()
-            second.backward()  # type: ignore[no-untyped-call]
+            second: Tensor = 1e-3 * out.square().sum()
+            for loss in (first, second):
+                loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
             optimizer.step()
             return first + second
 

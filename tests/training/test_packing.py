@@ -15,7 +15,7 @@ import gnnautoscale as gas
 from conftest import CHANNELS, assert_same, undirected_graph
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.graph import ReadyBatch
-from gnnautoscale.training.packing import Packer, _layout, _view
+from gnnautoscale.training.packing import Packer, Placement, _layout, _view
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ def autoscaled(name: str, data: Data, **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize("placement", ["device", "host"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_packed_batch_trains_as_it_did(name: str, placement: Any) -> None:
+def test_a_packed_batch_trains_as_it_did(name: str, placement: Placement) -> None:
     data = undirected_graph()
     model = autoscaled(name, data)
     scaler = attached(model)
@@ -112,7 +112,8 @@ def test_packages_stay_or_take_turns() -> None:
     data = undirected_graph()
     model = autoscaled("gcn", data)
     scaler, batches = attached(model), [ready.tagged_copy() for ready in ready_batches(data)]
-    for placement, stay in (("device", True), ("auto", True), ("host", False)):
+    placements: list[tuple[Placement, bool]] = [("device", True), ("auto", True), ("host", False)]
+    for placement, stay in placements:
         packer = Packer(scaler, CPU, placement)
         packages = [packer.pack(batch, {}, None) for batch in batches]
         assert packer.resident is stay
