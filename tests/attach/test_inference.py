@@ -21,7 +21,9 @@ from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError, StaleHistoryWarning
 from gnnautoscale.graph import loader as loader_module
 from gnnautoscale.graph.partitioning import partition
+from gnnautoscale.history import Storage
 from gnnautoscale.history.device import DeviceHistory
+from support.layers import three_layers
 
 C = CHANNELS
 
@@ -556,3 +558,58 @@ def test_a_batch_of_data_that_were_written_to_is_refused() -> None:
     with pytest.raises(InputError, match="but got edge_weight"):
         model(batch)
     gas.infer(model, loader)
+
+
+# On a GPU ############################################################################################################
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"device": "cuda"}, {"batch_size": 2, "shuffle": True, "device": "cuda"}, {"keep": False}, {"batch_size": 6}],
+    ids=str,
+)
+@pytest.mark.parametrize("storage", ["host", "device"])
+@pytest.mark.parametrize("name", ["GCN weighted", "GAT edge_attr", "APPNP", "RGCN", "SAGE max", "GCN target_to_source"])
+def test_a_gpu_infers_what_a_cpu_does(name: str, storage: Storage, options: dict[str, Any]) -> None:
+    """Also right after a step, after other weights, and with histories that it must leave alone."""
+    data = odd_graph()
+    here = three_layers(name).eval()
+    there = gas.autoscale(copy.deepcopy(here).cuda(), data, storage=storage)
+    gas.autoscale(here, data)
+    loader = gas.HaloLoader(data, 6, partition="random", bidirectional=True, **options)
+    plain = gas.HaloLoader(data, 6, partition="random", bidirectional=True)
+    for _ in range(2):
+        expected = gas.infer(here, plain)
+        out = gas.infer(there, loader)
+        assert out.device.type == "cpu"
+        assert_same(out, expected, 1e-4)
+        rows = history_rows(there)
+        assert rows.keys() == history_rows(here).keys()
+        for slot, kept in history_rows(here).items():
+            assert_same(rows[slot], kept, 1e-4)
+        nodes = torch.tensor([3, 0, 3])
+        assert_same(gas.predict(there, loader, nodes).cpu(), expected[nodes], 1e-4)
+        with torch.no_grad():
+            for model in (here, there):
+                for weight in model.parameters():
+                    weight.mul_(1.1)
+        before = history_rows(there)
+        assert_same(gas.infer(there, loader, update_histories=False), gas.infer(here, plain), 1e-4)
+        assert all(torch.equal(before[slot], kept) for slot, kept in history_rows(there).items())
+        for batch in loader:
+            there(batch.to("cuda"))
+
+
+@pytest.mark.gpu
+def test_a_gpu_writes_all_outputs_in_the_order_of_the_data() -> None:
+    data = undirected_graph(400, 900)
+    data.x = torch.arange(400.0).unsqueeze(1).expand(-1, C).contiguous()
+    model = Several("dict").eval()
+    expected = whole(model, data)
+    gas.autoscale(model.cuda(), data, storage="host")
+    for num_parts in (1, 30):
+        out = gas.infer(model, gas.HaloLoader(data, num_parts, partition="random"))
+        for got, want in zip(flat(out), flat(expected), strict=True):
+            assert got.dtype == want.dtype
+            assert_same(got, want, 1e-4)

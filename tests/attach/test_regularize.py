@@ -156,8 +156,8 @@ def test_output_is_what_it_is_without_a_penalty(make: Any) -> None:
 
 
 def test_histories_are_pushed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gnnautoscale.history import Runs
     from gnnautoscale.history.device import DeviceHistory
+    from gnnautoscale.kernels import Runs
 
     pushed: list[int] = []
     original = DeviceHistory.push

@@ -16,7 +16,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 import gnnautoscale as gas
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.plan import LayerCall
-from gnnautoscale.forward.record import EdgeRecord, Recorder, align, keep_edges, weightless_copy
+from gnnautoscale.forward.record import BatchEdges, EdgeRecord, Recorder, align, keep_edges, weightless_copy
 from gnnautoscale.graph import Graph
 
 
@@ -194,3 +194,32 @@ def test_few_records_of_a_call_are_kept() -> None:
     gc.collect()
     assert [record() is not None for record in made] == [False] * 6 + [True] * 4
     assert powered.record(times=5.0) is made[-1]()
+
+
+def test_edges_that_were_not_prepared_say_so() -> None:
+    with pytest.raises(RuntimeError, match="prepared for layers that fuse only"):
+        _ = BatchEdges({}).edges
+    with pytest.raises(RuntimeError, match="not prepared for layers that fuse"):
+        BatchEdges({}, edge_index=torch.zeros(2, 0)).adjacency(None)
+
+
+@pytest.mark.parametrize("parts", [[0, 0, 1, 1], [1, 0, 0, 1]])
+def test_batches_of_another_loader_get_their_edges_from_the_same_record(parts: list[int]) -> None:
+    """A record has the order of rows of the loader that came first."""
+    data = star()
+    first, other = (gas.HaloLoader(data, partition=torch.tensor(labels)) for labels in ([1, 0, 1, 0], parts))
+    found = record(pyg.GCNConv(2, 2), Recorder(first.graph), first.any_batch().edge_index)
+    own = record(pyg.GCNConv(2, 2), Recorder(other.graph), other.any_batch().edge_index)
+    assert found.edges.order is not own.edges.order
+    for batch in other:
+        info = batch.edge_index.info
+        got, expected = found.for_batch(info, "a layer"), own.for_batch(info, "a layer")
+        assert found.for_batch(info, "a layer") is got  # made once
+        assert torch.equal(got.edges, expected.edges)
+        assert torch.equal(got.constants["edge_weight"], expected.constants["edge_weight"])
+        for one, wanted in zip(
+            got.adjacency("edge_weight").tensors().values(),
+            expected.adjacency("edge_weight").tensors().values(),
+            strict=True,
+        ):
+            assert torch.equal(one, wanted)

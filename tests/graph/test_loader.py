@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -531,3 +532,136 @@ def test_workers_do_not_change_what_a_state_leads_to() -> None:
     expected = epoch(loader)
     other.load_state_dict(state)
     assert epoch(other) == expected
+
+
+# On a GPU ############################################################################################################
+
+GPU_SETTINGS: dict[str, dict[str, Any]] = {
+    "fixed": {},
+    "several parts": {"batch_size": 3},
+    "all at once": {"batch_size": 7},
+    "drawn anew": {"batch_size": 2, "shuffle": True},
+    "drawn often": {"batch_size": 3, "shuffle": True, "drawings": 2},
+    "both directions": {"batch_size": 2, "shuffle": True, "bidirectional": True},
+    "both directions, fixed": {"bidirectional": True},
+    "not kept": {"keep": False},
+}
+
+
+def check_same_batch(there: Data, here: Data) -> None:
+    """A batch of a GPU has every attribute of one in host memory, and knows the same about itself."""
+    assert set(there.keys()) == set(here.keys())
+    for name, value in here:
+        if isinstance(value, Tensor):
+            assert torch.equal(plain(there[name]).cpu(), plain(value)), name
+            assert there[name].dtype == value.dtype
+            assert isinstance(there[name], BatchTensor) == isinstance(value, BatchTensor), name
+        else:
+            assert there[name] == value, name
+    assert all(there[name].is_cuda for name in ("x", "y", "edge_index", "edge_attr", "n_id", "e_id"))
+    found, info = there.edge_index.info, here.edge_index.info
+    assert (found.batch_size, found.num_halo, found.num_edges) == (info.batch_size, info.num_halo, info.num_edges)
+    for name in ("n_id", "e_id", "nodes", "halo"):
+        assert torch.equal(getattr(found, name), getattr(info, name)), name
+    assert torch.equal(found.rows.cpu(), info.rows)
+    assert torch.equal(found.found.source.cpu(), info.found.source)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", GPU_SETTINGS)
+@graphs
+def test_a_gpu_assembles_the_same_batches(name: str, settings: str) -> None:
+    data = GRAPHS[name]
+    options = {"partition": "random", **GPU_SETTINGS[settings]}
+    there, here = HaloLoader(data, 7, device="cuda", **options), HaloLoader(data, 7, **options)
+    for _ in range(4):
+        for batch, expected in zip(there, here, strict=True):
+            check_same_batch(batch, expected)
+        for batch, expected in zip(there.in_order(), here.in_order(), strict=True):
+            check_same_batch(batch, expected)
+    for batch, expected in zip(here.in_order(there.device), here.in_order(), strict=True):
+        check_same_batch(batch, expected)
+    check_same_batch(there.any_batch(), here.any_batch())
+    nodes = torch.tensor([4, 0, 9])
+    assert torch.equal(plain(there.batch_for(nodes).n_id), plain(here.batch_for(nodes).n_id))
+
+
+@pytest.mark.gpu
+def test_a_gpu_assembles_batches_of_very_many_pieces() -> None:
+    data = undirected_graph(400, 900)
+    options: dict[str, Any] = {"partition": "random", "batch_size": 150, "shuffle": True}
+    there, here = HaloLoader(data, 300, device="cuda", **options), HaloLoader(data, 300, **options)
+    for _ in range(2):
+        for batch, expected in zip(there, here, strict=True):
+            assert not batch.edge_index.info.own.is_in_few_pieces
+            check_same_batch(batch, expected)
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_attributes_wherever_they_are(tmp_path: Path) -> None:
+    plain_data = tiny()
+    plain_data.series = torch.arange(12).view(2, 6)  # stays as it is: no row of anything
+
+    class Wide(Data):  # type: ignore[misc]
+        def __cat_dim__(self, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+            return 1 if key == "series" else super().__cat_dim__(key, value, *args, **kwargs)
+
+    path = tmp_path / "x"
+    plain_data.x.numpy().tofile(path)
+    mapped, moved, wide = plain_data.clone(), plain_data.clone(), Wide.from_dict(plain_data.to_dict())
+    mapped.x = torch.from_file(str(path), size=plain_data.x.numel()).view_as(plain_data.x)
+    moved.x, moved.edge_attr, moved.pos = moved.x.cuda(), moved.edge_attr.cuda(), moved.pos.t().contiguous().t()
+    for data, like in ((mapped, plain_data), (moved, plain_data), (wide, wide)):
+        there, here = HaloLoader(data, partition=TINY_PARTS, device="cuda"), HaloLoader(like, partition=TINY_PARTS)
+        for _ in range(2):
+            for batch, expected in zip(there, here, strict=True):
+                check_same_batch(batch, expected)
+
+
+@pytest.mark.gpu
+def test_a_gpu_follows_changes_and_writes_to_batches_stay_theirs() -> None:
+    data = undirected_graph()
+    there = HaloLoader(data, 4, partition="random", device="cuda")
+    for _ in range(3):
+        for batch in there:
+            batch.x.mul_(0)
+            plain(batch.edge_index).mul_(0)
+            plain(batch.n_id).mul_(0)
+        data.x = data.x + 1
+        data.edge_index = data.edge_index.roll(3, dims=1)
+        for batch, expected in zip(there, HaloLoader(data.clone(), 4, partition="random"), strict=True):
+            check_same_batch(batch, expected)
+
+
+@pytest.mark.gpu
+def test_a_gpu_serves_two_iterations_at_once() -> None:
+    loader = HaloLoader(undirected_graph(), 5, partition="random", device="cuda")
+    expected = list(HaloLoader(undirected_graph(), 5, partition="random"))
+    for number, batch in enumerate(loader):
+        check_same_batch(batch, expected[number])
+        for other, wanted in zip(loader.in_order(), expected, strict=True):
+            check_same_batch(other, wanted)
+
+
+@pytest.mark.gpu
+def test_a_gpu_can_leave_out_edges() -> None:
+    loader = HaloLoader(undirected_graph(), 5, partition="random")
+    for bare, batch in zip(loader.in_order(torch.device("cuda", 0), edges=False), loader, strict=True):
+        assert bare.edge_index.shape == (2, 0)
+        assert bare.edge_attr.shape == (0, *batch.edge_attr.shape[1:])
+        assert torch.equal(bare.x.cpu(), batch.x)
+        assert bare.edge_index.info.num_edges == batch.edge_index.size(1)
+
+
+def test_devices_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device, message in (
+        ("cuda", r"in host memory or on a GPU, but got 'cuda'"),
+        ("meta", r"in host memory or on a GPU, but got 'meta'"),
+        ("gpu", r"device must be one of PyTorch's, but got 'gpu'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            HaloLoader(tiny(), 2, device=device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(InputError, match="workers build batches in host memory, but got num_workers=2"):
+        HaloLoader(tiny(), 2, device="cuda:0", num_workers=2)

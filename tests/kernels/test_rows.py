@@ -9,6 +9,7 @@ from torch import Tensor
 from gnnautoscale.errors import InputError
 from gnnautoscale.kernels import (
     gather_rows,
+    gather_table,
     gather_tables,
     locate_rows,
     merge_rows,
@@ -186,3 +187,18 @@ def test_pinned_memory(width: int, dtypes: tuple[torch.dtype, torch.dtype]) -> N
     scatter_rows(new, index.cuda(), history)
     torch.cuda.synchronize()
     assert torch.equal(history, expected)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (64,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float32, torch.bfloat16])
+def test_rows_of_any_table_in_pinned_memory(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    table = torch.randint(2 if dtype == torch.bool else 100, (50, *shape)).to(dtype).pin_memory()
+    index = torch.randint(50, (20,))
+    for there in (index.cuda(), index.cuda().int(), index[:0].cuda()):
+        found = gather_table(table, there)
+        assert found.is_cuda
+        assert found.dtype == dtype
+        assert torch.equal(found.cpu(), table[there.cpu().long()])
+    assert torch.equal(gather_table(table.cuda(), index), table[index])

@@ -211,6 +211,21 @@ def test_adjacency_holds_both_directions(dtype: torch.dtype) -> None:
     }
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_gpu_may_know_the_order_of_sources(weighted: bool) -> None:
+    expected = RandomEdges("cpu", weighted=weighted).adjacency()
+    found = RandomEdges("cuda", weighted=weighted).adjacency()
+    sources, order = found.col.sort(stable=True)
+    known = Adjacency(found.ptr, found.col, found.weight, 8, (order, sources), 91)
+    for adjacency in (found, known):
+        adjacency.prepare(gradients=True)
+        for got, wanted in zip(adjacency.transposed, expected.transposed, strict=True):
+            assert (got is None) == (wanted is None)
+            assert got is None or wanted is None or torch.equal(got.cpu(), wanted)
+        assert len([*adjacency.tensors_so_far()]) == (4 + 2 * weighted) + 2 * (adjacency is known)
+
+
 def test_only_a_gradient_builds_the_transpose() -> None:
     adjacency = RandomEdges("cpu", weighted=True).adjacency()
     spmm(adjacency, torch.ones(8, 2))

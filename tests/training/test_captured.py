@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -16,13 +15,9 @@ from torch_geometric.nn import GCNConv, GraphConv  # type: ignore[import-untyped
 
 import gnnautoscale as gas
 from gnnautoscale.data import generate
-from gnnautoscale.forward import GraphMemory
-from gnnautoscale.history import History
 from gnnautoscale.models import MODELS, build_model, model_options
 from gnnautoscale.tasks import NodeClassification
-from gnnautoscale.training import Engine, Feed, Optimization, captured, make_optimizer
-from gnnautoscale.training.captured import _watching
-from gnnautoscale.transfer import BatchRows, DirectTransfer
+from gnnautoscale.training import Engine, Optimization, make_optimizer, replay
 
 CLASSES = 4
 
@@ -57,20 +52,18 @@ def losses(name: str, data: Data, **options: Any) -> tuple[list[float], str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_captured_steps_give_the_numbers_of_uncaptured_ones(name: str, storage: str, data: Data) -> None:
     replayed, how = losses(name, data, storage=storage)
-    assert how.startswith("captured as 6 CUDA graphs; batches on the GPU")
+    assert how.startswith("captured as 6 CUDA graphs; batches stay on the GPU")
     plain, how = losses(name, data, storage=storage, capture=False)
     assert how.startswith("uncaptured, since this was asked for")
     assert replayed == pytest.approx(plain, rel=2e-4)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("capture", [True, False])
 @pytest.mark.parametrize("storage", ["device", "host"])
-def test_it_does_not_matter_where_batches_live(storage: str, capture: bool, data: Data) -> None:
-    near, _ = losses("gcn", data, storage=storage, batches_on="device", capture=capture)
-    far, how = losses("gcn", data, storage=storage, batches_on="host", capture=capture)
-    assert "copied ahead" in how
-    assert how.startswith("captured") == capture
+def test_it_does_not_matter_where_batches_live(storage: str, data: Data) -> None:
+    near, _ = losses("gcn", data, storage=storage, batches_on="device")
+    far, how = losses("gcn", data, storage=storage, batches_on="host")
+    assert how.startswith("captured as 6 CUDA graphs; batches are assembled anew")
     assert near == far
 
 
@@ -174,7 +167,7 @@ def test_lower_precision_is_close(options: dict[str, Any], data: Data) -> None:
 @pytest.mark.gpu
 def test_the_number_of_graphs_is_bounded(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = losses("gcn", data)
-    monkeypatch.setattr(captured, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(replay, "MOST_GRAPHS", 2)
     got, how = losses("gcn", data)
     assert how.startswith("captured as 2 CUDA graphs")
     assert got == pytest.approx(expected, rel=1e-5)
@@ -235,76 +228,12 @@ def test_same_seed_same_bits(data: Data) -> None:
     assert runs[0] == runs[1]
 
 
-def test_what_a_step_does_on_the_host_is_noticed() -> None:
-    model = Odd("counts")
-    with _watching(model) as reasons:
-        model.calls += 1
-    assert reasons == ["the model's attributes change from step to step"]
-    with _watching(model) as reasons:
-        torch.rand(1)
-    assert reasons == ["the model draws random numbers on the host"]
-    with _watching(model) as reasons:
-        pass
-    assert reasons == []
-
-
 # Without a GPU #######################################################################################################
-
-
-class Noted(DirectTransfer):
-    """Writes down what is asked of it."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def begin(self, rows: BatchRows, following: BatchRows | None, histories: Mapping[str, History]) -> None:
-        self.calls.append("begin" if following is None else "begin, another follows")
-        super().begin(rows, following, histories)
-
-    def look_ahead(self) -> None:
-        self.calls.append("look ahead")
-
-    def exchange(self, slot: str, history: History, rows: Tensor, *, push: bool = True) -> Tensor:
-        self.calls.append("exchange")
-        return super().exchange(slot, history, rows, push=push)
-
-    def end(self) -> None:
-        self.calls.append("end")
-
-    def complete(self) -> None:
-        self.calls.append("complete")
-
-    def replay(self) -> None:
-        """What a captured step would do."""
-        self.calls.append("replay")
 
 
 def engine_of(data: Data) -> Engine:
     model = gas.autoscale(build_model("gcn", data, CLASSES, hidden=8, layers=2), data)
-    return Engine(
-        model, make_optimizer(model, Optimization(lr=0.01)), Feed(model, NodeClassification(CLASSES), fixed=True)
-    )
-
-
-def test_every_step_makes_the_same_calls(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    transfer, loader, engine = Noted(), gas.HaloLoader(data, 2), engine_of(data)
-    engine._model(next(iter(loader)))  # which makes the plan
-    monkeypatch.setattr(GraphMemory, "transfer", lambda *_: transfer)
-    first, second = (["begin, another follows"], ["begin"])
-    rest = ["look ahead", "exchange", "end", "complete"]
-    for batch in loader:
-        engine._model(batch)
-    assert transfer.calls == [*first, *rest, *second, *rest]
-    transfer.calls.clear()
-    engine.epoch(loader.ready_batches())
-    assert transfer.calls == [*first, *rest, *second, *rest]
-    # A replay asks for the next step's rows before this step's are on their way to a disk.
-    transfer.calls.clear()
-    monkeypatch.setattr(engine, "_why_not", None)
-    monkeypatch.setattr(engine, "_graph", lambda *_: transfer)
-    engine.epoch(loader.ready_batches())
-    rest = ["replay", "look ahead", "complete"]
-    assert transfer.calls == [*first, *rest, *second, *rest]
+    return Engine(model, make_optimizer(model, Optimization(lr=0.01)), NodeClassification(CLASSES), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("keep", [True, False])

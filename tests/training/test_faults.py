@@ -413,16 +413,16 @@ def not_forever() -> Iterator[None]:
 @pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="workers are told by what they inherit")
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_worker_that_dies_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    assemble, calls = BatchBuilder.from_parts, 0
+    assemble, calls = BatchBuilder.start, 0
 
-    def die(self: BatchBuilder, parts: Any) -> Any:
+    def die(self: BatchBuilder, *arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         if get_worker_info() is not None and calls == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        return assemble(self, parts)
+        return assemble(self, *arguments)
 
-    monkeypatch.setattr(BatchBuilder, "from_parts", die)
+    monkeypatch.setattr(BatchBuilder, "start", die)
     model = Fragile()
     expected = r"died in epoch 1 \(DataLoader worker .*\)\. The system may .* lower num_workers\.$"
     with pytest.raises(RuntimeError, match=expected):

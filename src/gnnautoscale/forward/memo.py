@@ -44,10 +44,12 @@ def with_memory(forward: Callable[..., Any], running: Callable[[], Session | Non
         if layer is None or not layer.edge_values or layer.call.remembers is False:
             return forward(*args, **kwargs)
         # Looked up in every call, since names may have got other values.
-        scope = dict(function.__globals__)
-        for name in scope.keys() & set(code.co_names):
-            if type(scope[name]) is FunctionType:
-                scope[name] = partial(_call, layer, name, scope[name])
+        found = {name: function.__globals__.get(name) for name in code.co_names}
+        functions = {name: value for name, value in found.items() if type(value) is FunctionType}
+        if not functions:
+            return forward(*args, **kwargs)
+        remembering = {name: partial(_call, layer, name, value) for name, value in functions.items()}
+        scope = {**function.__globals__, **remembering}
         made = FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
         made.__kwdefaults__ = function.__kwdefaults__
         return made(layer_module, *args, **kwargs)
@@ -58,13 +60,13 @@ def with_memory(forward: Callable[..., Any], running: Callable[[], Session | Non
 def handed_on(layer: ActiveLayer, edge_index: Tensor, values: Values) -> tuple[Tensor, Values]:
     """The arguments of an edge call without tags; notes if the record will not replace some that were tagged."""
     call, record = layer.call, layer.record
-    if call.remembers is None:
-        replaced = set() if record is None else call.edge_names[layer.num_edge_calls] & record.constants.keys()
-        kept = [value for name, value in values.items() if name not in replaced]
-        if any(isinstance(value, _Result) for value in tensors_in(kept)):
-            call.remembers = False
-        edge_index, values = map_tensors(_untagged, (edge_index, values))
-    return edge_index, values
+    if call.remembers:
+        return edge_index, values
+    replaced = set() if record is None else call.edge_names[layer.num_edge_calls] & record.constants.keys()
+    kept = [value for name, value in values.items() if name not in replaced]
+    if any(isinstance(value, _Result) for value in tensors_in(kept)):
+        call.remembers = False
+    return map_tensors(_untagged, (edge_index, values))
 
 
 class _Result(Tensor):
@@ -101,20 +103,19 @@ def _call(layer: ActiveLayer, name: str, function: FunctionType, *args: Any, **k
     of_edges = given and all(id(value) in layer.edge_values for value in given)
     if not of_edges or not all(isinstance(value, _SETTINGS) for value in settings):
         return function(*args, **kwargs)
-    layer.num_functions += 1
-    call, known = layer.call, layer.call.remembered
-    dtypes = *(value.dtype for value in given), *(value for value in settings if isinstance(value, torch.dtype))
-    key = name, layer.num_functions, dtypes
-    if call.remembers is None:
+    call = layer.call
+    if call.remembers:
+        layer.num_functions += 1
+        dtypes = *(value.dtype for value in given), *(value for value in settings if isinstance(value, torch.dtype))
+        key = name, layer.num_functions, dtypes
+        if key not in call.remembered:
+            call.remembered[key] = function(*args, **kwargs)
+        result = call.remembered[key]
+    else:
         args, kwargs = map_tensors(_untagged, (args, kwargs))
         result = function(*args, **kwargs)
         if any(value is not None for value in others_in(result)):
             call.remembers = False  # something that cannot be watched
-            return result
         result = map_tensors(lambda value: _Result.of(value, call), result)
-    else:
-        if key not in known:
-            known[key] = function(*args, **kwargs)
-        result = known[key]
     layer.edge_values.update({id(value): value for value in tensors_in(result)})
     return result

@@ -1,0 +1,119 @@
+"""Page-locked memory, as far as it shows without a GPU and with one."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gnnautoscale._util import Pinned, copy_staged, pinned
+from gnnautoscale._util.pinned import _is_in_file, pinned_zeros
+
+
+def test_without_a_gpu_everything_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not Pinned().add(torch.zeros(5))
+
+
+def test_memory_in_files_is_recognized(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    np.arange(9000, dtype=np.float32).tofile(path)
+    mapped = torch.from_file(str(path), size=9000)
+    also_mapped = torch.from_numpy(np.memmap(path, dtype=np.float32, mode="c"))
+    for tensor in (mapped, mapped[5000:], also_mapped):
+        assert _is_in_file(tensor.data_ptr())
+    shared: torch.Tensor = torch.zeros(100).share_memory_()  # type: ignore[no-untyped-call]
+    for tensor in (torch.zeros(5), torch.zeros(1 << 22), shared):
+        assert not _is_in_file(tensor.data_ptr())
+    nowhere = mmap.mmap(-1, 4096)
+    assert not _is_in_file(torch.frombuffer(nowhere, dtype=torch.uint8).data_ptr())
+    assert not _is_in_file(0)
+
+
+def test_unknown_systems_have_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(100))
+    mapped = torch.from_file(str(path), size=100, dtype=torch.uint8)
+    monkeypatch.setattr("gnnautoscale._util.pinned._MAPS", tmp_path / "nothing")
+    assert not _is_in_file(mapped.data_ptr())
+
+
+def test_copies_within_host_memory() -> None:
+    rows = torch.arange(4)
+    assert copy_staged(rows, torch.device("cpu")) is rows
+
+
+class Runtime:
+    """Stands in for CUDA's, and refuses to lock memory if asked to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refuses: bool = False) -> None:
+        self.locked: list[int] = []
+        self._refuses = refuses
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in self.locked)
+        monkeypatch.setattr(pinned, "_runtime", lambda: self)
+
+    def cudaHostRegister(self, address: int, _: int, __: int) -> int:  # noqa: N802
+        if not self._refuses:
+            self.locked.append(address)
+        return int(self._refuses)
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.locked.remove(address)
+        return 0
+
+
+def test_memory_stays_locked_until_its_last_owner_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(monkeypatch)
+    table = torch.zeros(50)
+    first, second = Pinned(), Pinned()
+    assert first.add(table)
+    assert first.add(table)
+    assert second.add(table)
+    assert runtime.locked == [table.data_ptr()]
+    del first
+    gc.collect()
+    assert runtime.locked == [table.data_ptr()]
+    del second
+    gc.collect()
+    assert runtime.locked == []
+
+
+def test_what_cannot_be_locked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runtime = Runtime(monkeypatch)
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(100))
+    owner = Pinned()
+    assert not owner.add(torch.from_file(str(path), size=100, dtype=torch.uint8))
+    assert not owner.add(torch.zeros(4, 4).t()[1:])  # not contiguous
+    assert owner.add(torch.empty(0))
+    assert runtime.locked == []
+    Runtime(monkeypatch, refuses=True)
+    assert not owner.add(torch.zeros(5))
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_what_is_locked() -> None:
+    zeros, owner = pinned_zeros((64, 3), torch.float32)
+    assert zeros.is_pinned()
+    assert owner.add(zeros[:10])  # a part of it is pinned already
+    rows = torch.arange(300.0).view(100, 3)
+    assert owner.add(rows)
+    assert rows.is_pinned()
+    assert torch.equal(rows.to("cuda", non_blocking=True).cpu(), torch.arange(300.0).view(100, 3))
+    del owner
+    gc.collect()
+    assert not rows.is_pinned()
+
+
+@pytest.mark.gpu
+def test_small_copies_do_not_overtake_each_other() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    copies = [copy_staged(torch.full((number + 1,), number), device) for number in range(50)]
+    for number, there in enumerate(copies):
+        assert there.tolist() == [number] * (number + 1)
+    assert copy_staged(torch.empty(0, 3), device).shape == (0, 3)
