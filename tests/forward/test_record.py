@@ -16,7 +16,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 import gnnautoscale as gas
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.plan import LayerCall
-from gnnautoscale.forward.record import BatchEdges, EdgeRecord, Recorder, align, keep_edges, weightless_copy
+from gnnautoscale.forward.record import BatchEdges, EdgeForm, EdgeRecord, Recorder, align, keep_edges, weightless_copy
 from gnnautoscale.graph import Graph
 
 
@@ -198,9 +198,7 @@ def test_few_records_of_a_call_are_kept() -> None:
 
 def test_edges_that_were_not_prepared_say_so() -> None:
     with pytest.raises(RuntimeError, match="prepared for layers that fuse only"):
-        _ = BatchEdges({}).edges
-    with pytest.raises(RuntimeError, match="not prepared for layers that fuse"):
-        BatchEdges({}, edge_index=torch.zeros(2, 0)).adjacency(None)
+        _ = BatchEdges({}, EdgeForm(1, 0, 0)).edges
 
 
 @pytest.mark.parametrize("parts", [[0, 0, 1, 1], [1, 0, 0, 1]])

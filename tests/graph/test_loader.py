@@ -644,10 +644,11 @@ def test_a_gpu_serves_two_iterations_at_once() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_can_leave_out_edges() -> None:
+def test_a_gpu_can_leave_out_attributes() -> None:
     loader = HaloLoader(undirected_graph(), 5, partition="random")
-    for bare, batch in zip(loader.in_order(torch.device("cuda", 0), edges=False), loader, strict=True):
+    for bare, batch in zip(loader.in_order(torch.device("cuda", 0), only=["x", "edge_attr"]), loader, strict=True):
         assert bare.edge_index.shape == (2, 0)
+        assert "y" not in bare
         assert bare.edge_attr.shape == (0, *batch.edge_attr.shape[1:])
         assert torch.equal(bare.x.cpu(), batch.x)
         assert bare.edge_index.info.num_edges == batch.edge_index.size(1)

@@ -124,7 +124,7 @@ def test_where_histories_live_is_decided_with_the_first_batch(
     # It is decided once, and what is made of it lives there too.
     memory_of(10**6 - free)
     models[1](batch)
-    assert memory.medium == memory.apart(Graph.of(data)).medium == medium
+    assert memory.medium == memory.apart(Graph.of(data), CPU).medium == medium
     memory.settle()
     first, second = (history_rows(model) for model in models)
     assert all(torch.equal(first[slot], second[slot]) for slot in first)

@@ -122,6 +122,7 @@ def test_rows_are_located(device: str, num_halo: int, runs: list[tuple[int, int,
         expected = place[rows.long()]
         assert found.dtype == torch.int32
         assert found.tolist() == expected.tolist()
+        assert missing is not None
         assert int(missing) == int((expected < 0).sum())
         assert torch.equal(numbers.locate(rows, own, there), found.cpu())
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.kernels import (
+    WordTable,
     gather_rows,
-    gather_table,
     gather_tables,
     locate_rows,
     merge_rows,
@@ -197,8 +197,8 @@ def test_rows_of_any_table_in_pinned_memory(dtype: torch.dtype, shape: tuple[int
     table = torch.randint(2 if dtype == torch.bool else 100, (50, *shape)).to(dtype).pin_memory()
     index = torch.randint(50, (20,))
     for there in (index.cuda(), index.cuda().int(), index[:0].cuda()):
-        found = gather_table(table, there)
+        found = WordTable(table).gather(there)
         assert found.is_cuda
         assert found.dtype == dtype
         assert torch.equal(found.cpu(), table[there.cpu().long()])
-    assert torch.equal(gather_table(table.cuda(), index), table[index])
+    assert torch.equal(WordTable(table.cuda()).gather(index), table[index])
