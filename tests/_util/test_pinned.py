@@ -16,7 +16,7 @@ from gnnautoscale._util.pinned import _is_in_file, pinned_zeros
 
 def test_without_a_gpu_everything_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not Pinned().add(torch.zeros(5))
+    assert Pinned().pin(torch.zeros(5)) is None
 
 
 def test_memory_in_files_is_recognized(tmp_path: Path) -> None:
@@ -54,6 +54,8 @@ class Runtime:
         self.locked: list[int] = []
         self._refuses = refuses
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(pinned, "_LARGE", 100)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in self.locked)
         monkeypatch.setattr(pinned, "_runtime", lambda: self)
 
@@ -71,9 +73,7 @@ def test_memory_stays_locked_until_its_last_owner_is_gone(monkeypatch: pytest.Mo
     runtime = Runtime(monkeypatch)
     table = torch.zeros(50)
     first, second = Pinned(), Pinned()
-    assert first.add(table)
-    assert first.add(table)
-    assert second.add(table)
+    assert first.pin(table) is first.pin(table) is second.pin(table) is table
     assert runtime.locked == [table.data_ptr()]
     del first
     gc.collect()
@@ -88,26 +88,39 @@ def test_what_cannot_be_locked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     path = tmp_path / "rows"
     path.write_bytes(bytes(100))
     owner = Pinned()
-    assert not owner.add(torch.from_file(str(path), size=100, dtype=torch.uint8))
-    assert not owner.add(torch.zeros(4, 4).t()[1:])  # not contiguous
-    assert owner.add(torch.empty(0))
+    assert owner.pin(torch.from_file(str(path), size=100, dtype=torch.uint8)) is None
+    assert owner.pin(torch.zeros(4, 4).t()[1:]) is None  # not contiguous
+    assert owner.pin(torch.empty(0)) is not None
     assert runtime.locked == []
     Runtime(monkeypatch, refuses=True)
-    assert not owner.add(torch.zeros(5))
+    assert owner.pin(torch.zeros(50)) is None
+
+
+def test_small_tensors_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    small = torch.arange(5)
+    copied = Pinned().pin(small)
+    assert copied is not None
+    assert copied is not small
+    assert torch.equal(copied, small)
+    assert runtime.locked == []
 
 
 @pytest.mark.gpu
 def test_a_gpu_reads_what_is_locked() -> None:
     zeros, owner = pinned_zeros((64, 3), torch.float32)
     assert zeros.is_pinned()
-    assert owner.add(zeros[:10])  # a part of it is pinned already
-    rows = torch.arange(300.0).view(100, 3)
-    assert owner.add(rows)
-    assert rows.is_pinned()
-    assert torch.equal(rows.to("cuda", non_blocking=True).cpu(), torch.arange(300.0).view(100, 3))
+    assert owner.pin(zeros[:10]) is not None  # a part of it is pinned already
+    small, large = torch.arange(300.0).view(100, 3), torch.zeros(1 << 25)
+    copied, locked = owner.pin(small), owner.pin(large)
+    assert locked is large
+    assert large.is_pinned()
+    assert copied is not None
+    assert torch.equal(copied.to("cuda", non_blocking=True).cpu(), small)
     del owner
     gc.collect()
-    assert not rows.is_pinned()
+    assert not large.is_pinned()
 
 
 @pytest.mark.gpu

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 _MAPS = Path("/proc/self/maps")
+# Tensors of at least so many bytes have their pages to themselves: the C library maps memory for each of them.
+_LARGE = 1 << 26
 # How the names of mappings begin that are memory only.
 _NO_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "[")  # noqa: S108
 # How many owners keep each range of memory locked, by its first byte and its size.
@@ -27,8 +29,7 @@ _OWNERS: Counter[tuple[int, int]] = Counter()
 class Pinned:
     """Keeps tensors in page-locked host memory for as long as it lives.
 
-    A tensor stays as it is if there is no GPU, if it is in device memory or pinned already, if the system refuses, or
-    if it lies in a file, which would have to be read as a whole.
+    Large ones are locked where they lie; small ones, which may share a page with something else, are copied.
     """
 
     def __init__(self) -> None:
@@ -36,27 +37,35 @@ class Pinned:
         self._kept: list[Tensor] = []
         weakref.finalize(self, _release, self._ranges, self._kept).atexit = False
 
-    def add(self, tensor: Tensor) -> bool:
-        """Lock a tensor's memory; returns whether a GPU can use it directly."""
+    def pin(self, tensor: Tensor) -> Tensor | None:
+        """The tensor, or a copy of it, in memory that a GPU can use directly.
+
+        ``None`` if there is no GPU, if the tensor is in device memory or not contiguous, if it lies in a file, which
+        would have to be read as a whole, or if the system refuses.
+        """
         if tensor.is_cuda or not torch.cuda.is_available() or not tensor.is_contiguous():
-            return False
+            return None
         place = tensor.data_ptr(), tensor.nbytes
-        if not tensor.nbytes or (not _OWNERS[place] and tensor.is_pinned()):
-            return True
-        if _is_in_file(place[0]):
-            return False
-        if not _OWNERS[place] and _cuda_error(_runtime().cudaHostRegister(*place, 0)):
-            return False
+        if not _OWNERS[place]:
+            if not tensor.nbytes or (tensor.is_pinned() and tensor.view(-1)[-1:].is_pinned()):
+                return tensor
+            if _is_in_file(place[0]):
+                return None
+            if tensor.nbytes < _LARGE:
+                return tensor.pin_memory()
+            if _cuda_error(_runtime().cudaHostRegister(*place, 0)):
+                return None
         _OWNERS[place] += 1
         self._ranges.append(place)
         self._kept.append(tensor)
-        return True
+        return tensor
 
 
 def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Pinned]:
     """Zeros in page-locked host memory, and what keeps them there; if the system refuses, PyTorch's error says so."""
-    zeros, pinned = torch.zeros(shape, dtype=dtype), Pinned()
-    return (zeros, pinned) if pinned.add(zeros) else (torch.zeros(shape, dtype=dtype, pin_memory=True), pinned)
+    owner = Pinned()
+    zeros = owner.pin(torch.zeros(shape, dtype=dtype))
+    return torch.zeros(shape, dtype=dtype, pin_memory=True) if zeros is None else zeros, owner
 
 
 def copy_staged(tensor: Tensor, device: torch.device) -> Tensor:
@@ -132,11 +141,13 @@ def arriving_numbers() -> _Places:
 
 
 def _release(ranges: list[tuple[int, int]], kept: list[Tensor]) -> None:
-    for place in ranges:
-        _OWNERS[place] -= 1
-        if not _OWNERS[place]:
-            del _OWNERS[place]
-            _cuda_error(_runtime().cudaHostUnregister(place[0]))
+    _OWNERS.subtract(ranges)
+    unused = [place for place in set(ranges) if not _OWNERS[place]]
+    if unused:
+        torch.cuda.synchronize()  # the GPU may still be using them
+    for place in unused:
+        del _OWNERS[place]
+        _cuda_error(_runtime().cudaHostUnregister(place[0]))
     kept.clear()
 
 

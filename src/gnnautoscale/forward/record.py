@@ -231,8 +231,9 @@ class EdgeRecord:
         if self._pinned is None:
             self._pinned = Pinned()
             self.edges.pin()
-            for value in self.constants.values():
-                self._pinned.add(value)
+            for name, value in list(self.constants.items()):
+                pinned = self._pinned.pin(value)
+                self.constants[name] = value if pinned is None else pinned
 
 
 def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:

@@ -142,7 +142,8 @@ class BatchBuilder:
                 if table is not None:
                     table.pin()
             rows = {name: self.graph.data[name] for name in self.levels}
-            self._tables = {name: WordTable(value) for name, value in rows.items() if self._pinned.add(value)}
+            pinned = {name: self._pinned.pin(value) for name, value in rows.items()}
+            self._tables = {name: WordTable(value) for name, value in pinned.items() if value is not None}
 
 
 class Assembly:

@@ -54,7 +54,8 @@ class RowOrder:
             return self.nodes[rows].long()
         if self._pinned is None:
             self._pinned = Pinned()
-            self._nodes = WordTable(self.nodes) if self._pinned.add(self.nodes) else None
+            pinned = self._pinned.pin(self.nodes)
+            self._nodes = None if pinned is None else WordTable(pinned)
         if self._nodes is not None:
             return self._nodes.gather(rows).long()
         return self.nodes[rows.cpu()].long().to(rows.device)
@@ -163,9 +164,11 @@ class EdgeTable:
     def pin(self) -> None:
         """Let a GPU read the table over the bus."""
         if self._pinned is None:
-            self._pinned = Pinned()
-            self._pinned.add(self.source)
-            self._pinned.add(self.edge)
+            self._pinned = owner = Pinned()
+            self.source, self.edge = (
+                table if pinned is None else pinned
+                for table, pinned in ((table, owner.pin(table)) for table in (self.source, self.edge))
+            )
 
     @cached_property
     def _ptr(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

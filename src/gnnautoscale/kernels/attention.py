@@ -22,6 +22,9 @@ from gnnautoscale.kernels.spmm import TRITON_DTYPES, Adjacency, spmm_backend
 
 Side = Literal["source", "target"]
 
+# Bytes of a narrow row.
+_NARROW = 64
+
 
 def weighted_sum(adjacency: Adjacency, weight: Tensor, x: Tensor) -> Tensor:
     r"""Sum the rows of each target's neighbours, each head weighted by its own value per edge.
@@ -240,7 +243,9 @@ class _RowsAtEdges(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, adjacency: Adjacency, side: Side) -> Tensor:
         ctx.options = adjacency, side
-        return x.index_select(0, adjacency.target if side == "target" else adjacency.col)
+        index = adjacency.target if side == "target" else adjacency.col
+        # For narrow rows, index_select takes twenty times as long on a GPU.
+        return x[index] if x.is_cuda and x[:1].nbytes <= _NARROW else x.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
