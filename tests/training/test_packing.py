@@ -94,8 +94,7 @@ def test_a_packed_batch_trains_as_it_did(name: str, placement: Placement) -> Non
             info, batch = ready.info, ready.tagged_copy()
             out = model(batch)
             expected = out.detach(), grads(model, out)
-            package = packer.pack(batch, {"targets": batch.y}, scaler.attributes(batch))
-            packer.place(package)
+            package = packer.pack(batch, {"targets": batch.y}, scaler.attributes(batch), placed=True)
             rows = scaler.memory.rows_of(info)
             assert rows.on(CPU).data_ptr() != rows.index.data_ptr()
             got = model(package.batch)
@@ -115,16 +114,16 @@ def test_packages_stay_or_take_turns() -> None:
     placements: list[tuple[Placement, bool]] = [("device", True), ("auto", True), ("host", False)]
     for placement, stay in placements:
         packer = Packer(scaler, CPU, placement)
-        packages = [packer.pack(batch, {}, None) for batch in batches]
+        packages = [packer.pack(batch, {}, None, placed=False) for batch in batches]
         assert packer.resident is stay
-        again = [packer.pack(batch, {}, None) for batch in batches]
+        again = [packer.pack(batch, {}, None, placed=False) for batch in batches]
         assert len({package.batch.x.untyped_storage().data_ptr() for package in again}) == (3 if stay else 1)
         for package in again if stay else again[-1:]:  # each is written over the one before it
             assert torch.equal(package.batch.x, data.x[package.info.n_id])
         if stay:
             assert all(one is other for one, other in zip(packages, again, strict=True))
             packer.clear()
-            assert packer.pack(batches[0], {}, None) is not packages[0]
+            assert packer.pack(batches[0], {}, None, placed=False) is not packages[0]
 
 
 def test_packages_that_need_more_room_move_all() -> None:
@@ -132,11 +131,11 @@ def test_packages_that_need_more_room_move_all() -> None:
     small, large = (next(iter(ready_batches(data, parts))).tagged_copy() for parts in (5, 2))
     large.edge_index.info.key = "large"
     packer = Packer(attached(autoscaled("gcn", data)), CPU, "host")
-    packer.pack(small, {}, None)
+    packer.pack(small, {}, None, placed=False)
     assert packer.version == 1
-    packer.pack(large, {}, None)
+    packer.pack(large, {}, None, placed=False)
     assert packer.version == 2
-    assert torch.equal(packer.pack(small, {}, None).batch.x, small.x)
+    assert torch.equal(packer.pack(small, {}, None, placed=False).batch.x, small.x)
     assert packer.version == 2
 
 
@@ -148,7 +147,7 @@ def test_batches_stay_only_if_all_of_them_fit() -> None:
     for recurring, stays in ((3, True), (1 << 20, False)):
         info.recurring = recurring
         packer = Packer(scaler, CPU, "auto")
-        packer.pack(batch, {}, None)
+        packer.pack(batch, {}, None, placed=False)
         assert packer.resident is stays
 
 
@@ -161,7 +160,7 @@ def test_the_loader_keeps_what_stays() -> None:
     expected = model(batch).detach()
     info.keeper = kept.append
     packer = Packer(attached(model), CPU, "device")
-    package = packer.pack(batch, {}, None)
+    package = packer.pack(batch, {}, None, placed=False)
     assert len(kept) == 1
     assert kept[0].info is info
     assert info.rows is package.views["rows"]
@@ -181,7 +180,7 @@ def test_a_packed_batch_has_the_class_and_the_plain_attributes_of_its_graph() ->
     data = Named(**undirected_graph().to_dict(), name="ring", scale=0.5)
     batch = ready_batches(data)[0].tagged_copy()
     scaler = attached(autoscaled("gcn", data))
-    packed = Packer(scaler, CPU, "device").pack(batch, {}, scaler.attributes(batch)).batch
+    packed = Packer(scaler, CPU, "device").pack(batch, {}, scaler.attributes(batch), placed=False).batch
     assert (type(packed), packed.shout, packed.scale) == (Named, "RING", 0.5)
     assert (packed.num_nodes, packed.batch_size) == (batch.num_nodes, batch.batch_size)
     assert "y" not in packed
@@ -195,7 +194,7 @@ def test_only_what_is_needed_is_packed() -> None:
     batch = ready_batches(data)[0].tagged_copy()
     for dropout in (0.0, 0.5):
         scaler = attached(autoscaled("gcn", data, edge_dropout=dropout))
-        views = Packer(scaler, CPU, "device").pack(batch, {}, scaler.attributes(batch)).views
+        views = Packer(scaler, CPU, "device").pack(batch, {}, scaler.attributes(batch), placed=False).views
         kinds = {name if isinstance(name, str) else name[1] for name in views}
         # Dropout draws from plain edges; fused ones come with their transpose.
         assert kinds == {"rows", "x", *(("fused",) if not dropout else ("edge_index", "constant"))}

@@ -150,7 +150,8 @@ class Autoscaler:
         memory = self.memory_of(info.graph)
         plan, passes = self._plan_for(info, arguments), self._passes
         self._step_plan = plan if passes.trains else self._step_plan
-        device = next((weight.device for weight in self._weights), info.device)
+        # A model without weights runs where its arguments are.
+        device = next((value.device for value in (*self._weights, *tensors_in(arguments))), info.device)
         session = Session(
             info,
             plan,

@@ -155,7 +155,10 @@ class StreamedStore(HistoryStore):
             return
         if upcoming.ready is not None:
             self._reads.wait_event(upcoming.ready)
+        else:
+            self._reads.wait_stream(torch.cuda.current_stream(session.device))
         index = session.memory.rows_of(upcoming).on(session.device)
+        index.record_stream(self._reads)
         with torch.cuda.stream(self._reads):
             for slot in slots:
                 rows = session.memory.histories[slot].pull(

@@ -57,7 +57,7 @@ class GraphMemory:
         self._overlap = overlap
         self._sets = 1
         self._prepared = False
-        self._prepared_for: Plan | None = None
+        self._prepared_for: tuple[Plan, torch.device] | None = None
         # The checksum of the weights that wrote all rows of all histories, or None if no single weights did.
         self._written_by: list[float] | None = None
         self._transfer: tuple[torch.device, Transfer] | None = None
@@ -168,15 +168,17 @@ class GraphMemory:
 
     def prepare(self, plan: Plan, device: torch.device) -> None:
         """Decide where histories live, check that there is room for all of them, and let them fit the plan."""
-        if plan is self._prepared_for:
+        if self._prepared_for is not None and self._prepared_for[0] is plan and self._prepared_for[1] == device:
             return
-        self._prepared_for = plan
+        self._prepared_for = plan, device
         wanted = {slot: self._form(plan.rows[slot]) for slot in plan.live}
         if not self._prepared and self.medium not in ("device", "host"):  # there, allocating fails if there is no room
             self._make_room(wanted, device)
         for slot, (width, dtype) in wanted.items():
             history = self.histories.get(slot)
-            if history is not None and (history.width, history.dtype) != (width, dtype):
+            if history is None:
+                continue
+            if (history.width, history.dtype) != (width, dtype) or not history.serves(device):
                 self._replace(slot, width, dtype, device)
 
     def reopen(

@@ -85,6 +85,10 @@ class History(ABC):
     def write(self, raw: Tensor, where: Tensor, runs: Runs | None = None) -> None:
         """Write raw rows, ``[count, raw_width]``; see :meth:`push`."""
 
+    def serves(self, device: torch.device) -> bool:
+        """Whether steps on a device can read and write its rows."""
+        return True
+
     @property
     def num_bytes(self) -> int:
         """Size of all rows."""

@@ -16,6 +16,10 @@ class DeviceHistory(History):
         super().__init__(num_nodes, width, dtype)
         self.raw = torch.zeros(num_nodes, self.codec.raw_width, dtype=self.codec.raw_dtype, device=device)
 
+    def serves(self, device: torch.device) -> bool:
+        """See :meth:`History.serves`."""
+        return self.raw.device.type == device.type
+
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
         """See :meth:`History.read`."""
         if skip is None:

@@ -24,6 +24,10 @@ class HostHistory(History):
         else:
             self.raw = torch.zeros(shape, dtype=self.codec.raw_dtype)
 
+    def serves(self, device: torch.device) -> bool:
+        """See :meth:`History.serves`; a GPU needs page-locked memory."""
+        return device.type != "cuda" or self._device.type == "cuda"
+
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
         """See :meth:`History.read`."""
         if use_triton(out) or not out.is_cuda:

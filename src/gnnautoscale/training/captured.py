@@ -127,6 +127,8 @@ class Engine(Steps):
         memory then. The output, ``[num_nodes, num_outputs]``, is on the model's device; the next call overwrites it.
         """
         self._notice_changes()
+        if batch.info.keeper is not None:
+            batch.info.keeper(batch)  # it comes back
         if self._whole is None or self._whole() is not batch.info:
             self._forget_whole()
             self._whole = weakref.ref(batch.info)

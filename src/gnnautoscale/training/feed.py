@@ -73,6 +73,8 @@ class Feed:
         stream = _selection_stream(info.device)
         if info.ready is not None:
             stream.wait_event(info.ready)
+        else:
+            stream.wait_stream(torch.cuda.current_stream(info.device))
         with torch.cuda.stream(stream):
             rows, targets = self.task.targets(batch)
             selected = stream.record_event()

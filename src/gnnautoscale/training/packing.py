@@ -18,7 +18,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import Autoscaler
 from gnnautoscale.forward import BatchEdges, EdgeForm, EdgeRecord
-from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, without_tensors
+from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, hand_over, without_tensors
 from gnnautoscale.kernels import Adjacency
 
 Placement = Literal["auto", "device", "host"]
@@ -77,15 +77,33 @@ class Packer:
         info.displace()
         self._scaler.memory.rows_of(info).displace()
 
-    def pack(self, batch: Data, extras: dict[str, Tensor], attributes: Iterable[str] | None) -> Package:
+    def pack(
+        self, batch: Data, extras: dict[str, Tensor], attributes: Iterable[str] | None, *, placed: bool
+    ) -> Package:
         """The package of a batch that comes back, which holds these values now.
 
-        Of the batch's attributes it has those that are named, by default all.
+        Of the batch's attributes it has those that are named, by default all. If ``placed``, steps on this batch read
+        the package's tensors.
         """
         info: BatchInfo = batch.edge_index.info
         known = self._packages.get(info.key)
-        if known is not None and self.resident:
-            return known
+        if known is None or known.info is not info or not self.resident:
+            known = self._filled(known, batch, info, extras, attributes)
+        if placed and known.info is not info:
+            # The batch was assembled anew since: the same places, but another object that sessions know.
+            known = self._packages[info.key] = self._package(batch, info, known.views)
+        if placed:
+            self._place(known)
+        return known
+
+    def _filled(
+        self,
+        known: Package | None,
+        batch: Data,
+        info: BatchInfo,
+        extras: dict[str, Tensor],
+        attributes: Iterable[str] | None,
+    ) -> Package:
         tensors = self._tensors(batch, info, extras, attributes)
         views = self._views(tensors, info) if known is None else known.views
         torch._foreach_copy_([views[name] for name in tensors], list(tensors.values()), non_blocking=True)
@@ -136,6 +154,8 @@ class Packer:
                 tensors["batch", name] = value
         for record, (weights, plain) in self._records().items():
             edges = record.for_batch(info, "a layer").to(self._device)
+            if info.edges_ready is not None:
+                hand_over(edges.tensors(), info.edges_ready)
             if plain:
                 tensors[record, "edge_index"] = edges.edges
                 tensors |= {(record, "constant", name): value for name, value in edges.constants.items()}
@@ -159,7 +179,7 @@ class Packer:
                 packed[name] = batch[name].emptied()
         return Package(info, packed, extras, views)
 
-    def place(self, package: Package) -> None:
+    def _place(self, package: Package) -> None:
         """Let steps on the package's batch read its tensors."""
         info, views = package.info, package.views
         self._scaler.memory.rows_of(info).place(views["rows"])

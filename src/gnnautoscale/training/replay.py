@@ -108,13 +108,13 @@ class Replayer:
         if memory.medium is None:
             # The first session chooses the medium, so only that one knows how rows move.
             return self._uncaptured(batch, work, extras, trains)
-        transfer = memory.transfer(self._device)
+        transfer, key = memory.transfer(self._device), (info.key, form)
+        # Before the step begins: from then on the transfer knows the batch's rows, which a package moves.
+        package = self._packed(batch, extras, key) if self.why_not is None else None
         transfer.measure(self.times)
-        if self._device.type != "cuda":
-            return self._uncaptured(batch, work, extras, trains)
         memory.begin(info, transfer)
-        replay = self._replay(batch, work, extras, (info.key, form), transfer) if self.why_not is None else None
-        if not self.packer.resident or replay is None:
+        replay = None if package is None else self._replay(package, work, key, transfer)
+        if replay is None or not self.packer.resident:
             memory.prepare_edges(info.upcoming, self._scaler.calls, gradients=True)
         if replay is not None:
             replay.graph.replay()
@@ -141,29 +141,31 @@ class Replayer:
             return result
         return work(batch, extras)
 
-    def _replay(
-        self, batch: Data, work: Work, extras: dict[str, Tensor], key: tuple[Hashable, Hashable], transfer: Transfer
-    ) -> _Replay | None:
-        """The captured work on a batch, with the batch's values in place; ``None`` if it must not be captured (yet)."""
-        versions = self.packer.version, transfer.version
-        if versions != self._versions:
-            self._replays.clear()
-            self._versions = versions
+    def _packed(self, batch: Data, extras: dict[str, Tensor], key: tuple[Hashable, Hashable]) -> Package | None:
+        """A batch at fixed addresses, with its values of now; ``None`` if its step must not be captured (yet)."""
         info: BatchInfo = batch.edge_index.info
         if not info.recurring:
             self.why_not = _why_uncaptured(info)
             return None
         known = self._replays.get(key)
+        if known is not None and self.packer.resident and known.package.info is info:
+            return known.package
         if known is None and (self._warm_up > 0 or len(self._replays) >= MOST_GRAPHS):
             return None
-        if known is None or not self.packer.resident:
-            names = None if self._attributes is None else self._attributes(batch)
-            package = self.packer.pack(batch, extras, names)
-            if self.packer.version != versions[0]:  # it was moved
-                self._replays.clear()
-                self._versions = self.packer.version, transfer.version
-                known = None
-        return known or self._capture(package, work, key, transfer)
+        names = None if self._attributes is None else self._attributes(batch)
+        return self.packer.pack(batch, extras, names, placed=known is None)
+
+    def _replay(
+        self, package: Package, work: Work, key: tuple[Hashable, Hashable], transfer: Transfer
+    ) -> _Replay | None:
+        """The captured work on a batch; ``None`` if it cannot be captured (yet)."""
+        versions = self.packer.version, transfer.version
+        if versions != self._versions:  # something moved
+            known, self._versions = self._replays.get(key), versions
+            self._replays.clear()
+            if known is not None:  # its package is not in place
+                return None
+        return self._replays.get(key) or self._capture(package, work, key, transfer)
 
     def _capture(
         self, package: Package, work: Work, key: tuple[Hashable, Hashable], transfer: Transfer
@@ -174,7 +176,6 @@ class Replayer:
             transfer.join()
             return result
 
-        self.packer.place(package)
         graph, result, reason = self.record(whole_step)
         if not self.packer.resident:
             self.packer.displace(package.info)
