@@ -83,5 +83,5 @@ def _distinct(limit: int, count: int, generator: torch.Generator) -> Tensor:
     if 4 * count > limit:
         return torch.randperm(limit, generator=generator)[:count]
     # A permutation of all numbers takes long if few are needed.
-    found = torch.randint(limit, (2 * count + _SPARE_DRAWS,), generator=generator).unique()
+    found: Tensor = torch.unique(torch.randint(limit, (2 * count + _SPARE_DRAWS,), generator=generator))
     return found[torch.randperm(found.numel(), generator=generator)[:count]]

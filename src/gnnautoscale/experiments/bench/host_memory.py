@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch_geometric.data import Data  # type: ignore[import-untyped]
@@ -16,6 +16,8 @@ from gnnautoscale.experiments.bench.inference import whole_graph_bytes
 from gnnautoscale.experiments.bench.measuring import Numbers, free_memory, if_it_fits, wake
 from gnnautoscale.experiments.bench.own_loop import make_model, own_step, run_epoch
 from gnnautoscale.graph import HaloLoader
+
+T = TypeVar("T")
 
 
 def bench_memory(
@@ -31,36 +33,53 @@ def bench_memory(
     """
     wake(device)
     free_memory(device)
-    rows: list[Numbers] = []
-    needed = 0
+    phases = _Phases(device)
+    phases.run("start", lambda: None)
+    edges = graph.batches * (graph.batch_nodes * graph.degree + int(ratio * graph.batch_nodes) * graph.halo_degree)
+    needed = 8 * edges + 4 * graph.features * graph.nodes
+    data = phases.run("data", lambda: make_data(graph, ratio), needed)
+    _train_and_infer(phases, graph, data, layers, width, needed)
+    free_memory(device)
+    step = partial(_whole_graph_step, graph, data, device, layers, width)
+    needed = whole_graph_bytes(graph, data, width)
+    if phases.run("plain PyG, whole graph", lambda: if_it_fits(step, needed, device)) is None:
+        phases.rows[-1].update({"peak": None, "device peak": None, "note": "does not fit"})
+    return phases.rows
 
-    def run(phase: str, work: Callable[[], Any], more: int = 0) -> Any:
-        nonlocal needed
-        needed += more
-        numbers, result = _watch(work, device)
-        rows.append({"phase": phase, **numbers, "needed": needed, "note": ""})
+
+class _Phases:
+    """Runs phases one after the other, and collects what was measured in each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rows: list[Numbers] = []
+
+    def run(self, name: str, work: Callable[[], T], needed: int | None = None) -> T:
+        """Run a phase; its result is part of what is held after it."""
+        with PeakMemory(self.device) as on_device, PeakMemory(torch.device("cpu")) as in_host:
+            before = resident_memory()
+            result = work()
+        grown = in_host.num_bytes
+        numbers = {
+            "resident": resident_memory(),
+            "peak": None if before is None or grown is None else before + grown,
+            "device peak": on_device.num_bytes if self.device.type == "cuda" else None,
+        }
+        self.rows.append({"phase": name, **numbers, "needed": needed, "note": ""})
         return result
 
-    run("start", lambda: None)
-    edges = graph.batches * (graph.batch_nodes * graph.degree + int(ratio * graph.batch_nodes) * graph.halo_degree)
-    data = run("data", partial(make_data, graph, ratio), 8 * edges + 4 * graph.features * graph.nodes)
-    loader = run("loader", lambda: HaloLoader(data, partition=graph.labels, device=device))
-    model = make_model(graph, device, layers=layers, width=width)
+
+def _train_and_infer(phases: _Phases, graph: BenchGraph, data: Data, layers: int, width: int, needed: int) -> None:
+    loader = phases.run("loader", lambda: HaloLoader(data, partition=graph.labels, device=phases.device), needed)
+    model = make_model(graph, phases.device, layers=layers, width=width)
 
     def epoch() -> None:
         autoscale(model, data, storage="host")
         run_epoch(own_step(model)[0], loader)
 
-    run("first epoch", epoch, 4 * width * graph.nodes * (layers - 1))
-    run("inference", lambda: infer(model, loader), 4 * graph.classes * graph.nodes)
-    del loader, model
-    free_memory(device)
-    plain = partial(_whole_graph_step, graph, data, device, layers, width)
-    fits = run("plain PyG, whole graph", partial(if_it_fits, plain, whole_graph_bytes(graph, data, width), device))
-    rows[-1]["needed"] = None
-    if fits is None:
-        rows[-1].update({"peak": None, "device peak": None, "note": "does not fit"})
-    return rows
+    needed += 4 * width * graph.nodes * (layers - 1)
+    phases.run("first epoch", epoch, needed)
+    phases.run("inference", lambda: infer(model, loader), needed + 4 * graph.classes * graph.nodes)
 
 
 def _whole_graph_step(graph: BenchGraph, data: Data, device: torch.device, layers: int, width: int) -> bool:
@@ -68,17 +87,3 @@ def _whole_graph_step(graph: BenchGraph, data: Data, device: torch.device, layer
     whole = Data(x=data.x, edge_index=data.edge_index, y=data.y, batch_size=data.num_nodes).to(str(device))
     step(whole).item()
     return True
-
-
-def _watch(work: Callable[[], Any], device: torch.device) -> tuple[Numbers, Any]:
-    """The memory of a piece of work, and its result, which is part of what is held after it."""
-    with PeakMemory(device) as on_device, PeakMemory(torch.device("cpu")) as in_host:
-        before = resident_memory()
-        result = work()
-    known = before is not None and in_host.num_bytes is not None
-    numbers = {
-        "resident": resident_memory(),
-        "peak": before + in_host.num_bytes if known else None,
-        "device peak": on_device.num_bytes if device.type == "cuda" else None,
-    }
-    return numbers, result

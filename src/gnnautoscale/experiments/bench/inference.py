@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
-from torch_geometric.utils import to_torch_csr_tensor  # type: ignore[import-untyped]
+from torch_geometric.utils import remove_self_loops, to_torch_csr_tensor  # type: ignore[import-untyped]
 
 from gnnautoscale._util import PeakMemory
 from gnnautoscale.attach import autoscale, infer
@@ -34,11 +34,8 @@ def bench_infer(
     """
     wake(device)
     data = make_data(graph, ratio)
-    loader = HaloLoader(data, partition=graph.labels, device=device)
-    model = autoscale(make_model(graph, device, layers=layers, width=width), data, storage="host")
-    numbers, exact = _repeat(lambda: infer(model, loader), device, repeats)
+    numbers, exact = _run_gas(graph, data, device, layers, width, repeats)
     rows = [{"way": "gas.infer", **numbers, "difference": None}]
-    del loader, model
     rows += [
         {"way": f"plain PyG, {name}", **_run_plain(graph, data, edges, exact, device, layers, width, repeats)}
         for name, edges in (("edge_index", _as_they_are), ("sparse matrix", _as_matrix))
@@ -51,7 +48,16 @@ def bench_infer(
 
 def whole_graph_bytes(graph: BenchGraph, data: Data, width: int) -> int:
     """What plain PyG needs for a layer on the whole graph: messages of all edges, before and after their weights."""
-    return 2 * 4 * max(width, graph.classes) * (data.num_edges + data.num_nodes)
+    num_edges: int = data.num_edges
+    return 2 * 4 * max(width, graph.classes) * (num_edges + graph.nodes)
+
+
+def _run_gas(
+    graph: BenchGraph, data: Data, device: torch.device, layers: int, width: int, repeats: int
+) -> tuple[Numbers, Tensor]:
+    loader = HaloLoader(data, partition=graph.labels, device=device)
+    model = autoscale(make_model(graph, device, layers=layers, width=width), data, storage="host")
+    return _repeat(lambda: infer(model, loader), device, repeats)
 
 
 def _run_plain(
@@ -98,6 +104,9 @@ def _as_they_are(data: Data) -> Tensor:
 
 
 def _as_matrix(data: Data) -> Tensor:
-    """The transposed adjacency, as PyG's layers take it."""
-    matrix: Tensor = to_torch_csr_tensor(data.edge_index.flip(0), size=(data.num_nodes, data.num_nodes))
+    """The transposed adjacency, as PyG's layers take it, which add self-loops to it."""
+    edges, _ = remove_self_loops(data.edge_index)
+    # Said explicitly, because PyTorch would warn that it does not check them.
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
+        matrix: Tensor = to_torch_csr_tensor(edges.flip(0), torch.ones(edges.size(1)), size=data.num_nodes)
     return matrix

@@ -29,7 +29,8 @@ _WARM_UP = 2
 def make_model(graph: BenchGraph, device: torch.device, *, layers: int, width: int) -> nn.Module:
     """A GCN for a graph, always with the same weights."""
     torch.manual_seed(0)
-    return GCN(graph.features, width, num_layers=layers, out_channels=graph.classes).to(device)
+    model: nn.Module = GCN(graph.features, width, num_layers=layers, out_channels=graph.classes)
+    return model.to(device)
 
 
 def own_step(model: nn.Module) -> tuple[Callable[[Data], Tensor], torch.optim.Optimizer]:

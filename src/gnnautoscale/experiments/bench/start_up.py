@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.loader import ClusterData, NeighborLoader  # type: ignore[import-untyped]
+from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import autoscale
 from gnnautoscale.errors import InputError
@@ -55,8 +57,11 @@ def bench_start(
         add(f"partition, {method}", seconds, pyg, missing or absent)
     seconds, loader = timed(lambda: HaloLoader(data, partition=labels, device=device), device)
     make = partial(NeighborLoader, data, num_neighbors=[-1], batch_size=graph.batch_nodes)
-    pyg, _, absent = _try(make, device)
-    add("loader", seconds, pyg, absent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the note says it
+        pyg, _, absent = _try(make, device)
+    samples = WITH_PYG_LIB or WITH_TORCH_SPARSE
+    add("loader", seconds, pyg, absent if samples else "'NeighborLoader' samples only with 'pyg-lib' or 'torch-sparse'")
     model = make_model(graph, device, layers=layers, width=width)
     add("autoscale", timed(lambda: autoscale(model, data, storage="host"), device)[0], None)
     steps = _time_steps(model, chain(loader, loader), device)
