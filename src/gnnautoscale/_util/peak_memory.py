@@ -82,7 +82,8 @@ def _return_free_memory() -> None:
 
 
 def resident_memory() -> int | None:
-    """Bytes that this process holds in host memory; ``None`` on other systems than Linux."""
+    """Bytes that this process holds in host memory, of what it has not freed; ``None`` on other systems than Linux."""
+    _return_free_memory()
     return _resident() if _STATM.exists() else None
 
 
