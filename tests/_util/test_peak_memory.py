@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gnnautoscale._util.peak_memory
-from gnnautoscale._util.peak_memory import PeakMemory
+from gnnautoscale._util.peak_memory import PeakMemory, resident_memory
 
 CPU = torch.device("cpu")
 MEGABYTE = 2**20
@@ -92,3 +92,19 @@ def test_nothing_is_said_where_the_system_does_not_tell(monkeypatch: pytest.Monk
     with PeakMemory(CPU) as peak:
         pass
     assert peak.num_bytes is None
+
+
+@needs_statm
+def test_resident_memory_grows_with_what_is_held() -> None:
+    before = resident_memory()
+    kept = allocate(64)
+    after = resident_memory()
+    assert before is not None
+    assert after is not None
+    assert 60 * MEGABYTE <= after - before <= 90 * MEGABYTE
+    assert kept.numel() == 64 * MEGABYTE
+
+
+def test_resident_memory_is_unknown_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gnnautoscale._util.peak_memory, "_STATM", Path("nowhere"))
+    assert resident_memory() is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,30 @@ from gnnautoscale.attach.autoscaler import autoscale
 from gnnautoscale.cli import app
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import bench, figure
-from gnnautoscale.experiments.bench import BenchGraph, bench_io, bench_step, make_loader, time_epochs, with_computation
+from gnnautoscale.experiments.bench import (
+    BenchGraph,
+    bench_infer,
+    bench_io,
+    bench_loop,
+    bench_memory,
+    bench_start,
+    bench_step,
+    make_data,
+    make_loader,
+    measuring,
+    start_up,
+    steps,
+    time_epochs,
+    with_computation,
+)
+from gnnautoscale.experiments.bench.measuring import if_it_fits
+from gnnautoscale.experiments.bench.own_loop import make_model, own_step, plain_batches, run_epoch
 from gnnautoscale.training.journal import describe_machine
 
 CPU = torch.device("cpu")
 SMALL = BenchGraph(nodes=300, batch_nodes=20, batches=3, degree=4, halo_degree=2, features=8, classes=5)
+TINY = BenchGraph(nodes=120, batch_nodes=20, batches=6, degree=4, halo_degree=2, features=8, classes=5)
+SIZES = ["--device", "cpu", "--num-parts", "6", "--part-nodes", "20", "--width", "4", "--layers", "2", "--json"]
 FLAGS = ["--device", "cpu", "--nodes", "300", "--batch-nodes", "20", "--batches", "3", "--degree", "4", "--width", "8"]
 
 
@@ -54,7 +75,7 @@ def test_epochs_are_timed() -> None:
 
 def test_overheads_are_relative_to_histories_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 1.1, 1.05, 1.5, 4.0, 2.0, 2.4, 2.1, 5.0, 6.0])
-    monkeypatch.setattr(bench, "time_epochs", lambda *_, **__: {"step": next(times) / 1e3})
+    monkeypatch.setattr(steps, "time_epochs", lambda *_, **__: {"step": next(times) / 1e3})
     first, second = with_computation(bench_step(SMALL, ratio, CPU, layers=2) for ratio in (0.0, 2.0))
     assert first["computation"] == 0.0
     assert second["computation"] == pytest.approx(1.0)
@@ -109,7 +130,7 @@ def test_every_medium_and_precision_is_timed(tmp_path: Path) -> None:
 def test_the_hidden_share_compares_with_no_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     times = dict.fromkeys(bench.MEDIA, 3.0) | {"device float32": 1.0, "host float32": 2.0, "host float32, serial": 5.0}
     left = iter(times.values())
-    monkeypatch.setattr(bench, "time_epochs", lambda *_, **__: {"step": next(left) / 1e3})
+    monkeypatch.setattr(steps, "time_epochs", lambda *_, **__: {"step": next(left) / 1e3})
     rows = {row["histories"]: row for row in bench.bench_storage(SMALL, 1.0, CPU, tmp_path)}
     assert rows["host float32"]["overlap"] == pytest.approx(0.75)
     assert rows["disk float32"]["overlap"] == pytest.approx(0.0)
@@ -125,6 +146,123 @@ def test_epochs_are_printed_as_json() -> None:
     assert [row["batches"] for row in found["rows"]] == ["device", "host"]
 
 
+def test_halos_of_few_nodes_are_distinct_and_anywhere() -> None:
+    data = make_data(BenchGraph(nodes=4000, batch_nodes=50, batches=2, degree=1, halo_degree=1, features=1), 2.0)
+    outside = [source[source // 50 != part] for part, source in enumerate(data.edge_index[0].chunk(2))]
+    for halo in outside:
+        assert halo.unique().numel() == halo.numel() == 100
+        assert 1500 < halo.float().mean() < 2500
+
+
+def test_plain_batches_hold_the_same_rows_and_edges() -> None:
+    loader = make_loader(TINY, 1.0)
+    for batch, plain in zip(loader, plain_batches(loader, CPU), strict=True):
+        assert type(plain.edge_index) is torch.Tensor
+        assert torch.equal(plain.edge_index, batch.edge_index.plain)
+        assert torch.equal(plain.x, batch.x)
+        assert plain.batch_size == 20
+
+
+def test_the_plain_step_trains_on_the_own_nodes_of_a_batch() -> None:
+    model = make_model(TINY, CPU, layers=2, width=4)
+    batch = next(plain_batches(make_loader(TINY, 1.0), CPU))
+    wanted = torch.nn.functional.cross_entropy(model(batch.x, batch.edge_index)[:20], batch.y[:20])
+    step, _ = own_step(model)
+    assert step(batch).item() == pytest.approx(wanted.item())
+    assert step(batch).item() < wanted.item()
+    assert run_epoch(step, [batch, batch, batch]) == 3
+
+
+def test_own_loops_are_compared_with_plain_pyg() -> None:
+    rows = bench_loop(TINY, 1.0, CPU, layers=2, width=4, together=2, epochs=1)
+    assert [(row["batches"], row["loop"]) for row in rows] == [
+        (batches, loop) for batches in ("fixed", "drawn") for loop in bench.LOOPS
+    ]
+    for row, base in zip(rows, [rows[0]] * 3 + [rows[3]] * 3, strict=True):
+        assert row["to PyG"] == row["epoch"] / base["epoch"] > 0
+        assert row["milliseconds"] == pytest.approx(1e3 * row["epoch"] / 6)  # as many batches of either kind
+        assert row["how"] == ("uncaptured: CUDA graphs need a GPU" if "captured" in row["loop"] else "in Python")
+
+
+def test_inference_equals_that_of_plain_pyg() -> None:
+    exact, *plain = bench_infer(TINY, 1.0, CPU, layers=2, width=4, repeats=1)
+    assert exact["difference"] is None
+    assert len(plain) == 2
+    assert all(row["difference"] < 1e-5 for row in plain)
+    fastest = min(row["seconds"] for row in plain)
+    assert [row["to PyG"] for row in (exact, *plain)] == [row["seconds"] / fastest for row in (exact, *plain)]
+
+
+def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "available_memory", lambda: 0)
+    _, edges, matrix = bench_infer(TINY, 1.0, CPU, layers=2, width=4, repeats=1)
+    assert edges["seconds"] is edges["difference"] is edges["to PyG"] is None
+    assert matrix["to PyG"] == 1.0
+    assert "does not fit" in call("infer", *SIZES[:-1])
+    last = bench_memory(TINY, 1.0, CPU, layers=2, width=4)[-1]
+    assert last["peak"] is None
+    assert last["note"] == "does not fit"
+
+
+def test_a_gpu_tries_whether_it_fits() -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError
+
+    gpu = torch.device("cuda")
+    assert if_it_fits(fail, 0, gpu) is None
+    assert if_it_fits(lambda: 3, 2**60, gpu) == 3
+
+
+def test_phases_of_the_start_are_timed() -> None:
+    rows = bench_start(TINY, 1.0, CPU, layers=2, width=4, partitioners=["metis"])
+    assert [row["phase"] for row in rows] == ["partition, metis", "loader", "autoscale", "first step", "second step"]
+    assert all(row["seconds"] > 0 for row in rows)
+    assert all(row["to PyG"] == row["seconds"] / row["PyG seconds"] for row in rows[-2:])
+
+
+def test_partitioners_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kaminpar", None)
+    monkeypatch.setattr(start_up, "ClusterData", lambda *_, **__: importlib.import_module("kaminpar"))
+    metis, kaminpar = bench_start(TINY, 1.0, CPU, layers=2, width=4)[:2]
+    assert metis["PyG seconds"] is None
+    assert "kaminpar" in metis["note"]
+    assert kaminpar["seconds"] is None
+    assert "needs the package kaminpar" in kaminpar["note"]
+
+
+def test_memory_is_compared_with_what_it_must_be() -> None:
+    rows = {row["phase"]: row for row in bench_memory(TINY, 1.0, CPU, layers=3, width=4)}
+    assert list(rows) == ["start", "data", "loader", "first epoch", "inference", "plain PyG, whole graph"]
+    graph = 8 * make_data(TINY, 1.0).num_edges + 4 * 120 * 8
+    assert rows["data"]["needed"] == rows["loader"]["needed"] == graph
+    assert rows["first epoch"]["needed"] == graph + 2 * 4 * 120 * 4
+    assert rows["inference"]["needed"] == graph + 2 * 4 * 120 * 4 + 4 * 120 * 5
+    assert all(row["device peak"] is None for row in rows.values())
+    if sys.platform == "linux":
+        assert all(row["peak"] > 10**6 and row["resident"] > 10**6 for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "fields"),
+    [
+        ("loop", ["--together", "5", "--epochs", "1"], {"batches", "loop", "epoch", "first epoch", "milliseconds"}),
+        ("infer", ["--repeats", "1"], {"way", "first", "seconds", "peak_memory", "to PyG", "difference"}),
+        ("start", ["--partition", "none"], {"phase", "seconds", "PyG seconds", "to PyG", "note"}),
+        ("memory", [], {"phase", "resident", "peak", "device peak", "needed", "note"}),
+    ],
+)
+def test_what_users_run_is_printed_and_written(
+    command: str, flags: list[str], fields: set[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "numbers.json"
+    found = json.loads(call(command, *SIZES, *flags, "--output", str(file)))
+    assert found["setup"] == {**found["setup"], "nodes": 120, "width": 4, "layers": 2, "ratio": 2.0}
+    assert all(fields <= row.keys() for row in found["rows"])
+    assert json.loads(file.read_text()) == found
+    heads, *lines = call(command, *SIZES[:-1], *flags).splitlines()
+    assert [len(line.split("\t")) for line in lines] == [len(heads.split("\t"))] * len(found["rows"])
+
+
 @pytest.mark.parametrize(
     ("flags", "rule"),
     [
@@ -135,6 +273,10 @@ def test_epochs_are_printed_as_json() -> None:
         (["step", *FLAGS, "--batches", "16"], "for all batches"),
         (["step", "--device", "nowhere"], "device"),
         (["io", "--device", "cpu"], "needs a GPU"),
+        (["loop", *SIZES, "--together", "3"], "a multiple of --together"),
+        (["infer", *SIZES, "--repeats", "0"], "at least 1"),
+        (["start", *SIZES, "--partition", "scotch"], "--partition must be"),
+        (["memory", *SIZES, "--ratio", "9"], "for the largest halo"),
     ],
 )
 def test_odd_input_is_refused(flags: list[str], rule: str) -> None:

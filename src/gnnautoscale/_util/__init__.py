@@ -11,7 +11,7 @@ from gnnautoscale._util.memory import available_memory
 from gnnautoscale._util.modes import for_later, untracked
 from gnnautoscale._util.nested import map_others, map_tensors, others_in, tensors_in
 from gnnautoscale._util.options import Option, OptionGroup, check_names, option, options_of
-from gnnautoscale._util.peak_memory import PeakMemory
+from gnnautoscale._util.peak_memory import PeakMemory, resident_memory
 from gnnautoscale._util.pinned import Pinned, arriving_numbers, copy_staged, pinned_zeros
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
 
@@ -35,6 +35,7 @@ __all__ = [
     "others_in",
     "pinned_zeros",
     "random_states",
+    "resident_memory",
     "set_random_states",
     "tensors_in",
     "undisturbed",

@@ -81,5 +81,11 @@ def _return_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def resident_memory() -> int | None:
+    """Bytes that this process holds in host memory, of what it has not freed; ``None`` on other systems than Linux."""
+    _return_free_memory()
+    return _resident() if _STATM.exists() else None
+
+
 def _resident() -> int:
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""The command ``gas bench``: measure steps, transfers, epochs and storage on this machine."""
+"""The command ``gas bench``: measure steps, transfers, storage, own loops, inference, start-up and memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from gnnautoscale._util import write_atomically
 from gnnautoscale.cli.display import Json, megabytes, print_json, print_table
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import bench, figure
+from gnnautoscale.graph import Partitioner
 from gnnautoscale.training import describe_machine, pick_device
 
-app = typer.Typer(help="Measure steps, transfers, epochs and storage on this machine.", no_args_is_help=True)
+app = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 Nodes = Annotated[int, typer.Option(help="Rows of a history.")]
 BatchNodes = Annotated[int, typer.Option(help="Nodes per batch.")]
 Batches = Annotated[int, typer.Option(help="Batches per epoch.")]
@@ -27,6 +28,9 @@ Width = Annotated[int, typer.Option(help="Width of features and layers.")]
 Layers = Annotated[int, typer.Option(help="Number of layers.")]
 Epochs = Annotated[int, typer.Option(help="Timed epochs for each number.")]
 Device = Annotated[str, typer.Option(help="Where to compute.")]
+Parts = Annotated[int, typer.Option(help="Number of parts, all of the same size.")]
+PartNodes = Annotated[int, typer.Option(help="Nodes per part.")]
+Hidden = Annotated[int, typer.Option(help="Width of hidden layers.")]
 Output = Annotated[Path | None, typer.Option(help="Where to write the numbers, as JSON.")]
 
 
@@ -73,10 +77,10 @@ def io(device: Device = "cuda", output: Output = None, json: Json = False) -> No
 
 @app.command()
 def epoch(
-    num_parts: Annotated[int, typer.Option(help="Number of parts, all of the same size.")] = bench.PRODUCTS.batches,
-    part_nodes: Annotated[int, typer.Option(help="Nodes per part.")] = bench.PRODUCTS.batch_nodes,
+    num_parts: Parts = bench.PRODUCTS.batches,
+    part_nodes: PartNodes = bench.PRODUCTS.batch_nodes,
     ratio: Ratio = 2.0,
-    width: Annotated[int, typer.Option(help="Width of hidden layers.")] = 256,
+    width: Hidden = 256,
     layers: Layers = 3,
     device: Device = "cuda",
     output: Output = None,
@@ -84,7 +88,7 @@ def epoch(
 ) -> None:
     """Time an epoch of a GCN on a graph as large as ogbn-products, with batches on the GPU and in host memory."""
     device = pick_device(device)
-    graph = replace(bench.PRODUCTS, nodes=num_parts * part_nodes, batch_nodes=part_nodes, batches=num_parts)
+    graph = _like_products(num_parts, part_nodes)
     graph.check(ratio, layers=layers, width=width)
     rows = bench.bench_epoch(graph, ratio, torch.device(device), layers=layers, width=width)
     table = [[row["batches"], f"{row['epoch']:.3f}", megabytes(row["peak_memory"]), row["how"]] for row in rows]
@@ -127,6 +131,150 @@ def storage(
     heads = ["histories", "step (ms)", "to host", "MB moved", "hidden", "size", "peak memory"]
     setup = {**vars(graph), "layers": layers, "ratio": ratio}
     _report("a training step", heads, table, rows, setup, device, output, json)
+
+
+@app.command()
+def loop(
+    num_parts: Parts = bench.PRODUCTS.batches,
+    part_nodes: PartNodes = bench.PRODUCTS.batch_nodes,
+    together: Annotated[int, typer.Option(help="Parts of a drawn batch, smaller by this factor.")] = 10,
+    ratio: Ratio = 2.0,
+    width: Hidden = 256,
+    layers: Layers = 3,
+    epochs: Epochs = 3,
+    device: Device = "cuda",
+    output: Output = None,
+    json: Json = False,
+) -> None:
+    """Time a user's own training loop on fixed and drawn batches, captured and not, next to plain PyG."""
+    device = pick_device(device)
+    graph = _like_products(num_parts, part_nodes)
+    graph.check(ratio, layers=layers, width=width, epochs=epochs, together=together)
+    if part_nodes % together:
+        rule = "--part-nodes must be a multiple of --together"
+        raise InputError(rule, got=f"{part_nodes} and {together}", fix="Change one of the two.")
+    sizes = {"layers": layers, "width": width, "together": together}
+    rows = bench.bench_loop(graph, ratio, torch.device(device), epochs=epochs, **sizes)
+    table = [
+        [
+            f"{row['batches']}, {row['loop']}",
+            f"{row['milliseconds']:.2f}",
+            _seconds(row["epoch"]),
+            _seconds(row["first epoch"]),
+            megabytes(row["peak_memory"]),
+            _ratio(row["to PyG"]),
+            row["how"],
+        ]
+        for row in rows
+    ]
+    heads = ["batches, loop", "step (ms)", "epoch (s)", "first epoch (s)", "peak memory", "to PyG", "steps"]
+    _report("an own loop", heads, table, rows, {**vars(graph), "ratio": ratio, **sizes}, device, output, json)
+
+
+@app.command()
+def infer(
+    num_parts: Parts = bench.PRODUCTS.batches,
+    part_nodes: PartNodes = bench.PRODUCTS.batch_nodes,
+    ratio: Ratio = 2.0,
+    width: Hidden = 256,
+    layers: Layers = 3,
+    repeats: Annotated[int, typer.Option(help="Timed runs for each number.")] = 3,
+    device: Device = "cuda",
+    output: Output = None,
+    json: Json = False,
+) -> None:
+    """Time exact inference over all nodes, next to plain PyG on the whole graph at once."""
+    device = pick_device(device)
+    graph = _like_products(num_parts, part_nodes)
+    graph.check(ratio, layers=layers, width=width, repeats=repeats)
+    sizes = {"layers": layers, "width": width}
+    rows = bench.bench_infer(graph, ratio, torch.device(device), repeats=repeats, **sizes)
+    table = [
+        [
+            row["way"],
+            _seconds(row["seconds"], "does not fit"),
+            _seconds(row["first"]),
+            megabytes(row["peak_memory"]),
+            _ratio(row["to PyG"]),
+            "" if row["difference"] is None else f"{row['difference']:.1e}",
+        ]
+        for row in rows
+    ]
+    heads = ["inference", "seconds", "first time (s)", "peak memory", "to PyG", "difference"]
+    _report("inference", heads, table, rows, {**vars(graph), "ratio": ratio, **sizes}, device, output, json)
+
+
+@app.command()
+def start(
+    num_parts: Parts = bench.PRODUCTS.batches,
+    part_nodes: PartNodes = bench.PRODUCTS.batch_nodes,
+    ratio: Ratio = 2.0,
+    width: Hidden = 256,
+    layers: Layers = 3,
+    partition: Annotated[
+        str, typer.Option(help="metis, kaminpar, both separated by a comma, or none: the parts as generated.")
+    ] = "metis,kaminpar",
+    device: Device = "cuda",
+    output: Output = None,
+    json: Json = False,
+) -> None:
+    """Time every phase from a graph in memory to the second training step, next to plain PyG."""
+    device = pick_device(device)
+    graph = _like_products(num_parts, part_nodes)
+    graph.check(ratio, layers=layers, width=width)
+    sizes = {"layers": layers, "width": width}
+    methods = _partitioners(partition)
+    rows = bench.bench_start(graph, ratio, torch.device(device), partitioners=methods, **sizes)
+    table = [
+        [row["phase"], _seconds(row["seconds"]), _seconds(row["PyG seconds"]), _ratio(row["to PyG"]), row["note"]]
+        for row in rows
+    ]
+    heads = ["phase", "seconds", "plain PyG (s)", "to PyG", "note"]
+    _report("start-up", heads, table, rows, {**vars(graph), "ratio": ratio, **sizes}, device, output, json)
+
+
+@app.command()
+def memory(
+    num_parts: Parts = bench.PRODUCTS.batches,
+    part_nodes: PartNodes = bench.PRODUCTS.batch_nodes,
+    ratio: Ratio = 2.0,
+    width: Hidden = 256,
+    layers: Layers = 3,
+    device: Device = "cuda",
+    output: Output = None,
+    json: Json = False,
+) -> None:
+    """Measure host and GPU memory after each phase of training, next to what it must take and to plain PyG."""
+    device = pick_device(device)
+    graph = _like_products(num_parts, part_nodes)
+    graph.check(ratio, layers=layers, width=width)
+    sizes = {"layers": layers, "width": width}
+    rows = bench.bench_memory(graph, ratio, torch.device(device), **sizes)
+    columns = {"resident": "resident", "peak": "peak", "device peak": "GPU peak", "needed": "at least"}
+    table = [[row["phase"], *(megabytes(row[name]) for name in columns), row["note"]] for row in rows]
+    heads = ["phase", *columns.values(), "note"]
+    _report("memory", heads, table, rows, {**vars(graph), "ratio": ratio, **sizes}, device, output, json)
+
+
+def _like_products(num_parts: int, part_nodes: int) -> bench.BenchGraph:
+    return replace(bench.PRODUCTS, nodes=num_parts * part_nodes, batch_nodes=part_nodes, batches=num_parts)
+
+
+def _seconds(value: float | None, unknown: str = "") -> str:
+    return unknown if value is None else f"{value:.3f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _partitioners(text: str) -> list[Partitioner]:
+    known: dict[str, Partitioner] = {"metis": "metis", "kaminpar": "kaminpar"}
+    words = [] if text == "none" else text.split(",")
+    if not known.keys() >= set(words):
+        rule = "--partition must be metis, kaminpar, both separated by a comma, or none"
+        raise InputError(rule, got=repr(text), fix="Choose one of these.")
+    return [known[word] for word in words]
 
 
 def _report(

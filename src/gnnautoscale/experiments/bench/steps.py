@@ -14,89 +14,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCN, GIN  # type: ignore[import-untyped]
 
 from gnnautoscale._util import PeakMemory
 from gnnautoscale.attach import Autoscaler, autoscale
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
+from gnnautoscale.experiments.bench.graphs import BenchGraph, make_loader
+from gnnautoscale.experiments.bench.measuring import Numbers, free_memory
 from gnnautoscale.forward import GraphMemory
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import DiskHistory, Storage
 from gnnautoscale.kernels import gather_rows, scatter_rows
 from gnnautoscale.tasks import NodeClassification
 from gnnautoscale.training import Engine, Optimization, Placement, make_optimizer
-
-#: What a benchmark measured, by name.
-Numbers = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class BenchGraph:
-    """A generated graph whose batches all have the same size; the defaults are those of the paper's Figure 4.
-
-    Nodes beyond the batches only serve as halo nodes. Each batch node has ``degree`` edges from random nodes of its
-    batch, and each halo node has ``halo_degree`` edges into random nodes of the batch.
-    """
-
-    nodes: int = 1_000_000
-    batch_nodes: int = 4000
-    batches: int = 25
-    degree: int = 60
-    halo_degree: int = 60
-    features: int = 256
-    classes: int = 256
-
-    def check(self, *ratios: float, **counts: int) -> None:
-        """Refuse a graph that cannot have such halos, and counts below 1."""
-        if min(*vars(self).values(), *counts.values()) < 1 or min(ratios) < 0:
-            raise InputError("sizes must be at least 1, and ratios at least 0", got="less", fix="Increase it.")
-        if self.batches * self.batch_nodes > self.nodes or (1 + max(ratios)) * self.batch_nodes > self.nodes:
-            raise InputError(
-                "the graph needs nodes for all batches and for the largest halo",
-                got=f"{self.nodes:,} for {self.batches} batches of {self.batch_nodes:,} and a ratio of {max(ratios):g}",
-                fix="Use more nodes, or fewer or smaller batches.",
-            )
-
-
-#: As many nodes, edges and features as ogbn-products, in 150 parts.
-PRODUCTS = BenchGraph(2_400_000, 16_000, 150, degree=39, halo_degree=6, features=100, classes=47)
-
-
-def make_loader(graph: BenchGraph, ratio: float, device: torch.device | str = "cpu") -> HaloLoader:
-    """Generate a graph with ``ratio`` halo nodes per batch node, and return its loader."""
-    generator = torch.Generator().manual_seed(0)
-    size, halo = graph.batch_nodes, int(ratio * graph.batch_nodes)
-    edges = []
-    for part in range(graph.batches):
-        first = part * size
-        nodes = torch.arange(first, first + size).repeat_interleave(graph.degree)
-        inside = first + torch.randint(size, nodes.shape, generator=generator)
-        outside = torch.randperm(graph.nodes - size, generator=generator)[:halo]  # distinct nodes of other parts
-        outside = (outside + (outside >= first) * size).repeat_interleave(graph.halo_degree)
-        into = first + torch.randint(size, outside.shape, generator=generator)
-        edges.append(torch.stack([torch.cat([inside, outside]), torch.cat([nodes, into])]))
-    data = Data(
-        x=torch.randn(graph.nodes, graph.features, generator=generator),
-        edge_index=torch.cat(edges, dim=1),
-        y=torch.randint(graph.classes, (graph.nodes,), generator=generator),
-        train_mask=torch.ones(graph.nodes, dtype=torch.bool),
-    )
-    return HaloLoader(data, partition=torch.arange(graph.nodes) // size, device=device)
-
-
-def free_memory(device: torch.device) -> int:
-    """Free garbage, cached GPU memory and cuBLAS workspaces; returns the bytes of these workspaces, 0 on a CPU."""
-    gc.collect()
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch._C._cuda_clearCublasWorkspaces()
-    freed = before - torch.cuda.memory_allocated(device)
-    torch.cuda.empty_cache()
-    return freed
 
 
 def time_epochs(
