@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # What a function may get besides edges. Through anything else, such as the layer itself, it could do more than return.
 _SETTINGS = (bool, int, float, str, torch.dtype, NoneType)
+# Instructions that write to global variables; every second byte of a function's code is one.
+_WRITES = {dis.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL")}
 
 
 def with_memory(forward: Callable[..., Any], running: Callable[[], Session | None]) -> Callable[..., Any]:
@@ -35,7 +37,7 @@ def with_memory(forward: Callable[..., Any], running: Callable[[], Session | Non
     if not isinstance(forward, MethodType) or not isinstance(function, FunctionType):
         return forward
     code, layer_module = function.__code__, forward.__self__
-    if any(step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for step in dis.get_instructions(code)):
+    if _WRITES & set(code.co_code[::2]):
         return forward  # a copy of it would write to other variables
 
     def run(*args: Any, **kwargs: Any) -> Any:
