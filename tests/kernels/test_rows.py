@@ -15,6 +15,7 @@ from gnnautoscale.kernels import (
     merge_rows,
     scatter_rows,
 )
+from gnnautoscale.kernels.rows import narrow_rows
 from support import kernels as support
 from support.kernels import (
     NEEDS_GPU,
@@ -187,6 +188,27 @@ def test_pinned_memory(width: int, dtypes: tuple[torch.dtype, torch.dtype]) -> N
     scatter_rows(new, index.cuda(), history)
     torch.cuda.synchronize()
     assert torch.equal(history, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 3)], ids=str)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_narrow_rows(device: str, shape: tuple[int, ...], index_dtype: torch.dtype) -> None:
+    source = torch.randn(50, *shape)
+    for count in (0, 1, 700):
+        index = torch.randint(50, (count,))
+        found = narrow_rows(source.to(device), index.to(device, index_dtype))
+        assert torch.equal(found.cpu(), source[index])
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
+def test_pieces_of_a_table(device: str, shape: tuple[int, ...], request: pytest.FixtureRequest) -> None:
+    if request.node.callspec.params["device"] != "triton":
+        pytest.skip("the plain way is a loop of copies")
+    table = torch.randint(1000, (60, *shape), dtype=torch.int32)
+    table = table.pin_memory() if device == "cuda" else table
+    pieces = torch.tensor([[50, 0, 10], [3, 10, 1], [20, 11, 25]])
+    found = WordTable(table).copy_pieces(pieces.to(device), 36)
+    assert torch.equal(found.cpu(), torch.cat([table[50:60], table[3:4], table[20:45]]))
 
 
 @pytest.mark.gpu

@@ -351,6 +351,8 @@ class Recorder:
         edges = info.table if own else extended or EdgeTable(edge_index, order, row)
         del edge_index
         constants = {name: value[edges.edge] for name, value in constants.items()}
+        if edges is not info.table:
+            edges.edge = edges.edge[:0].clone()  # of no use from now on
         for record in self._shared_records:
             if record.edges is not edges and (own or not record.edges.has_same_edges(edges)):
                 continue

@@ -96,6 +96,25 @@ class WordTable:
 
 
 @untracked
+def narrow_rows(source: Tensor, index: Tensor) -> Tensor:
+    """Rows of a few values each, ``source[index]``, ``[count, ...]``.
+
+    On a GPU PyTorch's own way takes twenty times as long.
+
+    Example:
+        >>> narrow_rows(torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 1, 0])).tolist()
+        [[3, 4], [3, 4], [1, 2]]
+    """
+    if not use_triton(source):
+        return source.index_select(0, index)
+    source = source.contiguous()
+    out = torch.empty((index.numel(), *source.shape[1:]), dtype=source.dtype, device=source.device)
+    if out.numel():
+        _triton().gather_narrow_rows(source, index, out.view(out.size(0), -1))
+    return out
+
+
+@untracked
 def gather_tables(
     sources: Sequence[Tensor], index: Tensor, outs: Sequence[Tensor], *, skip: Tensor | None = None
 ) -> None:

@@ -117,6 +117,14 @@ def _pieces(source, pieces, out, count, num_pieces, width, block: tl.constexpr):
     tl.store(out + place, tl.load(source + origin, mask=wanted), mask=wanted)
 
 
+def _narrow(source, index, out, count, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    wanted = place < count
+    row = place // width
+    origin = tl.load(index + row, mask=wanted, other=0).to(tl.int64) * width + place - row * width
+    tl.store(out + place, tl.load(source + origin, mask=wanted), mask=wanted)
+
+
 def _locate(index, where, count, start, first, length, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * block + tl.arange(0, block)
     wanted = row < count
@@ -136,6 +144,7 @@ _merge_kernels = compile_variants(
 _pieces_kernels = compile_variants(
     _pieces, counts=["count", "num_pieces"], indices=["source", "pieces", "out"], rows=[]
 )
+_narrow_kernels = compile_variants(_narrow, counts=["count"], indices=["source", "index", "out"], rows=[])
 _locate_kernels = compile_variants(
     _locate, counts=["count", "start", "first", "length"], indices=["index", "where"], rows=[]
 )
@@ -201,6 +210,12 @@ def copy_pieces(source: Tensor, pieces: Tensor, out: Tensor) -> None:
     width = out.size(1)
     arguments = (source, pieces, out, out.numel(), pieces.size(0), width, BLOCK)
     launch(_pieces_kernels, ceil_div(out.numel(), BLOCK), out, *arguments, warps=4)
+
+
+def gather_narrow_rows(source: Tensor, index: Tensor, out: Tensor) -> None:
+    """Read rows of a few values each, ``out[i] = source[index[i]]``, all on one device."""
+    arguments = (source, index, out, out.numel(), out.size(1), BLOCK)
+    launch(_narrow_kernels, ceil_div(out.numel(), BLOCK), out, *arguments, warps=4)
 
 
 def locate_rows(index: Tensor, start: int, first: int, length: int, where: Tensor) -> None:
