@@ -614,7 +614,7 @@ def train(name, **options):
     torch.manual_seed(1)
     model = GCN(6, 3, hidden=8, layers=3, dropout=0.3)
     options = {"schedule": "plateau", "refresh_every": 7, "evaluate_every": 5, **options}
-    result = gas.fit(model, data, num_parts=5, batch_size=2, epochs=30, **options)
+    result = gas.fit(model, data, num_parts=5, batch_size=2, epochs=15, **options)
     losses = [epoch.loss for epoch in result.epochs]
     torch.save([model.state_dict(), losses, result.scores, result.best_epoch, result.steps], folder / name)
 
@@ -666,15 +666,15 @@ def test_runs_that_are_killed_go_on_bit_for_bit(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     at = json.loads(done.stdout)
-    # It was killed 10 times while it ran, and then came to its end: 30 epochs of three batches.
+    # It was killed 10 times while it ran, and then came to its end: 15 epochs of three batches.
     assert len(at) == 11
     assert at == sorted(at)
-    assert 0 < at[-2] < at[-1] == 90
+    assert 0 < at[-2] < at[-1] == 45
     whole, resumed = (torch.load(tmp_path / name, weights_only=True) for name in ("whole", "resumed"))
     assert same_bits(whole[0], resumed[0])
     assert whole[1:] == resumed[1:]
     # Nothing is left of what was cut off.
-    assert steps_of(tmp_path / "saved") == [89, 90]
+    assert steps_of(tmp_path / "saved") == [44, 45]
     found = load_latest(tmp_path / "saved")
     assert found is not None
     assert [path.name for path in (tmp_path / "rows").iterdir() if path.suffix != ".rows"] == ["lock"]
