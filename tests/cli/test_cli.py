@@ -679,17 +679,8 @@ def test_a_folder_is_no_file_for_a_model(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    options: list[str | Path] = [
-        "--hidden",
-        "4",
-        "--device",
-        "cpu",
-        "--run-dir",
-        folder / "run",
-        "--save",
-        folder / "model.pt",
-    ]
-    done("train", *TINY, *FAST, *options, "--quiet")
+    written = ["--run-dir", str(folder / "run"), "--save", str(folder / "model.pt")]
+    done("train", *TINY, *FAST, "--hidden", "4", "--device", "cpu", *written, "--quiet")
     return folder / "model.pt"
 
 
