@@ -493,8 +493,7 @@ def loss_of(model: nn.Module, loader: gas.HaloLoader) -> float:
     return total
 
 
-@pytest.mark.parametrize("num_parts", [1, 5])
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(("num_parts", "keep"), [(1, False), (5, True)])
 @pytest.mark.parametrize(
     "change",
     [

@@ -225,7 +225,7 @@ def test_nothing_is_lost_if_no_edge_is(example: Example) -> None:
 @pytest.mark.parametrize("parts", ["metis", "random", "one"])
 @pytest.mark.parametrize("example", SMALL, ids=lambda example: example.name)
 def test_histories_keep_classes(example: Example, parts: Literal["metis", "random", "one"]) -> None:
-    for seed in SEEDS:
+    for seed in SEEDS[:2]:
         model = model_for(example, seed)
         count = 1 if parts == "one" else example.num_parts
         how: Literal["metis", "random"] = "random" if parts == "random" else "metis"

@@ -32,7 +32,7 @@ short_segments = support.short_segments
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("of", ["target", "source"])
 @pytest.mark.parametrize("degrees", DEGREES.values(), ids=DEGREES)
-@pytest.mark.parametrize(("reduce", "weighted", "width"), [("mean", False, 1), ("mean", True, 48), ("sum", True, 130)])
+@pytest.mark.parametrize(("reduce", "weighted", "width"), [("mean", False, 1), ("sum", True, 48)])
 def test_long_rows(device: str, width: int, weighted: bool, reduce: str, degrees: list[int], of: str) -> None:
     graph = Hubs(device, degrees, weighted=weighted, of=of)
     adjacency = graph.adjacency()
@@ -60,8 +60,7 @@ def test_rows_that_are_really_long(device: str, reduce: str) -> None:
 
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("reduce", ["sum", "mean"])
-@pytest.mark.parametrize("of", ["target", "source"])
+@pytest.mark.parametrize(("of", "reduce"), [("target", "mean"), ("source", "sum")])
 def test_long_rows_in_half_precision(device: str, of: str, reduce: str, dtype: torch.dtype) -> None:
     graph = Hubs(device, DEGREES["several"], weighted=True, of=of)
     x, grad = graph.rows(16, dtype)
@@ -84,8 +83,7 @@ def test_segments_add_in_single(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("short_segments")
-@pytest.mark.parametrize("grad_rows", [0, 2, 3, 6])
-@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize(("grad_rows", "reduce"), [(0, "sum"), (2, "mean"), (3, "sum"), (6, "mean")])
 def test_gradient_of_some_long_rows_only(device: str, reduce: str, grad_rows: int) -> None:
     graph = Hubs(device, [4, 50, 7, 90, 2, 30], weighted=True, of="source")
     adjacency = graph.adjacency()

@@ -79,7 +79,7 @@ def test_scatter_rows(device: str, width: int) -> None:
         assert torch.equal(target, expected)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", [1, 47, 300])
 def test_merge_rows(device: str, width: int) -> None:
     own, recent = -10 - integers(30, width, device=device), 10 + integers(20, width, device=device)
     staged = integers(2 * 170, width, device=device).view(2, 170, width)

@@ -45,8 +45,13 @@ def test_tiny_graph(device: str, weighted: bool, reduce: str) -> None:
     assert (out.tolist(), gradient.tolist()) == expected[reduce, weighted]
 
 
-@pytest.mark.parametrize("reduce", REDUCES)
-@pytest.mark.parametrize(("weighted", "width"), [(False, 1), (True, 3), (False, 47), (True, 64), (False, 300)])
+@pytest.mark.parametrize(
+    ("weighted", "width", "reduce"),
+    [
+        *((weighted, width, reduce) for weighted, width in ((False, 1), (True, 3), (True, 64)) for reduce in REDUCES),
+        *((False, 300, reduce) for reduce in ("mean", "max")),
+    ],
+)
 def test_equals_scatter_with_its_gradient(device: str, weighted: bool, reduce: str, width: int) -> None:
     graph = RandomEdges(device, weighted=weighted)
     x = integers(8, width, device=device)

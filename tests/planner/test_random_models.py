@@ -9,7 +9,7 @@ import pytest
 
 from support.random_models import Recipe
 
-SEEDS = 15
+SEEDS = 10
 TOGETHER = 5
 
 

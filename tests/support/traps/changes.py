@@ -480,14 +480,10 @@ def setting(name: str, value: Any, layer: Callable[[], Any], *arguments: str) ->
 
 
 setting("add_self_loops", False, gcn)
-setting("improved", True, gcn, "edge_weight")
-setting("normalize", False, gcn, "edge_weight")
-setting("negative_slope", 0.9, lambda: pyg.GATConv(C, C))
 setting("fill_value", 3.0, lambda: pyg.GATConv(C, C, edge_dim=EDGE_CHANNELS), "edge_attr")
 setting("flow", "target_to_source", sage)
 setting("K", 1, lambda: pyg.SGConv(C, C, K=2))
 setting("diag_lambda", 0.5, lambda: pyg.ClusterGCNConv(C, C))
-setting("normalization", "rw", lambda: pyg.ChebConv(C, C, 2))
 
 
 class LearnedPower(Annealed):

@@ -545,11 +545,6 @@ def _() -> Outcome:
     return on_random_graphs(lambda: pyg.RGCNConv(C, C, NUM_RELATIONS), "edge_type")
 
 
-@trap("sizes: FiLMConv on random graphs", exact=True)
-def _() -> Outcome:
-    return on_random_graphs(lambda: pyg.FiLMConv(C, C, NUM_RELATIONS), "edge_type")
-
-
 def positive() -> Data:
     data = graph()
     data.x = data.x.abs()
