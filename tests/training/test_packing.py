@@ -197,7 +197,7 @@ def test_only_what_is_needed_is_packed() -> None:
         views = Packer(scaler, CPU, "device").pack(batch, {}, scaler.attributes(batch), placed=False).views
         kinds = {name if isinstance(name, str) else name[1] for name in views}
         # Dropout draws from plain edges; fused ones come with their transpose.
-        assert kinds == {"rows", "x", *(("fused",) if not dropout else ("edge_index", "constant"))}
+        assert kinds == {"rows", "n_id", "x", *(("fused",) if not dropout else ("edge_index", "constant"))}
         assert dropout or any(name[-1] == "ptr_t" for name in views)
 
 

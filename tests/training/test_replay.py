@@ -62,6 +62,7 @@ def test_the_last_run_before_the_first_capture_is_watched() -> None:
     replayer, batch = Replayer(autoscaled(data), CPU), next(iter(gas.HaloLoader(data, 3)))
     assert (replayer.why_not, replayer.how) == ("there is no GPU", "uncaptured: CUDA graphs need a GPU")
     replayer.why_not = None
+    batch.edge_index.info.recurring = 3
 
     def work(batch: Data, extras: dict[str, Tensor]) -> Tensor:
         return extras["one"] + torch.rand(()) * 0
@@ -127,6 +128,7 @@ def test_every_step_makes_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     transfer.calls.clear()
     monkeypatch.setattr(engine._replayer, "_device", torch.device("cuda", 0))
     monkeypatch.setattr(engine._replayer, "why_not", None)
+    monkeypatch.setattr(engine._replayer, "_packed", lambda *_: SimpleNamespace())
     monkeypatch.setattr(engine._replayer, "_replay", lambda *_: SimpleNamespace(graph=transfer, result=None))
     engine.epoch(loader.ready_batches())
     rest = ["replay", "look ahead", "complete"]

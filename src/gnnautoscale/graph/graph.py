@@ -204,7 +204,7 @@ def _inputs(data: Data) -> list[str]:
 
 
 def _is_label(name: str) -> bool:
-    return name == "y" or name.endswith("_mask")
+    return name == "y" or name.startswith("y_") or name.endswith("_mask")
 
 
 def check_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
@@ -254,7 +254,7 @@ def _check_attributes(data: Data, num_nodes: int, names: Iterable[str]) -> None:
             raise InputError("a graph must have one set of edges, edge_index", got=f"also {name}", fix=fix)
         if not isinstance(value, Tensor):
             continue
-        of_nodes, of_edges = name == "x" or _is_label(name), name in _EDGE_LEVEL
+        of_nodes, of_edges = name in ("x", "y") or name.endswith("_mask"), name in _EDGE_LEVEL
         if (of_nodes or of_edges or rows_of(data, name)) and not dense:
             fix = f"Use data.{name} = data.{name}.to_dense()."
             raise InputError(f"{name} must be a dense tensor", got=str(value.layout), fix=fix)

@@ -135,13 +135,13 @@ def capture(
         >>> from torch_geometric.nn import GCN
         >>> import gnnautoscale as gas
         >>> data = KarateClub()[0]
-        >>> data.wanted = torch.where(data.train_mask, data.y, -1)  # cross_entropy ignores the others
+        >>> data.y_train = torch.where(data.train_mask, data.y, -1)  # cross_entropy ignores the others
         >>> model = gas.autoscale(GCN(34, 16, num_layers=2, out_channels=4), data)
         >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         >>> def train(batch):
         ...     optimizer.zero_grad()
         ...     out = model(batch.x, batch.edge_index)
-        ...     loss = F.cross_entropy(out, batch.wanted[: batch.batch_size], ignore_index=-1, reduction="sum")
+        ...     loss = F.cross_entropy(out, batch.y_train[: batch.batch_size], ignore_index=-1, reduction="sum")
         ...     loss.backward()
         ...     optimizer.step()
         ...     return loss
