@@ -15,8 +15,9 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from gnnautoscale.errors import UnsupportedModelError
+from gnnautoscale.forward.batch_edges import BatchEdges, EdgeForm
 from gnnautoscale.forward.plan import LayerCall
-from gnnautoscale.forward.record import BatchEdges, EdgeForm, EdgeRecord, Recorder, align, keep_edges, weightless_copy
+from gnnautoscale.forward.record import EdgeRecord, Recorder, align, keep_edges, weightless_copy
 from gnnautoscale.graph import Graph
 
 

@@ -20,7 +20,7 @@ from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.forward import GraphMemory
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor
 from gnnautoscale.graph.edges import RowOrder
-from gnnautoscale.graph.loader import ReadyBatch
+from gnnautoscale.graph.ready import ReadyBatch
 from gnnautoscale.transfer import BatchRows
 
 C = CHANNELS

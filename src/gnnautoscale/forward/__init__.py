@@ -4,6 +4,7 @@ Records of the edges that layers use, the plan with the model's slots, the sessi
 that exchange rows at slots. This package knows nothing about training.
 """
 
+from gnnautoscale.forward.batch_edges import BatchEdges, EdgeForm
 from gnnautoscale.forward.copying import copy_model
 from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, own_attribute
 from gnnautoscale.forward.exchange import (
@@ -22,7 +23,7 @@ from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.norms import uses_own_statistics
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
-from gnnautoscale.forward.record import ArgumentKind, Arguments, BatchEdges, EdgeForm, EdgeRecord, describe, has_rows
+from gnnautoscale.forward.record import ArgumentKind, Arguments, EdgeRecord, describe, has_rows
 from gnnautoscale.forward.session import Session, check_layout, evaluating
 from gnnautoscale.forward.sweep import SweepExchange
 from gnnautoscale.forward.watch import OVERRIDES, Attribute, Form, Watch, form_of_values, held_tensors

@@ -12,10 +12,11 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.forward.batch_edges import BatchEdges
 from gnnautoscale.forward.lazy import LazyEdges
 from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import LayerCall, Plan
-from gnnautoscale.forward.record import Arguments, BatchEdges, EdgeRecord, align, describe, has_rows, keep_edges
+from gnnautoscale.forward.record import Arguments, EdgeRecord, align, describe, has_rows, keep_edges
 from gnnautoscale.graph import BatchInfo, BatchTensor, EdgeTable, hand_over
 
 #: Named arguments of an edge call.

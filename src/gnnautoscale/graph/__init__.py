@@ -10,8 +10,9 @@ from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, ha
 from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph, check_nodes
 from gnnautoscale.graph.hashing import fingerprint
-from gnnautoscale.graph.loader import HaloLoader, ReadyBatch, tagged_copies
+from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.graph.partitioning import Partitioner, connectivity, partition
+from gnnautoscale.graph.ready import ReadyBatch, tagged_copies
 
 __all__ = [
     "BatchInfo",

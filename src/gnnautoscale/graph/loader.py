@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,19 +12,18 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.assemble import Assembly, BatchBuilder, PartGroup, build_each, write_counts
-from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, hand_over
-from gnnautoscale.graph.edges import RowOrder, index_dtype
+from gnnautoscale.graph.assemble import Assembly, BatchBuilder, PartGroup, build_each
+from gnnautoscale.graph.batch import BatchInfo, assembly_stream
+from gnnautoscale.graph.edges import RowOrder
 from gnnautoscale.graph.graph import Graph, check_distinct_nodes
 from gnnautoscale.graph.partitioning import PARTITIONERS, Partitioner, check_labels, connectivity
 from gnnautoscale.graph.partitioning import partition as cut
+from gnnautoscale.graph.ready import ReadyBatch, in_pinned_memory, in_turn, tagged_copies
 from gnnautoscale.kernels import Halo
 
 _HOST = torch.device("cpu")
 # How many batches a GPU searches for their halo ahead of the one that gets its rows.
 _AHEAD = 1
-# How many batches a GPU may have to work on before the host waits.
-_MOST_IN_USE = 1
 
 
 class HaloLoader:
@@ -258,7 +256,7 @@ class HaloLoader:
         # What belongs to the graph as it is now, since another iteration may follow a change in the meantime.
         if device.type == "cuda":
             assembling = self._assembling(self._builder, self._ready, self._halos, groups, keep, device, only)
-            return _in_turn(assembling, device)
+            return in_turn(assembling, device)
         return self._built(self._builder, self._ready, groups, keep)
 
     def _built(
@@ -310,7 +308,7 @@ class HaloLoader:
                 return found
             batch, info = found.finish(only)
             if keep and group not in halos:
-                halos[group] = _in_pinned_memory(info.found.rows, builder.graph.num_nodes)
+                halos[group] = in_pinned_memory(info.found.rows, builder.graph.num_nodes)
             info.ready = stream.record_event()
             if keep:
                 info.keeper, info.recurring = partial(_keep, kept, group), self.num_batches
@@ -356,71 +354,6 @@ class HaloLoader:
     def _ready_batch(self, batch: Data, info: BatchInfo, graph: Graph) -> ReadyBatch:
         graph.check_unwritten(labels=True)
         return ReadyBatch(batch, info)
-
-
-class ReadyBatch:
-    """A built batch, which the loader may yield many times."""
-
-    def __init__(self, batch: Data, info: BatchInfo) -> None:
-        self._batch, self.info = batch, info
-        self._write_counts = write_counts(batch)
-
-    def is_on(self, device: torch.device) -> bool:
-        """Whether its tensors are on a device."""
-        return self.info.device.type == device.type
-
-    def _arrive(self) -> None:
-        """Let the current stream of a GPU use what another one has assembled."""
-        info = self.info
-        if info.ready is not None:
-            tensors = [info.found.rows, info.rows, *(info.found.by_source or ())]
-            tensors += [info.found.source] if "source" in vars(info.found) else []
-            tensors += [value for _, value in self._batch if isinstance(value, Tensor) and value.is_cuda]
-            hand_over(tensors, info.ready)
-
-    def intact(self) -> bool:
-        """Whether its tensors are unchanged."""
-        return self._write_counts == write_counts(self._batch)
-
-    def tagged_copy(self) -> Data:
-        """A copy for the user to move and change; it shares the tensors, and edges and nodes carry a tag."""
-        self._arrive()
-        batch = copy.copy(self._batch)
-        for name in ("edge_index", "n_id", *(name for name in self.info.graph.edge_attributes if name in batch)):
-            batch[name] = BatchTensor.tag(batch[name], self.info, name)
-        return batch
-
-
-def tagged_copies(batches: Iterator[ReadyBatch], then: Callable[[], ReadyBatch | None] | None = None) -> Iterator[Data]:
-    """Tagged copies of the batches; while the user has one, its info names the next.
-
-    ``then`` gives the batch that follows the last one, if it is known at that time.
-    """
-    batch = next(batches, None)
-    while batch is not None:
-        following = next(batches, None)
-        upcoming = following if following is not None or then is None else then()
-        with batch.info.followed_by(None if upcoming is None else upcoming.info):
-            yield batch.tagged_copy()
-        batch = following
-
-
-def _in_turn(batches: Iterator[ReadyBatch], device: torch.device) -> Iterator[ReadyBatch]:
-    """Batches for a GPU that the host does not get far ahead of, or there would be memory for all on their way."""
-    used: deque[torch.cuda.Event] = deque()
-    for batch in batches:
-        yield batch
-        if batch.info.ready is None:  # it is kept anyway
-            continue
-        used.append(torch.cuda.current_stream(device.index).record_event())
-        if len(used) > _MOST_IN_USE:
-            used.popleft().synchronize()
-
-
-def _in_pinned_memory(rows: Tensor, num_rows: int) -> Tensor:
-    """A copy of rows below a number, which a GPU makes and can read again."""
-    there = torch.empty(rows.shape, dtype=index_dtype(num_rows), pin_memory=True)
-    return there.copy_(rows, non_blocking=True)
 
 
 def _keep(kept: dict[PartGroup, ReadyBatch], group: PartGroup, batch: ReadyBatch | None) -> None:
