@@ -228,7 +228,7 @@ def test_a_gpu_may_know_the_order_of_sources(weighted: bool) -> None:
         for got, wanted in zip(adjacency.transposed, expected.transposed, strict=True):
             assert (got is None) == (wanted is None)
             assert got is None or wanted is None or torch.equal(got.cpu(), wanted)
-        assert len([*adjacency.tensors_so_far()]) == (4 + 2 * weighted) + 2 * (adjacency is known)
+        assert len([*adjacency.tensors_so_far()]) == 6 + 2 * weighted
 
 
 def test_only_a_gradient_builds_the_transpose() -> None:

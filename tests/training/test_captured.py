@@ -228,6 +228,21 @@ def test_same_seed_same_bits(data: Data) -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gcn", "graphsage"])
+def test_the_whole_graph_is_evaluated_by_a_captured_pass(name: str, data: Data) -> None:
+    model = gas.autoscale(build_model(name, data, CLASSES, hidden=8, layers=2).cuda(), data)
+    engine = Engine(
+        model, make_optimizer(model, Optimization(lr=0.01)), NodeClassification(CLASSES), torch.device("cuda")
+    )
+    loader = gas.HaloLoader(data, 1, device="cuda")
+    with engine.running():
+        plain, _, captured, again = (engine.output(next(loader.ready_batches())) for _ in range(4))
+        assert again is captured
+        assert again is not plain
+        torch.testing.assert_close(captured, plain)
+
+
 # Without a GPU #######################################################################################################
 
 

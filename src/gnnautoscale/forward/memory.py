@@ -243,9 +243,10 @@ class GraphMemory:
         """Give a slot a history of another width, which is empty, or of another type, with the same rows."""
         self.settle()
         self.mark_changed()
-        old, host = self.histories.pop(slot), torch.device("cpu")
+        old = self.histories.pop(slot)
+        there = old.raw.device
         chunks = torch.split(torch.arange(self.num_nodes), _MOST_COPIED)
-        kept = [old.pull(rows, device=host, dtype=dtype) for rows in chunks] if old.width == width else []
+        kept = [old.pull(rows, device=there, dtype=dtype).cpu() for rows in chunks] if old.width == width else []
         self._open(slot, width, dtype, device)
         for rows, values in zip(chunks, kept, strict=False):
             self.histories[slot].push(values.to(device), rows)

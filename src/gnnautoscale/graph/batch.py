@@ -117,6 +117,13 @@ class BatchInfo:
             self._derived[owner] = compute()
         return cast(T, self._derived[owner])
 
+    def wait(self) -> None:
+        """Let the host wait until a GPU has it ready, so that nothing else needs to."""
+        for event in (self.ready, self.edges_ready):
+            if event is not None:
+                event.synchronize()
+        self.ready = self.edges_ready = None
+
     def shrink(self, rows: Tensor) -> None:
         """Forget what can be found again; ``rows`` are a copy of those of batch and halo, ``[num_rows]``."""
         self.rows = rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -139,14 +140,17 @@ class HaloLoader:
             vars(self).pop("connectivity", None)
         return graph
 
-    def ready_batches(self) -> Iterator[ReadyBatch]:
-        """The next epoch's batches as the loader keeps them; ``iter(loader)`` yields copies of these."""
+    def ready_batches(self, kept_with: Collection[str] | None = None) -> Iterator[ReadyBatch]:
+        """The next epoch's batches as the loader keeps them; ``iter(loader)`` yields copies of these.
+
+        Kept batches need to have these attributes only, by default all.
+        """
         self.follow()
         if self._left_off:  # in the middle of an epoch
             first, self._left_off = self._left_off, 0
         else:
             first, self._current, self._drawn_ahead = 0, self._drawn_ahead or self.draw(), None
-        return self._batches(self._current[first:], keep=self.is_fixed, device=self.device)
+        return self._batches(self._current[first:], keep=self.is_fixed, device=self.device, kept_with=kept_with)
 
     def first_of_next_epoch(self) -> ReadyBatch | None:
         """The batch that the next epoch begins with, if it is built already."""
@@ -242,7 +246,8 @@ class HaloLoader:
         """
         self.follow()
         groups = self._grouped(torch.arange(self.num_parts), together)
-        return tagged_copies(self._batches(groups, keep=self.keep, device=device or self.device, only=only))
+        there = device or self.device
+        return tagged_copies(self._batches(groups, keep=self.keep, device=there, only=only, kept_with=only))
 
     def any_batch(self, device: torch.device | None = None) -> Data:
         """One of the batches of a sweep, on the given device, by default on that of the loader."""
@@ -251,12 +256,18 @@ class HaloLoader:
         return next(tagged_copies(self._batches([group], keep=self.keep, device=device or self.device)))
 
     def _batches(
-        self, groups: list[PartGroup], *, keep: bool, device: torch.device, only: Collection[str] | None = None
+        self,
+        groups: list[PartGroup],
+        *,
+        keep: bool,
+        device: torch.device,
+        only: Collection[str] | None = None,
+        kept_with: Collection[str] | None = None,
     ) -> Iterator[ReadyBatch]:
         # What belongs to the graph as it is now, since another iteration may follow a change in the meantime.
         if device.type == "cuda":
-            assembling = self._assembling(self._builder, self._ready, self._halos, groups, keep, device, only)
-            return in_turn(assembling, device)
+            state = self._builder, self._ready, self._halos
+            return in_turn(self._assembling(*state, groups, keep, device, only, kept_with), device)
         return self._built(self._builder, self._ready, groups, keep)
 
     def _built(
@@ -287,6 +298,7 @@ class HaloLoader:
         keep: bool,
         device: torch.device,
         only: Collection[str] | None,
+        kept_with: Collection[str] | None,
     ) -> Iterator[ReadyBatch]:
         """Batches on a GPU: one is being searched for its halo while the one before it gets its rows."""
         stream = assembly_stream(device)
@@ -295,7 +307,7 @@ class HaloLoader:
 
         def start(group: PartGroup) -> ReadyBatch | Assembly:
             ready = kept.get(group)
-            if ready is not None and ready.is_on(device) and ready.intact():
+            if ready is not None and ready.is_on(device) and ready.has(kept_with) and ready.intact():
                 return ready
             own, key = builder.own_rows(group), (self._identity, group) if keep else None
             if group in halos:
@@ -316,13 +328,14 @@ class HaloLoader:
                 prepare(info)
             return self._ready_batch(batch, info, builder.graph)
 
-        for group in (*groups, *[None] * _AHEAD):
+        waiting = iter(groups)
+        while True:
             with torch.cuda.stream(stream):
-                if group is not None:
-                    searching.append((group, start(group)))
-                ready = finish() if len(searching) > _AHEAD or group is None else None
-            if ready is not None:
-                yield ready
+                searching.extend((group, start(group)) for group in islice(waiting, _AHEAD + 1 - len(searching)))
+                if not searching:
+                    return
+                ready = finish()
+            yield ready
 
     @cached_property
     def connectivity(self) -> float:

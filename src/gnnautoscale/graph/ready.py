@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -19,11 +19,15 @@ _MOST_IN_USE = 1
 
 
 class ReadyBatch:
-    """A built batch, which the loader may yield many times."""
+    """A built batch, which the loader may yield many times; it may lack some attributes of the graph."""
 
-    def __init__(self, batch: Data, info: BatchInfo) -> None:
-        self._batch, self.info = batch, info
+    def __init__(self, batch: Data, info: BatchInfo, lacks: Collection[str] = ()) -> None:
+        self._batch, self.info, self._lacks = batch, info, frozenset(lacks)
         self._write_counts = write_counts(batch)
+
+    def has(self, names: Collection[str] | None) -> bool:
+        """Whether it has these attributes, ``None`` for all of the graph's."""
+        return not self._lacks if names is None else self._lacks.isdisjoint(names)
 
     def is_on(self, device: torch.device) -> bool:
         """Whether its tensors are on a device."""

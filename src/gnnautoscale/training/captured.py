@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import attached
 from gnnautoscale.forward import StepExchange, evaluating
-from gnnautoscale.graph import BatchInfo, ReadyBatch
+from gnnautoscale.graph import BatchInfo, HaloLoader, ReadyBatch
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.feed import Feed, Item
 from gnnautoscale.training.packing import Placement
@@ -81,19 +82,17 @@ class Engine(Steps):
             self._forget()
 
     def epoch(
-        self,
-        batches: Iterable[ReadyBatch],
-        *,
-        after_step: Callable[[Item], None] | None = None,
-        then: Callable[[], ReadyBatch | None] | None = None,
+        self, loader: HaloLoader, most: int | None = None, after_step: Callable[[Item], None] | None = None
     ) -> float:
-        """Train on batches of the training graph; returns the mean loss over all targets, without the penalty.
+        """Train for an epoch, or on its first ``most`` batches; waits for the mean loss over all targets.
 
-        ``then`` gives the first batch of the next epoch, if it is known at the end of this one.
+        That is without the penalty. ``after_step`` is called with every batch.
         """
         self._notice_changes()
         self._replayer.times = self.times
-        return self.train(self._feed.items(batches, then), after_step)
+        # A step knows what it reads of a batch that comes back.
+        batches = islice(loader.ready_batches(kept_with=()), most)
+        return self.train(self._feed.items(batches, loader.first_of_next_epoch), after_step)
 
     def _notice_changes(self) -> None:
         """Forget what was captured and packed if the model was changed, by a callback for example."""
@@ -142,6 +141,7 @@ class Engine(Steps):
                 whole = batch.tagged_copy().to(str(self.device))
                 self._passes[refresh] += 1
                 if self._passes[refresh] > WARM_UP and self._why_no_pass is None:
+                    batch.info.wait()  # a graph cannot wait for what came before it
                     graph, out, self._why_no_pass = self._replayer.record(partial(self._call, whole))
                     if self._why_no_pass is None:
                         self._captured[refresh] = graph, out, whole

@@ -112,7 +112,8 @@ class Packer:
         if self.resident and info.keeper is not None:
             # From now on the loader yields the package itself.
             info.shrink(known.views["rows"])
-            info.keeper(ReadyBatch(known.batch, info))
+            lacks = {name for name, value in batch if isinstance(value, Tensor) and ("batch", name) not in known.views}
+            info.keeper(ReadyBatch(known.batch, info, lacks))
         return known
 
     def _views(self, tensors: dict[Any, Tensor], info: BatchInfo) -> dict[Any, Tensor]:

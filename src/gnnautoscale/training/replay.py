@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -203,7 +204,9 @@ class Replayer:
         except Exception as error:  # the work runs uncaptured next, and raises what has nothing to do with capture
             reason = (str(error) or type(error).__name__).splitlines()[0]
         try:
-            graph.capture_end()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # nothing came before the error
+                graph.capture_end()
         except RuntimeError as error:
             reason = reason or str(error).splitlines()[0]
             _recover_from_capture(self._device, self._pool, offset)
@@ -271,15 +274,21 @@ def _waits_noticed() -> Iterator[list[str]]:
     if not torch.cuda.is_available():
         yield waits
         return
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
+    this_thread, mode = threading.get_ident(), torch.cuda.get_sync_debug_mode()
+
+    def note(message: Warning | str, *_: Any) -> None:
+        # Threads that move rows may wait.
+        if threading.get_ident() == this_thread and "called a synchronizing" in str(message):
+            waits.append(str(message))
+
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.showwarning = note  # type: ignore[assignment]
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield waits
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-    waits += [str(warning.message) for warning in caught if "called a synchronizing" in str(warning.message)]
 
 
 def _host_state(model: nn.Module) -> dict[str, Any]:

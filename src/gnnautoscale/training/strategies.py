@@ -173,8 +173,7 @@ class HistoryStrategy(Strategy):
         result.connectivity = self._loader.connectivity
 
     def _train(self, most: int | None, after_step: Callable[[Item], None]) -> float:
-        batches = islice(self._loader.ready_batches(), most)
-        return self._engine.epoch(batches, after_step=after_step, then=self._loader.first_of_next_epoch)
+        return self._engine.epoch(self._loader, most, after_step)
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`Strategy.state_dict`."""

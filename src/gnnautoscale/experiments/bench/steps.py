@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def time_epochs(
             if before_epoch is not None:
                 before_epoch()
             start = time.perf_counter()
-            engine.epoch(islice(loader.ready_batches(), count), then=loader.first_of_next_epoch)  # waits for the loss
+            engine.epoch(loader, count)
             seconds.append(time.perf_counter() - start)
         how = engine.how
     epoch = statistics.median(seconds[2:])

@@ -110,7 +110,7 @@ def _with_histories(
     engine = Engine(model, make_optimizer(model, Optimization(lr=0.001)), task, device, placement="host")
 
     def epoch() -> float:
-        engine.epoch(islice(loader.ready_batches(), count), then=loader.first_of_next_epoch)  # waits for the loss
+        engine.epoch(loader, count)
         return 0.0
 
     return _Training(engine.running(), epoch, lambda: islice(loader, count))
