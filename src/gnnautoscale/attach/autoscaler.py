@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import warnings
 from collections.abc import Collection, Hashable, Iterator, Sequence
@@ -205,6 +206,8 @@ class Autoscaler:
                 self._watch.ignored |= plan.harmless
                 self._reads |= plan.reads
                 self._watch.look()  # lazy weights have their shapes now
+                if info.device.type == "cuda":
+                    gc.collect()  # rehearsals leave tensors in reference cycles, which a GPU has no room for
                 situation = self._situation(info, arguments)
         self._plans = {**dict(list(self._plans.items())[1 - _MOST_PLANS :]), situation: plan}
         self.plan, self._planned_for = plan, situation

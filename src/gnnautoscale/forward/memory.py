@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -17,7 +14,7 @@ from gnnautoscale._util import for_later
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, EdgeRecord, Recorder
-from gnnautoscale.graph import BatchInfo, Graph, RowOrder, assembly_stream
+from gnnautoscale.graph import BatchInfo, Graph, RowOrder
 from gnnautoscale.history import Folder, History, Medium, Storage, check_storage, choose_medium, codec_for, open_history
 from gnnautoscale.transfer import BatchRows, Transfer, open_transfer
 
@@ -62,8 +59,6 @@ class GraphMemory:
         self._written_by: list[float] | None = None
         self._transfer: tuple[torch.device, Transfer] | None = None
         self._order: RowOrder | None = None
-        # What to prepare for the batches of tables.
-        self._prepares: WeakKeyDictionary[Any, tuple[Mapping[str, LayerCall], bool]] = WeakKeyDictionary()
 
     # Rows and how they move ##########################################################################################
 
@@ -98,39 +93,13 @@ class GraphMemory:
         following = None if info.upcoming is None else self.rows_of(info.upcoming)
         transfer.begin(self.rows_of(info), following, self.histories)
 
-    @for_later
     def prepare_edges(self, info: BatchInfo | None, calls: Mapping[str, LayerCall], *, gradients: bool) -> None:
-        """Let a GPU prepare the recorded edges of a batch that it has assembled, beside what it does for others.
+        """Let a GPU prepare the recorded edges of a batch that it has assembled, and of those to come.
 
-        Whoever assembles the loader's next batches does the same for them. ``gradients`` says whether edges are needed
-        for a backward pass, too.
+        ``gradients`` says whether edges are needed for a backward pass, too.
         """
-        if info is None or info.ready is None:
-            return
-        known = self._prepares.get(info.table)
-        if known is None or known[0] is not calls or known[1] != gradients:
-            self._prepares[info.table] = calls, gradients
-            info.table.preparations[self] = partial(_prepare, ref(self), calls, gradients)
-        if info.edges_ready is not None:
-            return
-        with torch.cuda.stream(assembly_stream(info.device)):
-            self._prepare_edges(info, calls, gradients)
-
-    def _prepare_edges(self, info: BatchInfo, calls: Mapping[str, LayerCall], gradients: bool) -> None:
-        seen = set()
-        for name, records in self.records.items():
-            call = calls.get(name)
-            for position, record in enumerate(records):
-                fuses = call is not None and call.fuses(position, record.constants)
-                lazy = call is not None and "lazy" in call.shortcuts
-                weight = call.weight(position) if call is not None and fuses else None
-                if (record, fuses or lazy, weight) in seen:
-                    continue
-                seen.add((record, fuses or lazy, weight))
-                edges = record.for_batch(info, name)
-                if fuses or lazy:
-                    edges.adjacency(weight).prepare(gradients=gradients)
-        info.edges_ready = assembly_stream(info.device).record_event()
+        if info is not None and info.ready is not None and self.recorder is not None:
+            self.recorder.prepare_from_now_on(info, calls, gradients)
 
     def settle(self) -> None:
         """Let what follows see all pushes of training steps; afterwards it may change histories itself."""
@@ -140,6 +109,7 @@ class GraphMemory:
     def release(self) -> None:
         """Free the threads that move rows, and let another run have the folder of histories on disk."""
         self._close_transfer()
+        self.recorder = None  # or loaders would go on preparing edges
         if self.folder is not None:
             self.folder.close()
 
@@ -290,13 +260,6 @@ class GraphMemory:
                 rows = history.pull(row_before[nodes], device=device, dtype=dtype)
                 memory.histories[slot].push(rows, row_now[nodes])
         return memory
-
-
-def _prepare(memory: ref[GraphMemory], calls: Mapping[str, LayerCall], gradients: bool, info: BatchInfo) -> None:
-    """Prepare edges for a memory, if it still exists."""
-    there = memory()
-    if there is not None:
-        there._prepare_edges(info, calls, gradients)
 
 
 def check_finite(slot: str, rows: Tensor, info: BatchInfo) -> None:

@@ -8,7 +8,7 @@ in a batch, its record replaces the layer's own result.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -23,7 +23,7 @@ from gnnautoscale._util import Pinned, for_later, map_others, map_tensors, other
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.batch_edges import BatchEdges, EdgeForm, GroupedEdges
 from gnnautoscale.forward.watch import OVERRIDES, form_of, form_of_values
-from gnnautoscale.graph import BatchInfo, BatchTensor, EdgeTable, Graph, RowOrder
+from gnnautoscale.graph import BatchInfo, BatchTensor, EdgeTable, Graph, RowOrder, assembly_stream
 from gnnautoscale.kernels import OwnRows, locate_and_count
 
 if TYPE_CHECKING:
@@ -133,6 +133,36 @@ class Recorder:
             self._made[key] = self._record(layer, describe(call, layer), arguments, known)
         self.records[call] = self._made[key]
         return self.records[call]
+
+    @for_later
+    def prepare_from_now_on(self, info: BatchInfo, calls: Mapping[str, LayerCall], gradients: bool) -> None:
+        """Prepare the edges of a batch that a GPU has assembled, if nobody did; whoever assembles others prepares them.
+
+        ``gradients`` says whether edges are needed for a backward pass, too.
+        """
+        before, wanted = info.table.preparations.get(self), (calls, gradients)
+        if before is None or before[0] is not calls or before[1] != gradients:
+            info.table.preparations[self] = wanted
+        if info.edges_ready is None:
+            with torch.cuda.stream(assembly_stream(info.device)):
+                self.prepare(info, *wanted)
+
+    def prepare(self, info: BatchInfo, calls: Mapping[str, LayerCall], gradients: bool) -> None:
+        """Prepare the recorded edges of a batch on the current stream of its GPU."""
+        seen = set()
+        for name, records in self.records.items():
+            call = calls.get(name)
+            for position, record in enumerate(records):
+                fuses = call is not None and call.fuses(position, record.constants)
+                lazy = call is not None and "lazy" in call.shortcuts
+                weight = call.weight(position) if call is not None and fuses else None
+                if (record, fuses or lazy, weight) in seen:
+                    continue
+                seen.add((record, fuses or lazy, weight))
+                edges = record.for_batch(info, name)
+                if fuses or lazy:
+                    edges.adjacency(weight).prepare(gradients=gradients)
+        info.edges_ready = assembly_stream(info.device).record_event()
 
     def _forget_oldest(self, call: str) -> None:
         """Make room for other records of a call, since a number may change in every step."""

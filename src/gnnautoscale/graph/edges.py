@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -61,6 +61,13 @@ class RowOrder:
         return self.nodes[rows.cpu()].long().to(rows.device)
 
 
+class Preparer(Protocol):
+    """Prepares something for a batch that a GPU assembles."""
+
+    def prepare(self, info: Any, /, *how: Any) -> None:
+        """Give the current stream of the GPU the work for a batch."""
+
+
 class EdgeTable:
     """Edges grouped by target; those of a target keep their order.
 
@@ -98,8 +105,8 @@ class EdgeTable:
         self.source = order.rows(edge_index[1 - target_row].index_select(0, self.edge)).to(rows)
         self._edge_index: Callable[[], Tensor | None] | None = ref(edge_index)
         self._pinned: Pinned | None = None
-        #: What else to prepare for a batch of this table that a GPU assembles, for as long as the key lives.
-        self.preparations: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
+        #: Who else prepares something for a batch of this table that a GPU assembles, and how.
+        self.preparations: WeakKeyDictionary[Preparer, tuple[Any, ...]] = WeakKeyDictionary()
 
     def with_loops(self, edge_index: Tensor) -> EdgeTable | None:
         """The table of this one's edges with a self-loop of each node behind them, if ``edge_index`` is that.

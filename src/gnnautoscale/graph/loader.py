@@ -324,8 +324,8 @@ class HaloLoader:
             info.ready = stream.record_event()
             if keep:
                 info.keeper, info.recurring = partial(_keep, kept, group), self.num_batches
-            for prepare in info.table.preparations.values():
-                prepare(info)
+            for preparer, how in info.table.preparations.items():
+                preparer.prepare(info, *how)
             return self._ready_batch(batch, info, builder.graph)
 
         waiting = iter(groups)
