@@ -52,23 +52,31 @@ class BenchGraph:
 PRODUCTS = BenchGraph(2_400_000, 16_000, 150, degree=39, halo_degree=6, features=100, classes=47)
 
 
-def make_data(graph: BenchGraph, ratio: float) -> Data:
-    """Generate a graph with ``ratio`` halo nodes per batch node, all of whose nodes have labels to train on."""
-    generator = torch.Generator().manual_seed(0)
+def make_data(graph: BenchGraph, ratio: float, drawn_on: torch.device | str = "cpu") -> Data:
+    """Generate a graph with ``ratio`` halo nodes per batch node, all of whose nodes have labels to train on.
+
+    It is in host memory; its random numbers are ``drawn_on`` a device, part by part. A GPU draws others, and faster.
+    """
+    generator = torch.Generator(drawn_on).manual_seed(0)
     size, halo = graph.batch_nodes, int(ratio * graph.batch_nodes)
-    edges = []
-    for part in range(graph.batches):
+    num_inside, num_outside = size * graph.degree, halo * graph.halo_degree
+    edge_index = torch.empty(2, graph.batches * (num_inside + num_outside), dtype=torch.long)
+    for part, edges in enumerate(torch.split(edge_index, num_inside + num_outside, dim=1)):
         first = part * size
         nodes = torch.arange(first, first + size).repeat_interleave(graph.degree)
-        inside = first + torch.randint(size, nodes.shape, generator=generator)
         outside = _distinct(graph.nodes - size, halo, generator)  # nodes of other parts
         outside = (outside + (outside >= first) * size).repeat_interleave(graph.halo_degree)
-        into = first + torch.randint(size, outside.shape, generator=generator)
-        edges.append(torch.stack([torch.cat([inside, outside]), torch.cat([nodes, into])]))
+        edges[0, :num_inside] = first + _random(size, num_inside, generator)
+        edges[0, num_inside:] = outside
+        edges[1, :num_inside] = nodes
+        edges[1, num_inside:] = first + _random(size, num_outside, generator)
+    x = torch.empty(graph.nodes, graph.features)
+    for rows in torch.split(x, size):
+        rows.copy_(torch.randn(rows.shape, generator=generator, device=generator.device))
     return Data(
-        x=torch.randn(graph.nodes, graph.features, generator=generator),
-        edge_index=torch.cat(edges, dim=1),
-        y=torch.randint(graph.classes, (graph.nodes,), generator=generator),
+        x=x,
+        edge_index=edge_index,
+        y=_random(graph.classes, graph.nodes, generator).cpu(),
         train_mask=torch.ones(graph.nodes, dtype=torch.bool),
     )
 
@@ -81,7 +89,12 @@ def make_loader(graph: BenchGraph, ratio: float, device: torch.device | str = "c
 def _distinct(limit: int, count: int, generator: torch.Generator) -> Tensor:
     """So many distinct numbers below a limit, in random order."""
     if 4 * count > limit:
-        return torch.randperm(limit, generator=generator)[:count]
+        return torch.randperm(limit, generator=generator, device=generator.device)[:count]
     # A permutation of all numbers takes long if few are needed.
-    found: Tensor = torch.unique(torch.randint(limit, (2 * count + _SPARE_DRAWS,), generator=generator))
-    return found[torch.randperm(found.numel(), generator=generator)[:count]]
+    found: Tensor = torch.unique(_random(limit, 2 * count + _SPARE_DRAWS, generator))
+    return found[torch.randperm(found.numel(), generator=generator, device=generator.device)[:count]]
+
+
+def _random(limit: int, count: int, generator: torch.Generator) -> Tensor:
+    """So many numbers below a limit."""
+    return torch.randint(limit, (count,), generator=generator, device=generator.device)
