@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gnnautoscale._util import Pinned, copy_staged, pinned
+from gnnautoscale._util import Pinned, copy_staged, copy_staged_together, pinned
 from gnnautoscale._util.pinned import _is_in_file, pinned_zeros
 
 
@@ -130,3 +130,6 @@ def test_small_copies_do_not_overtake_each_other() -> None:
     for number, there in enumerate(copies):
         assert there.tolist() == [number] * (number + 1)
     assert copy_staged(torch.empty(0, 3), device).shape == (0, 3)
+    several = [torch.arange(5), torch.rand(3, 3), torch.empty(0, 2), torch.tensor([True])]
+    for given, there in zip(several, copy_staged_together(several, device), strict=True):
+        assert torch.equal(there.cpu(), given)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnnautoscale.kernels import Count, OwnRows, RowNumbers, expand_targets, halo, locate_and_count
+from gnnautoscale.errors import InputError
+from gnnautoscale.kernels import Count, OwnRows, RowNumbers, expand_targets, halo, locate_and_count, locate_own
 from gnnautoscale.kernels.halo import regroup
 from support import kernels as support
 
@@ -125,6 +126,19 @@ def test_rows_are_located(device: str, num_halo: int, runs: list[tuple[int, int,
         assert missing is not None
         assert int(missing) == int((expected < 0).sum())
         assert torch.equal(numbers.locate(rows, own, there), found.cpu())
+
+
+@own_rows
+@pytest.mark.parametrize("count", [0, 1, 3000])
+def test_own_rows_are_located(device: str, count: int, runs: list[tuple[int, int, int]]) -> None:
+    own, rows = OwnRows(runs), drawn(count)
+    assert torch.equal(own.on(torch.device(device)).cpu(), own.index)
+    where = torch.full((count,), 77, dtype=torch.int32, device=device)
+    locate_own(rows.to(device), own, where)
+    place = {row: number for number, row in enumerate(own.index.tolist())}
+    assert where.tolist() == [place.get(row, -1) for row in rows.tolist()]
+    with pytest.raises(InputError, match="one place per row"):
+        locate_own(rows, own, torch.empty(count + 1, dtype=torch.int32))
 
 
 def test_searches_during_inference_leave_usable_arrays() -> None:

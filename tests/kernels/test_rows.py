@@ -11,7 +11,6 @@ from gnnautoscale.kernels import (
     WordTable,
     gather_rows,
     gather_tables,
-    locate_rows,
     merge_rows,
     scatter_rows,
 )
@@ -92,14 +91,6 @@ def test_merge_rows(device: str, width: int) -> None:
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("count", [0, 1, 3000])
-def test_locate_rows(device: str, count: int) -> None:
-    index = torch.randint(4000, (count,), device=device)
-    where = torch.full((count,), 77, dtype=torch.int32, device=device)
-    locate_rows(index, 1000, 20, 500, where)
-    assert where.tolist() == [i - 980 if 1000 <= i < 1500 else -1 for i in index.tolist()]
-
-
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids=str)
 def test_rows_are_converted(device: str, dtypes: tuple[torch.dtype, torch.dtype], index_dtype: torch.dtype) -> None:
@@ -165,8 +156,6 @@ def test_rows_refuse_wrong_shapes() -> None:
     for out in (torch.ones(14, 4), torch.ones(9, 4)):
         with pytest.raises(InputError, match="two tables with room for the halo"):
             merge_rows(ten, two, ten, where, where[:1, 0], out)
-    with pytest.raises(InputError, match="one place per index"):
-        locate_rows(index, 0, 0, 1, index[:9].int())
     with pytest.raises(InputError, match="contiguous in memory"):
         gather_rows(ten, index[:4], ten.t()[:, :4])
 

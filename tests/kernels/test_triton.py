@@ -24,7 +24,7 @@ from gnnautoscale.kernels import (
     gather_rows,
     gather_tables,
     locate_and_count,
-    locate_rows,
+    locate_own,
     merge_rows,
     scatter_rows,
     spmm,
@@ -80,6 +80,7 @@ def test_kernels_compile_for_a_gpu(
     keys |= dict.fromkeys(("count", "num_edges", "num_runs", "num_halo", "num_targets", "size", "width"), "i32")
     keys |= dict.fromkeys(("weight", "regrouped"), "*fp32")
     numbering = [halo._keys_kernels, halo._firsts_kernels, halo._number_kernels, halo._targets_kernels]
+    numbering += [halo._locate_own_kernels, halo._own_rows_kernels]
     searching = [halo._locate_kernels, halo._regroup_kernels]
     work = [(variants, {"block": halo.BLOCK}, keys) for variants in numbering]
     work += [(variants, {"block": halo.BLOCK, "steps": 20}, keys) for variants in searching]
@@ -88,7 +89,6 @@ def test_kernels_compile_for_a_gpu(
         (rows._gather_tables_kernels, {**block, **types_of_tables}),
         (rows._scatter_kernels, block),
         (rows._merge_kernels, block),
-        (rows._locate_kernels, {"block": 1024}),
         (sums._sum_kernels, {**edges, "mean": True}),
         (sums._add_kernels, {**edges, "mean": True}),
         (sums._extreme_kernels, {**edges, "largest": True}),
@@ -249,10 +249,11 @@ def test_first_long_rows_are_in_a_cuda_graph(reduce: str) -> None:
 @pytest.mark.parametrize("width", [1, 47, 64])
 def test_compiles_once_for_all_sizes(width: int) -> None:
     from gnnautoscale.kernels import triton_halo, triton_rows, triton_spmm
+    from gnnautoscale.kernels.triton_launch import Kernels
 
     def variants() -> int:
         found = [value for module in (triton_halo, triton_rows, triton_spmm) for value in vars(module).values()]
-        kernels = [kernel for value in found if isinstance(value, dict) for kernel in value.values()]
+        kernels = [value[aligned] for value in found if isinstance(value, Kernels) for aligned in (True, False)]
         compiled = [kernel for kernel in kernels if type(kernel).__name__ == "JITFunction"]
         assert len(compiled) == 34
         return sum(len(kernel.device_caches[0][0]) for kernel in compiled)
@@ -269,7 +270,7 @@ def test_compiles_once_for_all_sizes(width: int) -> None:
         scatter_rows(rows[:1], index[:1], out)
         where = buffer[offset : offset + 2 * count].view(2, count)
         merge_rows(rows[:1], rows.new_zeros(2, count, width), rows, where, index[:1], out)
-        locate_rows(index.long(), offset, count, count, index)
+        locate_own(index.long(), OwnRows([(offset, 0, count), (5000, count, 3)]), index)
         own, numbers = OwnRows([(5, 0, 2)]), RowNumbers(9)
         found = numbers.find(index, own).result()
         locate_and_count(numbers, index, own, shifted(found.rows, offset))

@@ -12,7 +12,7 @@ from gnnautoscale._util.modes import for_later, untracked
 from gnnautoscale._util.nested import map_others, map_tensors, others_in, tensors_in
 from gnnautoscale._util.options import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale._util.peak_memory import PeakMemory, resident_memory
-from gnnautoscale._util.pinned import Pinned, arriving_numbers, copy_staged, pinned_zeros
+from gnnautoscale._util.pinned import Pinned, arriving_numbers, copy_staged, copy_staged_together, pinned_zeros
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "available_memory",
     "check_names",
     "copy_staged",
+    "copy_staged_together",
     "describe_arguments",
     "for_later",
     "map_others",

@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ _MAPS = Path("/proc/self/maps")
 _LARGE = 1 << 26
 # How the names of mappings begin that are memory only.
 _NO_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "[")  # noqa: S108
+# Where tensors may begin in a buffer.
+_ALIGNMENT = 16
 # How many owners keep each range of memory locked, by its first byte and its size.
 _OWNERS: Counter[tuple[int, int]] = Counter()
 
@@ -73,9 +76,14 @@ def copy_staged(tensor: Tensor, device: torch.device) -> Tensor:
 
     It goes through pinned memory that is never freed: freeing some while a CUDA graph is captured would break it.
     """
-    if device.type != "cuda" or not tensor.numel():
-        return tensor.to(device)
-    return _staging(device.index).copy(tensor, device)
+    return copy_staged_together([tensor], device)[0]
+
+
+def copy_staged_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """See :func:`copy_staged`; several tensors take the time of one."""
+    if device.type != "cuda" or not any(tensor.numel() for tensor in tensors):
+        return [tensor.to(device) for tensor in tensors]
+    return _staging(device.index).copy(tensors, device)
 
 
 class _Staging:
@@ -88,19 +96,25 @@ class _Staging:
         self._copied: list[torch.cuda.Event | None] = [None] * self._PIECES
         self._next = 0
 
-    def copy(self, tensor: Tensor, device: torch.device) -> Tensor:
+    def copy(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors))
         turn, self._next = self._next, (self._next + 1) % self._PIECES
         copied = self._copied[turn]
         if copied is not None:
             copied.synchronize()  # usually long done
-        if self._pieces[turn].numel() < tensor.nbytes:
-            self._pieces[turn] = torch.empty(2 * tensor.nbytes, dtype=torch.uint8, pin_memory=True)
-        staged = self._pieces[turn][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        staged.copy_(tensor)
-        there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        there.copy_(staged, non_blocking=True)
+        if self._pieces[turn].numel() < ends[-1]:
+            self._pieces[turn] = torch.empty(2 * ends[-1], dtype=torch.uint8, pin_memory=True)
+        staged = self._pieces[turn][: ends[-1]]
+        for tensor, start in zip(tensors, [0, *ends], strict=False):
+            _view(staged, start, tensor).copy_(tensor)
+        there = staged.to(device, non_blocking=True)
         self._copied[turn] = torch.cuda.current_stream(device).record_event()
-        return there
+        return [_view(there, start, tensor) for tensor, start in zip(tensors, [0, *ends], strict=False)]
+
+
+def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
+    """A tensor of the same type and shape in a buffer of bytes."""
+    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _staging(index: int | None) -> _Staging:

@@ -73,9 +73,7 @@ class GraphMemory:
         """Where a batch's rows lie in all histories."""
         order = self.row_order(info)
         if order is info.order:
-            return info.derive(
-                order, lambda: BatchRows(info.rows, info.batch_size, info.own.runs, info.key, info.ready)
-            )
+            return info.derive(order, lambda: BatchRows(info.rows, info.batch_size, info.own, info.key, info.ready))
         return info.derive(order, lambda: BatchRows(order.rows(info.n_id).long(), info.batch_size, key=info.key))
 
     def transfer(self, device: torch.device) -> Transfer:

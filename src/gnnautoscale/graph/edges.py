@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnautoscale._util import Pinned, copy_staged
+from gnnautoscale._util import Pinned, copy_staged_together
 from gnnautoscale.kernels import OwnRows, RowNumbers, WordTable, expand_targets, triton_is_installed
 
 
@@ -194,33 +195,33 @@ class EdgeCut:
                 np.add(ptr[start + 1 : start + length + 1], end - begin, out=local[first + 1 : first + length + 1])
                 end += stop - begin
         else:
+            self._pieces = []
             rows = own.index.numpy()
             begin, count = ptr[rows], ptr[rows + 1] - ptr[rows]
             local = np.concatenate([[0], count.cumsum()])
             self._positions = torch.from_numpy(np.repeat(begin - local[:-1], count) + np.arange(local[-1]))
-        self._there: Tensor | None = None
         #: Number of edges, and the largest number of edges into one row.
         self.count = int(local[-1])
         self.longest = int(np.diff(local).max(initial=0))
+        self._there: dict[torch.device, list[Tensor]] = {}
         self._local = torch.from_numpy(local.astype(np.int32) if self.count < 2**31 else local)
 
     def ptr(self, device: torch.device) -> Tensor:
         """First edge of each of the rows, ``[num_rows + 1]``, int32 if that suffices."""
-        return copy_staged(self._local, device)
+        return self._on(device)[0]
 
     def target(self, device: torch.device) -> Tensor:
         """The position of each edge's target among the rows, ``[count]``, int64."""
         return expand_targets(self.ptr(device), self.count)
 
-    def _pieces_on(self, device: torch.device) -> Tensor:
-        """The pieces with their places in the result, on a GPU."""
-        if self._there is None:
-            table, first = [], 0
-            for begin, end in self._pieces:
-                table.append((begin, first, end - begin))
-                first += end - begin
-            self._there = copy_staged(torch.tensor(table, dtype=torch.long), device)
-        return self._there
+    def _on(self, device: torch.device) -> list[Tensor]:
+        """On a device: first edges, and for each piece its first edge, its first place in the result and its length."""
+        if device not in self._there:
+            ends = [0, *accumulate(end - begin for begin, end in self._pieces)]
+            pieces = [(begin, first, end - begin) for (begin, end), first in zip(self._pieces, ends, strict=False)]
+            table = torch.tensor(pieces, dtype=torch.long).view(-1, 3)
+            self._there[device] = copy_staged_together([self._local, table], device)
+        return self._there[device]
 
     def take(self, values: Tensor, device: torch.device) -> Tensor:
         """The values of these edges, ``[count, ...]``, out of a table with a row per edge.
@@ -235,7 +236,7 @@ class EdgeCut:
         if device.type == "cpu":
             return torch.cat(pieces) if pieces else values[:0]
         if len(pieces) > 1 and values.is_pinned() and triton_is_installed():
-            return WordTable(values).copy_pieces(self._pieces_on(device), self.count)
+            return WordTable(values).copy_pieces(self._on(device)[1], self.count)
         out = torch.empty((self.count, *values.shape[1:]), dtype=values.dtype, device=device)
         place = 0
         for piece in pieces:

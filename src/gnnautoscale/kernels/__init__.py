@@ -22,8 +22,9 @@ from gnnautoscale.kernels.halo import (
     Runs,
     expand_targets,
     locate_and_count,
+    locate_own,
 )
-from gnnautoscale.kernels.rows import WordTable, gather_rows, gather_tables, locate_rows, merge_rows, scatter_rows
+from gnnautoscale.kernels.rows import WordTable, gather_rows, gather_tables, merge_rows, scatter_rows
 from gnnautoscale.kernels.spmm import Adjacency, spmm
 
 __all__ = [
@@ -42,7 +43,7 @@ __all__ = [
     "gather_rows",
     "gather_tables",
     "locate_and_count",
-    "locate_rows",
+    "locate_own",
     "max_at_targets",
     "merge_rows",
     "rows_at_edges",

@@ -19,8 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gnnautoscale._util import arriving_numbers, copy_staged, for_later
-from gnnautoscale.kernels.available import use_triton
+from gnnautoscale._util import arriving_numbers, copy_staged, for_later, untracked
+from gnnautoscale.errors import InputError
+from gnnautoscale.kernels.available import triton_is_installed, use_triton
 
 #: Contiguous pieces of rows: for each the first row in a table, its first row in the batch, and its length.
 Runs = Sequence[tuple[int, int, int]]
@@ -73,11 +74,16 @@ class OwnRows:
         return self._runs_on[device]
 
     def on(self, device: torch.device) -> Tensor:
-        """The index on a device; for few pieces nothing is copied there."""
+        """The index on a device; for few pieces no rows are copied there."""
         if device.type == "cpu" or not self.is_in_few_pieces:
             return self.index.to(device)
-        pieces = [torch.arange(start, start + length, device=device) for start, _, length in self.runs]
-        return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
+        if len(self.runs) == 1:
+            start, _, length = self.runs[0]
+            return torch.arange(start, start + length, device=device)
+        if triton_is_installed():
+            rows: Tensor = _triton().own_rows(self.runs_on(device), self.size)
+            return rows
+        return self.index.to(device)
 
 
 @dataclass(eq=False)
@@ -223,6 +229,42 @@ def locate_and_count(
         return number, None if missing is None else Count(missing)
     found = numbers.locate(rows, own, halo)
     return found, Count((found < 0).sum())
+
+
+@untracked
+def locate_own(rows: Tensor, own: OwnRows, where: Tensor) -> None:
+    """Find rows of a table among a batch's own.
+
+    Args:
+        rows: Rows of a table, ``[count]``, int64.
+        own: The batch's own rows.
+        where: Receives the number of each in the batch, or -1, ``[count]``, int32, on the same device.
+
+    Example:
+        >>> where = torch.empty(3, dtype=torch.int32)
+        >>> locate_own(torch.tensor([4, 9, 6]), OwnRows([(5, 0, 3)]), where)
+        >>> where.tolist()
+        [-1, -1, 1]
+    """
+    if where.shape != rows.shape:
+        got = f"shapes {tuple(rows.shape)} and {tuple(where.shape)}"
+        raise InputError("where must have one place per row", got=got, fix="Pass two tensors of shape [count].")
+    if use_triton(where) and own.is_in_few_pieces:
+        runs = own.runs_on(where.device)
+        if runs.is_cuda:
+            runs.record_stream(torch.cuda.current_stream(runs.device))  # which may not be the one it was copied on
+        _triton().locate_own(rows, runs, where)
+        return
+    if len(own.runs) == 1:
+        start, first, length = own.runs[0]
+        place = rows - start
+        where.copy_(torch.where((place >= 0) & (place < length), place + first, -1))
+        return
+    runs = torch.tensor(sorted(own.runs) or [(0, 0, 0)])
+    starts, firsts, counts = copy_staged(runs, rows.device).t().contiguous()
+    run = torch.searchsorted(starts, rows, right=True).sub_(1).clamp_(min=0)
+    place = rows - starts[run]
+    where.copy_(torch.where((place >= 0) & (place < counts[run]), place + firsts[run], -1))
 
 
 def expand_targets(ptr: Tensor, count: int, *, out: Tensor | None = None) -> Tensor:

@@ -209,33 +209,6 @@ def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side
     halo.index_copy_(0, fresh, recent.index_select(0, choice[fresh]).to(out.dtype))
 
 
-@untracked
-def locate_rows(index: Tensor, start: int, first: int, length: int, where: Tensor) -> None:
-    """Renumber rows of a range: ``where[i] = index[i] - start + first`` inside the range, else -1.
-
-    Args:
-        index: Rows of a table, ``[count]``, int64.
-        start: First row of the range.
-        first: New number of this row.
-        length: Number of rows in the range.
-        where: The result, ``[count]``, int32, on the same device.
-
-    Example:
-        >>> where = torch.empty(3, dtype=torch.int32)
-        >>> locate_rows(torch.tensor([4, 9, 6]), 5, 0, 3, where)
-        >>> where.tolist()
-        [-1, -1, 1]
-    """
-    if where.shape != index.shape:
-        got = f"shapes {tuple(index.shape)} and {tuple(where.shape)}"
-        raise InputError("where must have one place per index", got=got, fix="Pass two tensors of shape [count].")
-    if use_triton(where):
-        _triton().locate_rows(index, start, first, length, where)
-    else:
-        place = index - start
-        where.copy_(torch.where((place >= 0) & (place < length), place + first, -1))
-
-
 def _triton() -> ModuleType:
     """The Triton kernels, imported on first use: Triton may not be installed."""
     from gnnautoscale.kernels import triton_rows

@@ -14,15 +14,20 @@ WARPS = 4
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _moved(value, runs, num_runs, origin: tl.constexpr, goal: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where contiguous pieces are moved to, or -1 outside of them; ``runs`` has two places and the length of each."""
+    found = tl.full(value.shape, -1, dtype=tl.int64)
+    for run in range(num_runs):
+        place = value - tl.load(runs + 3 * run + origin)
+        inside = (place >= 0) & (place < tl.load(runs + 3 * run + 2))
+        found = tl.where(inside, place + tl.load(runs + 3 * run + goal), found)
+    return found
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _own_number(row, runs, num_runs):  # type: ignore[no-untyped-def]
     """The number of each row among a batch's own, or -1; ``runs`` has the start, number and length of each piece."""
-    number = tl.full(row.shape, -1, dtype=tl.int64)
-    for run in range(num_runs):
-        start = tl.load(runs + 3 * run)
-        place = row - start
-        inside = (place >= 0) & (place < tl.load(runs + 3 * run + 2))
-        number = tl.where(inside, place + tl.load(runs + 3 * run + 1), number)
-    return number
+    return _moved(row, runs, num_runs, 0, 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -86,6 +91,18 @@ def _locate(  # type: ignore[no-untyped-def]
         tl.atomic_add(missing, tl.sum((wanted & (result < 0)).to(tl.int32)))
 
 
+def _locate_own(row, runs, number, count, num_runs, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    wanted = place < count
+    value = tl.load(row + place, mask=wanted, other=0).to(tl.int64)
+    tl.store(number + place, _own_number(value, runs, num_runs).to(tl.int32), mask=wanted)
+
+
+def _own_rows(runs, row, count, num_runs, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    tl.store(row + place, _moved(place, runs, num_runs, 1, 0), mask=place < count)
+
+
 def _targets(ptr, target, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     begin = tl.load(ptr + row)
@@ -120,6 +137,10 @@ _locate_kernels = compile_variants(
     indices=["row", "runs", "halo", "number", "missing"],
     rows=[],
 )
+_locate_own_kernels = compile_variants(
+    _locate_own, counts=["count", "num_runs"], indices=["row", "runs", "number"], rows=[]
+)
+_own_rows_kernels = compile_variants(_own_rows, counts=["count", "num_runs"], indices=["runs", "row"], rows=[])
 _targets_kernels = compile_variants(_targets, counts=[], indices=["ptr", "target"], rows=[])
 _regroup_kernels = compile_variants(
     _regroup,
@@ -172,6 +193,19 @@ def locate(rows: Tensor, runs: Tensor, size: int, halo: Tensor, missing: Tensor 
     tensors = (rows, runs, halo, number, missing)
     _run(_locate_kernels, ceil_div(rows.numel(), BLOCK), number, *tensors, *counts, _steps(halo.numel()), BLOCK)
     return number
+
+
+def locate_own(rows: Tensor, runs: Tensor, number: Tensor) -> None:
+    """Write the number of each row among a batch's own, or -1, ``[count]``, int32."""
+    count = rows.numel()
+    _run(_locate_own_kernels, ceil_div(count, BLOCK), number, rows, runs, number, count, runs.size(0), 1, BLOCK)
+
+
+def own_rows(runs: Tensor, size: int) -> Tensor:
+    """A batch's own rows one by one, ``[size]``, int64."""
+    rows = torch.empty(size, dtype=torch.long, device=runs.device)
+    _run(_own_rows_kernels, ceil_div(size, BLOCK), rows, runs, rows, size, runs.size(0), 1, BLOCK)
+    return rows
 
 
 def expand_targets(ptr: Tensor, target: Tensor) -> None:

@@ -125,14 +125,6 @@ def _narrow(source, index, out, count, width, block: tl.constexpr):  # type: ign
     tl.store(out + place, tl.load(source + origin, mask=wanted), mask=wanted)
 
 
-def _locate(index, where, count, start, first, length, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0) * block + tl.arange(0, block)
-    wanted = row < count
-    place = tl.load(index + row, mask=wanted, other=0) - start
-    inside = (place >= 0) & (place < length)
-    tl.store(where + row, tl.where(inside, place + first, -1).to(tl.int32), mask=wanted)
-
-
 _gather_kernels = compile_variants(_gather, counts=["count"], indices=["index", "skip"], rows=["source", "out"])
 _gather_tables_kernels = compile_variants(
     _gather_tables, counts=["count", "num_tables"], indices=["sources", "index", "skip", "outs"], rows=[]
@@ -145,9 +137,6 @@ _pieces_kernels = compile_variants(
     _pieces, counts=["count", "num_pieces"], indices=["source", "pieces", "out"], rows=[]
 )
 _narrow_kernels = compile_variants(_narrow, counts=["count"], indices=["source", "index", "out"], rows=[])
-_locate_kernels = compile_variants(
-    _locate, counts=["count", "start", "first", "length"], indices=["index", "where"], rows=[]
-)
 
 
 def gather_rows(source: Tensor, index: Tensor, out: Tensor, skip: Tensor | None, programs: int) -> None:
@@ -216,13 +205,6 @@ def gather_narrow_rows(source: Tensor, index: Tensor, out: Tensor) -> None:
     """Read rows of a few values each, ``out[i] = source[index[i]]``, all on one device."""
     arguments = (source, index, out, out.numel(), out.size(1), BLOCK)
     launch(_narrow_kernels, ceil_div(out.numel(), BLOCK), out, *arguments, warps=4)
-
-
-def locate_rows(index: Tensor, start: int, first: int, length: int, where: Tensor) -> None:
-    """See :func:`gnnautoscale.kernels.locate_rows`."""
-    count = index.numel()
-    arguments = (index, where, count, start, first, length, 1, BLOCK)
-    launch(_locate_kernels, ceil_div(count, BLOCK), where.unsqueeze(1), *arguments, warps=4)
 
 
 def _block(width: int, item_bytes: int, num_bytes: int) -> tuple[int, int]:

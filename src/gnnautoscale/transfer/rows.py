@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gnnautoscale._util import copy_staged
-from gnnautoscale.kernels import OwnRows, Runs, locate_rows
+from gnnautoscale.kernels import OwnRows, Runs, locate_own
 
 
 class BatchRows:
@@ -18,8 +18,7 @@ class BatchRows:
     Args:
         index: The batch's own rows, then the halo's, ``[num_rows]``, int64, in host memory or on the compute device.
         batch_size: Number of the batch's own rows.
-        runs: The batch's own rows as contiguous pieces, if these are known: first row in a history, first row in the
-            batch, length.
+        own: The batch's own rows, if they are known as contiguous pieces.
         key: What tells the batch from others, and is the same whenever it comes back; ``None`` if it does not.
         ready: When a GPU has found the index; ``None`` if it is there.
 
@@ -33,12 +32,12 @@ class BatchRows:
         self,
         index: Tensor,
         batch_size: int,
-        runs: Runs | None = None,
+        own: OwnRows | None = None,
         key: Hashable | None = None,
         ready: torch.cuda.Event | None = None,
     ) -> None:
         self.index, self.batch_size, self.key, self.ready = index, batch_size, key, ready
-        self._given_runs = runs
+        self._given = own
         self._placed: Tensor | None = None
 
     @property
@@ -52,9 +51,14 @@ class BatchRows:
         return self.num_rows - self.batch_size
 
     @cached_property
+    def own(self) -> OwnRows:
+        """The batch's own rows."""
+        return OwnRows.of(self.on_host[: self.batch_size]) if self._given is None else self._given
+
+    @property
     def runs(self) -> Runs:
-        """The batch's own rows as contiguous pieces."""
-        return OwnRows.of(self.on_host[: self.batch_size]).runs if self._given_runs is None else self._given_runs
+        """The batch's own rows as contiguous pieces: first row in a history, first row in the batch, length."""
+        return self.own.runs
 
     @cached_property
     def on_host(self) -> Tensor:
@@ -82,11 +86,4 @@ class BatchRows:
 
         ``where`` receives the position of each in the batch, or -1, ``[count]``, int32, on the same device.
         """
-        if len(self.runs) == 1:
-            locate_rows(index, *self.runs[0], where)
-            return
-        runs = torch.tensor(sorted(self.runs) or [(0, 0, 0)])
-        starts, firsts, counts = copy_staged(runs, index.device).t().contiguous()
-        run = torch.searchsorted(starts, index, right=True).sub_(1).clamp_(min=0)
-        place = index - starts[run]
-        where.copy_(torch.where((place >= 0) & (place < counts[run]), place + firsts[run], -1))
+        locate_own(index, self.own, where)
