@@ -83,6 +83,14 @@ def test_memory_stays_locked_until_its_last_owner_is_gone(monkeypatch: pytest.Mo
     assert runtime.locked == []
 
 
+def test_zeros_begin_with_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(monkeypatch)
+    zeros, _owner = pinned_zeros((50, 3), torch.bfloat16)
+    assert (zeros.shape, zeros.dtype, int(zeros.count_nonzero())) == ((50, 3), torch.bfloat16, 0)
+    assert runtime.locked == [zeros.data_ptr()]
+    assert zeros.data_ptr() % mmap.PAGESIZE == 0
+
+
 def test_what_cannot_be_locked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     runtime = Runtime(monkeypatch)
     path = tmp_path / "rows"

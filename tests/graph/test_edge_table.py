@@ -86,6 +86,23 @@ def test_no_rows_and_no_edges() -> None:
 # Cuts ################################################################################################################
 
 
+@pytest.mark.parametrize("nodes", [torch.arange(12), torch.arange(12).flip(0)])
+def test_self_loops_are_added_without_a_sort(nodes: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    edges, loops = random_edges(12, 60), torch.arange(12).repeat(2, 1)
+    table, more = EdgeTable(edges, RowOrder(nodes)), torch.cat([edges, loops], dim=1)
+    expected = EdgeTable(more, RowOrder(nodes))
+    monkeypatch.setattr(Tensor, "sort", None)
+    made = table.with_loops(more)
+    assert made is not None
+    for name in ("ptr", "source", "edge"):
+        got, want = getattr(made, name), getattr(expected, name)
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+    for other in (edges, edges.flip(1), torch.cat([loops, edges], dim=1), torch.cat([edges[:, 1:], loops], dim=1)):
+        assert table.with_loops(other) is None
+    assert expected.with_loops(more) is None
+
+
 @pytest.mark.parametrize("pieces", [True, False])
 @pytest.mark.parametrize("rows", [[], [2], [0, 1, 2], [6, 7, 8, 2, 3, 11], [11, 10, 0], list(range(12))])
 def test_cuts_have_the_edges_into_rows(rows: list[int], pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,21 +115,21 @@ def test_cuts_have_the_edges_into_rows(rows: list[int], pieces: bool, monkeypatc
     wanted = [edge for row in rows for edge in range(int(table.ptr[row]), int(table.ptr[row + 1]))]
     counts = [int(table.ptr[row + 1] - table.ptr[row]) for row in rows]
     assert (cut.count, cut.longest) == (len(wanted), max(counts, default=0))
-    ptr = cut.ptr(CPU)
+    ptr = cut.on(CPU).ptr
     assert (ptr.tolist(), ptr.dtype) == ([sum(counts[:place]) for place in range(len(rows) + 1)], torch.int32)
-    assert cut.target(CPU).tolist() == [place for place, count in enumerate(counts) for _ in range(count)]
+    assert cut.on(CPU).target.tolist() == [place for place, count in enumerate(counts) for _ in range(count)]
     for values in (table.source, table.edge, torch.rand(40, 3)):
-        assert torch.equal(cut.take(values, CPU), values[wanted])
+        assert torch.equal(cut.on(CPU).take(values), values[wanted])
 
 
 def test_one_piece_is_a_view() -> None:
     table = EdgeTable(random_edges(12, 40), RowOrder(torch.arange(12)))
-    taken = table.cut(OwnRows([(3, 0, 4)])).take(table.source, CPU)
+    taken = table.cut(OwnRows([(3, 0, 4)])).on(CPU).take(table.source)
     assert taken.data_ptr() == table.source[int(table.ptr[3]) :].data_ptr()
 
 
 def test_pieces_need_not_be_in_the_order_of_the_table() -> None:
     table = EdgeTable(EDGES, RowOrder(torch.arange(5)))
     cut = EdgeCut(table.ptr.numpy(), OwnRows([(3, 0, 2), (0, 2, 2)]))
-    assert cut.take(table.edge, CPU).tolist() == [3, 2, 0, 1, 4]
-    assert cut.ptr(CPU).tolist() == [0, 1, 1, 2, 5]
+    assert cut.on(CPU).take(table.edge).tolist() == [3, 2, 0, 1, 4]
+    assert cut.on(CPU).ptr.tolist() == [0, 1, 1, 2, 5]

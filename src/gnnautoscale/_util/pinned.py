@@ -6,15 +6,18 @@ size.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, count
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,8 +70,16 @@ class Pinned:
 def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Pinned]:
     """Zeros in page-locked host memory, and what keeps them there; if the system refuses, PyTorch's error says so."""
     owner = Pinned()
-    zeros = owner.pin(torch.zeros(shape, dtype=dtype))
+    zeros = owner.pin(_lazy_zeros(shape, dtype))
     return torch.zeros(shape, dtype=dtype, pin_memory=True) if zeros is None else zeros, owner
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that begin with a page, so that rows begin with a line of the bus; the system makes pages when needed."""
+    num_bytes = prod(shape) * dtype.itemsize
+    room = torch.from_numpy(np.zeros(num_bytes + mmap.PAGESIZE, dtype=np.uint8))
+    first = -room.data_ptr() % mmap.PAGESIZE
+    return room[first : first + num_bytes].view(dtype).view(shape)
 
 
 def copy_staged(tensor: Tensor, device: torch.device) -> Tensor:

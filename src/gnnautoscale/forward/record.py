@@ -62,18 +62,20 @@ class EdgeRecord:
             self._pin()
         if table is info.table:
             cut = info.edges
-            grouped = GroupedEdges(cut.ptr(device), info.found.source, cut.longest, info.found.by_source)
+            there = cut.on(device)
+            grouped = GroupedEdges(there.ptr, info.found.source, cut.longest, info.found.by_source)
         else:
             if table.order is not info.order:  # the record was made for another loader
                 device, halo = torch.device("cpu"), table.order.rows(info.halo).long()
                 own = OwnRows.of(table.order.rows(info.nodes).long())
             cut = table.cut(own)
+            there = cut.on(device)
             # Once is enough for own rows that come back.
             counts, known = self not in own.known, own.known
-            source, missing = locate_and_count(table.numbers, cut.take(table.source, device), own, halo, count=counts)
-            grouped = GroupedEdges(cut.ptr(device), source, cut.longest, None, missing, layer)
+            source, missing = locate_and_count(table.numbers, there.take(table.source), own, halo, count=counts)
+            grouped = GroupedEdges(there.ptr, source, cut.longest, None, missing, layer)
             grouped.when_checked = partial(known.__setitem__, self, True)
-        constants = {name: cut.take(value, device) for name, value in self.constants.items()}
+        constants = {name: there.take(value) for name, value in self.constants.items()}
         form = EdgeForm(table.target_row, info.batch_size, info.num_rows)
         return BatchEdges(constants, form, grouped=grouped)
 

@@ -13,7 +13,7 @@ from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import Pinned, for_later
 from gnnautoscale.graph.batch import BatchInfo
-from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
+from gnnautoscale.graph.edges import EdgeCutOnDevice, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph, is_start, rows_of
 from gnnautoscale.kernels import Halo, HaloSearch, OwnRows, WordTable, expand_targets, locate_and_count
 
@@ -94,20 +94,20 @@ class BatchBuilder:
         """Start to assemble the batch of some rows; a GPU works on it beside what it does for others."""
         if device.type == "cuda":
             self._pin()
-        cut = self.table.cut(own)
-        source = cut.take(self.table.source, device)
+        cut = self.table.cut(own).on(device)
+        source = cut.take(self.table.source)
         also = None
         if self._outgoing is not None:
-            also = self._outgoing.cut(own).take(self._outgoing.source, device)
+            also = self._outgoing.cut(own).on(device).take(self._outgoing.source)
         return Assembly(self, own, cut, self.table.numbers.find(source, own, also), device, key)
 
     @for_later
     def start_again(self, own: OwnRows, halo: Tensor, device: torch.device, key: Hashable) -> Assembly:
         """Assemble a batch whose halo's rows are known, ``[num_halo]``, in pinned memory."""
-        cut, there = self.table.cut(own), halo.to(device, non_blocking=True).long()
+        cut, there = self.table.cut(own).on(device), halo.to(device, non_blocking=True).long()
 
         def find_source() -> Tensor:
-            rows = cut.take(self.table.source, device)
+            rows = cut.take(self.table.source)
             return locate_and_count(self.table.numbers, rows, own, there, count=False)[0]
 
         return Assembly(self, own, cut, HaloSearch(Halo(there, find_source)), device, key)
@@ -153,7 +153,7 @@ class Assembly:
         self,
         builder: BatchBuilder,
         own: OwnRows,
-        cut: EdgeCut,
+        cut: EdgeCutOnDevice,
         search: HaloSearch,
         device: torch.device,
         key: Hashable,
@@ -170,9 +170,9 @@ class Assembly:
         edges = only is None or "edge_index" in only
         builder, cut, device = self._builder, self._cut, self._device
         graph, table = builder.graph, builder.table
-        info = BatchInfo(graph, table, self._own, cut, self._search.result(), self._key)
+        info = builder.info(self._own, self._search.result(), self._key)
         n_id = table.order.nodes_at(info.rows)
-        e_id = cut.take(table.edge, device).to(torch.long, copy=True) if edges else n_id[:0]
+        e_id = cut.take(table.edge).to(torch.long, copy=True) if edges else n_id[:0]
         batch = _as_one_graph(graph.data)
         for name, level in builder.levels.items():
             if only is not None and name not in only:
@@ -192,7 +192,7 @@ class Assembly:
     def _edge_index(self, info: BatchInfo) -> Tensor:
         edge_index = torch.empty(2, info.num_edges, dtype=torch.long, device=self._device)
         edge_index[0] = info.found.source
-        expand_targets(self._cut.ptr(self._device), info.num_edges, out=edge_index[1])
+        expand_targets(self._cut.ptr, info.num_edges, out=edge_index[1])
         return edge_index
 
 

@@ -109,7 +109,7 @@ class BatchInfo:
     @for_later
     def e_id(self) -> Tensor:
         """The edge of the graph that each edge of the batch is, ``[num_edges]``, in host memory."""
-        return self.edges.take(self.table.edge, torch.device("cpu")).long()
+        return self.edges.on(torch.device("cpu")).take(self.table.edge).long()
 
     def derive(self, owner: Any, compute: Callable[[], T]) -> T:
         """What an owner needs to know about the batch: computed once, and dropped with the owner."""
@@ -160,8 +160,11 @@ class BatchInfo:
 
 @cache
 def assembly_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a GPU that assembles batches ahead of those that use them."""
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    """The stream of a GPU that assembles batches ahead of those that use them.
+
+    It precedes all others: its kernels are short, and the host waits for the numbers of halo rows that they find.
+    """
+    stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-2)  # type: ignore[no-untyped-call]
     return stream
 
 

@@ -114,26 +114,23 @@ class EdgeTable:
 
         It takes no sort.
         """
-        num_rows, num_edges = self.order.nodes.numel(), self.source.numel()
-        if self._edge_index is None or edge_index.size(1) != num_edges + num_rows or self.target_row != 1:
+        num_rows, own = self.order.nodes.numel(), None if self._edge_index is None else self._edge_index()
+        num_edges, nodes = edge_index.size(1) - num_rows, torch.arange(num_rows)
+        if own is None or self.target_row != 1 or num_edges != own.size(1):
             return None
-        loops, own = edge_index[:, num_edges:], self._edge_index()
-        nodes = torch.arange(num_rows)
-        same = torch.equal(loops[0], nodes) and torch.equal(loops[1], nodes)
-        if not same or own is None or not torch.equal(edge_index[:, :num_edges], own):
+        if not all(torch.equal(ends, nodes) for ends in edge_index[:, num_edges:]):
+            return None
+        if not torch.equal(edge_index[:, :num_edges], own):
             return None
         made = copy.copy(self)
         vars(made).pop("_ptr", None)
         made._pinned, made.preparations, made._edge_index = None, WeakKeyDictionary(), None
         made.ptr = self.ptr + torch.arange(num_rows + 1)
-        place = torch.arange(num_edges)
-        place += torch.repeat_interleave(self.ptr.diff())
-        loop = made.ptr[1:] - 1
-        made.source, made.edge = (table.new_empty(num_edges + num_rows) for table in (self.source, self.edge))
-        made.edge = made.edge.to(index_dtype(num_edges + num_rows))
-        made.source[place], made.edge[place] = self.source, self.edge.to(made.edge.dtype)
+        is_loop = torch.zeros(num_edges + num_rows, dtype=torch.bool)
+        is_loop[made.ptr[1:] - 1] = True
         rows = torch.arange(num_rows, dtype=self.source.dtype)
-        made.source[loop], made.edge[loop] = rows, (num_edges + self.order.nodes_at(rows.long())).to(made.edge.dtype)
+        loops = (num_edges + self.order.nodes_at(rows.long())).to(index_dtype(is_loop.numel()))
+        made.source, made.edge = _mixed(is_loop, rows, self.source), _mixed(is_loop, loops, self.edge)
         return made
 
     def into(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,8 +139,8 @@ class EdgeTable:
         Returns for each edge the position of its target in ``rows``, its source's row, and its index in the
         ``edge_index``; each ``[num_edges_into_rows]``, int64.
         """
-        cut, device = self.cut(OwnRows.of(rows)), rows.device
-        return cut.target(device), cut.take(self.source, device).long(), cut.take(self.edge, device).long()
+        cut = self.cut(OwnRows.of(rows)).on(rows.device)
+        return cut.target, cut.take(self.source).long(), cut.take(self.edge).long()
 
     @property
     def edge_index(self) -> Tensor:
@@ -203,46 +200,70 @@ class EdgeCut:
         #: Number of edges, and the largest number of edges into one row.
         self.count = int(local[-1])
         self.longest = int(np.diff(local).max(initial=0))
-        self._there: dict[torch.device, list[Tensor]] = {}
         self._local = torch.from_numpy(local.astype(np.int32) if self.count < 2**31 else local)
 
-    def ptr(self, device: torch.device) -> Tensor:
-        """First edge of each of the rows, ``[num_rows + 1]``, int32 if that suffices."""
-        return self._on(device)[0]
+    def on(self, device: torch.device) -> EdgeCutOnDevice:
+        """What it takes to have these edges on a device."""
+        pieces = [(begin, end) for begin, end in self._pieces if end > begin]
+        small = [self._local]
+        if device.type == "cuda" and len(pieces) > 1:
+            firsts = accumulate((end - begin for begin, end in pieces), initial=0)
+            table = [(begin, first, end - begin) for (begin, end), first in zip(pieces, firsts, strict=False)]
+            small.append(torch.tensor(table, dtype=torch.long))
+        return EdgeCutOnDevice(device, self.count, pieces, self._positions, *copy_staged_together(small, device))
 
-    def target(self, device: torch.device) -> Tensor:
+
+class EdgeCutOnDevice:
+    """The edges of a cut on a device, for one batch.
+
+    Attributes:
+        ptr: First edge of each of the rows, ``[num_rows + 1]``, int32 if that suffices.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        count: int,
+        pieces: list[tuple[int, int]],
+        positions: Tensor | None,
+        ptr: Tensor,
+        pieces_there: Tensor | None = None,
+    ) -> None:
+        self.ptr = ptr
+        self._device, self._count = device, count
+        self._pieces, self._positions, self._pieces_there = pieces, positions, pieces_there
+
+    @property
+    def target(self) -> Tensor:
         """The position of each edge's target among the rows, ``[count]``, int64."""
-        return expand_targets(self.ptr(device), self.count)
+        return expand_targets(self.ptr, self._count)
 
-    def _on(self, device: torch.device) -> list[Tensor]:
-        """On a device: first edges, and for each piece its first edge, its first place in the result and its length."""
-        if device not in self._there:
-            ends = [0, *accumulate(end - begin for begin, end in self._pieces)]
-            pieces = [(begin, first, end - begin) for (begin, end), first in zip(self._pieces, ends, strict=False)]
-            table = torch.tensor(pieces, dtype=torch.long).view(-1, 3)
-            self._there[device] = copy_staged_together([self._local, table], device)
-        return self._there[device]
-
-    def take(self, values: Tensor, device: torch.device) -> Tensor:
+    def take(self, values: Tensor) -> Tensor:
         """The values of these edges, ``[count, ...]``, out of a table with a row per edge.
 
         On a CPU it may be a view. On a GPU the host does not wait if the table is in pinned memory.
         """
         if self._positions is not None:
-            return values[self._positions.to(values.device)].to(device)
-        pieces = [values[begin:end] for begin, end in self._pieces if end > begin]
-        if len(pieces) == 1 and device.type == "cpu":
-            return pieces[0]
-        if device.type == "cpu":
-            return torch.cat(pieces) if pieces else values[:0]
-        if len(pieces) > 1 and values.is_pinned() and triton_is_installed():
-            return WordTable(values).copy_pieces(self._on(device)[1], self.count)
-        out = torch.empty((self.count, *values.shape[1:]), dtype=values.dtype, device=device)
+            return values[self._positions.to(values.device)].to(self._device)
+        pieces = [values[begin:end] for begin, end in self._pieces]
+        if self._device.type == "cpu":
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else values[:0]
+        if self._pieces_there is not None and values.is_pinned() and triton_is_installed():
+            return WordTable(values).copy_pieces(self._pieces_there, self._count)
+        out = torch.empty((self._count, *values.shape[1:]), dtype=values.dtype, device=self._device)
         place = 0
         for piece in pieces:
             out[place : place + piece.size(0)].copy_(piece, non_blocking=True)
             place += piece.size(0)
         return out
+
+
+def _mixed(mask: Tensor, values: Tensor, others: Tensor) -> Tensor:
+    """One table, ``[count]``, of values where a mask is true, and of others elsewhere, both in their order."""
+    out = values.new_empty(mask.numel())
+    # NumPy takes a fifth of PyTorch's time for this.
+    out.numpy()[mask.numpy()], out.numpy()[~mask.numpy()] = values.numpy(), others.numpy()
+    return out
 
 
 def index_dtype(count: int) -> torch.dtype:

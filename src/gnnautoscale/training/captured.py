@@ -28,8 +28,8 @@ class Engine(Steps):
     """Trains an autoscaled model on the batches of a loader.
 
     On a GPU each batch's step is captured if ``capture`` allows it, batches come back unchanged and the model does the
-    same in every step; :attr:`how` says so, or why not. Captured batches live where ``placement`` says. The optimizer
-    needs ``capturable=True`` there. Further arguments are those of :class:`Steps`.
+    same in every step; :attr:`how` says so, or why not. Batches that come back live where ``placement`` says. The
+    optimizer needs ``capturable=True`` there. Further arguments are those of :class:`Steps`.
     """
 
     def __init__(
@@ -113,6 +113,8 @@ class Engine(Steps):
             )
         extras = {"targets": item.targets} if item.rows is None else {"targets": item.targets, "rows": item.rows}
         self._replayer.run(item.batch, self._work, extras, trains=item.targets.size(0) > 0)
+        if self._replayer.why_not is not None:
+            self._replayer.packer.keep(item.batch)
 
     def _work(self, batch: Data, extras: dict[str, Tensor]) -> None:
         self._step(Item(batch, extras.get("rows"), extras["targets"]))

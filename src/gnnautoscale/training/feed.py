@@ -86,5 +86,6 @@ class Feed:
 
 @cache
 def _selection_stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # It precedes training, since the host waits for it.
+    stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-2)  # type: ignore[no-untyped-call]
     return stream

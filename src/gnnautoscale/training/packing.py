@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -58,6 +59,7 @@ class Packer:
     def __init__(self, scaler: Autoscaler, device: torch.device, placement: Placement) -> None:
         self._scaler, self._device, self._placement = scaler, device, placement
         self._packages: dict[Hashable, Package] = {}
+        self._kept: dict[Hashable, BatchInfo] = {}
         #: Whether packages stay on the GPU; ``None`` before the first one.
         self.resident: bool | None = None
         #: Changes when packages move to another address.
@@ -70,7 +72,25 @@ class Packer:
             self.displace(package.info)
             if package.info.keeper is not None:
                 package.info.keeper(None)
+        for info in self._kept.values():
+            if info.keeper is not None:
+                info.keeper(None)
         self._packages.clear()
+        self._kept.clear()
+
+    def keep(self, batch: Data) -> None:
+        """Let the loader yield a batch as it is whenever it comes back, if all such batches may stay on the GPU."""
+        info: BatchInfo = batch.edge_index.info
+        if info.keeper is None or info.key in self._kept:
+            return
+        if self.resident is None:
+            records = (record.for_batch(info, "a layer").tensors() for record in self._records())
+            tensors = [*chain(*records), *(value for _, value in batch if isinstance(value, Tensor))]
+            self.resident = self._should_stay(info.recurring * sum(tensor.nbytes for tensor in tensors))
+        if self.resident:
+            info.wait()
+            self._kept[info.key] = info
+            info.keeper(ReadyBatch(batch, info))
 
     def displace(self, info: BatchInfo) -> None:
         """Let steps on a batch read its own tensors again, because its package's may change."""
