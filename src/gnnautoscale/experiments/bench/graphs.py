@@ -66,7 +66,9 @@ def make_data(graph: BenchGraph, ratio: float, drawn_on: torch.device | str = "c
         nodes = torch.arange(first, first + size).repeat_interleave(graph.degree)
         outside = _distinct(graph.nodes - size, halo, generator)  # nodes of other parts
         outside = (outside + (outside >= first) * size).repeat_interleave(graph.halo_degree)
-        edges[0, :num_inside] = first + _random(size, num_inside, generator)
+        # Another node of the part: most graphs have no self-loops.
+        further = 1 + _random(max(size - 1, 1), num_inside, generator).cpu()
+        edges[0, :num_inside] = first + (nodes - first + further) % size
         edges[0, num_inside:] = outside
         edges[1, :num_inside] = nodes
         edges[1, num_inside:] = first + _random(size, num_outside, generator)
