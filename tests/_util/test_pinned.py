@@ -88,6 +88,8 @@ def test_zeros_begin_with_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros, _owner = pinned_zeros((50, 3), torch.bfloat16)
     assert (zeros.shape, zeros.dtype, int(zeros.count_nonzero())) == ((50, 3), torch.bfloat16, 0)
     assert runtime.locked == [zeros.data_ptr()]
+    # PyTorch asks whether the first byte of a storage is pinned.
+    assert zeros.data_ptr() == zeros.untyped_storage().data_ptr()
     assert zeros.data_ptr() % mmap.PAGESIZE == 0
 
 

@@ -77,9 +77,10 @@ def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Pi
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that begin with a page, so that rows begin with a line of the bus; the system makes pages when needed."""
     num_bytes = prod(shape) * dtype.itemsize
-    room = torch.from_numpy(np.zeros(num_bytes + mmap.PAGESIZE, dtype=np.uint8))
-    first = -room.data_ptr() % mmap.PAGESIZE
-    return room[first : first + num_bytes].view(dtype).view(shape)
+    room = np.zeros(num_bytes + mmap.PAGESIZE, dtype=np.uint8)
+    first = -room.ctypes.data % mmap.PAGESIZE
+    # Sliced by NumPy: PyTorch asks whether the first byte of a storage is pinned.
+    return torch.from_numpy(room[first : first + num_bytes]).view(dtype).view(shape)
 
 
 def copy_staged(tensor: Tensor, device: torch.device) -> Tensor:
