@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import statistics
@@ -944,3 +945,11 @@ def test_features_come_from_a_file_of_their_own(tmp_path: Path) -> None:
     ]
     expected = answer("train", "--data", whole, *FAST)["runs"][0]
     assert answer("train", *apart, *FAST)["runs"][0]["scores"] == expected["scores"]
+
+
+def test_python_can_run_it_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gas", "data", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("gnnautoscale", run_name="__main__")
+    assert ended.value.code == 0
+    assert "Usage" in capsys.readouterr().out

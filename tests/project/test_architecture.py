@@ -13,7 +13,7 @@ SOURCE = ROOT / "src" / PACKAGE
 # Lowest first.
 ORDER = [
     *("errors", "_util", "kernels", "graph", "history", "transfer", "forward", "planner", "attach", "data", "models"),
-    *("tasks", "runs", "analysis", "training", "tuning", "report", "experiments", "cli"),
+    *("tasks", "runs", "analysis", "training", "tuning", "report", "experiments", "cli", "__main__"),
 ]
 # They know nothing about graphs, although these lie below them.
 BLIND = {"history": {"graph"}, "transfer": {"graph"}, "runs": {"graph", "history", "transfer", "forward"}}

@@ -37,6 +37,7 @@ from gnnautoscale.forward import (
     GraphMemory,
     Hooks,
     LayerCall,
+    Normalize,
     Observer,
     Plan,
     Session,
@@ -73,6 +74,7 @@ class _Passes:
     observers: Sequence[Observer] = ()
     input_gradients: bool = False
     trains: bool = False
+    normalize: Normalize | None = None
 
 
 class Autoscaler:
@@ -159,6 +161,7 @@ class Autoscaler:
             memory,
             device,
             passes.exchange,
+            normalize=passes.normalize,
             observers=passes.observers,
             edge_dropout=self.edge_dropout if passes.trains and model.training else 0.0,
             input_gradients=passes.input_gradients or (passes.trains and needs_input_gradients(arguments)),
@@ -252,10 +255,15 @@ class Autoscaler:
         return self._watch.form
 
     def running(
-        self, exchange: ExchangePolicy, *, observers: Sequence[Observer] = (), input_gradients: bool = False
+        self,
+        exchange: ExchangePolicy,
+        *,
+        observers: Sequence[Observer] = (),
+        input_gradients: bool = False,
+        normalize: Normalize | None = None,
     ) -> AbstractContextManager[None]:
         """Run the model with another policy than that of training steps; see :class:`Session`."""
-        return self._running(_Passes(exchange, observers, input_gradients))
+        return self._running(_Passes(exchange, observers, input_gradients, normalize=normalize))
 
     def observed(self, observer: Observer) -> AbstractContextManager[None]:
         """Let another observer watch."""

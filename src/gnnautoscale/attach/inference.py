@@ -273,7 +273,7 @@ def collect(
 
     It is gathered on a device, by default the host. So many batches are one ``together``.
     """
-    outputs = _Outputs(loader.graph.num_nodes, device or torch.device("cpu"))
+    outputs = Outputs(loader.graph.num_nodes, device or torch.device("cpu"))
     with attached(model).running(exchange), outputs:
         scaler = attached(model)
         only = scaler.needed_attributes() if call is call_with_batch else None
@@ -282,7 +282,7 @@ def collect(
     return outputs.result
 
 
-class _Outputs(AbstractContextManager["_Outputs"]):
+class Outputs(AbstractContextManager["Outputs"]):
     """Gathers the outputs of batches; a GPU's are written to host memory while it goes on."""
 
     def __init__(self, num_nodes: int, device: torch.device) -> None:

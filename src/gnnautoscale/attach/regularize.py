@@ -58,6 +58,11 @@ class LocalLipschitz(Observer):
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
+    @property
+    def has_terms(self) -> bool:
+        """Whether a layer has run in this context."""
+        return bool(self._terms)
+
     def value(self) -> Tensor:
         """The penalty of the forward pass in this context, a scalar to add to the loss."""
         if not self._terms:

@@ -7,6 +7,13 @@ that exchange rows at slots. This package knows nothing about training.
 from gnnautoscale.forward.batch_edges import BatchEdges, EdgeForm
 from gnnautoscale.forward.copying import copy_model
 from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, own_attribute
+from gnnautoscale.forward.exact import (
+    GradientStore,
+    NeedsStatistics,
+    Stage,
+    StageExchange,
+    WholeGraphNorms,
+)
 from gnnautoscale.forward.exchange import (
     ExchangePolicy,
     HistoryStore,
@@ -24,7 +31,7 @@ from gnnautoscale.forward.norms import uses_own_statistics
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
 from gnnautoscale.forward.record import ArgumentKind, Arguments, EdgeRecord, describe, has_rows
-from gnnautoscale.forward.session import Session, check_layout, evaluating
+from gnnautoscale.forward.session import Normalize, Session, check_layout, evaluating
 from gnnautoscale.forward.sweep import SweepExchange
 from gnnautoscale.forward.watch import OVERRIDES, Attribute, Form, Watch, form_of_values, held_tensors
 
@@ -41,22 +48,28 @@ __all__ = [
     "EdgeSource",
     "ExchangePolicy",
     "Form",
+    "GradientStore",
     "GraphMemory",
     "HistoryStore",
     "Hooks",
     "LayerCall",
     "LayerRun",
+    "NeedsStatistics",
+    "Normalize",
     "Observer",
     "Plan",
     "PlanOnly",
     "RowStore",
     "Session",
     "Shortcut",
+    "Stage",
+    "StageExchange",
     "StepExchange",
     "StoreExchange",
     "StreamedStore",
     "SweepExchange",
     "Watch",
+    "WholeGraphNorms",
     "as_matrix",
     "check_layout",
     "copy_model",

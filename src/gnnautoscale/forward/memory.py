@@ -18,6 +18,8 @@ from gnnautoscale.graph import BatchInfo, Graph, RowOrder
 from gnnautoscale.history import Folder, History, Medium, Storage, check_storage, choose_medium, codec_for, open_history
 from gnnautoscale.transfer import BatchRows, Transfer, open_transfer
 
+# The types that gradients are kept in if histories are.
+_ADDED = (torch.float32, torch.float64, torch.bfloat16)
 # How many rows are copied at once.
 _MOST_COPIED = 1 << 18
 # The share of a GPU's free memory that temporary histories may borrow.
@@ -50,6 +52,8 @@ class GraphMemory:
         self.medium: Medium | None = None if storage == "auto" else storage
         self.why = "this was asked for"
         self.histories: dict[str, History] = {}
+        #: The gradients of the rows of slots; all zero, except while gradients of the whole graph are computed.
+        self.gradients: dict[str, History] = {}
         self.recorder = Recorder(graph) if graph is not None else None
         self._overlap = overlap
         self._sets = 1
@@ -130,9 +134,9 @@ class GraphMemory:
 
     # Where histories live ############################################################################################
 
-    def reserve_second_set(self) -> None:
-        """Count histories twice when their medium is chosen, since exact evaluation in batches takes a second set."""
-        self._sets = 2
+    def reserve_another_set(self) -> None:
+        """Count histories once more when their medium is chosen: for evaluation in batches, or for gradients."""
+        self._sets += 1
 
     def prepare(self, plan: Plan, device: torch.device) -> None:
         """Decide where histories live, check that there is room for all of them, and let them fit the plan."""
@@ -176,6 +180,14 @@ class GraphMemory:
             self._open(slot, *self._form(plan.rows[slot]), device)
         return self.histories[slot]
 
+    def gradient(self, slot: str, plan: Plan, device: torch.device) -> History:
+        """The gradients of the slot's rows, created on first use: as the history is kept, but in types that add up."""
+        history = self.histories[slot]
+        if slot not in self.gradients:
+            dtype = self.dtype if self.dtype in _ADDED else plan.rows[slot].dtype
+            self.gradients[slot] = self._opened(f"gradient of {slot}", history.width, dtype, device)
+        return self.gradients[slot]
+
     def _form(self, rows: Tensor) -> tuple[int, torch.dtype]:
         """Width and type of the history of such rows, ``[any, ...]``."""
         return math.prod(rows.shape[1:]), self.dtype or rows.dtype
@@ -193,11 +205,15 @@ class GraphMemory:
             self.folder.close()  # another run may have it
 
     def _open(self, slot: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.gradients.pop(slot, None)
+        self.histories[slot] = self._opened(slot, width, dtype, device)
+
+    def _opened(self, slot: str, width: int, dtype: torch.dtype, device: torch.device) -> History:
         if self.medium is None:
             raise RuntimeError("the medium has to be chosen before a history is opened")
         path = self.folder.file(slot) if self.medium == "disk" and self.folder is not None else None
         try:
-            self.histories[slot] = open_history(self.medium, self.num_nodes, width, dtype, device=device, path=path)
+            return open_history(self.medium, self.num_nodes, width, dtype, device=device, path=path)
         except RuntimeError as error:  # PyTorch's error for lack of memory, which has a class of its own on a GPU only
             if "memory" not in str(error):
                 raise

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gnnautoscale.history.base import History
+from gnnautoscale.history.precision import Cast
 from gnnautoscale.kernels import Runs, gather_rows
 
 
@@ -19,6 +20,13 @@ class DeviceHistory(History):
     def serves(self, device: torch.device) -> bool:
         """See :meth:`History.serves`."""
         return self.raw.device.type == device.type
+
+    def add(self, rows: Tensor, where: Tensor) -> None:
+        """See :meth:`History.add`."""
+        if isinstance(self.codec, Cast):
+            self.raw.index_add_(0, where.to(self.raw.device), rows.to(self.raw))
+        else:
+            super().add(rows, where)
 
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
         """See :meth:`History.read`."""

@@ -159,7 +159,7 @@ class HistoryStrategy(Strategy):
     def make_room_to_evaluate(self) -> None:
         """Reserve room for the second set of histories that exact evaluation in batches needs."""
         if len(self._exact_loaders["train"]) > 1:
-            self._memory.reserve_second_set()
+            self._memory.reserve_another_set()
 
     @cached_property
     def _key(self) -> str:

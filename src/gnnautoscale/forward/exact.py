@@ -1,0 +1,239 @@
+"""Passes whose gradients are those of the whole graph.
+
+A forward sweep computes one level of slots for all batches from the rows of the levels below it. A backward sweep runs
+the same passes again, in reverse order of levels: the gradient of a level's rows is known by then, and what flows to
+the rows that a pass has read is added to the gradients of their slots. Batch norms get the statistics of all nodes,
+which a sweep of their own collects.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gnnautoscale.errors import UnsupportedModelError
+from gnnautoscale.forward.exchange import EndOfPass, RowStore
+from gnnautoscale.forward.norms import uses_own_statistics
+from gnnautoscale.forward.session import Session
+from gnnautoscale.forward.sweep import SweepExchange
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one sweep computes, once ``depth`` levels are known: a level of slots, statistics of a norm, or the output.
+
+    The last two have no ``level``; only statistics have a ``norm``.
+    """
+
+    depth: int
+    level: frozenset[str] | None = None
+    norm: str | None = None
+
+
+class GradientStore(RowStore):
+    """Rows of another store as inputs of a pass that is differentiated, and the rows that the pass computed."""
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
+
+    def start(self) -> None:
+        """Forget the last pass."""
+        self.inputs, self.outputs = {}, {}
+
+    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
+        """See :meth:`RowStore.read`."""
+        if slot not in self.inputs:  # a layer that is repeated reads the same rows
+            self.inputs[slot] = self._store.read(session, slot, which, like).detach().requires_grad_()
+        return self.inputs[slot]
+
+    def write(self, session: Session, slot: str, rows: Tensor) -> None:
+        """See :meth:`RowStore.write`."""
+        self.outputs[slot] = rows
+
+    def look_ahead(self, session: Session, slots: Iterable[str]) -> None:
+        """See :meth:`RowStore.look_ahead`."""
+        self._store.look_ahead(session, slots)
+
+
+class StageExchange(SweepExchange):
+    """Runs the passes of a stage, each batch with random numbers of its own.
+
+    Numbers are seeded before and after each slot, by the batch and the slot's name: a pass draws the same ones whenever
+    it is repeated, and what several stages compute of a batch is the same in all of them.
+    """
+
+    def __init__(self, stage: Stage, store: RowStore, seed: int) -> None:
+        super().__init__(stage.level, store)
+        self._stage, self._seed = stage, seed
+        #: The number of the batch.
+        self.batch = 0
+
+    def begin(self, session: Session) -> None:
+        """See :meth:`SweepExchange.begin`; statistics may need all rows that are known."""
+        super().begin(session)
+        if self._stage.norm is not None:
+            self._done = self._needed = frozenset().union(*session.plan.levels[: self._stage.depth])
+        self._draw_for("the beginning")
+
+    def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
+        """See :meth:`SweepExchange.at_slot`."""
+
+        def seeded() -> Any:
+            self._draw_for(f"in {slot}")
+            return compute()
+
+        out = super().at_slot(session, slot, seeded)
+        self._draw_for(f"after {slot}")
+        return out
+
+    def _draw_for(self, place: str) -> None:
+        seed = zlib.crc32(f"{self._seed} {self.batch} {place}".encode())
+        torch.manual_seed(seed ^ (self._seed & ~0xFFFFFFFF))
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+
+
+class NeedsStatistics(BaseException):
+    """Ends a pass at a batch norm whose statistics are not known yet."""
+
+    def __init__(self, norm: str) -> None:
+        super().__init__(norm)
+        self.norm = norm
+
+
+@dataclass
+class _Statistics:
+    """Mean and variance of all rows that a norm sees, ``[channels]`` each, their number, and their gradients."""
+
+    norm: _BatchNorm
+    mean: Tensor
+    variance: Tensor
+    count: int
+    of_mean: Tensor
+    of_variance: Tensor
+
+
+class WholeGraphNorms:
+    """Batch norms in training, with the statistics of all nodes; other norms run as they are."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Statistics] = {}
+        #: The norm, and the number of its call in a pass, whose statistics are being collected or differentiated.
+        self.wanted: str | None = None
+        self._sums: list[tuple[_BatchNorm, Tensor, Tensor, int]] = []
+        # The rows that the wanted norm has seen in the last pass, ``[batch_size, channels, ...]``.
+        self._rows: Tensor | None = None
+        self._session: Session | None = None
+        self._calls: Counter[str] = Counter()
+        self._leaves: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def normalize(
+        self, session: Session, name: str, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        """Normalize the rows of a batch and its halo; see :class:`Session`."""
+        if not uses_own_statistics(norm) or not x.size(0):
+            return run(x) if x.size(0) else x
+        if session.is_aggregating or name not in session.plan.node_norms:
+            raise UnsupportedModelError(
+                "the statistics of a batch norm in exact training are those of all nodes",
+                got=f"'{name}', which normalizes something else than one row per node, such as messages",
+                fix="Put it outside of the layer, use LayerNorm(mode='node') there, or train with mode='gas'.",
+            )
+        if not session.plan.skip_empty:
+            raise UnsupportedModelError(
+                "a model with batch norms must run on no rows at all for exact training",
+                got="a model that fails on them",
+                fix="Use LayerNorm(mode='node') instead of batch norms, or train with mode='gas'.",
+            )
+        if session is not self._session:
+            self._session, self._leaves = session, {}
+            self._calls.clear()
+        if not session.repeating:
+            self._calls[name] += 1
+        call = f"{name}#{self._calls[name]}"
+        if call == self.wanted:
+            self._look(norm, session.own(x))
+            raise EndOfPass
+        if call not in self._known:
+            raise NeedsStatistics(call)
+        known = self._known[call]
+        if call not in self._leaves:
+            gradients = torch.is_grad_enabled()
+            self._leaves[call] = (
+                known.mean.detach().requires_grad_(gradients),
+                known.variance.detach().requires_grad_(gradients),
+            )
+        mean, variance = (_as_channels(value, x) for value in self._leaves[call])
+        out = (x - mean) * torch.rsqrt(variance + norm.eps)
+        if norm.affine:
+            out = out * _as_channels(norm.weight, x) + _as_channels(norm.bias, x)
+        return out
+
+    def _look(self, norm: _BatchNorm, own: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self._rows = own
+            return
+        dims = [0, *range(2, own.dim())]
+        values = own.double()
+        self._sums.append((norm, values.sum(dims), values.square().sum(dims), own.numel() // max(own.size(1), 1)))
+
+    def collected(self) -> None:
+        """Take what was collected in the passes over all batches for the statistics of the wanted norm."""
+        if self.wanted is None or not self._sums:
+            raise RuntimeError("statistics have to be collected before they are taken")
+        norm, count = self._sums[0][0], sum(number for *_, number in self._sums)
+        mean = torch.stack([total for _, total, _, _ in self._sums]).sum(0) / count
+        square = torch.stack([total for _, _, total, _ in self._sums]).sum(0) / count
+        dtype = torch.float32 if norm.weight is None else norm.weight.dtype
+        mean, variance = mean.to(dtype), (square - mean.square()).clamp_(min=0.0).to(dtype)
+        zero = torch.zeros_like(mean)
+        self._known[self.wanted] = _Statistics(norm, mean, variance, count, zero, zero.clone())
+        self._sums.clear()
+
+    def add_gradients(self) -> None:
+        """Add the gradients of the statistics that the last pass used."""
+        for call, (mean, variance) in self._leaves.items():
+            known = self._known[call]
+            if mean.grad is not None and variance.grad is not None:
+                known.of_mean += mean.grad
+                known.of_variance += variance.grad
+        self._leaves = {}
+
+    def rows_and_gradients(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The rows that the wanted norm has seen in the last pass, and the gradient that its statistics give them."""
+        if self.wanted is None or self._rows is None:
+            raise RuntimeError("there has to be a pass before its gradient")
+        known, rows = self._known[self.wanted], self._rows.detach()
+        centered = rows - _as_channels(known.mean, rows)
+        through = 2.0 * _as_channels(known.of_variance, rows) * centered + _as_channels(known.of_mean, rows)
+        return [self._rows], [through.expand_as(rows) / known.count]
+
+    @torch.no_grad()
+    def update_averages(self) -> None:
+        """Update the running averages of all norms, as a pass over the whole graph would."""
+        for known in self._known.values():
+            norm = known.norm
+            if not norm.training or norm.running_mean is None or norm.running_var is None:
+                continue
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.add_(1)
+            share = norm.momentum if norm.momentum is not None else 1.0 / float(norm.num_batches_tracked or 1)
+            unbiased = known.variance * (known.count / max(known.count - 1, 1))
+            norm.running_mean.lerp_(known.mean.to(norm.running_mean.dtype), share)
+            norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), share)
+
+
+def _as_channels(value: Tensor, rows: Tensor) -> Tensor:
+    """Values, ``[channels]``, that apply to the second dimension of rows."""
+    return value.view(1, -1, *[1] * (rows.dim() - 2))
