@@ -171,24 +171,27 @@ class ExactPasses:
         """Note a stage, after those that collect the statistics that it needs."""
         while (norm := self._unknown_norm(stage)) is not None:
             collecting = Stage(stage.depth, norm=norm)
+            self._prepare(collecting)  # on the way to that norm there may be others
             self._norms.wanted = norm
             for _ in self._passes(collecting, self._store):
                 pass
             self._norms.collected()
             self._norms.wanted = None
             self._settle()
-            self._stages.append(collecting)
         self._stages.append(stage)
 
     def _unknown_norm(self, stage: Stage) -> str | None:
         """The batch norm without statistics that a stage comes across first, if any."""
         if not self._has_norms:
             return None
+        self._norms.wanted = stage.norm
         try:
-            next(self._passes(stage, GradientStore(self._store)))
+            with self._norms.only_looking():
+                next(self._passes(stage, GradientStore(self._store)))
         except NeedsStatistics as needed:
             return needed.norm
         finally:
+            self._norms.wanted = None
             self._settle()
         return None
 

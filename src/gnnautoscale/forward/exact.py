@@ -8,10 +8,12 @@ which a sweep of their own collects.
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +99,10 @@ class StageExchange(SweepExchange):
         self._draw_for(f"after {slot}")
         return out
 
+    def skipped(self, session: Session, slot: str) -> Tensor:
+        """See :meth:`SweepExchange.skipped`; batch norms tell such rows by their being not a number."""
+        return super().skipped(session, slot).fill_(math.nan)
+
     def _draw_for(self, place: str) -> None:
         seed = zlib.crc32(f"{self._seed} {self.batch} {place}".encode())
         torch.manual_seed(seed ^ (self._seed & ~0xFFFFFFFF))
@@ -142,25 +148,21 @@ class WholeGraphNorms:
         self, session: Session, name: str, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor
     ) -> Tensor:
         """Normalize the rows of a batch and its halo; see :class:`Session`."""
-        if not uses_own_statistics(norm) or not x.size(0):
-            return run(x) if x.size(0) else x
+        if not uses_own_statistics(norm):
+            return run(x)
         if session.is_aggregating or name not in session.plan.node_norms:
             raise UnsupportedModelError(
                 "the statistics of a batch norm in exact training are those of all nodes",
                 got=f"'{name}', which normalizes something else than one row per node, such as messages",
                 fix="Put it outside of the layer, use LayerNorm(mode='node') there, or train with mode='gas'.",
             )
-        if not session.plan.skip_empty:
-            raise UnsupportedModelError(
-                "a model with batch norms must run on no rows at all for exact training",
-                got="a model that fails on them",
-                fix="Use LayerNorm(mode='node') instead of batch norms, or train with mode='gas'.",
-            )
         if session is not self._session:
             self._session, self._leaves = session, {}
             self._calls.clear()
         if not session.repeating:
             self._calls[name] += 1
+        if not x.size(0) or (not session.plan.skip_empty and bool(x[:1].isnan().any())):
+            return x  # skipped rows
         call = f"{name}#{self._calls[name]}"
         if call == self.wanted:
             self._look(norm, session.own(x))
@@ -179,6 +181,15 @@ class WholeGraphNorms:
         if norm.affine:
             out = out * _as_channels(norm.weight, x) + _as_channels(norm.bias, x)
         return out
+
+    @contextmanager
+    def only_looking(self) -> Iterator[None]:
+        """Collect nothing in this context."""
+        kept, self._sums = self._sums, []
+        try:
+            yield
+        finally:
+            self._sums = kept
 
     def _look(self, norm: _BatchNorm, own: Tensor) -> None:
         if torch.is_grad_enabled():

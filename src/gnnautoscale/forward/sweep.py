@@ -43,8 +43,7 @@ class SweepExchange(ExchangePolicy):
         later = self._level is not None and slot in session.plan.needs and slot not in self._level
         holds_missing = any(missing.startswith(f"{slot}>") for missing in self._missing)
         if slot in self._done or (later and not holds_missing):
-            # Nothing that this sweep computes depends on these rows.
-            return _zeros(session, slot, 0 if session.plan.skip_empty else session.info.num_rows)
+            return self.skipped(session, slot)
         out = compute()
         if slot not in self._missing:
             return session.widened(out)
@@ -54,6 +53,10 @@ class SweepExchange(ExchangePolicy):
         if not self._missing:
             raise EndOfPass
         return out
+
+    def skipped(self, session: Session, slot: str) -> Tensor:
+        """Rows that nothing depends on that this sweep computes."""
+        return _zeros(session, slot, 0 if session.plan.skip_empty else session.info.num_rows)
 
     def end(self, session: Session) -> None:
         """Called at the end of the model, which a sweep over slots does not reach if it finds them all."""
