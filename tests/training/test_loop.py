@@ -177,6 +177,99 @@ def test_gas_is_not_full_batch() -> None:
     assert not same_bits(run(mode="gas").weights[-1], run(mode="full").weights[-1])
 
 
+# Exact steps #########################################################################################################
+
+
+@pytest.mark.parametrize("partition", ["metis", "random"])
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay_conv": 0.3, "weight_decay_other": 0.05}, {"grad_norm": 0.05, "schedule": "cosine"}]
+)
+def test_exact_steps_are_those_of_full_batch(options: dict[str, Any], partition: Any) -> None:
+    for batch_norm in (False, True):
+        settings: dict[str, Any] = {"dropout": 0.0, "batch_norm": batch_norm, "layers": 3}
+        full = run(gcn(**settings), mode="full", epochs=8, **options)
+        exact = run(gcn(**settings), mode="exact", num_parts=6, epochs=8, partition=partition, **options)
+        assert exact.losses == pytest.approx(full.losses, abs=1e-5)
+        assert exact.result.steps == full.result.steps == 8
+        assert exact.result.how == "uncaptured: exact steps, each over 3 batches forward and backward"
+        for name, value in full.weights[-1].items():
+            if not batch_norm:  # biases before a norm have no gradient, and Adam blows up its rounding
+                torch.testing.assert_close(exact.weights[-1][name], value, rtol=1e-3, atol=2e-4)
+
+
+def test_exact_steps_have_a_penalty_over_all_nodes() -> None:
+    """The same in one part and in several, up to the noise that each node gets."""
+    settings: dict[str, Any] = {"mode": "exact", "batch_size": 1, "epochs": 40}
+    losses = {
+        (parts, weight): run(gcn(dropout=0.0), num_parts=parts, lipschitz=weight, **settings).losses[-1]
+        for parts in (1, 5)
+        for weight in (0.0, 10.0)
+    }
+    assert losses[5, 0.0] == pytest.approx(losses[1, 0.0], abs=1e-4)
+    assert losses[5, 10.0] == pytest.approx(losses[1, 10.0], rel=0.1)
+    assert losses[5, 10.0] > 1.2 * losses[5, 0.0]
+
+
+def test_the_last_epochs_may_be_exact() -> None:
+    mixed = run(epochs=6, exact_epochs=2)
+    plain = run(epochs=4)
+    assert mixed.losses[:4] == plain.losses
+    assert mixed.result.steps == plain.result.steps + 2
+    one = run(mode="gas", epochs=3, exact_epochs=3, num_parts=4)
+    assert one.losses == run(mode="exact", epochs=3, num_parts=4).losses
+
+
+def test_several_batches_may_make_one_step() -> None:
+    data, parts, weights = community_graph(), torch.arange(community_graph().num_nodes) % 5, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gnnautoscale.graph.loader.cut", lambda *_, **__: parts)
+        got = run(gcn(dropout=0.0), data, num_parts=5, batch_size=1, epochs=2, accumulate=3)
+    assert got.result.steps == 4
+    model = gas.autoscale(gcn(dropout=0.0), data)
+    loader, optimizer = (
+        gas.HaloLoader(data, partition=parts, shuffle=True),
+        torch.optim.Adam(model.parameters(), lr=0.01),
+    )
+    for _ in range(2):
+        batches = list(loader)
+        for group in (batches[:3], batches[3:]):
+            optimizer.zero_grad()
+            for batch in group:
+                mask = batch.train_mask[: batch.batch_size]
+                loss = F.cross_entropy(model(batch)[mask], batch.y[: batch.batch_size][mask])
+                (loss / len(group)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        weights.append(weights_of(model))
+    for name, value in weights[-1].items():
+        torch.testing.assert_close(got.weights[-1][name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["cluster", "sage"])
+def test_batches_of_baselines_are_accumulated(mode: str) -> None:
+    options: dict[str, Any] = {"mode": mode, "num_parts": 6, "batch_size": 1, "epochs": 2}
+    options |= {"fan_out": [3, 3]} if mode == "sage" else {}
+    assert run(accumulate=4, **options).result.steps == 4
+    assert run(**options).result.steps == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "full", "exact_epochs": 1}, "exact_epochs belongs to mode 'gas'"),
+        ({"exact_epochs": 4}, "exact_epochs must be at most epochs, 3, but got 4"),
+        ({"mode": "exact", "edge_dropout": 0.2}, "exact steps take all edges, but got edge_dropout=0.2"),
+        ({"exact_epochs": 1, "edge_dropout": 0.2}, "exact steps take all edges"),
+        ({"mode": "exact", "accumulate": 2}, "an epoch of mode 'exact' is one step"),
+        ({"mode": "exact", "steps_per_epoch": 2}, "an epoch of mode 'exact' is one step"),
+        ({"mode": "cluster", "exact_epochs": 1}, "exact_epochs must be 0 with mode 'cluster'"),
+        ({"accumulate": 0}, "accumulate must be an integer of at least 1"),
+    ],
+)
+def test_what_exact_steps_do_not_go_with(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(gas.InputError, match=message):
+        run(**options)
+
+
 # The naive baseline ##################################################################################################
 
 

@@ -112,6 +112,9 @@ SCENARIOS: dict[str, tuple[dict[str, Any], Any, list[int]]] = {
     ),
     "penalty": ({"lipschitz": 0.1, "grad_norm": 0.5, "weight_decay_conv": 0.1, "precision": "bfloat16"}, 2, [4]),
     "batch norm, int8": ({"model_options": {"batch_norm": True}, "history_dtype": "int8", "storage": "host"}, 2, [4]),
+    "exact": ({"mode": "exact", "storage": "host", "epochs": 4, "lipschitz": 0.1}, 1, [2, 3]),
+    "exact at last": ({"epochs": 4, "exact_epochs": 2, "batch_size": 1}, 1, [7, 10, 11]),
+    "accumulated": ({"accumulate": 2, "batch_size": 1, "refresh_every": 3}, 1, [3, 5, 6]),
     "inner": ({"name": "appnp", "evaluation": "histories", "history_dtype": "bfloat16"}, 2, [4]),
     "other graphs": ({"data": gas.load("cluster", graphs=2), "num_parts": 6, "epochs": 2, "num_workers": 1}, 2, [2]),
 }

@@ -24,7 +24,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN  # type: ignore[import-
 from gnnautoscale._util import map_tensors, tensors_in, undisturbed
 from gnnautoscale.analysis.bounds import LayerConstants, LayerErrors, MessageEdges, measure, theorem1_by_node
 from gnnautoscale.analysis.lipschitz import jacobian_norm, lipschitz_constant
-from gnnautoscale.attach import CallModel, attached, call_with_batch, device_of, to_model_device
+from gnnautoscale.attach import CallModel, ExactPasses, attached, call_with_batch, device_of, to_model_device
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import HistoryStore, LayerRun, Observer, Plan, StoreExchange, evaluating
@@ -212,25 +212,30 @@ def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, task: T
     learned = task_for(Dataset.of(loader.data)) if task is None else task
     learned.check(loader.data, ["train"])
     count = learned.targets_of_graph(loader.data)[1].size(0)
-    device = device_of(model)
+    device, scaler = device_of(model), attached(model)
 
-    def summed(batches: Iterator[Data]) -> list[Tensor]:
-        total = [torch.zeros_like(weight, dtype=torch.double) for weight in weights.values()]
-        for batch in batches:
-            rows, targets = learned.targets(batch)
-            if not targets.size(0):
-                continue
-            with attached(model).running(StoreExchange(HistoryStore(writes=False))):
-                out = call(model, to_model_device(batch, model))
-            out = out if rows is None else out[rows.to(device)]
-            loss = targets.size(0) / count * learned.loss(out, targets.to(device))
-            pieces = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-            for sum_, piece in zip(total, pieces, strict=True):
-                sum_ += 0.0 if piece is None else piece
-        return total
+    def differentiate(batch: Data, out: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+        rows, targets = learned.targets(batch)
+        if not targets.size(0):
+            return [], []
+        out = out if rows is None else out[rows.to(device)]
+        return [targets.size(0) / count * learned.loss(out, targets.to(device))], [None]
 
+    ours = [torch.zeros_like(weight, dtype=torch.double) for weight in weights.values()]
     with torch.enable_grad():
-        ours, exact = summed(loader.in_order()), summed(iter([_whole(loader)]))
+        for batch in loader.in_order():
+            with scaler.running(StoreExchange(HistoryStore(writes=False))):
+                losses, _ = differentiate(batch, call(model, to_model_device(batch, model)))
+            pieces = torch.autograd.grad(losses, list(weights.values()), allow_unused=True) if losses else ()
+            for total, piece in zip(ours, pieces, strict=False):
+                total += 0.0 if piece is None else piece
+    with scaler.visiting(loader.graph, apart=True):
+        passes = ExactPasses(model, loader, call)
+        passes.forward()
+        found = passes.gradients(list(weights.values()), differentiate)
+    exact = [
+        torch.zeros_like(total) if piece is None else piece.double() for total, piece in zip(ours, found, strict=True)
+    ]
     pairs = [(name, a.flatten(), b.flatten()) for name, a, b in zip(weights, ours, exact, strict=True)]
     return {
         **_compared(torch.cat([a for _, a, _ in pairs]), torch.cat([b for _, _, b in pairs])),

@@ -5,8 +5,8 @@ The levels of slots are swept forward, then backward; see :mod:`gnnautoscale.for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -102,6 +102,7 @@ class ExactPasses:
         model: An autoscaled model.
         loader: Makes the batches, of the training graph.
         call: Calls the model with a batch.
+        inside: Gives a context to call it in.
         penalty: Is added to what is differentiated, with a weight.
     """
 
@@ -110,18 +111,22 @@ class ExactPasses:
         model: nn.Module,
         loader: HaloLoader,
         call: CallModel = call_with_batch,
+        *,
+        inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
         penalty: tuple[LocalLipschitz, float] | None = None,
     ) -> None:
-        self._model, self._loader, self._call, self._penalty = model, loader, call, penalty
+        self._model, self._loader, self._call = model, loader, call
+        self._inside, self._penalty = inside, penalty
         self._scaler, self._device = attached(model), device_of(model)
-        if self._scaler.edge_dropout:
+        if self._scaler.edge_dropout and model.training:
             raise UnsupportedModelError(
                 "exact gradients are those of all edges",
                 got=f"edge_dropout={self._scaler.edge_dropout}",
                 fix="Use autoscale(..., edge_dropout=0.0), or dropout of rows inside the model.",
             )
-        # One number of PyTorch's stream, so that each step draws others, and the same ones after a checkpoint.
-        self._seed = int(torch.randint(2**62, ()))
+        # One number of PyTorch's stream, so that each step draws others, and the same ones after a checkpoint. Models
+        # draw nothing in evaluation.
+        self._seed = int(torch.randint(2**62, ())) if model.training else None
         self._norms = WholeGraphNorms()
         self._has_norms = any(
             isinstance(module, _BatchNorm) and uses_own_statistics(module) for module in model.modules()
@@ -153,6 +158,18 @@ class ExactPasses:
         with undisturbed(self._device):
             for stage in reversed(self._stages):
                 self._run_backward(stage, differentiate)
+
+    def gradients(self, weights: Sequence[Tensor], differentiate: Differentiate) -> list[Tensor | None]:
+        """The gradients of some weights, which leaves those that they have as they are."""
+        kept = [weight.grad for weight in weights]
+        try:
+            for weight in weights:
+                weight.grad = None
+            self.backward(differentiate)
+            return [weight.grad for weight in weights]
+        finally:
+            for weight, before in zip(weights, kept, strict=True):
+                weight.grad = before
 
     def moment(self) -> tuple[int, int]:
         """Changes when the model runs, or its weights change."""
@@ -238,9 +255,12 @@ class ExactPasses:
         """Run the model on all batches; each with its output, which is ``None`` if the pass ends early."""
         exchange = StageExchange(stage, store, self._seed)
         running = partial(self._scaler.running, exchange, input_gradients=True, normalize=self._norms.normalize)
-        for number, batch in enumerate(self._loader.in_order(self._device)):
+        # The output may be used with anything that a batch has.
+        alone = self._call is call_with_batch and stage != Stage(len(self._plan.levels))
+        only = self._scaler.needed_attributes() if alone else None
+        for number, batch in enumerate(self._loader.in_order(self._device, only=only)):
             exchange.batch = number
-            with running(), penalty if penalty is not None else nullcontext():
+            with running(), self._inside(), penalty if penalty is not None else nullcontext():
                 out = run_pass(partial(self._call, self._model, to_model_device(batch, self._model)))
             yield batch, out
 
@@ -278,14 +298,6 @@ class _WholeGraph(torch.autograd.Function):
                 whole[nodes.to(whole.device)].to(row.device) for whole, row in zip(gradients, rows, strict=True)
             ]
 
-        kept = [weight.grad for weight in ctx.weights]
-        try:
-            for weight in ctx.weights:
-                weight.grad = None
-            passes.backward(differentiate)
-            found = [weight.grad for weight in ctx.weights]
-        finally:
-            for weight, before in zip(ctx.weights, kept, strict=True):
-                weight.grad = before
+        found = passes.gradients(ctx.weights, differentiate)
         ctx.before = passes.moment()
         return None, None, *found

@@ -72,10 +72,11 @@ class StageExchange(SweepExchange):
     """Runs the passes of a stage, each batch with random numbers of its own.
 
     Numbers are seeded before and after each slot, by the batch and the slot's name: a pass draws the same ones whenever
-    it is repeated, and what several stages compute of a batch is the same in all of them.
+    it is repeated, and what several stages compute of a batch is the same in all of them. Without a ``seed`` numbers
+    are left alone.
     """
 
-    def __init__(self, stage: Stage, store: RowStore, seed: int) -> None:
+    def __init__(self, stage: Stage, store: RowStore, seed: int | None) -> None:
         super().__init__(stage.level, store)
         self._stage, self._seed = stage, seed
         #: The number of the batch.
@@ -86,6 +87,7 @@ class StageExchange(SweepExchange):
         super().begin(session)
         if self._stage.norm is not None:
             self._done = self._needed = frozenset().union(*session.plan.levels[: self._stage.depth])
+        self._device = session.device
         self._draw_for("the beginning")
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
@@ -104,8 +106,14 @@ class StageExchange(SweepExchange):
         return super().skipped(session, slot).fill_(math.nan)
 
     def _draw_for(self, place: str) -> None:
+        if self._seed is None:
+            return
         seed = zlib.crc32(f"{self._seed} {self.batch} {place}".encode())
-        torch.manual_seed(seed ^ (self._seed & ~0xFFFFFFFF))
+        # Not torch.manual_seed, which seeds all devices that there might be, and takes longer than a layer.
+        torch.default_generator.manual_seed(seed ^ (self._seed & ~0xFFFFFFFF))
+        if self._device.type == "cuda":
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            torch.cuda.default_generators[index].manual_seed(seed ^ (self._seed & ~0xFFFFFFFF))
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002
 

@@ -33,7 +33,7 @@ class SweepExchange(ExchangePolicy):
         self._needed: frozenset[str] = frozenset().union(*(plan.needs[slot] for slot in wanted))
         depth = plan.levels.index(level) if level is not None else len(plan.levels)
         self._done: frozenset[str] = frozenset().union(*plan.levels[:depth])
-        session.memory.prepare_edges(session.info.upcoming, plan.calls, gradients=False)
+        session.memory.prepare_edges(session.info.upcoming, plan.calls, gradients=torch.is_grad_enabled())
         self._store.look_ahead(session, self._done & self._needed)
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:

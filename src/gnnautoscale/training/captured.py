@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale.attach import attached
+from gnnautoscale.attach import ExactPasses, attached
 from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, HaloLoader, ReadyBatch
 from gnnautoscale.tasks import Task
@@ -93,6 +94,45 @@ class Engine(Steps):
         # A step knows what it reads of a batch that comes back.
         batches = islice(loader.ready_batches(kept_with=()), most)
         return self.train(self._feed.items(batches, loader.first_of_next_epoch), after_step)
+
+    def exact_epoch(self, loader: HaloLoader, after_step: Callable[[None], None], *, done: bool) -> float:
+        """Train for one step with the gradient of the whole graph; returns the mean loss over all targets.
+
+        If it was ``done`` before a checkpoint, only its loss is left to return.
+        """
+        try:
+            if not done:
+                self._exact_step(loader)
+                after_step(None)
+            return float(self._total) / max(self._count, 1)
+        finally:
+            self._total.zero_()
+            self._count = 0
+
+    def _exact_step(self, loader: HaloLoader) -> None:
+        """Nothing of it is captured."""
+        self._forget()
+        _, targets = self.task.targets_of_graph(loader.data)
+        count = targets.size(0)
+
+        def differentiate(batch: Data, out: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+            rows, targets = self.task.targets(batch)
+            if not targets.size(0):
+                return [], []
+            chosen = out if rows is None else out[rows.to(self.device)]
+            loss = self.task.loss(chosen, targets.to(self.device)) * (targets.size(0) / count)
+            self._total += loss.detach()
+            return [loss], [None]
+
+        penalty = None if self._penalty is None else (self._penalty, self._penalty_weight)
+        passes = ExactPasses(self._model, loader, inside=self._autocast, penalty=penalty)
+        passes.forward()
+        self._optimizer.zero_grad()
+        passes.backward(differentiate)
+        if not math.isfinite(self._total):
+            raise FloatingPointError(f"the loss is {float(self._total)}")
+        self._update()
+        self.steps, self._count = self.steps + 1, 1
 
     def _notice_changes(self) -> None:
         """Forget what was captured and packed if the model was changed, by a callback for example."""

@@ -207,7 +207,7 @@ def _train(
             start = clock.total("train")
             with explained(strategy, number, options):
                 with clock("train"):
-                    loss = strategy.epoch(options.steps_per_epoch, after_batch)
+                    loss = strategy.epoch(number, options.steps_per_epoch, after_batch)
                 if not math.isfinite(loss):
                     raise FloatingPointError(f"the loss is {loss}")
                 result.steps = strategy.steps
@@ -272,10 +272,14 @@ def _with_histories(
         penalty=LocalLipschitz(model, options.lipschitz_radius) if options.lipschitz else None,
         penalty_weight=options.lipschitz,
         precision=options.precision,
+        accumulate=options.accumulate,
         capture=options.capture,
         placement=options.batches_on,
     )
-    strategy = HistoryStrategy(model, loaders, engine, options.evaluate_parts)
+    after = options.exact_after
+    strategy = HistoryStrategy(model, loaders, engine, exact_after=after, evaluate_parts=options.evaluate_parts)
+    if after < options.epochs:
+        strategy.make_room_for_gradients()
     if options.verify or (options.evaluation == "exact" and options.refresh_every != "epoch"):
         strategy.make_room_to_evaluate()
     return strategy

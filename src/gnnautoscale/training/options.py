@@ -20,7 +20,7 @@ from gnnautoscale.history import Storage, check_storage
 from gnnautoscale.training.packing import Placement
 from gnnautoscale.training.steps import Precision
 
-Mode = Literal["gas", "full", "history", "cluster", "sage"]
+Mode = Literal["gas", "full", "exact", "history", "cluster", "sage"]
 Schedule = Literal["constant", "plateau", "cosine"]
 HowToEvaluate = Literal["exact", "histories"]
 HistoryDtype = Literal["same", "float32", "bfloat16", "float16", "int8", "float8"]
@@ -32,7 +32,8 @@ class Batches(OptionGroup):
 
     mode: Mode = option(
         "gas",
-        '"gas"; "full" for full batch (one part, no penalty); "history" for the naive baseline (random parts, no '
+        '"gas"; "full" for full batch (one part, no penalty); "exact" for full batch in the memory of one batch, where '
+        'an epoch is one step with the gradient of the whole graph; "history" for the naive baseline (random parts, no '
         'penalty, no clipping); "cluster" for Cluster-GCN (parts without edges between batches); "sage" for '
         "GraphSAGE's neighbour sampling. The last two have no histories, ignore storage, history_dtype, batches_on and "
         "capture, and evaluate on the whole graph at once.",
@@ -73,6 +74,14 @@ class Optimization(OptionGroup):
     """How weights are updated."""
 
     epochs: int = option(200, "Number of passes over the training graph.", least=1, may_change=True)
+    exact_epochs: int = option(
+        0,
+        'Number of last epochs of mode "gas" that are each one step with the gradient of the whole graph, as in mode '
+        '"exact".',
+        least=0,
+        needs_histories=True,
+    )
+    accumulate: int = option(1, "Number of batches whose mean gradient makes up one step of the optimizer.", least=1)
     steps_per_epoch: int | None = option(None, "Number of batches after which an epoch ends early.", least=1)
     lr: float = option(0.01, "Learning rate of Adam.", above=0)
     schedule: Schedule = option(
@@ -182,7 +191,7 @@ class Output(OptionGroup):
     diagnose: tuple[Diagnostic, ...] = option(
         ("staleness",),
         'What else to measure for that folder: "staleness" of histories, error of "gradients", and constants of layers '
-        '("lipschitz"). The last two run the model on the whole graph at once.',
+        '("lipschitz"). The last one runs the model on the whole graph at once.',
         may_change=True,
     )
     diagnose_every: Literal["auto", "never"] | int = option(
@@ -233,11 +242,33 @@ class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output
                     got=repr(getattr(self, name)),
                     fix="Leave it out, or choose another mode.",
                 )
+        self._check_exact()
         if self.mode == "sage":
             check_fan_out(self.fan_out)
         elif self.fan_out is not None:
             raise InputError("fan_out belongs to mode 'sage'", got=f"it with mode {self.mode!r}", fix="Leave it out.")
         object.__setattr__(self, "device", pick_device(self.device))
+
+    def _check_exact(self) -> None:
+        if self.exact_epochs and self.mode != "gas":
+            got, fix = f"it with mode {self.mode!r}", "Leave it out."
+            raise InputError("exact_epochs belongs to mode 'gas'", got=got, fix=fix)
+        if self.exact_epochs > self.epochs:
+            rule = f"exact_epochs must be at most epochs, {self.epochs}"
+            raise InputError(rule, got=str(self.exact_epochs), fix="Lower it, or use mode 'exact'.")
+        if not (self.mode == "exact" or self.exact_epochs):
+            return
+        if self.edge_dropout:
+            got, fix = f"edge_dropout={self.edge_dropout}", "Leave it out, or use mode 'gas'."
+            raise InputError("exact steps take all edges", got=got, fix=fix)
+        if self.mode == "exact" and (self.steps_per_epoch is not None or self.accumulate > 1):
+            got = f"steps_per_epoch={self.steps_per_epoch} and accumulate={self.accumulate}"
+            raise InputError("an epoch of mode 'exact' is one step", got=got, fix="Leave both out.")
+
+    @property
+    def exact_after(self) -> int:
+        """The epoch after which steps have the gradient of the whole graph."""
+        return 0 if self.mode == "exact" else self.epochs - self.exact_epochs
 
     @property
     def has_histories(self) -> bool:
@@ -255,7 +286,8 @@ class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output
     def may_change(self) -> set[str]:
         """Names of the options that may have another value when the run resumes."""
         names = {name for name, each in OPTIONS.items() if each.may_change}
-        return names - {"epochs"} if self.schedule == "cosine" else names  # the schedule depends on the last epoch
+        # The schedule, and when exact steps begin, depend on the last epoch.
+        return names - {"epochs"} if self.schedule == "cosine" or self.exact_epochs else names
 
     def to_dict(self) -> dict[str, Any]:
         """All options as plain values, for JSON."""

@@ -22,8 +22,9 @@ class Steps:
     """Trains a model on batches, one step after the other.
 
     ``call`` takes a batch and returns the model's output for the batch's own nodes; it is the model itself by default.
-    Gradients are clipped to ``grad_norm``. ``precision`` is that of matrix products: full, TF32 inside products, or
-    bfloat16 by autocast.
+    The optimizer steps after ``accumulate`` batches with targets, and at the end of an epoch, with the mean of their
+    gradients, which are clipped to ``grad_norm``. ``precision`` is that of matrix products: full, TF32 inside products,
+    or bfloat16 by autocast.
     """
 
     def __init__(
@@ -38,11 +39,15 @@ class Steps:
         penalty: LocalLipschitz | None = None,
         penalty_weight: float = 0.0,
         precision: Precision = "float32",
+        accumulate: int = 1,
     ) -> None:
         self._model, self._optimizer, self.task = model, optimizer, task
         self._call: Callable[[Data], Any] = model if call is None else call
         self._grad_norm, self._penalty, self._penalty_weight = grad_norm, penalty, penalty_weight
         self._precision: Precision = precision
+        self._accumulate = accumulate
+        # How many batches have added to the gradients since the last step of the optimizer.
+        self._added = 0
         self.device = device
         # The summed loss of this epoch's targets so far, and their number.
         self._total = torch.zeros((), device=device)
@@ -70,9 +75,12 @@ class Steps:
             while (item := self._next(items)) is not None:
                 self._run(item)
                 self._count += item.targets.size(0)
-                self.steps += item.targets.size(0) > 0
+                if item.targets.size(0):
+                    self._added += 1
+                    self._update_if_due()
                 if after_step is not None:
                     after_step(item)
+            self._update_if_due(at_last=True)
             return float(self._total) / max(self._count, 1)
         finally:
             self._total.zero_()
@@ -84,12 +92,17 @@ class Steps:
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint, also in the middle of an epoch."""
-        return {"steps": self.steps, "total": self._total, "count": self._count}
+        state = {"steps": self.steps, "total": self._total, "count": self._count, "added": self._added}
+        gradients = [weight.grad for weight in self._model.parameters()] if self._added else []
+        return {**state, "gradients": gradients}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
         self.steps, self._count = state["steps"], state["count"]
         self._total.copy_(state["total"])
+        self._added = state["added"]
+        for weight, gradient in zip(self._model.parameters(), state["gradients"], strict=False):
+            weight.grad = None if gradient is None else gradient.to(weight)
 
     def _run(self, item: Item) -> None:
         self._step(item)
@@ -100,7 +113,8 @@ class Steps:
             with torch.no_grad(), self._autocast():
                 self._call(item.batch)
             return
-        self._optimizer.zero_grad()
+        if self._accumulate == 1:
+            self._optimizer.zero_grad()
         with self._penalty if self._penalty is not None else nullcontext(), self._autocast():
             out = self._call(item.batch)
         loss = self.task.loss(out if item.rows is None else out[item.rows], item.targets)
@@ -108,11 +122,30 @@ class Steps:
             raise FloatingPointError(f"the loss is {float(loss.detach())}")
         total = loss if self._penalty is None else loss + self._penalty_weight * self._penalty.value()
         with torch.autograd.set_multithreading_enabled(False):  # nothing to do for a second thread
-            total.backward()  # type: ignore[no-untyped-call]
+            (total / self._accumulate if self._accumulate > 1 else total).backward()  # type: ignore[no-untyped-call]
+        if self._accumulate == 1:
+            self._update()
+        self._total += loss.detach() * item.targets.size(0)
+
+    def _update(self) -> None:
+        """Step with the gradients that there are."""
         if self._grad_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._grad_norm)
         self._optimizer.step()
-        self._total += loss.detach() * item.targets.size(0)
+
+    def _update_if_due(self, *, at_last: bool = False) -> None:
+        """Count a step, and make it if its gradients come from several batches; ``at_last`` also from fewer."""
+        if self._added < self._accumulate and not (at_last and self._added):
+            return
+        if self._accumulate > 1:
+            if self._added < self._accumulate:
+                gradients = [weight.grad for weight in self._model.parameters() if weight.grad is not None]
+                torch._foreach_mul_(gradients, self._accumulate / self._added)
+            self._update()
+            # In place: captured steps add to these very tensors.
+            self._optimizer.zero_grad(set_to_none=False)
+        self._added = 0
+        self.steps += 1
 
     def _autocast(self) -> torch.autocast:
         # Casts are not cached, since a captured step must make its own.

@@ -72,23 +72,27 @@ class Strategy(ABC):
         """Times and moved rows of the steps since the last call."""
         return {"time": self._steps.times.taken()}
 
-    def epoch(self, most: int | None, after_batch: Callable[[], None]) -> float:
-        """Train for an epoch, or for its first ``most`` batches; returns the mean loss."""
+    def epoch(self, number: int, most: int | None, after_batch: Callable[[], None]) -> float:
+        """Train for the epoch with a number, from 1, or for its first ``most`` batches; returns the mean loss."""
 
-        def after_step(item: Item) -> None:
-            self._follow(item)
+        def after_step(item: Item | None) -> None:
+            if item is not None:
+                self._follow(item)
             self.done, self.between = self.done + 1, True
             after_batch()
             self.between = False
 
         self.between = False
-        loss = self._train(None if most is None else most - self.done, after_step)
+        loss = self._train(number, None if most is None else most - self.done, after_step)
         self.done, self.between = 0, True
         return loss
 
     @abstractmethod
-    def _train(self, most: int | None, after_step: Callable[[Item], None]) -> float:
-        """Train on the batches of an epoch, or on its first ``most``; returns the mean loss."""
+    def _train(self, number: int, most: int | None, after_step: Callable[[Item | None], None]) -> float:
+        """Train on the batches of an epoch, or on its first ``most``; returns the mean loss.
+
+        ``after_step`` is called with each batch, or with ``None`` after a step on all of them.
+        """
 
     @abstractmethod
     def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
@@ -118,13 +122,21 @@ class Strategy(ABC):
 class HistoryStrategy(Strategy):
     """Trains an autoscaled model on batches with their halo: GAS, full batch and naive histories.
 
-    It evaluates and refreshes in ``evaluate_parts`` batches, ``None`` for those of training.
+    After epoch ``exact_after`` an epoch is one step with the gradient of the whole graph. It evaluates and refreshes in
+    ``evaluate_parts`` batches, ``None`` for those of training.
     """
 
     def __init__(
-        self, model: nn.Module, loaders: dict[str, HaloLoader], engine: Engine, evaluate_parts: int | None
+        self,
+        model: nn.Module,
+        loaders: dict[str, HaloLoader],
+        engine: Engine,
+        *,
+        exact_after: int,
+        evaluate_parts: int | None,
     ) -> None:
         super().__init__(model, engine)
+        self._exact_after = exact_after
         self._engine, self._loaders, self._loader = engine, loaders, loaders["train"]
         self._exact_loaders = loaders
         self.at_once = evaluate_parts == 1
@@ -142,7 +154,7 @@ class HistoryStrategy(Strategy):
     def watch(self) -> None:
         """See :meth:`Strategy.watch`."""
         super().watch()
-        if len(self._loader) > 1:
+        if len(self._loader) > 1 and self._exact_after:
             self.flow = Flow(self._loader.labels)
 
     def measured(self) -> dict[str, Any]:
@@ -161,6 +173,10 @@ class HistoryStrategy(Strategy):
         if len(self._exact_loaders["train"]) > 1:
             self._memory.reserve_another_set()
 
+    def make_room_for_gradients(self) -> None:
+        """Reserve room for the gradients of histories that exact steps need."""
+        self._memory.reserve_another_set()
+
     @cached_property
     def _key(self) -> str:
         return data_key(self._loader, self._engine.task)
@@ -169,11 +185,15 @@ class HistoryStrategy(Strategy):
         """See :meth:`Strategy.describe`."""
         memory = self._memory
         result.how, result.storage = self._engine.how, f"{memory.medium or memory.storage}: {memory.why}"
+        if not self._exact_after:
+            result.how = f"uncaptured: exact steps, each over {len(self._loader)} batches forward and backward"
         result.history_bytes = sum(history.num_bytes for history in memory.histories.values())
         result.connectivity = self._loader.connectivity
 
-    def _train(self, most: int | None, after_step: Callable[[Item], None]) -> float:
-        return self._engine.epoch(self._loader, most, after_step)
+    def _train(self, number: int, most: int | None, after_step: Callable[[Item | None], None]) -> float:
+        if number <= self._exact_after:
+            return self._engine.epoch(self._loader, most, after_step)
+        return self._engine.exact_epoch(self._loader, after_step, done=self.done > 0)
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`Strategy.state_dict`."""
@@ -265,14 +285,23 @@ class SubgraphStrategy(Strategy):
         self._graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
         self._signature = inspect.signature(model.forward)
         clip, precision = options.grad_norm, options.precision
-        steps = Steps(model, optimizer, task, self._device, call=self._call, grad_norm=clip, precision=precision)
+        steps = Steps(
+            model,
+            optimizer,
+            task,
+            self._device,
+            call=self._call,
+            grad_norm=clip,
+            precision=precision,
+            accumulate=options.accumulate,
+        )
         super().__init__(model, steps)
 
     def describe(self, result: FitResult) -> None:
         """See :meth:`Strategy.describe`."""
         result.how = f"uncaptured: a plain model on {self._loader.kind}"
 
-    def _train(self, most: int | None, after_step: Callable[[Item], None]) -> float:
+    def _train(self, number: int, most: int | None, after_step: Callable[[Item | None], None]) -> float:
         items = (plain_item(batch, self._steps.task, self._device) for batch in islice(self._loader, most))
         return self._steps.train((item for item in items if item.targets.size(0)), after_step)
 
