@@ -170,7 +170,7 @@ def test_rows_add_up_until_they_are_taken(opened: Open, dtype: torch.dtype) -> N
 
 def test_rows_with_a_scale_do_not_add_up(opened: Open) -> None:
     history = opened(5, 2, torch.int8)
-    with pytest.raises(InputError, match="added up in a floating-point type, but got torch.int8"):
+    with pytest.raises(InputError, match=r"added up in a floating-point type, but got torch\.int8"):
         history.add(torch.ones(1, 2), torch.tensor([0]))
 
 
