@@ -310,3 +310,41 @@ def test_norms_of_messages_are_refused_by_name() -> None:
     gas.autoscale(model, data)
     with pytest.raises(gas.UnsupportedModelError, match=r"layers\.0\.nn\.1'?, which normalizes something else"):
         gas.exact_forward(model, gas.HaloLoader(data, 4))
+
+
+# On a GPU ############################################################################################################
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["device", "host", "disk"])
+@pytest.mark.parametrize("name", ["GCN with norms", "GraphSAGE, jumping knowledge", "GAT, lstm", "APPNP", "GCNII"])
+def test_a_gpu_has_the_gradients_of_the_whole_graph(name: str, storage: Any, tmp_path: Path) -> None:
+    data, model = undirected_graph(dtype=torch.float64), MODELS[name]().double().train()
+    plain = copy.deepcopy(model)
+    expected, wanted = whole_graph(plain, data)
+    folder = str(tmp_path) if storage == "disk" else None
+    gas.autoscale(model.cuda(), data, storage=storage, history_dir=folder)
+    for device in (None, "cuda"):
+        loader = gas.HaloLoader(data, 5, partition="random", batch_size=2, device=device)
+        for gathered in ("cpu", "cuda"):
+            model.zero_grad()
+            out = gas.exact_forward(model, loader, device=gathered)
+            assert out.device.type == gathered
+            backward(loss_of(out.cpu()))
+            assert_same(out.detach().cpu(), expected, 1e-9)
+            for weight, value in gradients_of(model).items():
+                assert_same(value.cpu(), wanted[weight], 1e-9)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_bits_for_the_same_seed() -> None:
+    data, model = undirected_graph(), pyg.GCN(C, C, num_layers=3, out_channels=4, dropout=0.5).cuda().train()
+    gas.autoscale(model, data, storage="host")
+    loader, found = gas.HaloLoader(data, 5, device="cuda"), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model.zero_grad()
+        out = gas.exact_forward(model, loader)
+        backward(loss_of(out))
+        found.append([out.detach(), *gradients_of(model).values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
