@@ -18,7 +18,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 import gnnautoscale as gas
 from conftest import Stack, assert_same, call_whole, odd_graph, undirected_graph
 from gnnautoscale import models
-from gnnautoscale.forward import RowStore, Session
+from gnnautoscale.forward import RowStore, Session, WholeGraphNorms
 from support.layers import ALL_LAYERS, TWO_WAY_LAYERS, C, pna, three_layers
 
 
@@ -295,6 +295,36 @@ def test_gradients_come_before_the_next_pass() -> None:
         next(model.parameters()).add_(1.0)
     with pytest.raises(gas.InputError, match="or other weights"):
         backward(out.sum())
+
+
+def test_gradients_may_be_computed_twice_and_by_hand() -> None:
+    data, model = undirected_graph(dtype=torch.float64), MODELS["GCN with norms"]().double().train()
+    gas.autoscale(model, data)
+    out = gas.exact_forward(model, gas.HaloLoader(data, 4))
+    weights = [*model.parameters()]
+    once = torch.autograd.grad(loss_of(out), weights, retain_graph=True)
+    again = torch.autograd.grad(loss_of(out), weights)
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    assert all(weight.grad is None for weight in weights)
+
+
+def test_a_failure_leaves_no_gradients_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, model = undirected_graph(dtype=torch.float64), MODELS["GCN with norms"]().double().train()
+    gas.autoscale(model, data)
+    loader = gas.HaloLoader(data, 4)
+
+    def grads() -> list[Tensor]:
+        model.zero_grad()
+        backward(loss_of(gas.exact_forward(model, loader)))
+        return [*gradients_of(model).values()]
+
+    expected = grads()
+    with monkeypatch.context() as patch:
+        patch.setattr(WholeGraphNorms, "rows_and_gradients", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            grads()
+    for got, wanted in zip(grads(), expected, strict=True):
+        assert_same(got, wanted, 1e-12)
 
 
 def test_edges_must_not_be_dropped() -> None:

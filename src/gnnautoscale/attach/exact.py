@@ -155,9 +155,14 @@ class ExactPasses:
     @torch.enable_grad()
     def backward(self, differentiate: Differentiate) -> None:
         """Add the gradients of all weights to those that they have."""
-        with undisturbed(self._device):
-            for stage in reversed(self._stages):
-                self._run_backward(stage, differentiate)
+        self._norms.forget_gradients()
+        try:
+            with undisturbed(self._device):
+                for stage in reversed(self._stages):
+                    self._run_backward(stage, differentiate)
+        except BaseException:
+            self._scaler.memory_of(self._loader.graph).gradients.clear()  # what was added so far must not stay
+            raise
 
     def gradients(self, weights: Sequence[Tensor], differentiate: Differentiate) -> list[Tensor | None]:
         """The gradients of some weights, which leaves those that they have as they are."""

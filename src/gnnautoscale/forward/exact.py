@@ -220,6 +220,12 @@ class WholeGraphNorms:
         self._known[self.wanted] = _Statistics(norm, mean, variance, count, zero, zero.clone())
         self._sums.clear()
 
+    def forget_gradients(self) -> None:
+        """Begin with no gradients of statistics."""
+        for known in self._known.values():
+            known.of_mean.zero_()
+            known.of_variance.zero_()
+
     def add_gradients(self) -> None:
         """Add the gradients of the statistics that the last pass used."""
         for call, (mean, variance) in self._leaves.items():
