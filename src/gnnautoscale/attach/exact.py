@@ -6,7 +6,7 @@ The levels of slots are swept forward, then backward; see :mod:`gnnautoscale.for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from gnnautoscale.attach.regularize import LocalLipschitz
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import (
     GradientStore,
+    GraphMemory,
     HistoryStore,
     NeedsStatistics,
     Plan,
@@ -37,6 +38,7 @@ from gnnautoscale.forward import (
     uses_own_statistics,
 )
 from gnnautoscale.graph import HaloLoader
+from gnnautoscale.history import History
 
 #: Given a batch and the model's output for it, the tensors to differentiate, and their gradients (``None`` for 1).
 Differentiate = Callable[[Data, Any], tuple[list[Tensor], list[Tensor | None]]]
@@ -131,7 +133,11 @@ class ExactPasses:
         self._has_norms = any(
             isinstance(module, _BatchNorm) and uses_own_statistics(module) for module in model.modules()
         )
-        self._store: HistoryStore = StreamedStore(self._device) if self._device.type == "cuda" else HistoryStore()
+        self._store: HistoryStore = HistoryStore()
+        self._adding: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._store = StreamedStore(self._device)
+            self._adding = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._plan = Plan()
         self._stages: list[Stage] = []
 
@@ -156,12 +162,14 @@ class ExactPasses:
     def backward(self, differentiate: Differentiate) -> None:
         """Add the gradients of all weights to those that they have."""
         self._norms.forget_gradients()
+        memory = self._scaler.memory_of(self._loader.graph)
+        gradients = {slot: memory.gradient(slot, self._plan, self._device) for slot in self._plan.live}
         try:
             with undisturbed(self._device):
                 for stage in reversed(self._stages):
-                    self._run_backward(stage, differentiate)
+                    self._run_backward(stage, differentiate, memory, gradients)
         except BaseException:
-            self._scaler.memory_of(self._loader.graph).gradients.clear()  # what was added so far must not stay
+            memory.gradients.clear()  # what was added so far must not stay
             raise
 
     def gradients(self, weights: Sequence[Tensor], differentiate: Differentiate) -> list[Tensor | None]:
@@ -219,8 +227,10 @@ class ExactPasses:
 
     # Backward ########################################################################################################
 
-    def _run_backward(self, stage: Stage, differentiate: Differentiate) -> None:
-        store, memory = GradientStore(self._store), self._scaler.memory_of(self._loader.graph)
+    def _run_backward(
+        self, stage: Stage, differentiate: Differentiate, memory: GraphMemory, histories: dict[str, History]
+    ) -> None:
+        store = GradientStore(self._store)
         self._norms.wanted = stage.norm
         penalty = None if self._penalty is None or stage.norm is not None else self._penalty
         for batch, out in self._passes(stage, store, None if penalty is None else penalty[0]):
@@ -231,12 +241,10 @@ class ExactPasses:
             elif stage.level is None:
                 rows, gradients = differentiate(batch, out)
             else:
-                rows = [store.outputs[slot] for slot in sorted(stage.level)]
-                gradients = []
-                for slot in sorted(stage.level):
-                    history, value = memory.gradient(slot, self._plan, self._device), store.outputs[slot]
+                rows, gradients = list(store.outputs.values()), []
+                for slot, value in store.outputs.items():
                     own = index[: place.batch_size]
-                    taken = history.take(own, place.runs, device=self._device, dtype=value.dtype)
+                    taken = histories[slot].take(own, place.runs, device=self._device, dtype=value.dtype)
                     gradients.append(taken.view_as(value))
             if penalty is not None and penalty[0].has_terms:
                 share = penalty[1] * place.batch_size / self._loader.graph.num_nodes
@@ -244,13 +252,26 @@ class ExactPasses:
             pairs = [pair for pair in zip(rows, gradients, strict=True) if pair[0].requires_grad]
             if pairs:
                 torch.autograd.backward([row for row, _ in pairs], [gradient for _, gradient in pairs])
-            for slot, value in store.inputs.items():
-                if value.grad is not None:
-                    memory.gradient(slot, self._plan, self._device).add(as_matrix(value.grad), index)
+            found = {slot: as_matrix(value.grad) for slot, value in store.inputs.items() if value.grad is not None}
+            with self._beside(index, *found.values()):
+                for slot, gradient in found.items():
+                    histories[slot].add(gradient, index)
             self._norms.add_gradients()
             store.start()
         self._norms.wanted = None
         self._settle()
+
+    @contextmanager
+    def _beside(self, *used: Tensor) -> Iterator[None]:
+        """On a GPU, work on tensors beside the next batch; this stage only writes gradients that it does not read."""
+        if self._adding is None:
+            yield
+            return
+        self._adding.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._adding):
+            yield
+        for tensor in used:
+            tensor.record_stream(self._adding)
 
     # Passes ##########################################################################################################
 
@@ -270,8 +291,11 @@ class ExactPasses:
             yield batch, out
 
     def _settle(self) -> None:
+        """Let what follows see all rows and gradients."""
         if isinstance(self._store, StreamedStore):
             self._store.settle(self._device)
+        if self._adding is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._adding)
 
 
 class _WholeGraph(torch.autograd.Function):
