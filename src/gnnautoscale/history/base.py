@@ -72,7 +72,10 @@ class History(ABC):
             raise InputError(
                 "rows are added up in a floating-point type", got=f"{self.dtype}", fix="Use float32 or bfloat16."
             )
-        self.push(self.pull(where, device=rows.device, dtype=rows.dtype) + rows, where)
+        if rows.device == self.raw.device:
+            self.raw.index_add_(0, where.to(rows.device), rows.to(self.dtype))
+        else:
+            self.push(self.pull(where, device=rows.device, dtype=rows.dtype) + rows, where)
 
     def take(self, where: Tensor, runs: Runs | None = None, *, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Read rows, ``[count, width]``, and leave zeros in their place; see :meth:`pull` and :meth:`push`."""

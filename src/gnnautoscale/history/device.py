@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from gnnautoscale.history.base import History
-from gnnautoscale.history.precision import Cast
 from gnnautoscale.kernels import Runs, gather_rows
 
 
@@ -23,10 +22,7 @@ class DeviceHistory(History):
 
     def add(self, rows: Tensor, where: Tensor) -> None:
         """See :meth:`History.add`."""
-        if isinstance(self.codec, Cast):
-            self.raw.index_add_(0, where.to(self.raw.device), rows.to(self.raw))
-        else:
-            super().add(rows, where)
+        super().add(rows.to(self.raw.device), where)
 
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
         """See :meth:`History.read`."""
