@@ -2,8 +2,9 @@
 
 Models and settings are those of `gas reproduce wordnet`. GAS also trains with more drawings of batches; with all
 histories recomputed before every step, so that nothing is stale and only gradients stop at the batch's border; and on
-the loss of the same or of random batches with gradients through the whole graph. A batch of all 200 parts is full
-batch. Times per step are meaningful only if a run has the machine to itself.
+the loss of the same or of random batches with gradients through the whole graph; and with exact steps, of which an
+epoch has one, from the first epoch on or only at last. A batch of all 200 parts is full batch. Times per step are
+meaningful only if a run has the machine to itself.
 
     python benchmarks/wordnet.py --models gcn gcnii --ways full --epochs 4000 --device cuda
     python benchmarks/wordnet.py --models gcn gcnii --ways gas "gas, nothing stale" --epochs 400 --device cuda
@@ -32,6 +33,8 @@ from gnnautoscale.models import build_model
 CHANGES: dict[str, dict[str, Any]] = {
     "gas, 16 drawings": {"drawings": 16},
     "gas, nothing stale": {"refresh_every": 1, "storage": "device"},
+    "gas, then exact": {},
+    "exact": {"mode": "exact", "drawings": None},
     "gas, whole gradients": {},
     "gas, whole gradients, random parts": {"partition": "random"},
 }
@@ -86,6 +89,8 @@ def train(dataset: Dataset, work: Mapping[str, Any], way: str, args: argparse.Na
         "device": args.device,
         "cache_dir": args.cache_dir,
     }
+    if way == "gas, then exact":
+        options["exact_epochs"] = args.exact_epochs
     if args.batch_size is not None:
         options["batch_size"] = args.batch_size
     torch.manual_seed(args.seed)
@@ -108,6 +113,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=models, default=models)
     parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--exact-epochs", type=int, default=0, help='the last ones of "gas, then exact"')
     parser.add_argument("--batch-size", type=int, help="parts per batch, instead of the configuration's")
     parser.add_argument("--max-features", type=int, help="fewer than the configuration's, for a CPU")
     parser.add_argument("--seed", type=int, default=0)
