@@ -41,7 +41,7 @@ class FitResult:
             ``"verify"``.
         peak_memory: Peak of training in bytes, or ``None`` if it cannot be measured. It includes evaluations, except in
             the modes ``"cluster"`` and ``"sage"``, which evaluate on the whole graph at once.
-        history_bytes: Size of the histories in bytes.
+        history_bytes: Size of the histories in bytes, and of their gradients.
         connectivity: Halo nodes per batch node, averaged over the parts; 0 in modes without a halo.
         options: The options of :func:`fit`.
         how: How training steps ran, in words.

@@ -187,7 +187,8 @@ class HistoryStrategy(Strategy):
         result.how, result.storage = self._engine.how, f"{memory.medium or memory.storage}: {memory.why}"
         if not self._exact_after:
             result.how = f"uncaptured: exact steps, each over {len(self._loader)} batches forward and backward"
-        result.history_bytes = sum(history.num_bytes for history in memory.histories.values())
+        kept = (*memory.histories.values(), *memory.gradients.values())
+        result.history_bytes = sum(history.num_bytes for history in kept)
         result.connectivity = self._loader.connectivity
 
     def _train(self, number: int, most: int | None, after_step: Callable[[Item | None], None]) -> float:
