@@ -252,7 +252,7 @@ class ExactPasses:
             pairs = [pair for pair in zip(rows, gradients, strict=True) if pair[0].requires_grad]
             if pairs:
                 torch.autograd.backward([row for row, _ in pairs], [gradient for _, gradient in pairs])
-            found = {slot: as_matrix(value.grad) for slot, value in store.inputs.items() if value.grad is not None}
+            found = {slot: as_matrix(gradient) for slot, gradient in store.gradients.items()}
             with self._beside(index, *found.values()):
                 for slot, gradient in found.items():
                     histories[slot].add(gradient, index)

@@ -46,18 +46,20 @@ class GradientStore(RowStore):
 
     def __init__(self, store: RowStore) -> None:
         self._store = store
-        self.inputs: dict[str, Tensor] = {}
+        self._anchor = torch.zeros((), requires_grad=True)
+        #: The rows that the last pass computed, and the gradients of those that it has read.
         self.outputs: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
 
     def start(self) -> None:
         """Forget the last pass."""
-        self.inputs, self.outputs = {}, {}
+        self.outputs, self.gradients = {}, {}
 
     def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
         """See :meth:`RowStore.read`."""
-        if slot not in self.inputs:  # a layer that is repeated reads the same rows
-            self.inputs[slot] = self._store.read(session, slot, which, like).detach().requires_grad_()
-        return self.inputs[slot]
+        rows = self._store.read(session, slot, which, like)
+        source: Tensor = _Source.apply(self._anchor, rows, self.gradients, slot)  # type: ignore[no-untyped-call]
+        return source
 
     def write(self, session: Session, slot: str, rows: Tensor) -> None:
         """See :meth:`RowStore.write`."""
@@ -66,6 +68,21 @@ class GradientStore(RowStore):
     def look_ahead(self, session: Session, slots: Iterable[str]) -> None:
         """See :meth:`RowStore.look_ahead`."""
         self._store.look_ahead(session, slots)
+
+
+class _Source(torch.autograd.Function):
+    """Rows whose gradient is collected by slot; unlike a leaf, a model may write into them."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, rows: Tensor, gradients: dict[str, Tensor], slot: str) -> Tensor:
+        ctx.gradients, ctx.slot = gradients, slot
+        return rows.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        before = ctx.gradients.get(ctx.slot)
+        ctx.gradients[ctx.slot] = gradient if before is None else before + gradient
+        return None, None, None, None
 
 
 class StageExchange(SweepExchange):
