@@ -142,7 +142,8 @@ def test_random_models_have_the_gradients_of_the_whole_graph() -> None:
         plain = copy.deepcopy(model)
         gas.autoscale(model, data)
         for out in (recipe.call(plain, data), gas.exact_forward(model, recipe.loader(data), call=recipe.call)):
-            backward(torch.stack([loss_of(value) for value in tensors_in(out)]).sum())
+            floating = [value for value in tensors_in(out) if value.is_floating_point()]
+            backward(torch.stack([loss_of(value) for value in floating]).sum())
         wanted = gradients_of(plain)
         got = gradients_of(model)
         assert wanted.keys() == got.keys(), recipe
