@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gnnautoscale.errors import UnsupportedModelError
+from gnnautoscale.forward.edges import ActiveLayer
 from gnnautoscale.forward.exchange import EndOfPass, RowStore
 from gnnautoscale.forward.norms import uses_own_statistics
 from gnnautoscale.forward.session import Session
@@ -166,7 +167,8 @@ class WholeGraphNorms:
         # The rows that the wanted norm has seen in the last pass, ``[batch_size, channels, ...]``.
         self._rows: Tensor | None = None
         self._session: Session | None = None
-        self._calls: Counter[str] = Counter()
+        # How often each run of a layer, and the model outside of layers, has called each norm in this pass.
+        self._calls: dict[int, tuple[ActiveLayer | None, Counter[str]]] = {}
         self._leaves: dict[str, tuple[Tensor, Tensor]] = {}
 
     def normalize(
@@ -184,11 +186,9 @@ class WholeGraphNorms:
         if session is not self._session:
             self._session, self._leaves = session, {}
             self._calls.clear()
-        if not session.repeating:
-            self._calls[name] += 1
+        call = self._call(session, name)
         if not x.size(0) or (not session.plan.skip_empty and bool(x[:1].isnan().any())):
             return x  # skipped rows
-        call = f"{name}#{self._calls[name]}"
         if call == self.wanted:
             self._look(norm, session.own(x))
             raise EndOfPass
@@ -206,6 +206,13 @@ class WholeGraphNorms:
         if norm.affine:
             out = out * _as_channels(norm.weight, x) + _as_channels(norm.bias, x)
         return out
+
+    def _call(self, session: Session, name: str) -> str:
+        """The name of this call of a norm, the same in every pass; a layer that is repeated makes the same calls."""
+        layer = session.active[-1] if session.active else None
+        _, calls = self._calls.setdefault(id(layer), (layer, Counter()))  # which keeps the layer's identity in use
+        calls[name] += 1
+        return f"{layer.name if layer is not None else ''}>{name}#{calls[name]}"
 
     @contextmanager
     def only_looking(self) -> Iterator[None]:
