@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import statistics
@@ -246,7 +245,7 @@ def test_tensorboard_needs_its_package_and_a_folder(monkeypatch: pytest.MonkeyPa
 
 
 def test_json_stands_alone_on_the_output_and_progress_on_the_error_stream() -> None:
-    command = [sys.executable, "-m", "gnnautoscale.cli", "train", *TINY, *FAST, "--json"]
+    command = [sys.executable, "-m", "gnnautoscale", "train", *TINY, *FAST, "--json"]
     got = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert got.returncode == 0, got.stderr
     assert got.stdout.count("\n") == 1
@@ -283,7 +282,7 @@ def test_flags_that_are_not_there_are_refused(main: Main, arguments: list[str]) 
 @pytest.mark.filterwarnings("ignore:The model has a batch norm without running averages")
 def test_the_demonstration_compares_three_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **_: Any) -> Any:
-        assert command[:3] == [sys.executable, "-m", "gnnautoscale.cli"]
+        assert command[:3] == [sys.executable, "-m", "gnnautoscale"]
         return SimpleNamespace(stdout=done(*command[3:]).stdout)  # in this process, which has imported everything
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -945,11 +944,3 @@ def test_features_come_from_a_file_of_their_own(tmp_path: Path) -> None:
     ]
     expected = answer("train", "--data", whole, *FAST)["runs"][0]
     assert answer("train", *apart, *FAST)["runs"][0]["scores"] == expected["scores"]
-
-
-def test_python_can_run_it_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["gas", "data", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("gnnautoscale", run_name="__main__")
-    assert ended.value.code == 0
-    assert "Usage" in capsys.readouterr().out

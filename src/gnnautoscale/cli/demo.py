@@ -55,7 +55,7 @@ def _train(mode: str, graphs: int, epochs: int, *, quiet: bool) -> dict[str, Any
     flags += " --model=gin --layers=4 --hidden=32 --no-track-running-stats"  # as in the paper
     flags += f" --epochs={epochs} --lr=0.005 --schedule=cosine --evaluate-every={max(1, epochs // 5)}"
     flags += " --evaluate-parts=1 --json" + " --quiet" * quiet
-    command = [sys.executable, "-m", "gnnautoscale.cli", "train", *flags.split()]
+    command = [sys.executable, "-m", "gnnautoscale", "train", *flags.split()]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout  # noqa: S603
     result: dict[str, Any] = json_format.loads(output)["runs"][0]
     return result
