@@ -14,7 +14,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -110,11 +110,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--here", action="store_true", help="One size, in this process.")
     given = parser.parse_args()
-    sizes: Callable[[float], BenchGraph] = lambda times: replace(  # noqa: E731
-        PRODUCTS, nodes=round(times * PRODUCTS.batches) * PRODUCTS.batch_nodes, batches=round(times * PRODUCTS.batches)
-    )
     if given.here:
-        print(json.dumps(measure(sizes(float(given.times)), torch.device(given.device), given.history_dtype)))
+        parts = round(float(given.times) * PRODUCTS.batches)
+        graph = replace(PRODUCTS, nodes=parts * PRODUCTS.batch_nodes, batches=parts)
+        print(json.dumps(measure(graph, torch.device(given.device), given.history_dtype)))
         return
     further = ["--history-dtype", given.history_dtype] if given.history_dtype else []
     found = []

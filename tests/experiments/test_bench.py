@@ -12,7 +12,7 @@ import torch
 from torch_geometric.nn import GCN  # type: ignore[import-untyped]
 from typer.testing import CliRunner
 
-from gnnautoscale.attach.autoscaler import autoscale
+from gnnautoscale.attach import autoscale
 from gnnautoscale.cli import app
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import bench, figure

@@ -16,7 +16,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from typer.testing import CliRunner
 
 import gnnautoscale.cli as cli
-from gnnautoscale.attach.autoscaler import autoscale
+from gnnautoscale.attach import autoscale
 from gnnautoscale.cli.advice import TUNE, parse_memory, train_command
 from gnnautoscale.cli.schema import TRAIN
 from gnnautoscale.data import generate

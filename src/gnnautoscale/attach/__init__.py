@@ -4,7 +4,8 @@ Attach and detach them, infer, predict, refresh and verify, follow a growing gra
 Lipschitz penalty. This package knows nothing about training loops.
 """
 
-from gnnautoscale.attach.autoscaler import Autoscaler, attached, autoscale, detach, is_autoscaled
+from gnnautoscale.attach.attaching import autoscale, detach
+from gnnautoscale.attach.autoscaler import Autoscaler, attached, is_autoscaled
 from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, to_model_device, unpack_batch
 from gnnautoscale.attach.exact import ExactPasses, exact_forward
 from gnnautoscale.attach.growth import grow

@@ -1,4 +1,4 @@
-"""Attaches histories to a model of PyG layers, and detaches them again."""
+"""A model with histories: its hooks, its plans, and what its passes run on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
@@ -48,7 +47,6 @@ from gnnautoscale.forward import (
     held_tensors,
 )
 from gnnautoscale.graph import BatchInfo, BatchTensor, Graph
-from gnnautoscale.history import Storage, codec_for
 from gnnautoscale.planner import graph_form, make_plan, skips_at_random, still_holds
 
 M = TypeVar("M", bound=nn.Module)
@@ -396,74 +394,6 @@ def _check_model(model: nn.Module) -> None:
                 got="cached=True, which would reuse the edges of the first batch",
                 fix="Create it with cached=False; the normalized edges are recorded once anyway.",
             )
-
-
-def autoscale(
-    model: M,
-    data: Data | int,
-    *,
-    storage: Storage = "device",
-    dtype: torch.dtype | None = None,
-    history_dir: str | Path | None = None,
-    edge_dropout: float = 0.0,
-) -> M:
-    """Train a model in batches of a :class:`HaloLoader`, with histories in place of out-of-batch computation.
-
-    The model is any module made of PyG layers; its code stays as it is. Hooks give each layer the right edges, push
-    the batch's embeddings and pull the halo's. Called with a batch (``model(batch.x, batch.edge_index)`` or
-    ``model(batch)``), the model returns one row per in-batch node. Before it runs, a copy of it is tried on small
-    graphs, and again whenever the model, its mode or its arguments have changed; a model that histories cannot make
-    exact is refused, with the reason.
-
-    Args:
-        model: The model; it is returned.
-        data: The training graph, or its number of nodes.
-        storage: Where histories live: ``"device"`` or ``"host"`` memory, ``"disk"``, or ``"auto"`` for the first of
-            these with enough room.
-        dtype: Type of the histories: a floating-point type, or ``torch.int8`` or ``torch.float8_e4m3fn`` with a scale
-            per row; by default the type of the embeddings without autocast.
-        history_dir: The folder for histories on disk.
-        edge_dropout: Share of edges to drop at random in each training step. Self-loops stay.
-
-    Example:
-        >>> from torch_geometric.datasets import KarateClub
-        >>> from torch_geometric.nn import GCN
-        >>> from gnnautoscale import HaloLoader
-        >>> data = KarateClub()[0]
-        >>> model = autoscale(GCN(34, 16, num_layers=3, out_channels=4), data)
-        >>> batch = next(iter(HaloLoader(data, num_parts=4)))
-        >>> model(batch.x, batch.edge_index).size(0) == batch.batch_size
-        True
-    """
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            "autoscale takes a torch.nn.Module", got=type(model).__name__, fix="Pass an instance of the model."
-        )
-    if dtype is not None:
-        codec_for(dtype, 1)  # refuses unsupported types
-    if not 0.0 <= edge_dropout < 1.0:
-        raise InputError(
-            "edge_dropout must be at least 0 and below 1", got=f"{edge_dropout}", fix="Pass the share of edges to drop."
-        )
-    if not isinstance(data, Data) and (isinstance(data, bool) or not isinstance(data, int) or data < 1):
-        raise InputError(
-            "autoscale takes the graph or its number of nodes", got=repr(data), fix="Pass data or data.num_nodes."
-        )
-    graph = Graph.of(data) if isinstance(data, Data) else None
-    memory = GraphMemory(graph, data if graph is None else graph.num_nodes, storage, dtype, history_dir)
-    Autoscaler(model, memory, None if graph is None else graph.key, edge_dropout=edge_dropout)
-    return model
-
-
-def detach(model: M) -> M:
-    """Undo :func:`autoscale`; the model keeps its current weights.
-
-    Example:
-        >>> from torch_geometric.nn import GCN
-        >>> model = detach(autoscale(GCN(8, 16, num_layers=2), 100))
-    """
-    attached(model).detach()
-    return model
 
 
 def attached(model: nn.Module) -> Autoscaler:
