@@ -63,8 +63,6 @@ def check_exact(model: nn.Module, data: Data, loader: gas.HaloLoader, tolerance:
         assert_same(got[name], value, tolerance)
     for name, value in plain.named_buffers():
         torch.testing.assert_close(dict(model.named_buffers())[name], value, rtol=1e-6, atol=1e-6)
-    gradients = gas.attach.attached(model).memory.gradients
-    assert all(not history.raw.any() for history in gradients.values())
 
 
 @pytest.mark.parametrize("name", ALL_LAYERS)
@@ -164,7 +162,7 @@ def test_media_and_numbers_of_parts(storage: Any, num_parts: int, tmp_path: Path
 def test_precisions(dtype: torch.dtype, tolerance: float) -> None:
     data, model = undirected_graph(), three_layers("SAGE mean")
     check_exact(model, data, gas.HaloLoader(data, 4), tolerance, dtype=dtype)
-    kept = {history.dtype for history in gas.attach.attached(model).memory.gradients.values()}
+    kept = {sums.history.dtype for sums in gas.attach.attached(model).memory.gradients.values()}
     assert kept == {torch.bfloat16 if dtype == torch.bfloat16 else torch.float32}
 
 

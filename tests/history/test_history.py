@@ -157,23 +157,6 @@ def test_unknown_medium_is_refused() -> None:
         open_history(medium, 4, 3, torch.float32, device=CPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_rows_add_up_until_they_are_taken(opened: Open, dtype: torch.dtype) -> None:
-    history = opened(5, 2, dtype)
-    for rows, where in (([1.0, 2.0], [0, 3]), ([4.0, 8.0], [3, 4])):
-        history.add(torch.tensor(rows).unsqueeze(1).expand(-1, 2), torch.tensor(where))
-    taken = history.take(torch.tensor([3, 1]), device=CPU, dtype=torch.float32)
-    assert taken.tolist() == [[6.0, 6.0], [0.0, 0.0]]
-    assert history.take(torch.tensor([3, 4]), [(3, 0, 2)], device=CPU, dtype=torch.float32)[:, 0].tolist() == [0.0, 8.0]
-    assert pull(history, 0, 3, 4)[:, 0].tolist() == [1.0, 0.0, 0.0]
-
-
-def test_rows_with_a_scale_do_not_add_up(opened: Open) -> None:
-    history = opened(5, 2, torch.int8)
-    with pytest.raises(InputError, match=r"added up in a floating-point type, but got torch\.int8"):
-        history.add(torch.ones(1, 2), torch.tensor([0]))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, *EIGHT_BITS])
 def test_models_keep_their_type_whatever_histories_use(medium: Medium, dtype: torch.dtype, tmp_path: Path) -> None:
     data = undirected_graph()

@@ -17,11 +17,13 @@ from gnnautoscale.kernels import (
     Adjacency,
     OwnRows,
     RowNumbers,
+    accumulate_rows,
     additive_scores,
     available,
     edge_dots,
     expand_targets,
     gather_rows,
+    gather_sums,
     gather_tables,
     locate_and_count,
     locate_own,
@@ -255,7 +257,7 @@ def test_compiles_once_for_all_sizes(width: int) -> None:
         found = [value for module in (triton_halo, triton_rows, triton_spmm) for value in vars(module).values()]
         kernels = [value[aligned] for value in found if isinstance(value, Kernels) for aligned in (True, False)]
         compiled = [kernel for kernel in kernels if type(kernel).__name__ == "JITFunction"]
-        assert len(compiled) == 36
+        assert len(compiled) == 40
         return sum(len(kernel.device_caches[0][0]) for kernel in compiled)
 
     def work(count: int, offset: int) -> None:
@@ -268,6 +270,8 @@ def test_compiles_once_for_all_sizes(width: int) -> None:
         gather_rows(rows, index, out, skip=index)
         gather_tables([rows, rows], index, [out, out], skip=index)
         scatter_rows(rows[:1], index[:1], out)
+        accumulate_rows(rows[:1], index[:1], out, index, 1 + offset)
+        gather_sums(rows, index, index, 1 + offset, out)
         where = buffer[offset : offset + 2 * count].view(2, count)
         merge_rows(rows[:1], rows.new_zeros(2, count, width), rows, where, index[:1], out)
         locate_own(index.long(), OwnRows([(offset, 0, count), (5000, count, 3)]), index)

@@ -38,7 +38,7 @@ from gnnautoscale.forward import (
     uses_own_statistics,
 )
 from gnnautoscale.graph import HaloLoader
-from gnnautoscale.history import History
+from gnnautoscale.history import RowSums
 
 #: Given a batch and the model's output for it, the tensors to differentiate, and their gradients (``None`` for 1).
 Differentiate = Callable[[Data, Any], tuple[list[Tensor], list[Tensor | None]]]
@@ -164,13 +164,11 @@ class ExactPasses:
         self._norms.forget_gradients()
         memory = self._scaler.memory_of(self._loader.graph)
         gradients = {slot: memory.gradient(slot, self._plan, self._device) for slot in self._plan.live}
-        try:
-            with undisturbed(self._device):
-                for stage in reversed(self._stages):
-                    self._run_backward(stage, differentiate, memory, gradients)
-        except BaseException:
-            memory.gradients.clear()  # what was added so far must not stay
-            raise
+        for sums in gradients.values():
+            sums.clear()
+        with undisturbed(self._device):
+            for stage in reversed(self._stages):
+                self._run_backward(stage, differentiate, memory, gradients)
 
     def gradients(self, weights: Sequence[Tensor], differentiate: Differentiate) -> list[Tensor | None]:
         """The gradients of some weights, which leaves those that they have as they are."""
@@ -228,7 +226,7 @@ class ExactPasses:
     # Backward ########################################################################################################
 
     def _run_backward(
-        self, stage: Stage, differentiate: Differentiate, memory: GraphMemory, histories: dict[str, History]
+        self, stage: Stage, differentiate: Differentiate, memory: GraphMemory, histories: dict[str, RowSums]
     ) -> None:
         store = GradientStore(self._store)
         self._norms.wanted = stage.norm
@@ -243,9 +241,8 @@ class ExactPasses:
             else:
                 rows, gradients = list(store.outputs.values()), []
                 for slot, value in store.outputs.items():
-                    own = index[: place.batch_size]
-                    taken = histories[slot].take(own, place.runs, device=self._device, dtype=value.dtype)
-                    gradients.append(taken.view_as(value))
+                    known = histories[slot].read(index[: place.batch_size], dtype=value.dtype)
+                    gradients.append(known.view_as(value))
             if penalty is not None and penalty[0].has_terms:
                 share = penalty[1] * place.batch_size / self._loader.graph.num_nodes
                 rows, gradients = [*rows, share * penalty[0].value()], [*gradients, None]

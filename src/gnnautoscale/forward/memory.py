@@ -15,7 +15,17 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, EdgeRecord, Recorder
 from gnnautoscale.graph import BatchInfo, Graph, RowOrder
-from gnnautoscale.history import Folder, History, Medium, Storage, check_storage, choose_medium, codec_for, open_history
+from gnnautoscale.history import (
+    Folder,
+    History,
+    Medium,
+    RowSums,
+    Storage,
+    check_storage,
+    choose_medium,
+    codec_for,
+    open_history,
+)
 from gnnautoscale.transfer import BatchRows, Transfer, open_transfer
 
 # The types that gradients are kept in if histories are.
@@ -52,8 +62,8 @@ class GraphMemory:
         self.medium: Medium | None = None if storage == "auto" else storage
         self.why = "this was asked for"
         self.histories: dict[str, History] = {}
-        #: The gradients of the rows of slots; all zero, except while gradients of the whole graph are computed.
-        self.gradients: dict[str, History] = {}
+        #: The gradients of the rows of slots, as the last exact pass has added them up.
+        self.gradients: dict[str, RowSums] = {}
         self.recorder = Recorder(graph) if graph is not None else None
         self._overlap = overlap
         self._sets = 1
@@ -180,12 +190,12 @@ class GraphMemory:
             self._open(slot, *self._form(plan.rows[slot]), device)
         return self.histories[slot]
 
-    def gradient(self, slot: str, plan: Plan, device: torch.device) -> History:
+    def gradient(self, slot: str, plan: Plan, device: torch.device) -> RowSums:
         """The gradients of the slot's rows, created on first use: as the history is kept, but in types that add up."""
         history = self.histories[slot]
         if slot not in self.gradients:
             dtype = self.dtype if self.dtype in _ADDED else plan.rows[slot].dtype
-            self.gradients[slot] = self._opened(f"gradient of {slot}", history.width, dtype, device)
+            self.gradients[slot] = RowSums(self._opened(f"gradient of {slot}", history.width, dtype, device))
         return self.gradients[slot]
 
     def _form(self, rows: Tensor) -> tuple[int, torch.dtype]:

@@ -19,6 +19,7 @@ from gnnautoscale.history.disk import DiskHistory, Folder
 from gnnautoscale.history.host import HostHistory
 from gnnautoscale.history.placement import Medium, Storage, choose_medium
 from gnnautoscale.history.precision import Cast, Codec, codec_for
+from gnnautoscale.history.sums import RowSums
 
 __all__ = [
     "Cast",
@@ -27,6 +28,7 @@ __all__ = [
     "Folder",
     "History",
     "Medium",
+    "RowSums",
     "Storage",
     "check_storage",
     "choose_medium",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.history.precision import Cast, codec_for
+from gnnautoscale.history.precision import codec_for
 from gnnautoscale.kernels import Runs
 
 # With more pieces, writing rows one by one is faster.
@@ -60,30 +60,6 @@ class History(ABC):
             raise InputError(rule, got=f"a tensor of shape {tuple(rows.shape)}", fix=fix)
         # Likewise converted where they come from.
         self.write(self.codec.encode(rows.detach()), where, runs)
-
-    def add(self, rows: Tensor, where: Tensor) -> None:
-        """Add to rows: those of a type with a scale for each row cannot be added to.
-
-        Args:
-            rows: What to add, ``[count, width]``, on any device.
-            where: The rows to add to, ``[count]``, distinct.
-        """
-        if not isinstance(self.codec, Cast):
-            raise InputError(
-                "rows are added up in a floating-point type", got=f"{self.dtype}", fix="Use float32 or bfloat16."
-            )
-        if rows.device == self.raw.device:
-            self.raw.index_add_(0, where.to(rows.device), rows.to(self.dtype))
-        else:
-            self.push(self.pull(where, device=rows.device, dtype=rows.dtype) + rows, where)
-
-    def take(self, where: Tensor, runs: Runs | None = None, *, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Read rows, ``[count, width]``, and leave zeros in their place; see :meth:`pull` and :meth:`push`."""
-        rows = self.pull(where, device=device, dtype=dtype)
-        self.write(
-            torch.zeros(rows.size(0), self.codec.raw_width, dtype=self.codec.raw_dtype, device=device), where, runs
-        )
-        return rows
 
     @abstractmethod
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:

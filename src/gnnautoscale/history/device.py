@@ -20,10 +20,6 @@ class DeviceHistory(History):
         """See :meth:`History.serves`."""
         return self.raw.device.type == device.type
 
-    def add(self, rows: Tensor, where: Tensor) -> None:
-        """See :meth:`History.add`."""
-        super().add(rows.to(self.raw.device), where)
-
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
         """See :meth:`History.read`."""
         if skip is None:

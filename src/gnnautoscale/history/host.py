@@ -28,11 +28,6 @@ class HostHistory(History):
         """See :meth:`History.serves`; a GPU needs page-locked memory."""
         return device.type != "cuda" or self._device.type == "cuda"
 
-    def add(self, rows: Tensor, where: Tensor) -> None:
-        """See :meth:`History.add`."""
-        self._finish_writing(rows)
-        super().add(rows, where)
-
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
         """See :meth:`History.read`."""
         if use_triton(out) or not out.is_cuda:

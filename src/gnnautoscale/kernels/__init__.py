@@ -24,7 +24,15 @@ from gnnautoscale.kernels.halo import (
     locate_and_count,
     locate_own,
 )
-from gnnautoscale.kernels.rows import WordTable, gather_rows, gather_tables, merge_rows, scatter_rows
+from gnnautoscale.kernels.rows import (
+    WordTable,
+    accumulate_rows,
+    gather_rows,
+    gather_sums,
+    gather_tables,
+    merge_rows,
+    scatter_rows,
+)
 from gnnautoscale.kernels.spmm import Adjacency, spmm
 
 __all__ = [
@@ -37,10 +45,12 @@ __all__ = [
     "Runs",
     "Side",
     "WordTable",
+    "accumulate_rows",
     "additive_scores",
     "edge_dots",
     "expand_targets",
     "gather_rows",
+    "gather_sums",
     "gather_tables",
     "locate_and_count",
     "locate_own",

@@ -170,6 +170,58 @@ def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, *, programs: int |
 
 
 @untracked
+def accumulate_rows(rows: Tensor, index: Tensor, sums: Tensor, rounds: Tensor, number: int) -> None:
+    """Add to rows of this round: ``sums[index[i]] += rows[i]``; a row of an earlier round is replaced unread.
+
+    Args:
+        rows: ``[count, width]``.
+        index: The rows to add to, ``[count]``, int64 or int32, distinct, on the device of ``rows``.
+        sums: ``[num_rows, width]``, on the device of ``rows`` or in host memory, which must be pinned for a GPU.
+        rounds: The round in which each row was last written, ``[num_rows]``, int32, where ``sums`` are.
+        number: This round.
+
+    Example:
+        >>> sums, rounds = torch.full((3, 1), 7.0), torch.tensor([0, 1, 1], dtype=torch.int32)
+        >>> accumulate_rows(torch.ones(2, 1), torch.tensor([0, 1]), sums, rounds, 1)
+        >>> sums.tolist(), rounds.tolist()
+        ([[1.0], [8.0], [7.0]], [1, 1, 1])
+    """
+    _check_rows(rows, sums)
+    _check_index(rows, index)
+    if use_triton(rows):
+        _triton().accumulate_rows(rows, index, sums, rounds, number, _programs(rows.nbytes))
+        return
+    where = index.to(sums.device, torch.int64)
+    old = (rounds[where] != number).unsqueeze(1)
+    kind = torch.promote_types(rows.dtype, sums.dtype)
+    before = sums.index_select(0, where).to(kind).masked_fill_(old, 0)
+    sums.index_copy_(0, where, (before + rows.to(sums.device, kind)).to(sums.dtype))
+    rounds[where] = number
+
+
+@untracked
+def gather_sums(sums: Tensor, index: Tensor, rounds: Tensor, number: int, out: Tensor) -> None:
+    """Read rows, ``out[i] = sums[index[i]]``; those of another round than this ``number`` are zero.
+
+    See :func:`accumulate_rows`; ``out`` is ``[count, width]``, and values are converted to its type.
+
+    Example:
+        >>> out, rounds = torch.empty(2, 1), torch.tensor([0, 1], dtype=torch.int32)
+        >>> gather_sums(torch.full((2, 1), 7.0), torch.tensor([0, 1]), rounds, 1, out)
+        >>> out.tolist()
+        [[0.0], [7.0]]
+    """
+    _check_rows(out, sums)
+    _check_index(out, index)
+    if use_triton(out):
+        _triton().gather_sums(sums, index, rounds, number, out, _programs(out.nbytes))
+        return
+    where = index.to(sums.device, torch.int64)
+    old = (rounds[where] != number).unsqueeze(1)
+    out.copy_(sums.index_select(0, where).masked_fill_(old, 0))
+
+
+@untracked
 def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side: Tensor, out: Tensor) -> None:
     """Concatenate a batch's own rows and its halo's rows, which come from two sources.
 

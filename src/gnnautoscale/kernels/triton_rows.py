@@ -80,6 +80,42 @@ def _scatter(rows, index, target, count, width, rows_each: tl.constexpr, columns
             tl.store(target + goal[:, None] + column[None, :], value.to(target.dtype.element_ty), mask=mask)
 
 
+def _accumulate(  # type: ignore[no-untyped-def]
+    rows, index, sums, rounds, number, count, width, rows_each: tl.constexpr, columns: tl.constexpr
+):
+    for start in range(tl.program_id(0) * rows_each, count, tl.num_programs(0) * rows_each):
+        row = start + tl.arange(0, rows_each)
+        wanted = row < count
+        place = tl.load(index + row, mask=wanted, other=0).to(tl.int64)
+        known = wanted & (tl.load(rounds + place, mask=wanted, other=0) == number)
+        tl.debug_barrier()  # several threads look at a round, and all of them before one writes it
+        for first in range(0, width, columns):
+            column = first + tl.arange(0, columns)
+            inside = (column < width)[None, :]
+            goal = sums + place[:, None] * width + column[None, :]
+            value = tl.load(rows + row.to(tl.int64)[:, None] * width + column[None, :], mask=wanted[:, None] & inside)
+            before = tl.load(goal, mask=known[:, None] & inside, other=0.0).to(value.dtype)
+            tl.store(goal, (before + value).to(sums.dtype.element_ty), mask=wanted[:, None] & inside)
+        tl.store(rounds + place, tl.zeros_like(row) + number, mask=wanted)
+
+
+def _gather_sums(  # type: ignore[no-untyped-def]
+    sums, index, rounds, number, out, count, width, rows_each: tl.constexpr, columns: tl.constexpr
+):
+    for start in range(tl.program_id(0) * rows_each, count, tl.num_programs(0) * rows_each):
+        row = start + tl.arange(0, rows_each)
+        wanted = row < count
+        place = tl.load(index + row, mask=wanted, other=0).to(tl.int64)
+        known = wanted & (tl.load(rounds + place, mask=wanted, other=0) == number)
+        for first in range(0, width, columns):
+            column = first + tl.arange(0, columns)
+            inside = (column < width)[None, :]
+            value = tl.load(
+                sums + place[:, None] * width + column[None, :], mask=known[:, None] & inside, other=0.0
+            ).to(out.dtype.element_ty)
+            tl.store(out + row.to(tl.int64)[:, None] * width + column[None, :], value, mask=wanted[:, None] & inside)
+
+
 def _merge(  # type: ignore[no-untyped-def]
     rows, staged, recent, where, side, out, count, batch_size, room, width,
     rows_each: tl.constexpr, columns: tl.constexpr,
@@ -130,6 +166,12 @@ _gather_tables_kernels = compile_variants(
     _gather_tables, counts=["count", "num_tables"], indices=["sources", "index", "skip", "outs"], rows=[]
 )
 _scatter_kernels = compile_variants(_scatter, counts=["count"], indices=["index"], rows=["rows", "target"])
+_accumulate_kernels = compile_variants(
+    _accumulate, counts=["count", "number"], indices=["index", "rounds"], rows=["rows", "sums"]
+)
+_gather_sums_kernels = compile_variants(
+    _gather_sums, counts=["count", "number"], indices=["index", "rounds"], rows=["sums", "out"]
+)
 _merge_kernels = compile_variants(
     _merge, counts=["count", "batch_size", "room"], indices=["where", "side"], rows=["rows", "staged", "recent", "out"]
 )
@@ -179,6 +221,22 @@ def scatter_rows(rows: Tensor, index: Tensor, target: Tensor, programs: int) -> 
     block = _block(width, target.element_size(), BYTES)
     programs = min(programs, ceil_div(count, block[0]))
     launch(_scatter_kernels, programs, rows, rows, index, target, count, width, *block, warps=WARPS)
+
+
+def accumulate_rows(rows: Tensor, index: Tensor, sums: Tensor, rounds: Tensor, number: int, programs: int) -> None:
+    """See :func:`gnnautoscale.kernels.accumulate_rows`."""
+    count, width = rows.shape
+    block = _block(width, sums.element_size(), BYTES)
+    arguments = (rows, index, sums, rounds, number, count, width, *block)
+    launch(_accumulate_kernels, min(programs, ceil_div(count, block[0])), rows, *arguments, warps=WARPS)
+
+
+def gather_sums(sums: Tensor, index: Tensor, rounds: Tensor, number: int, out: Tensor, programs: int) -> None:
+    """See :func:`gnnautoscale.kernels.gather_sums`."""
+    count, width = out.shape
+    block = _block(width, sums.element_size(), BYTES)
+    arguments = (sums, index, rounds, number, out, count, width, *block)
+    launch(_gather_sums_kernels, min(programs, ceil_div(count, block[0])), out, *arguments, warps=WARPS)
 
 
 def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side: Tensor, out: Tensor) -> None:

@@ -187,7 +187,7 @@ class HistoryStrategy(Strategy):
         result.how, result.storage = self._engine.how, f"{memory.medium or memory.storage}: {memory.why}"
         if not self._exact_after:
             result.how = f"uncaptured: exact steps, each over {len(self._loader)} batches forward and backward"
-        kept = (*memory.histories.values(), *memory.gradients.values())
+        kept = (*memory.histories.values(), *(sums.history for sums in memory.gradients.values()))
         result.history_bytes = sum(history.num_bytes for history in kept)
         result.connectivity = self._loader.connectivity
 
