@@ -7,7 +7,6 @@ from gnnautoscale.attach import (
     Verification,
     autoscale,
     detach,
-    exact_forward,
     grow,
     infer,
     predict,
@@ -16,9 +15,11 @@ from gnnautoscale.attach import (
 )
 from gnnautoscale.data import Dataset, load
 from gnnautoscale.errors import InputError, StaleHistoryWarning, UnsupportedModelError
+from gnnautoscale.exact import exact_forward
 from gnnautoscale.graph import HaloLoader
+from gnnautoscale.replay import capture
 from gnnautoscale.runs import FitResult
-from gnnautoscale.training import capture, fit
+from gnnautoscale.training import fit
 
 __all__ = [
     "Dataset",

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / PACKAGE
 # Lowest first.
 ORDER = [
-    *("errors", "_util", "kernels", "graph", "history", "transfer", "forward", "planner", "attach", "data", "models"),
-    *("tasks", "runs", "analysis", "training", "tuning", "report", "experiments", "cli"),
+    *("errors", "_util", "kernels", "graph", "history", "transfer", "forward", "planner", "attach", "replay"),
+    *("exact", "data", "models", "tasks", "runs", "analysis", "training", "tuning", "report", "experiments", "cli"),
 ]
 # They know nothing about graphs, although these lie below them.
 BLIND = {"history": {"graph"}, "transfer": {"graph"}, "runs": {"graph", "history", "transfer", "forward"}}

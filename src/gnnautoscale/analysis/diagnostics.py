@@ -24,9 +24,10 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN  # type: ignore[import-
 from gnnautoscale._util import map_tensors, tensors_in, undisturbed
 from gnnautoscale.analysis.bounds import LayerConstants, LayerErrors, MessageEdges, measure, theorem1_by_node
 from gnnautoscale.analysis.lipschitz import jacobian_norm, lipschitz_constant
-from gnnautoscale.attach import CallModel, ExactPasses, attached, call_with_batch, device_of, to_model_device
+from gnnautoscale.attach import CallModel, attached, call_with_batch, device_of, to_model_device
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
+from gnnautoscale.exact import ExactPasses
 from gnnautoscale.forward import HistoryStore, LayerRun, Observer, Plan, StoreExchange, evaluating
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.models import Stack

@@ -7,7 +7,6 @@ Lipschitz penalty. This package knows nothing about training loops.
 from gnnautoscale.attach.attaching import autoscale, detach
 from gnnautoscale.attach.autoscaler import Autoscaler, attached, is_autoscaled
 from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, to_model_device, unpack_batch
-from gnnautoscale.attach.exact import ExactPasses, exact_forward
 from gnnautoscale.attach.growth import grow
 from gnnautoscale.attach.inference import collect, infer, infer_from_histories, infer_on, predict, refresh, sweep
 from gnnautoscale.attach.regularize import LocalLipschitz
@@ -17,7 +16,6 @@ from gnnautoscale.attach.verification import Verification, verify
 __all__ = [
     "Autoscaler",
     "CallModel",
-    "ExactPasses",
     "LocalLipschitz",
     "ScalableGNN",
     "Verification",
@@ -27,7 +25,6 @@ __all__ = [
     "collect",
     "detach",
     "device_of",
-    "exact_forward",
     "grow",
     "infer",
     "infer_from_histories",

@@ -18,8 +18,6 @@ from gnnautoscale.training.options import (
     Output,
     pick_device,
 )
-from gnnautoscale.training.own_step import OwnStep, capture
-from gnnautoscale.training.packing import Placement
 from gnnautoscale.training.resume import open_checkpoint
 from gnnautoscale.training.steps import Steps
 
@@ -30,10 +28,7 @@ __all__ = [
     "HistoryDtype",
     "Optimization",
     "Output",
-    "OwnStep",
-    "Placement",
     "Steps",
-    "capture",
     "describe_machine",
     "fit",
     "latest_checkpoint",

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale.attach import ExactPasses, attached
+from gnnautoscale.attach import attached
+from gnnautoscale.exact import ExactPasses
 from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, HaloLoader, ReadyBatch
+from gnnautoscale.replay import WARM_UP, Placement, Replayer, on_training_stream
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.feed import Feed, Item
-from gnnautoscale.training.packing import Placement
-from gnnautoscale.training.replay import WARM_UP, Replayer, on_training_stream
 from gnnautoscale.training.steps import Steps
 
 

@@ -17,7 +17,7 @@ from gnnautoscale.analysis import Diagnostic
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Partitioner, check_fan_out
 from gnnautoscale.history import Storage, check_storage
-from gnnautoscale.training.packing import Placement
+from gnnautoscale.replay import Placement
 from gnnautoscale.training.steps import Precision
 
 Mode = Literal["gas", "full", "exact", "history", "cluster", "sage"]

@@ -18,7 +18,7 @@ from gnnautoscale.attach import autoscale
 from gnnautoscale.experiments.bench.graphs import BenchGraph, make_data
 from gnnautoscale.experiments.bench.measuring import Numbers, free_memory, timed, wake
 from gnnautoscale.graph import HaloLoader
-from gnnautoscale.training import capture
+from gnnautoscale.replay import capture
 
 #: The loops that are compared.
 LOOPS = ("plain PyG", "GAS", "GAS, captured")

@@ -25,8 +25,9 @@ from gnnautoscale.forward import GraphMemory
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import DiskHistory, Storage
 from gnnautoscale.kernels import gather_rows, scatter_rows
+from gnnautoscale.replay import Placement
 from gnnautoscale.tasks import NodeClassification
-from gnnautoscale.training import Engine, Optimization, Placement, make_optimizer
+from gnnautoscale.training import Engine, Optimization, make_optimizer
 
 
 def time_epochs(

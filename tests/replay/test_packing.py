@@ -15,7 +15,7 @@ import gnnautoscale as gas
 from conftest import CHANNELS, assert_same, undirected_graph
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.graph import ReadyBatch
-from gnnautoscale.training.packing import Packer, Placement, _layout, _view
+from gnnautoscale.replay.packing import Packer, Placement, _layout, _view
 
 CPU = torch.device("cpu")
 

@@ -255,7 +255,7 @@ def test_dropout_is_the_same_forward_and_backward(num_parts: int) -> None:
         torch.manual_seed(3)
         model.zero_grad()
         if connected:
-            passes = gas.attach.ExactPasses(model, loader)
+            passes = gas.exact.ExactPasses(model, loader)
             outputs: list[tuple[Tensor, Tensor]] = []
             passes._store = Connected(data.num_nodes)  # type: ignore[assignment]
 

@@ -16,9 +16,9 @@ from conftest import CHANNELS, undirected_graph
 from gnnautoscale.forward import GraphMemory
 from gnnautoscale.history import History
 from gnnautoscale.models import build_model
+from gnnautoscale.replay.replayer import WARM_UP, Replayer, _watching
 from gnnautoscale.tasks import NodeClassification
 from gnnautoscale.training import Engine, Optimization, make_optimizer
-from gnnautoscale.training.replay import WARM_UP, Replayer, _watching
 from gnnautoscale.transfer import BatchRows, DirectTransfer
 
 CPU = torch.device("cpu")

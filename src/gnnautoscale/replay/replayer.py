@@ -22,7 +22,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import attached
 from gnnautoscale.graph import BatchInfo
-from gnnautoscale.training.packing import Package, Packer, Placement
+from gnnautoscale.replay.packing import Package, Packer, Placement
 from gnnautoscale.transfer import Times, Transfer
 
 # Every CUDA graph takes some of the GPU's memory, however small its batch; further batches run uncaptured.
