@@ -15,7 +15,7 @@ import gnnautoscale as gas
 from conftest import CHANNELS, assert_same, undirected_graph
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.graph import ReadyBatch
-from gnnautoscale.replay.packing import Packer, Placement, _layout, _view
+from gnnautoscale.replay.packing import Packer, Placement, layout_of, view_in
 
 CPU = torch.device("cpu")
 
@@ -203,13 +203,13 @@ def test_only_what_is_needed_is_packed() -> None:
 
 def test_tensors_start_at_round_addresses() -> None:
     tensors = {"a": torch.arange(3), "b": torch.empty(0, 4), "c": torch.rand(5, 7), "d": torch.tensor([True, False])}
-    layout, size = _layout(tensors)
+    layout, size = layout_of(tensors)
     assert all(start % 256 == 0 for _, _, start in layout.values())
     buffer = torch.zeros(size, dtype=torch.uint8)
     for name, place in layout.items():
-        _view(buffer, *place).copy_(tensors[name])
+        view_in(buffer, *place).copy_(tensors[name])
     for name, place in layout.items():
-        assert torch.equal(_view(buffer, *place), tensors[name])
+        assert torch.equal(view_in(buffer, *place), tensors[name])
 
 
 def test_attributes_a_model_looks_at() -> None:

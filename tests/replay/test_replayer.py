@@ -16,7 +16,8 @@ from conftest import CHANNELS, undirected_graph
 from gnnautoscale.forward import GraphMemory
 from gnnautoscale.history import History
 from gnnautoscale.models import build_model
-from gnnautoscale.replay.replayer import WARM_UP, Replayer, _watching
+from gnnautoscale.replay.graphs import watching
+from gnnautoscale.replay.replayer import WARM_UP, Replayer
 from gnnautoscale.tasks import NodeClassification
 from gnnautoscale.training import Engine, Optimization, make_optimizer
 from gnnautoscale.transfer import BatchRows, DirectTransfer
@@ -52,7 +53,7 @@ def count(model: Counts) -> None:
 def test_what_a_step_does_on_the_host_is_noticed(work: Callable[[nn.Module], Any], reasons: list[str]) -> None:
     model = Counts()
     model.calls = 0
-    with _watching(model) as found:
+    with watching(model) as found:
         work(model)
     assert found == reasons
 

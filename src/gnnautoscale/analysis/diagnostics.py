@@ -27,7 +27,7 @@ from gnnautoscale.analysis.lipschitz import jacobian_norm, lipschitz_constant
 from gnnautoscale.attach import CallModel, attached, call_with_batch, device_of, to_model_device
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.exact import ExactPasses
+from gnnautoscale.exact import ExactPasses, Loss
 from gnnautoscale.forward import HistoryStore, LayerRun, Observer, Plan, StoreExchange, evaluating
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.models import Stack
@@ -215,25 +215,29 @@ def _gradients(model: nn.Module, loader: HaloLoader, *, call: CallModel, task: T
     count = learned.targets_of_graph(loader.data)[1].size(0)
     device, scaler = device_of(model), attached(model)
 
-    def differentiate(batch: Data, out: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    def inputs(batch: Data) -> dict[str, Tensor]:
         rows, targets = learned.targets(batch)
-        if not targets.size(0):
+        found = {"targets": targets} if rows is None else {"targets": targets, "rows": rows}
+        return {name: value.to(device) for name, value in found.items()} if targets.size(0) else {}
+
+    def seeds(out: Any, given: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+        if not given:
             return [], []
-        out = out if rows is None else out[rows.to(device)]
-        return [targets.size(0) / count * learned.loss(out, targets.to(device))], [None]
+        out = out[given["rows"]] if "rows" in given else out
+        return [given["targets"].size(0) / count * learned.loss(out, given["targets"])], [None]
 
     ours = [torch.zeros_like(weight, dtype=torch.double) for weight in weights.values()]
     with torch.enable_grad():
         for batch in loader.in_order():
             with scaler.running(StoreExchange(HistoryStore(writes=False))):
-                losses, _ = differentiate(batch, call(model, to_model_device(batch, model)))
+                losses, _ = seeds(call(model, to_model_device(batch, model)), inputs(batch))
             pieces = torch.autograd.grad(losses, list(weights.values()), allow_unused=True) if losses else ()
             for total, piece in zip(ours, pieces, strict=False):
                 total += 0.0 if piece is None else piece
     with scaler.visiting(loader.graph, apart=True):
         passes = ExactPasses(model, loader, call)
         passes.forward()
-        found = passes.gradients(list(weights.values()), differentiate)
+        found = passes.gradients(list(weights.values()), Loss(inputs, seeds))
     exact = [
         torch.zeros_like(total) if piece is None else piece.double() for total, piece in zip(ours, found, strict=True)
     ]

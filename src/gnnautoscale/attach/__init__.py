@@ -8,7 +8,18 @@ from gnnautoscale.attach.attaching import autoscale, detach
 from gnnautoscale.attach.autoscaler import Autoscaler, attached, is_autoscaled
 from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, to_model_device, unpack_batch
 from gnnautoscale.attach.growth import grow
-from gnnautoscale.attach.inference import collect, infer, infer_from_histories, infer_on, predict, refresh, sweep
+from gnnautoscale.attach.inference import (
+    Outputs,
+    collect,
+    infer,
+    infer_from_histories,
+    infer_on,
+    loader_for,
+    plan_of,
+    predict,
+    refresh,
+    sweep,
+)
 from gnnautoscale.attach.regularize import LocalLipschitz
 from gnnautoscale.attach.scalable import ScalableGNN
 from gnnautoscale.attach.verification import Verification, verify
@@ -17,6 +28,7 @@ __all__ = [
     "Autoscaler",
     "CallModel",
     "LocalLipschitz",
+    "Outputs",
     "ScalableGNN",
     "Verification",
     "attached",
@@ -30,6 +42,8 @@ __all__ = [
     "infer_from_histories",
     "infer_on",
     "is_autoscaled",
+    "loader_for",
+    "plan_of",
     "predict",
     "refresh",
     "sweep",

@@ -4,6 +4,6 @@ Passes over all batches that make up one pass over the whole graph, forward and 
 knows nothing about training loops.
 """
 
-from gnnautoscale.exact.passes import ExactPasses, exact_forward
+from gnnautoscale.exact.passes import ExactPasses, Loss, exact_forward, forget_captured
 
-__all__ = ["ExactPasses", "exact_forward"]
+__all__ = ["ExactPasses", "Loss", "exact_forward", "forget_captured"]

@@ -5,10 +5,12 @@ The levels of slots are swept forward, then backward; see :mod:`gnnautoscale.for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +19,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in, undisturbed
-from gnnautoscale.attach.autoscaler import attached
-from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, to_model_device
-from gnnautoscale.attach.inference import Outputs, loader_for, plan_of
-from gnnautoscale.attach.regularize import LocalLipschitz
+from gnnautoscale.attach import (
+    Autoscaler,
+    CallModel,
+    LocalLipschitz,
+    Outputs,
+    attached,
+    call_with_batch,
+    device_of,
+    loader_for,
+    plan_of,
+    to_model_device,
+)
 from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.exact.captured import CapturedSweeps, Form, Inputs, PlacedRows, Recipe
 from gnnautoscale.forward import (
+    Draws,
     GradientStore,
     GraphMemory,
     HistoryStore,
@@ -37,11 +49,26 @@ from gnnautoscale.forward import (
     run_pass,
     uses_own_statistics,
 )
-from gnnautoscale.graph import HaloLoader
-from gnnautoscale.history import RowSums
+from gnnautoscale.graph import HaloLoader, UnreadRows
+from gnnautoscale.history import Cast, RowSums
+from gnnautoscale.kernels import triton_is_installed
+from gnnautoscale.replay import on_training_stream
 
-#: Given a batch and the model's output for it, the tensors to differentiate, and their gradients (``None`` for 1).
-Differentiate = Callable[[Data, Any], tuple[list[Tensor], list[Tensor | None]]]
+
+@dataclass(frozen=True)
+class Loss:
+    """What is differentiated of the model's output for a batch.
+
+    Attributes:
+        inputs: The tensors that it needs for a batch besides the output, on any device.
+        seeds: Given the output and these tensors on its device, the tensors to differentiate, and their gradients
+            (``None`` for 1).
+        fixed: Whether a batch's inputs are the same in every step.
+    """
+
+    inputs: Callable[[Data], dict[str, Tensor]]
+    seeds: Callable[[Any, dict[str, Tensor]], tuple[list[Tensor], list[Tensor | None]]]
+    fixed: bool = False
 
 
 def exact_forward(
@@ -100,12 +127,16 @@ def exact_forward(
 class ExactPasses:
     """The passes over all batches that make up one pass over the whole graph, forward and backward.
 
+    On a GPU they are captured in the second step that is like the one before, and replayed from then on, unless
+    something stands in the way.
+
     Args:
         model: An autoscaled model.
         loader: Makes the batches, of the training graph.
         call: Calls the model with a batch.
         inside: Gives a context to call it in.
         penalty: Is added to what is differentiated, with a weight.
+        loss: What will be differentiated, if it has fixed inputs.
     """
 
     def __init__(
@@ -116,10 +147,13 @@ class ExactPasses:
         *,
         inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
         penalty: tuple[LocalLipschitz, float] | None = None,
+        loss: Loss | None = None,
     ) -> None:
         self._model, self._loader, self._call = model, loader, call
-        self._inside, self._penalty = inside, penalty
+        self._inside, self._penalty, self._loss = inside, penalty, loss
         self._scaler, self._device = attached(model), device_of(model)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
         if self._scaler.edge_dropout and model.training:
             raise UnsupportedModelError(
                 "exact gradients are those of all edges",
@@ -129,6 +163,7 @@ class ExactPasses:
         # One number of PyTorch's stream, so that each step draws others, and the same ones after a checkpoint. Models
         # draw nothing in evaluation.
         self._seed = int(torch.randint(2**62, ())) if model.training else None
+        self._draws = Draws(self._seed)
         self._norms = WholeGraphNorms()
         self._has_norms = any(
             isinstance(module, _BatchNorm) and uses_own_statistics(module) for module in model.modules()
@@ -140,6 +175,8 @@ class ExactPasses:
             self._adding = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._plan = Plan()
         self._stages: list[Stage] = []
+        self._seen = _Seen()
+        self._replays: CapturedSweeps | None = None
 
     @torch.no_grad()
     def forward(self, use: Callable[[Data, Any], None] | None = None) -> None:
@@ -147,11 +184,16 @@ class ExactPasses:
 
         ``use`` gets each batch and the model's output for it; without it outputs are not computed.
         """
-        with undisturbed(self._device):
+        with on_training_stream(self._device), undisturbed(self._device):
             self._plan = plan_of(self._model, self._loader, self._call)
+            last = Stage(len(self._plan.levels))
+            self._replays = self._captured(with_output=use is not None)
+            if self._replays is not None:
+                self._stages = [*map(Stage, range(len(self._plan.levels)), self._plan.levels), last]
+                self._replay_forward(self._replays, use)
+                return
             for depth, level in enumerate(self._plan.levels):
                 self._run(Stage(depth, level))
-            last = Stage(len(self._plan.levels))
             if use is not None:
                 self._run(last, use)
             else:
@@ -159,27 +201,38 @@ class ExactPasses:
         self._norms.update_averages()
 
     @torch.enable_grad()
-    def backward(self, differentiate: Differentiate) -> None:
+    def backward(self, loss: Loss) -> None:
         """Add the gradients of all weights to those that they have."""
+        weights = [weight for weight in self._model.parameters() if weight.requires_grad]
+        for weight, found in zip(weights, self.gradients(weights, loss), strict=True):
+            if found is not None:
+                weight.grad = found if weight.grad is None else weight.grad + found
+
+    @torch.enable_grad()
+    def gradients(self, weights: Sequence[Tensor], loss: Loss) -> list[Tensor | None]:
+        """The gradients of some weights, which leaves those that they have as they are."""
         self._norms.forget_gradients()
         memory = self._scaler.memory_of(self._loader.graph)
         gradients = {slot: memory.gradient(slot, self._plan, self._device) for slot in self._plan.live}
         for sums in gradients.values():
             sums.clear()
-        with undisturbed(self._device):
-            for stage in reversed(self._stages):
-                self._run_backward(stage, differentiate, memory, gradients)
-
-    def gradients(self, weights: Sequence[Tensor], differentiate: Differentiate) -> list[Tensor | None]:
-        """The gradients of some weights, which leaves those that they have as they are."""
-        kept = [weight.grad for weight in weights]
+        every = list(self._model.parameters())
+        kept = [weight.grad for weight in every]
         try:
-            for weight in weights:
+            for weight in every:
                 weight.grad = None
-            self.backward(differentiate)
+            with on_training_stream(self._device), undisturbed(self._device):
+                if self._replays is not None:
+                    self._replay_backward(self._replays, loss, gradients)
+                else:
+                    for stage in reversed(self._stages):
+                        self._run_backward(stage, loss, memory, gradients)
+                    self._seen.learned = frozenset(
+                        number for number, weight in enumerate(every) if weight.grad is not None
+                    )
             return [weight.grad for weight in weights]
         finally:
-            for weight, before in zip(weights, kept, strict=True):
+            for weight, before in zip(every, kept, strict=True):
                 weight.grad = before
 
     def moment(self) -> tuple[int, int]:
@@ -225,9 +278,7 @@ class ExactPasses:
 
     # Backward ########################################################################################################
 
-    def _run_backward(
-        self, stage: Stage, differentiate: Differentiate, memory: GraphMemory, histories: dict[str, RowSums]
-    ) -> None:
+    def _run_backward(self, stage: Stage, loss: Loss, memory: GraphMemory, histories: dict[str, RowSums]) -> None:
         store = GradientStore(self._store)
         self._norms.wanted = stage.norm
         penalty = None if self._penalty is None or stage.norm is not None else self._penalty
@@ -237,7 +288,8 @@ class ExactPasses:
             if stage.norm is not None:
                 rows, gradients = self._norms.rows_and_gradients()
             elif stage.level is None:
-                rows, gradients = differentiate(batch, out)
+                inputs = {name: value.to(self._device) for name, value in loss.inputs(batch).items()}
+                rows, gradients = loss.seeds(out, inputs)
             else:
                 rows, gradients = list(store.outputs.values()), []
                 for slot, value in store.outputs.items():
@@ -246,9 +298,7 @@ class ExactPasses:
             if penalty is not None and penalty[0].has_terms:
                 share = penalty[1] * place.batch_size / self._loader.graph.num_nodes
                 rows, gradients = [*rows, share * penalty[0].value()], [*gradients, None]
-            pairs = [pair for pair in zip(rows, gradients, strict=True) if pair[0].requires_grad]
-            if pairs:
-                torch.autograd.backward([row for row, _ in pairs], [gradient for _, gradient in pairs])
+            _differentiate(rows, gradients)
             found = {slot: as_matrix(gradient) for slot, gradient in store.gradients.items()}
             with self._beside(index, *found.values()):
                 for slot, gradient in found.items():
@@ -276,16 +326,22 @@ class ExactPasses:
         self, stage: Stage, store: RowStore, penalty: LocalLipschitz | None = None
     ) -> Iterator[tuple[Data, Any]]:
         """Run the model on all batches; each with its output, which is ``None`` if the pass ends early."""
-        exchange = StageExchange(stage, store, self._seed)
-        running = partial(self._scaler.running, exchange, input_gradients=True, normalize=self._norms.normalize)
+        exchange = StageExchange(stage, store, self._draws)
         # The output may be used with anything that a batch has.
         alone = self._call is call_with_batch and stage != Stage(len(self._plan.levels))
         only = self._scaler.needed_attributes() if alone else None
-        for number, batch in enumerate(self._loader.in_order(self._device, only=only)):
-            exchange.batch = number
-            with running(), self._inside(), penalty if penalty is not None else nullcontext():
-                out = run_pass(partial(self._call, self._model, to_model_device(batch, self._model)))
+        for number, batch in enumerate(self._loader.in_order(self._device, only=only, unread=True)):
+            self._draws.batch = number
+            with penalty if penalty is not None else nullcontext():
+                out = self._pass(exchange, batch)
             yield batch, out
+            self._seen.note(stage, exchange.reads, batch, out)
+
+    def _pass(self, exchange: StageExchange, batch: Data) -> Any:
+        """The model's output for a batch."""
+        running = self._scaler.running(exchange, input_gradients=True, normalize=self._norms.normalize)
+        with running, self._inside():
+            return run_pass(partial(self._call, self._model, to_model_device(batch, self._model)))
 
     def _settle(self) -> None:
         """Let what follows see all rows and gradients."""
@@ -293,6 +349,217 @@ class ExactPasses:
             self._store.settle(self._device)
         if self._adding is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._adding)
+
+    # Captured passes #################################################################################################
+
+    def _captured(self, *, with_output: bool) -> CapturedSweeps | None:
+        """The captured passes of such steps, once there was one; ``None`` if they cannot be captured."""
+        if self._device.type != "cuda":
+            return None
+        key, known = self._key(with_output), _KEPT.get(self._scaler)
+        if known is None or known.key != key:
+            # What the first step of its kind shows is needed to capture the next one.
+            self._seen.key, self._seen.places = key, self._draws.places
+            _KEPT[self._scaler] = self._seen
+            return None
+        if known.replays is None and known.why_not is None:
+            known.why_not = self._obstacle() or ("there was no backward pass" if known.learned is None else None)
+            if known.why_not is None:
+                known.replays = self._capture(known, with_output)
+                known.why_not = known.replays.why_not
+        self._seen = known
+        return known.replays if known.why_not is None else None
+
+    def _key(self, with_output: bool) -> Hashable:
+        """What captured passes depend on besides the values of weights and rows."""
+        memory = self._scaler.memory_of(self._loader.graph)
+        weights = tuple((weight.data_ptr(), weight.dtype, weight.requires_grad) for weight in self._model.parameters())
+        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        form = self._scaler.version, self._scaler.form.mode, autocast, self._inside is nullcontext
+        loss = None if self._loss is None else self._loss.fixed
+        held = map(ref, (self._loader, self._loader.graph, memory, self._call))
+        return weights, form, loss, with_output, *held
+
+    def _obstacle(self) -> str | None:
+        memory = self._scaler.memory_of(self._loader.graph)
+        if not triton_is_installed():
+            return "Triton is missing"
+        if memory.medium == "disk":
+            return "histories are on disk"
+        if not self._loader.keep:
+            return "the loader keeps nothing"
+        if self._has_norms or self._penalty is not None:
+            return "there are batch norms, or a penalty"
+        if any(not isinstance(history.codec, Cast) for history in memory.histories.values()):
+            return "histories have a scale for each row"
+        return None
+
+    def _capture(self, known: _Seen, with_output: bool) -> CapturedSweeps:
+        replays = CapturedSweeps(known.key, self._device)
+        loss = self._loss if self._loss is not None and self._loss.fixed else None
+        only = self._scaler.needed_attributes() if self._call is call_with_batch else None
+        if only is not None:
+            only = {*only, *(name for _, names in known.reads.values() for name in names)}
+        batches = self._loader.in_order(self._device, only=only, unread=True)
+        replays.pack(self._scaler, batches, loss.inputs if loss is not None else lambda _: {})
+        every = list(self._model.parameters())
+        for number in known.learned or ():
+            known.sums[number] = torch.zeros_like(every[number])
+        recipes: dict[tuple[Stage, bool], Recipe] = {}
+        for stage in (*map(Stage, range(len(self._plan.levels)), self._plan.levels), Stage(len(self._plan.levels))):
+            if stage.level is not None or with_output:
+                recipes[stage, False] = self._recipe(known, replays, stage, None)
+            recipes[stage, True] = self._recipe(known, replays, stage, self._loss or _given())
+        replays.capture(self._scaler, recipes)
+        return replays
+
+    def _recipe(self, known: _Seen, replays: CapturedSweeps, stage: Stage, loss: Loss | None) -> Recipe:
+        """How to capture the passes of a stage, forward without a ``loss`` and backward with one."""
+        slots, names = known.reads[stage]
+        rows, level = self._plan.rows, sorted(stage.level or ())
+
+        def inputs(number: int) -> Inputs:
+            own, all_rows = replays.size_of(number)
+            found: Inputs = {
+                ("rows", slot): (rows[slot].dtype, torch.Size([all_rows, *rows[slot].shape[1:]])) for slot in slots
+            }
+            found |= {("attribute", name): replays.attribute(number, name) for name in names}
+            if loss is not None and stage.level is not None:
+                found |= {
+                    ("gradient", slot): (rows[slot].dtype, torch.Size([own, *rows[slot].shape[1:]])) for slot in level
+                }
+            elif loss is not None:
+                given = [(kind, torch.Size([own, *row])) for kind, row in known.outputs]
+                whole: Inputs = {("loss", str(place)): form for place, form in enumerate(given)}
+                found |= replays.form_of_loss(number) if loss.fixed else whole
+            return found
+
+        def outputs(number: int) -> tuple[dict[str, Form], list[Form]]:
+            own, all_rows = replays.size_of(number)
+            count, written = (all_rows, sorted(slots)) if loss is not None else (own, level)
+            forms = {slot: (rows[slot].dtype, torch.Size([count, *rows[slot].shape[1:]])) for slot in written}
+            others = known.outputs if loss is None and stage.level is None else ()
+            return forms, [(kind, torch.Size([own, *row])) for kind, row in others]
+
+        def run(
+            batch: Data, store: PlacedRows, there: Mapping[tuple[str, str], Tensor], draws: Draws
+        ) -> tuple[dict[str, Tensor], list[Tensor]]:
+            if loss is None:
+                with torch.no_grad():
+                    out = self._pass(StageExchange(stage, store, draws), batch)
+                return {slot: store.written[slot] for slot in level}, tensors_in(out) if out is not None else []
+            return self._captured_backward(known, stage, loss, batch, GradientStore(store), there, draws), []
+
+        return Recipe(inputs, outputs, known.places, run)
+
+    @torch.enable_grad()
+    def _captured_backward(
+        self,
+        known: _Seen,
+        stage: Stage,
+        loss: Loss,
+        batch: Data,
+        store: GradientStore,
+        there: Mapping[tuple[str, str], Tensor],
+        draws: Draws,
+    ) -> dict[str, Tensor]:
+        every = list(self._model.parameters())
+        for number, weight in enumerate(every):
+            weight.grad = known.sums.get(number)
+        try:
+            out = self._pass(StageExchange(stage, store, draws), batch)
+            if stage.level is None:
+                inputs = {name: value for (kind, name), value in there.items() if kind == "loss"}
+                rows, gradients = loss.seeds(out, inputs)
+            else:
+                rows = list(store.outputs.values())
+                gradients = [there["gradient", slot] for slot in store.outputs]
+            _differentiate(rows, gradients)
+            if any(weight.grad is not known.sums.get(number) for number, weight in enumerate(every)):
+                raise RuntimeError("other weights have a gradient than in the first step")
+        finally:
+            for weight in every:
+                weight.grad = None
+        return store.gradients
+
+    def _replay_forward(self, replays: CapturedSweeps, use: Callable[[Data, Any], None] | None) -> None:
+        memory = self._scaler.memory_of(self._loader.graph)
+        self._scaler.num_passes += 1
+        memory.settle()
+        memory.mark_changed()
+        shape = self._seen.structure
+
+        def rebuilt(batch: Data, tensors: list[Tensor]) -> None:
+            each = iter(tensors)
+            if use is not None:
+                use(batch, map_tensors(lambda _: next(each), shape))
+
+        for stage in self._stages:
+            if stage.level is not None:
+                replays.run(stage, backward=False, seed=self._seed, histories=memory.histories, gradients={})
+            elif use is not None:
+                histories = memory.histories
+                replays.run(stage, backward=False, seed=self._seed, histories=histories, gradients={}, use=rebuilt)
+
+    def _replay_backward(self, replays: CapturedSweeps, loss: Loss, gradients: dict[str, RowSums]) -> None:
+        histories, known = self._scaler.memory_of(self._loader.graph).histories, self._seen
+        for total in known.sums.values():
+            total.zero_()
+        for stage in reversed(self._stages):
+            given = loss.inputs if stage.level is None and not loss.fixed else None
+            replays.run(stage, backward=True, seed=self._seed, histories=histories, gradients=gradients, loss=given)
+        for number, weight in enumerate(self._model.parameters()):
+            weight.grad = known.sums[number].clone() if number in known.sums else None
+
+
+class _Seen:
+    """What the first step of a kind has shown, and the captured passes of later ones."""
+
+    def __init__(self) -> None:
+        self.key: Hashable = None
+        #: The slots and the attributes of nodes that each stage reads.
+        self.reads: dict[Stage, tuple[frozenset[str], set[str]]] = {}
+        #: Where random numbers were drawn.
+        self.places: set[str] = set()
+        #: The type and shape of a row of each output, and how the output is made of them.
+        self.outputs: list[tuple[torch.dtype, torch.Size]] = []
+        self.structure: Any = None
+        #: The numbers of the weights that have a gradient, and where captured passes add it up.
+        self.learned: frozenset[int] | None = None
+        self.sums: dict[int, Tensor] = {}
+        self.replays: CapturedSweeps | None = None
+        self.why_not: str | None = None
+
+    def note(self, stage: Stage, slots: frozenset[str], batch: Data, out: Any) -> None:
+        """Note what a pass of a stage has read and returned."""
+        names = {name for name, value in batch if isinstance(value, UnreadRows) and value.was_read}
+        self.reads[stage] = slots, self.reads.get(stage, (slots, names))[1] | names
+        if out is not None and not self.outputs:
+            self.outputs = [(value.dtype, value.shape[1:]) for value in tensors_in(out)]
+            self.structure = map_tensors(lambda value: value.detach()[:0].cpu(), out)
+
+
+_KEPT: WeakKeyDictionary[Autoscaler, _Seen] = WeakKeyDictionary()
+
+
+def forget_captured(model: nn.Module) -> None:
+    """Free what the exact passes of a model keep on the GPU."""
+    _KEPT.pop(attached(model), None)
+
+
+def _given() -> Loss:
+    """The loss whose gradient with respect to each output is given."""
+
+    def seeds(out: Any, inputs: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+        return tensors_in(out), [inputs[str(place)] for place in range(len(inputs))]
+
+    return Loss(lambda _: {}, seeds)
+
+
+def _differentiate(rows: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    pairs = [(row, given) for row, given in zip(rows, gradients, strict=True) if row.requires_grad]
+    if pairs:
+        torch.autograd.backward([row for row, _ in pairs], [given for _, given in pairs])
 
 
 class _WholeGraph(torch.autograd.Function):
@@ -317,13 +584,10 @@ class _WholeGraph(torch.autograd.Function):
                 fix="Call loss.backward() right after gas.exact_forward.",
             )
 
-        def differentiate(batch: Data, out: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+        def inputs(batch: Data) -> dict[str, Tensor]:
             nodes = batch.edge_index.info.nodes
-            rows = tensors_in(out)
-            return rows, [
-                whole[nodes.to(whole.device)].to(row.device) for whole, row in zip(gradients, rows, strict=True)
-            ]
+            return {str(place): whole[nodes.to(whole.device)] for place, whole in enumerate(gradients)}
 
-        found = passes.gradients(ctx.weights, differentiate)
+        found = passes.gradients(ctx.weights, Loss(inputs, _given().seeds))
         ctx.before = passes.moment()
         return None, None, *found

@@ -8,11 +8,14 @@ from gnnautoscale.forward.batch_edges import BatchEdges, EdgeForm
 from gnnautoscale.forward.copying import copy_model
 from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, own_attribute
 from gnnautoscale.forward.exact import (
+    Draws,
     GradientStore,
     NeedsStatistics,
+    RecordedDraws,
     Stage,
     StageExchange,
     WholeGraphNorms,
+    default_generator,
 )
 from gnnautoscale.forward.exchange import (
     ExchangePolicy,
@@ -43,6 +46,7 @@ __all__ = [
     "Arguments",
     "Attribute",
     "BatchEdges",
+    "Draws",
     "EdgeForm",
     "EdgeRecord",
     "EdgeSource",
@@ -59,6 +63,7 @@ __all__ = [
     "Observer",
     "Plan",
     "PlanOnly",
+    "RecordedDraws",
     "RowStore",
     "Session",
     "Shortcut",
@@ -73,6 +78,7 @@ __all__ = [
     "as_matrix",
     "check_layout",
     "copy_model",
+    "default_generator",
     "describe",
     "evaluating",
     "form_of_values",

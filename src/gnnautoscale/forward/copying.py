@@ -60,6 +60,8 @@ def _copied(model: nn.Module, share_above: int | None) -> nn.Module:
                     known[id(value)] = value
         copied, memo = copy.deepcopy(model, known), known
     for module in copied.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # a GPU wants these weights side by side, and warns if they are not
         # A user's hooks run in the copy too.
         holders: tuple[dict[Any, Any], ...] = vars(module), module._forward_hooks, module._forward_pre_hooks
         for held in holders:

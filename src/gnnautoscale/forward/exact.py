@@ -86,54 +86,117 @@ class _Source(torch.autograd.Function):
         return None, None, None, None
 
 
+class Draws:
+    """Seeds random numbers by batch and place in a pass, so that a pass draws the same ones whenever it is repeated.
+
+    Without a ``seed`` numbers are left alone.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self._seed = seed
+        #: The number of the batch.
+        self.batch = 0
+        #: The places where numbers were drawn on a GPU.
+        self.places: set[str] = set()
+        self._last: str | None = None
+
+    def seed_of(self, place: str) -> int:
+        """The seed of the batch's numbers at a place."""
+        seed = self._seed or 0
+        return zlib.crc32(f"{seed} {self.batch} {place}".encode()) ^ (seed & ~0xFFFFFFFF)
+
+    def at(self, place: str, device: torch.device) -> None:
+        """Go on to a place."""
+        if self._seed is None:
+            return
+        seed = self.seed_of(place)
+        # Not torch.manual_seed, which seeds all devices that there might be, and takes longer than a layer.
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            generator = default_generator(device)
+            if self._last is not None and generator.get_offset():
+                self.places.add(self._last)
+            generator.manual_seed(seed)
+            self._last = place
+        random.seed(seed & 0xFFFFFFFF)
+        np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002
+
+
+class RecordedDraws(Draws):
+    """The same numbers in a pass that a GPU captures: each place draws from a generator of its own.
+
+    They are seeded before each replay. At other ``places`` nothing can be drawn.
+    """
+
+    def __init__(self, seed: int | None, places: Iterable[str], device: torch.device) -> None:
+        super().__init__(seed)
+        #: By place.
+        self.generators = {place: torch.Generator(device) for place in sorted(places)}
+        self._elsewhere = torch.Generator(device)
+
+    def at(self, place: str, device: torch.device) -> None:
+        """See :meth:`Draws.at`."""
+        chosen = self.generators.get(place, self._elsewhere)
+        default_generator(device).graphsafe_set_state(chosen.graphsafe_get_state())
+
+    def seed(self, seed: int | None, batch: int) -> None:
+        """Seed all places for a replay with a batch."""
+        self._seed, self.batch = seed, batch
+        for place, generator in self.generators.items():
+            generator.manual_seed(self.seed_of(place))
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """PyTorch's own generator of a GPU."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found: torch.Generator = torch.cuda.default_generators[index]
+    return found
+
+
 class StageExchange(SweepExchange):
     """Runs the passes of a stage, each batch with random numbers of its own.
 
-    Numbers are seeded before and after each slot, by the batch and the slot's name: a pass draws the same ones whenever
-    it is repeated, and what several stages compute of a batch is the same in all of them. Without a ``seed`` numbers
-    are left alone.
+    Numbers are seeded before and after each slot, by the slot's name, so that what several stages compute of a batch is
+    the same in all of them.
     """
 
-    def __init__(self, stage: Stage, store: RowStore, seed: int | None) -> None:
+    def __init__(self, stage: Stage, store: RowStore, draws: Draws) -> None:
         super().__init__(stage.level, store)
-        self._stage, self._seed = stage, seed
-        #: The number of the batch.
-        self.batch = 0
+        self._stage, self._draws = stage, draws
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The slots that the last pass read."""
+        return self._done & self._needed
 
     def begin(self, session: Session) -> None:
         """See :meth:`SweepExchange.begin`; statistics may need all rows that are known."""
         super().begin(session)
         if self._stage.norm is not None:
             self._done = self._needed = frozenset().union(*session.plan.levels[: self._stage.depth])
-        self._device = session.device
-        self._draw_for("the beginning")
+        self._draws.at("the beginning", session.device)
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """See :meth:`SweepExchange.at_slot`."""
 
         def seeded() -> Any:
-            self._draw_for(f"in {slot}")
+            self._draws.at(f"in {slot}", session.device)
             return compute()
 
-        out = super().at_slot(session, slot, seeded)
-        self._draw_for(f"after {slot}")
+        try:
+            out = super().at_slot(session, slot, seeded)
+        finally:
+            self._draws.at(f"after {slot}", session.device)
         return out
 
     def skipped(self, session: Session, slot: str) -> Tensor:
         """See :meth:`SweepExchange.skipped`; batch norms tell such rows by their being not a number."""
         return super().skipped(session, slot).fill_(math.nan)
 
-    def _draw_for(self, place: str) -> None:
-        if self._seed is None:
-            return
-        seed = zlib.crc32(f"{self._seed} {self.batch} {place}".encode())
-        # Not torch.manual_seed, which seeds all devices that there might be, and takes longer than a layer.
-        torch.default_generator.manual_seed(seed ^ (self._seed & ~0xFFFFFFFF))
-        if self._device.type == "cuda":
-            index = torch.cuda.current_device() if self._device.index is None else self._device.index
-            torch.cuda.default_generators[index].manual_seed(seed ^ (self._seed & ~0xFFFFFFFF))
-        random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002
+    def end(self, session: Session) -> None:
+        """See :meth:`SweepExchange.end`."""
+        super().end(session)
+        self._draws.at("the end", session.device)
 
 
 class NeedsStatistics(BaseException):

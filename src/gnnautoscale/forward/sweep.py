@@ -26,7 +26,8 @@ class SweepExchange(ExchangePolicy):
 
     def begin(self, session: Session) -> None:
         """Wait for training steps, and sort the slots into read, computed and skipped ones."""
-        session.memory.settle()
+        if session.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            session.memory.settle()  # nothing moves while a pass is captured
         plan, level = session.plan, self._level
         self._missing = set(level or ())
         wanted = level if level is not None else plan.needs.keys() - plan.live

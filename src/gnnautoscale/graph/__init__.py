@@ -13,6 +13,7 @@ from gnnautoscale.graph.hashing import fingerprint
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.graph.partitioning import Partitioner, connectivity, partition
 from gnnautoscale.graph.ready import ReadyBatch, tagged_copies
+from gnnautoscale.graph.unread import UnreadRows
 
 __all__ = [
     "BatchInfo",
@@ -27,6 +28,7 @@ __all__ = [
     "RowOrder",
     "SampleLoader",
     "Subgraphs",
+    "UnreadRows",
     "assembly_stream",
     "check_fan_out",
     "check_nodes",

@@ -15,6 +15,7 @@ from gnnautoscale._util import Pinned, for_later
 from gnnautoscale.graph.batch import BatchInfo
 from gnnautoscale.graph.edges import EdgeCutOnDevice, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph, is_start, rows_of
+from gnnautoscale.graph.unread import UnreadRows
 from gnnautoscale.kernels import Halo, HaloSearch, OwnRows, WordTable, expand_targets, locate_and_count
 
 T = TypeVar("T")
@@ -121,6 +122,13 @@ class BatchBuilder:
         value = self.graph.data[name]
         return self._select(name, value, n_id, lambda: info.n_id)
 
+    def unread(self, name: str, info: BatchInfo, n_id: Tensor) -> Tensor:
+        """See :meth:`rows`; a GPU reads them when they are used, if it reads them over the bus."""
+        value, table = self.graph.data[name], self._tables.get(name)
+        if table is None or value.device == n_id.device or self.graph.data.__cat_dim__(name, value) != 0:
+            return self.rows(name, info, n_id)
+        return UnreadRows.of(torch.Size([n_id.numel(), *value.shape[1:]]), value.dtype, n_id, table.gather)
+
     def edges(self, name: str, info: BatchInfo, e_id: Tensor) -> Tensor:
         """The rows of an edge-level tensor for the edges ``e_id``, ``[num_edges]``, on their device."""
         value = self.graph.data[name]
@@ -162,10 +170,10 @@ class Assembly:
         self._device, self._key = device, key
 
     @for_later
-    def finish(self, only: Collection[str] | None = None) -> tuple[Data, BatchInfo]:
+    def finish(self, only: Collection[str] | None = None, *, unread: bool = False) -> tuple[Data, BatchInfo]:
         """The batch, once its halo is known, with all attributes or ``only`` some of them.
 
-        If ``edge_index`` is not among these, it has no edges.
+        If ``edge_index`` is not among these, it has no edges. If ``unread``, rows of nodes are read on first use.
         """
         edges = only is None or "edge_index" in only
         builder, cut, device = self._builder, self._cut, self._device
@@ -178,7 +186,7 @@ class Assembly:
             if only is not None and name not in only:
                 del batch[name]
             elif level == "node":
-                batch[name] = builder.rows(name, info, n_id)
+                batch[name] = (builder.unread if unread else builder.rows)(name, info, n_id)
             elif edges:
                 batch[name] = builder.edges(name, info, e_id)
             else:

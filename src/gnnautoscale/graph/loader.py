@@ -231,12 +231,18 @@ class HaloLoader:
         return self._builder.table.order
 
     def in_order(
-        self, device: torch.device | None = None, *, only: Collection[str] | None = None, together: int = 1
+        self,
+        device: torch.device | None = None,
+        *,
+        only: Collection[str] | None = None,
+        together: int = 1,
+        unread: bool = False,
     ) -> Iterator[Data]:
         """The batches of a sweep: every part once, always in the same order and groups.
 
         They are assembled on the given device, by default on that of the loader. On a GPU they can have ``only`` some
-        of the attributes. So many of them make one batch ``together``.
+        of the attributes, and rows of nodes that are ``unread`` until they are used. So many of them make one batch
+        ``together``.
 
         Example:
             >>> from torch_geometric.datasets import KarateClub
@@ -247,7 +253,9 @@ class HaloLoader:
         self.follow()
         groups = self._grouped(torch.arange(self.num_parts), together)
         there = device or self.device
-        return tagged_copies(self._batches(groups, keep=self.keep, device=there, only=only, kept_with=only))
+        return tagged_copies(
+            self._batches(groups, keep=self.keep, device=there, only=only, kept_with=only, unread=unread)
+        )
 
     def any_batch(self, device: torch.device | None = None) -> Data:
         """One of the batches of a sweep, on the given device, by default on that of the loader."""
@@ -263,11 +271,12 @@ class HaloLoader:
         device: torch.device,
         only: Collection[str] | None = None,
         kept_with: Collection[str] | None = None,
+        unread: bool = False,
     ) -> Iterator[ReadyBatch]:
         # What belongs to the graph as it is now, since another iteration may follow a change in the meantime.
         if device.type == "cuda":
             state = self._builder, self._ready, self._halos
-            return in_turn(self._assembling(*state, groups, keep, device, only, kept_with), device)
+            return in_turn(self._assembling(*state, groups, keep, device, only, kept_with, unread), device)
         return self._built(self._builder, self._ready, groups, keep)
 
     def _built(
@@ -299,6 +308,7 @@ class HaloLoader:
         device: torch.device,
         only: Collection[str] | None,
         kept_with: Collection[str] | None,
+        unread: bool,
     ) -> Iterator[ReadyBatch]:
         """Batches on a GPU: one is being searched for its halo while the one before it gets its rows."""
         stream = assembly_stream(device)
@@ -318,7 +328,7 @@ class HaloLoader:
             group, found = searching.popleft()
             if isinstance(found, ReadyBatch):
                 return found
-            batch, info = found.finish(only)
+            batch, info = found.finish(only, unread=unread)
             if keep and group not in halos:
                 halos[group] = in_pinned_memory(info.found.rows, builder.graph.num_nodes)
             info.ready = stream.record_event()

@@ -13,6 +13,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale.graph.assemble import write_counts
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor, hand_over
 from gnnautoscale.graph.edges import index_dtype
+from gnnautoscale.graph.unread import UnreadRows
 
 # How many batches a GPU may have to work on before the host waits.
 _MOST_IN_USE = 1
@@ -39,7 +40,8 @@ class ReadyBatch:
         if info.ready is not None:
             tensors = [info.found.rows, info.rows, *(info.found.by_source or ())]
             tensors += [info.found.source] if "source" in vars(info.found) else []
-            tensors += [value for _, value in self._batch if isinstance(value, Tensor) and value.is_cuda]
+            values = (value for _, value in self._batch if not isinstance(value, UnreadRows))
+            tensors += [value for value in values if isinstance(value, Tensor) and value.is_cuda]
             hand_over(tensors, info.ready)
 
     def intact(self) -> bool:

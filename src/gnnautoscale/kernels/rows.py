@@ -70,12 +70,13 @@ class WordTable:
         self._word = torch.int32 if size % 4 == 0 else torch.uint8
         self._source = self._words(table) if table.numel() else None
 
-    def gather(self, index: Tensor) -> Tensor:
-        """The rows of an index, ``[count]``, on its device: ``[count, ...]``."""
+    def gather(self, index: Tensor, out: Tensor | None = None) -> Tensor:
+        """The rows of an index, ``[count]``, on its device: ``[count, ...]``; written into ``out`` if it is given."""
         table = self._table
+        if out is None:
+            out = torch.empty((index.numel(), *table.shape[1:]), dtype=table.dtype, device=index.device)
         if self._source is None or table.is_cuda or not use_triton(index):
-            return table[index.to(table.device)].to(index.device)
-        out = torch.empty((index.numel(), *table.shape[1:]), dtype=table.dtype, device=index.device)
+            return out.copy_(table[index.to(table.device)])
         if index.numel():
             _triton().gather_rows(self._source, index, self._words(out), None, MOST_PROGRAMS)
         return out

@@ -12,8 +12,9 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale._util import map_tensors
 from gnnautoscale.attach import attached, device_of
 from gnnautoscale.errors import InputError
+from gnnautoscale.replay.graphs import on_training_stream
 from gnnautoscale.replay.packing import Placement
-from gnnautoscale.replay.replayer import Replayer, on_training_stream
+from gnnautoscale.replay.replayer import Replayer
 
 # How often the numbers of an optimizer may change before its steps are no longer captured.
 _MOST_CHANGES = 8

@@ -19,7 +19,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import Autoscaler
 from gnnautoscale.forward import BatchEdges, EdgeForm, EdgeRecord
-from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, hand_over, without_tensors
+from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, UnreadRows, hand_over, without_tensors
 from gnnautoscale.kernels import Adjacency
 
 Placement = Literal["auto", "device", "host"]
@@ -49,6 +49,95 @@ class Package:
     views: dict[Any, Tensor]
 
 
+class Contents:
+    """What a package of a batch of an autoscaled model consists of."""
+
+    def __init__(self, scaler: Autoscaler, device: torch.device) -> None:
+        self._scaler, self._device = scaler, device
+
+    def displace(self, info: BatchInfo) -> None:
+        """Let steps on a batch read its own tensors again, because its package's may change."""
+        info.displace()
+        self._scaler.memory.rows_of(info).displace()
+
+    def tensors(
+        self, batch: Data, info: BatchInfo, extras: dict[str, Tensor], attributes: Iterable[str] | None
+    ) -> dict[Any, Tensor]:
+        """Everything that a step reads, by name."""
+        scaler = self._scaler
+        tensors: dict[Any, Tensor] = {"rows": scaler.memory.rows_of(info).on(self._device)}
+        tensors |= {("extra", name): value for name, value in extras.items()}
+        for name in batch.keys() if attributes is None else {"n_id": None, **dict.fromkeys(attributes)}:
+            value = batch[name]
+            if isinstance(value, BatchTensor):
+                if attributes is not None and scaler.ignores_edges and value.is_own_edges:
+                    continue
+                value = value.plain
+            if isinstance(value, Tensor) and not isinstance(value, UnreadRows):
+                tensors["batch", name] = value
+        for record, (weights, plain) in self.records().items():
+            edges = record.for_batch(info, "a layer").to(self._device)
+            if info.edges_ready is not None:
+                hand_over(edges.tensors(), info.edges_ready)
+            if plain:
+                tensors[record, "edge_index"] = edges.edges
+                tensors |= {(record, "constant", name): value for name, value in edges.constants.items()}
+            for weight in weights:
+                named = edges.adjacency(weight).tensors(edge_values=plain and weight is None)
+                tensors |= {(record, "fused", weight, name): value for name, value in named.items()}
+        return tensors
+
+    def package(self, batch: Data, info: BatchInfo, views: dict[Any, Tensor]) -> Package:
+        """The batch made of tensors in a buffer."""
+        packed = copy.copy(without_tensors(batch))
+        extras: dict[str, Tensor] = {}
+        for name, value in views.items():
+            if name[0] == "batch":
+                tagged = name[1] in ("edge_index", "n_id", *info.graph.edge_attributes)
+                packed[name[1]] = BatchTensor.tag(value, info, name[1]) if tagged else value
+            elif name[0] == "extra":
+                extras[name[1]] = value
+        for name in ("edge_index", *info.graph.edge_attributes):
+            if name not in packed:  # nobody uses it
+                packed[name] = batch[name].emptied()
+        return Package(info, packed, extras, views)
+
+    def place(self, package: Package) -> None:
+        """Let steps on the package's batch read its tensors."""
+        info, views = package.info, package.views
+        self._scaler.memory.rows_of(info).place(views["rows"])
+        for record, (weights, plain) in self.records().items():
+            edge_index, constants = None, {}
+            if plain:
+                edge_index = views[record, "edge_index"]
+                constants = {name: views[record, "constant", name] for name in record.constants}
+            adjacencies = {}
+            for weight in weights:
+                named = {name[3]: value for name, value in views.items() if name[:3] == (record, "fused", weight)}
+                adjacencies[weight] = Adjacency.of(named, info.num_rows)
+            form = EdgeForm(record.edges.target_row, info.batch_size, info.num_rows)
+            info.place(record, BatchEdges(constants, form, edge_index=edge_index, adjacencies=adjacencies))
+
+    def records(self) -> dict[EdgeRecord, tuple[frozenset[str | None], bool]]:
+        """For each record the weights that layers fuse it with, and whether some layer needs its plain edges.
+
+        Lazy edges need both.
+        """
+        found: dict[EdgeRecord, tuple[frozenset[str | None], bool]] = {}
+        scaler = self._scaler
+        for name, records in scaler.memory.records.items():
+            call = scaler.calls[name]
+            for position, record in enumerate(records):
+                weights, plain = found.get(record, (frozenset[str | None](), False))
+                # Dropout draws from plain edges.
+                if call.fuses(position, record.constants) and not scaler.edge_dropout:
+                    found[record] = weights | {call.weight(position)}, plain
+                else:
+                    lazy: frozenset[str | None] = frozenset({None} if "lazy" in call.shortcuts else ())
+                    found[record] = weights | lazy, True
+        return found
+
+
 class Packer:
     """Packs batches of an autoscaled model.
 
@@ -57,7 +146,7 @@ class Packer:
     """
 
     def __init__(self, scaler: Autoscaler, device: torch.device, placement: Placement) -> None:
-        self._scaler, self._device, self._placement = scaler, device, placement
+        self._contents, self._device, self._placement = Contents(scaler, device), device, placement
         self._packages: dict[Hashable, Package] = {}
         self._kept: dict[Hashable, BatchInfo] = {}
         #: Whether packages stay on the GPU; ``None`` before the first one.
@@ -84,7 +173,7 @@ class Packer:
         if info.keeper is None or info.key in self._kept:
             return
         if self.resident is None:
-            records = (record.for_batch(info, "a layer").tensors() for record in self._records())
+            records = (record.for_batch(info, "a layer").tensors() for record in self._contents.records())
             tensors = [*chain(*records), *(value for _, value in batch if isinstance(value, Tensor))]
             self.resident = self._should_stay(info.recurring * sum(tensor.nbytes for tensor in tensors))
         if self.resident:
@@ -93,9 +182,8 @@ class Packer:
             info.keeper(ReadyBatch(batch, info))
 
     def displace(self, info: BatchInfo) -> None:
-        """Let steps on a batch read its own tensors again, because its package's may change."""
-        info.displace()
-        self._scaler.memory.rows_of(info).displace()
+        """See :meth:`Contents.displace`."""
+        self._contents.displace(info)
 
     def pack(
         self, batch: Data, extras: dict[str, Tensor], attributes: Iterable[str] | None, *, placed: bool
@@ -111,9 +199,9 @@ class Packer:
             known = self._filled(known, batch, info, extras, attributes)
         if placed and known.info is not info:
             # The batch was assembled anew since: the same places, but another object that sessions know.
-            known = self._packages[info.key] = self._package(batch, info, known.views)
+            known = self._packages[info.key] = self._contents.package(batch, info, known.views)
         if placed:
-            self._place(known)
+            self._contents.place(known)
         return known
 
     def _filled(
@@ -124,11 +212,11 @@ class Packer:
         extras: dict[str, Tensor],
         attributes: Iterable[str] | None,
     ) -> Package:
-        tensors = self._tensors(batch, info, extras, attributes)
+        tensors = self._contents.tensors(batch, info, extras, attributes)
         views = self._views(tensors, info) if known is None else known.views
         torch._foreach_copy_([views[name] for name in tensors], list(tensors.values()), non_blocking=True)
         if known is None:
-            known = self._packages[info.key] = self._package(batch, info, views)
+            known = self._packages[info.key] = self._contents.package(batch, info, views)
         if self.resident and info.keeper is not None:
             # From now on the loader yields the package itself.
             info.shrink(known.views["rows"])
@@ -138,11 +226,11 @@ class Packer:
 
     def _views(self, tensors: dict[Any, Tensor], info: BatchInfo) -> dict[Any, Tensor]:
         """Room for tensors in one buffer."""
-        layout, size = _layout(tensors)
+        layout, size = layout_of(tensors)
         if self.resident is None:
             self.resident = self._should_stay(size * info.recurring)
         buffer = self._buffer(size)
-        return {name: _view(buffer, *place) for name, place in layout.items()}
+        return {name: view_in(buffer, *place) for name, place in layout.items()}
 
     def _buffer(self, size: int) -> Tensor:
         if self.resident:
@@ -158,85 +246,8 @@ class Packer:
         free, _ = torch.cuda.mem_get_info(self._device)
         return self._placement == "device" or (self._placement == "auto" and num_bytes <= _SHARE * free)
 
-    def _tensors(
-        self, batch: Data, info: BatchInfo, extras: dict[str, Tensor], attributes: Iterable[str] | None
-    ) -> dict[Any, Tensor]:
-        """Everything that a step reads, by name."""
-        scaler = self._scaler
-        tensors: dict[Any, Tensor] = {"rows": scaler.memory.rows_of(info).on(self._device)}
-        tensors |= {("extra", name): value for name, value in extras.items()}
-        for name in batch.keys() if attributes is None else {"n_id": None, **dict.fromkeys(attributes)}:
-            value = batch[name]
-            if isinstance(value, BatchTensor):
-                if attributes is not None and scaler.ignores_edges and value.is_own_edges:
-                    continue
-                value = value.plain
-            if isinstance(value, Tensor):
-                tensors["batch", name] = value
-        for record, (weights, plain) in self._records().items():
-            edges = record.for_batch(info, "a layer").to(self._device)
-            if info.edges_ready is not None:
-                hand_over(edges.tensors(), info.edges_ready)
-            if plain:
-                tensors[record, "edge_index"] = edges.edges
-                tensors |= {(record, "constant", name): value for name, value in edges.constants.items()}
-            for weight in weights:
-                named = edges.adjacency(weight).tensors(edge_values=plain and weight is None)
-                tensors |= {(record, "fused", weight, name): value for name, value in named.items()}
-        return tensors
 
-    def _package(self, batch: Data, info: BatchInfo, views: dict[Any, Tensor]) -> Package:
-        """The batch made of tensors in a buffer."""
-        packed = copy.copy(without_tensors(batch))
-        extras: dict[str, Tensor] = {}
-        for name, value in views.items():
-            if name[0] == "batch":
-                tagged = name[1] in ("edge_index", "n_id", *info.graph.edge_attributes)
-                packed[name[1]] = BatchTensor.tag(value, info, name[1]) if tagged else value
-            elif name[0] == "extra":
-                extras[name[1]] = value
-        for name in ("edge_index", *info.graph.edge_attributes):
-            if name not in packed:  # nobody uses it
-                packed[name] = batch[name].emptied()
-        return Package(info, packed, extras, views)
-
-    def _place(self, package: Package) -> None:
-        """Let steps on the package's batch read its tensors."""
-        info, views = package.info, package.views
-        self._scaler.memory.rows_of(info).place(views["rows"])
-        for record, (weights, plain) in self._records().items():
-            edge_index, constants = None, {}
-            if plain:
-                edge_index = views[record, "edge_index"]
-                constants = {name: views[record, "constant", name] for name in record.constants}
-            adjacencies = {}
-            for weight in weights:
-                named = {name[3]: value for name, value in views.items() if name[:3] == (record, "fused", weight)}
-                adjacencies[weight] = Adjacency.of(named, info.num_rows)
-            form = EdgeForm(record.edges.target_row, info.batch_size, info.num_rows)
-            info.place(record, BatchEdges(constants, form, edge_index=edge_index, adjacencies=adjacencies))
-
-    def _records(self) -> dict[EdgeRecord, tuple[frozenset[str | None], bool]]:
-        """For each record the weights that layers fuse it with, and whether some layer needs its plain edges.
-
-        Lazy edges need both.
-        """
-        found: dict[EdgeRecord, tuple[frozenset[str | None], bool]] = {}
-        scaler = self._scaler
-        for name, records in scaler.memory.records.items():
-            call = scaler.calls[name]
-            for position, record in enumerate(records):
-                weights, plain = found.get(record, (frozenset[str | None](), False))
-                # Dropout draws from plain edges.
-                if call.fuses(position, record.constants) and not scaler.edge_dropout:
-                    found[record] = weights | {call.weight(position)}, plain
-                else:
-                    lazy: frozenset[str | None] = frozenset({None} if "lazy" in call.shortcuts else ())
-                    found[record] = weights | lazy, True
-        return found
-
-
-def _layout(tensors: dict[Any, Tensor]) -> tuple[dict[Any, tuple[torch.dtype, torch.Size, int]], int]:
+def layout_of(tensors: dict[Any, Tensor]) -> tuple[dict[Any, tuple[torch.dtype, torch.Size, int]], int]:
     """The type, shape and first byte of each tensor in a buffer that has them one behind the other, and its size."""
     layout, end = {}, 0
     for name, tensor in tensors.items():
@@ -245,5 +256,6 @@ def _layout(tensors: dict[Any, Tensor]) -> tuple[dict[Any, tuple[torch.dtype, to
     return layout, end
 
 
-def _view(buffer: Tensor, dtype: torch.dtype, shape: torch.Size, start: int) -> Tensor:
+def view_in(buffer: Tensor, dtype: torch.dtype, shape: torch.Size, start: int) -> Tensor:
+    """The tensor of this type, shape and first byte in a buffer, ``[num_bytes]``, uint8."""
     return buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)

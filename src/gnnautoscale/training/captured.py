@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import attached
-from gnnautoscale.exact import ExactPasses
+from gnnautoscale.exact import ExactPasses, Loss, forget_captured
 from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, HaloLoader, ReadyBatch
 from gnnautoscale.replay import WARM_UP, Placement, Replayer, on_training_stream
@@ -110,25 +110,32 @@ class Engine(Steps):
             self._count = 0
 
     def _exact_step(self, loader: HaloLoader) -> None:
-        """Nothing of it is captured."""
-        self._forget()
+        self._replayer.forget()
+        self._feed.clear()
+        self._forget_whole()
         _, targets = self.task.targets_of_graph(loader.data)
         count = targets.size(0)
 
-        def differentiate(batch: Data, out: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+        def inputs(batch: Data) -> dict[str, Tensor]:
             rows, targets = self.task.targets(batch)
             if not targets.size(0):
+                return {}
+            return {"targets": targets} if rows is None else {"targets": targets, "rows": rows}
+
+        def seeds(out: Any, given: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+            if not given:
                 return [], []
-            chosen = out if rows is None else out[rows.to(self.device)]
-            loss = self.task.loss(chosen, targets.to(self.device)) * (targets.size(0) / count)
+            targets, chosen = given["targets"], out[given["rows"]] if "rows" in given else out
+            loss = self.task.loss(chosen, targets) * (targets.size(0) / count)
             self._total += loss.detach()
             return [loss], [None]
 
         penalty = None if self._penalty is None else (self._penalty, self._penalty_weight)
-        passes = ExactPasses(self._model, loader, inside=self._autocast, penalty=penalty)
+        loss = Loss(inputs, seeds, fixed=True)
+        passes = ExactPasses(self._model, loader, inside=self._autocast, penalty=penalty, loss=loss)
         passes.forward()
         self._optimizer.zero_grad()
-        passes.backward(differentiate)
+        passes.backward(loss)
         if not math.isfinite(self._total):
             raise FloatingPointError(f"the loss is {float(self._total)}")
         self._update()
@@ -142,6 +149,7 @@ class Engine(Steps):
             self._forget()
 
     def _forget(self) -> None:
+        forget_captured(self._model)
         self._replayer.forget()
         self._feed.clear()
         self._forget_whole()
@@ -184,7 +192,7 @@ class Engine(Steps):
                 self._passes[refresh] += 1
                 if self._passes[refresh] > WARM_UP and self._why_no_pass is None:
                     batch.info.wait()  # a graph cannot wait for what came before it
-                    graph, out, self._why_no_pass = self._replayer.record(partial(self._call, whole))
+                    graph, out, self._why_no_pass = self._replayer.graphs.record(partial(self._call, whole))
                     if self._why_no_pass is None:
                         self._captured[refresh] = graph, out, whole
                 if refresh not in self._captured:
