@@ -255,14 +255,14 @@ def test_dropout_is_the_same_forward_and_backward(num_parts: int) -> None:
         torch.manual_seed(3)
         model.zero_grad()
         if connected:
-            passes = gas.exact.ExactPasses(model, loader)
+            swept = gas.exact.ExactPasses(model, loader)
             outputs: list[tuple[Tensor, Tensor]] = []
-            passes._store = Connected(data.num_nodes)  # type: ignore[assignment]
+            swept._store = Connected(data.num_nodes)  # type: ignore[assignment]
 
             def gather(batch: Data, out: Tensor, outputs: Any = outputs) -> None:
                 outputs.append((batch.n_id[: batch.batch_size], out))
 
-            type(passes).forward.__wrapped__(passes, gather)  # type: ignore[attr-defined]
+            type(swept).forward.__wrapped__(swept, gather)  # type: ignore[attr-defined]
             nodes, rows = (torch.cat(each) for each in zip(*outputs, strict=True))
             out = rows[nodes.argsort()]
         else:
@@ -386,15 +386,66 @@ def test_a_gpu_has_the_gradients_of_the_whole_graph(name: str, storage: Any, tmp
                 assert_same(value.cpu(), wanted[weight], 1e-9)
 
 
+def replays_of(model: nn.Module) -> CapturedSweeps | None:
+    kept = passes._KEPT[gas.attach.attached(model)]
+    assert (kept.replays is None) == (kept.why_not is not None), kept.why_not
+    return kept.replays
+
+
 @pytest.mark.gpu
-def test_a_gpu_gives_the_same_bits_for_the_same_seed() -> None:
-    data, model = undirected_graph(), pyg.GCN(C, C, num_layers=3, out_channels=4, dropout=0.5).cuda().train()
-    gas.autoscale(model, data, storage="host")
+@pytest.mark.parametrize("storage", ["device", "host"])
+@pytest.mark.parametrize("history_dtype", [None, torch.bfloat16])
+def test_captured_steps_have_the_same_bits(storage: Any, history_dtype: torch.dtype | None) -> None:
+    data, model = undirected_graph(), pyg.GAT(C, C, num_layers=3, out_channels=4, dropout=0.5, heads=2).cuda().train()
+    gas.autoscale(model, data, storage=storage, history_dtype=history_dtype)
     loader, found = gas.HaloLoader(data, 5, device="cuda"), []
-    for _ in range(2):
+    for _ in range(4):
         torch.manual_seed(0)
         model.zero_grad()
         out = gas.exact_forward(model, loader)
         backward(loss_of(out))
         found.append([out.detach(), *gradients_of(model).values()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert replays_of(model) is not None
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.gpu
+def test_captured_steps_follow_weights_and_draw_anew() -> None:
+    data, model = undirected_graph(), pyg.GCN(C, C, num_layers=3, out_channels=4, dropout=0.5).cuda().train()
+    gas.autoscale(model, data, storage="host")
+    loader, losses = gas.HaloLoader(data, 5, device="cuda"), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = loss_of(gas.exact_forward(model, loader))
+        backward(loss)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert replays_of(model) is not None
+    assert len(set(losses)) == 30
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_runs_as_it_is() -> None:
+    class Waits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([pyg.GCNConv(C, C), pyg.GCNConv(C, 4)])
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            x = self.layers[0](x, edge_index)
+            scale = 2.0 if x.size(0) and float(x.detach().abs().max()) > 1e9 else 1.0
+            out: Tensor = self.layers[1](x * scale, edge_index)
+            return out
+
+    data, model = undirected_graph(), Waits().cuda().train()
+    gas.autoscale(model, data)
+    loader, found = gas.HaloLoader(data, 5, device="cuda"), []
+    for _ in range(3):
+        model.zero_grad()
+        backward(loss_of(gas.exact_forward(model, loader)))
+        found.append([*gradients_of(model).values()])
+    assert replays_of(model) is None or passes._KEPT[gas.attach.attached(model)].why_not
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
