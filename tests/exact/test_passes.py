@@ -20,6 +20,8 @@ import gnnautoscale as gas
 from conftest import Stack, assert_same, call_whole, odd_graph, undirected_graph
 from gnnautoscale import models
 from gnnautoscale._util import tensors_in
+from gnnautoscale.exact import passes
+from gnnautoscale.exact.captured import CapturedSweeps
 from gnnautoscale.forward import RowStore, Session, WholeGraphNorms
 from support.layers import ALL_LAYERS, TWO_WAY_LAYERS, C, pna, three_layers
 from support.random_models import RandomModel, Recipe
@@ -394,10 +396,10 @@ def replays_of(model: nn.Module) -> CapturedSweeps | None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["device", "host"])
-@pytest.mark.parametrize("history_dtype", [None, torch.bfloat16])
-def test_captured_steps_have_the_same_bits(storage: Any, history_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_captured_steps_have_the_same_bits(storage: Any, dtype: torch.dtype | None) -> None:
     data, model = undirected_graph(), pyg.GAT(C, C, num_layers=3, out_channels=4, dropout=0.5, heads=2).cuda().train()
-    gas.autoscale(model, data, storage=storage, history_dtype=history_dtype)
+    gas.autoscale(model, data, storage=storage, dtype=dtype)
     loader, found = gas.HaloLoader(data, 5, device="cuda"), []
     for _ in range(4):
         torch.manual_seed(0)

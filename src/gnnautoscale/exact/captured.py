@@ -41,10 +41,11 @@ _AHEAD = 3
 
 @dataclass
 class _Staged:
-    """A packed batch in host memory, and what its passes read as attributes of nodes."""
+    """A packed batch in host memory, how much of it a forward pass needs, and its attributes that are not packed."""
 
     package: Package
     buffer: Tensor
+    forward_size: int
     runs: Runs
     unread: dict[str, UnreadRows]
     loss: dict[str, Tensor] = field(default_factory=dict)
@@ -146,17 +147,21 @@ class CapturedSweeps:
             info = batch.edge_index.info
             info.wait()
             tensors = contents.tensors(batch, info, {}, batch.keys())
+            # A forward pass needs no transpose, so that comes last.
+            tensors = dict(sorted(tensors.items(), key=lambda each: _is_transposed(each[0])))
+            needed = [name for name in tensors if not _is_transposed(name)]
             layout, size = layout_of(tensors)
             buffer = self._room(size)
             views = {name: view_in(buffer, *place) for name, place in layout.items()}
             unread = {name: value for name, value in batch if isinstance(value, UnreadRows)}
             for value in unread.values():
-                value.nodes = value.nodes[:0]
+                value.nodes = torch.empty(0, dtype=torch.long)  # lets go of the batch
             inputs = {name: value.cpu().pin_memory() for name, value in loss(batch).items()}
             torch._foreach_copy_(list(views.values()), [tensors[name] for name in views], non_blocking=True)
             runs = scaler.memory.rows_of(info).runs
             package = contents.package(batch, _with_rows(info, views["rows"]), views)
-            self._batches.append(_Staged(package, buffer, runs, unread, inputs))
+            _, forward_size = layout_of({name: tensors[name] for name in needed})
+            self._batches.append(_Staged(package, buffer, forward_size, runs, unread, inputs))
         torch.cuda.synchronize(self._device)
 
     def _room(self, size: int) -> Tensor:
@@ -281,6 +286,8 @@ class CapturedSweeps:
                     self._reading.wait_event((computed if use is None else written)[number - 2])
                     computing.wait_event(written[number - 2])
                 with torch.cuda.stream(self._reading):
+                    size = staged.buffer.numel() if backward else staged.forward_size
+                    known.front[:size].copy_(staged.buffer[:size], non_blocking=True)
                     self._read(staged, known, arriving, histories, gradients)
                 computing.wait_event(self._reading.record_event())
                 known.draws.seed(seed, number)
@@ -309,8 +316,7 @@ class CapturedSweeps:
         histories: Mapping[str, History],
         gradients: Mapping[str, RowSums],
     ) -> None:
-        """Bring a batch and all inputs of its pass to the GPU."""
-        known.front.copy_(staged.buffer, non_blocking=True)
+        """Bring all inputs of a pass to the GPU."""
         index = known.views["rows"]
         for (kind, name), place in known.inputs.items():
             if kind == "rows":
@@ -326,6 +332,10 @@ class CapturedSweeps:
 
 # Nothing else is waiting for the bus.
 _PROGRAMS = 16
+
+
+def _is_transposed(name: Any) -> bool:
+    return isinstance(name, tuple) and isinstance(name[-1], str) and name[-1].endswith("_t")
 
 
 def _placed(place: Tensor | None, name: str, nodes: Tensor, out: Tensor | None) -> Tensor:

@@ -119,7 +119,8 @@ def exact_forward(
         passes.forward(outputs.add)
     flat = [*tensors_in(outputs.result)]
     if torch.is_grad_enabled() and weights:
-        flat = list(_WholeGraph.apply(passes, flat, *weights))  # type: ignore[no-untyped-call]
+        with on_training_stream(passes.device):  # where gradients of weights are added up
+            flat = list(_WholeGraph.apply(passes, flat, *weights))  # type: ignore[no-untyped-call]
     each = iter(flat)
     return map_tensors(lambda _: next(each), outputs.result)
 
@@ -151,9 +152,11 @@ class ExactPasses:
     ) -> None:
         self._model, self._loader, self._call = model, loader, call
         self._inside, self._penalty, self._loss = inside, penalty, loss
-        self._scaler, self._device = attached(model), device_of(model)
-        if self._device.type == "cuda" and self._device.index is None:
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        #: Where the model is.
+        self.device = device_of(model)
+        self._scaler = attached(model)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         if self._scaler.edge_dropout and model.training:
             raise UnsupportedModelError(
                 "exact gradients are those of all edges",
@@ -170,9 +173,9 @@ class ExactPasses:
         )
         self._store: HistoryStore = HistoryStore()
         self._adding: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._store = StreamedStore(self._device)
-            self._adding = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        if self.device.type == "cuda":
+            self._store = StreamedStore(self.device)
+            self._adding = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._plan = Plan()
         self._stages: list[Stage] = []
         self._seen = _Seen()
@@ -184,7 +187,7 @@ class ExactPasses:
 
         ``use`` gets each batch and the model's output for it; without it outputs are not computed.
         """
-        with on_training_stream(self._device), undisturbed(self._device):
+        with on_training_stream(self.device), undisturbed(self.device):
             self._plan = plan_of(self._model, self._loader, self._call)
             last = Stage(len(self._plan.levels))
             self._replays = self._captured(with_output=use is not None)
@@ -213,7 +216,7 @@ class ExactPasses:
         """The gradients of some weights, which leaves those that they have as they are."""
         self._norms.forget_gradients()
         memory = self._scaler.memory_of(self._loader.graph)
-        gradients = {slot: memory.gradient(slot, self._plan, self._device) for slot in self._plan.live}
+        gradients = {slot: memory.gradient(slot, self._plan, self.device) for slot in self._plan.live}
         for sums in gradients.values():
             sums.clear()
         every = list(self._model.parameters())
@@ -221,7 +224,7 @@ class ExactPasses:
         try:
             for weight in every:
                 weight.grad = None
-            with on_training_stream(self._device), undisturbed(self._device):
+            with on_training_stream(self.device), undisturbed(self.device):
                 if self._replays is not None:
                     self._replay_backward(self._replays, loss, gradients)
                 else:
@@ -284,11 +287,11 @@ class ExactPasses:
         penalty = None if self._penalty is None or stage.norm is not None else self._penalty
         for batch, out in self._passes(stage, store, None if penalty is None else penalty[0]):
             place = memory.rows_of(batch.edge_index.info)
-            index = place.on(self._device)
+            index = place.on(self.device)
             if stage.norm is not None:
                 rows, gradients = self._norms.rows_and_gradients()
             elif stage.level is None:
-                inputs = {name: value.to(self._device) for name, value in loss.inputs(batch).items()}
+                inputs = {name: value.to(self.device) for name, value in loss.inputs(batch).items()}
                 rows, gradients = loss.seeds(out, inputs)
             else:
                 rows, gradients = list(store.outputs.values()), []
@@ -314,7 +317,7 @@ class ExactPasses:
         if self._adding is None:
             yield
             return
-        self._adding.wait_stream(torch.cuda.current_stream(self._device))
+        self._adding.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._adding):
             yield
         for tensor in used:
@@ -330,7 +333,7 @@ class ExactPasses:
         # The output may be used with anything that a batch has.
         alone = self._call is call_with_batch and stage != Stage(len(self._plan.levels))
         only = self._scaler.needed_attributes() if alone else None
-        for number, batch in enumerate(self._loader.in_order(self._device, only=only, unread=True)):
+        for number, batch in enumerate(self._loader.in_order(self.device, only=only, unread=True)):
             self._draws.batch = number
             with penalty if penalty is not None else nullcontext():
                 out = self._pass(exchange, batch)
@@ -346,15 +349,15 @@ class ExactPasses:
     def _settle(self) -> None:
         """Let what follows see all rows and gradients."""
         if isinstance(self._store, StreamedStore):
-            self._store.settle(self._device)
+            self._store.settle(self.device)
         if self._adding is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._adding)
+            torch.cuda.current_stream(self.device).wait_stream(self._adding)
 
     # Captured passes #################################################################################################
 
     def _captured(self, *, with_output: bool) -> CapturedSweeps | None:
         """The captured passes of such steps, once there was one; ``None`` if they cannot be captured."""
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return None
         key, known = self._key(with_output), _KEPT.get(self._scaler)
         if known is None or known.key != key:
@@ -395,12 +398,12 @@ class ExactPasses:
         return None
 
     def _capture(self, known: _Seen, with_output: bool) -> CapturedSweeps:
-        replays = CapturedSweeps(known.key, self._device)
+        replays = CapturedSweeps(known.key, self.device)
         loss = self._loss if self._loss is not None and self._loss.fixed else None
         only = self._scaler.needed_attributes() if self._call is call_with_batch else None
         if only is not None:
             only = {*only, *(name for _, names in known.reads.values() for name in names)}
-        batches = self._loader.in_order(self._device, only=only, unread=True)
+        batches = self._loader.in_order(self.device, only=only, unread=True)
         replays.pack(self._scaler, batches, loss.inputs if loss is not None else lambda _: {})
         every = list(self._model.parameters())
         for number in known.learned or ():

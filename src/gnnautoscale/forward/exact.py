@@ -169,11 +169,14 @@ class StageExchange(SweepExchange):
         """The slots that the last pass read."""
         return self._done & self._needed
 
-    def begin(self, session: Session) -> None:
-        """See :meth:`SweepExchange.begin`; statistics may need all rows that are known."""
-        super().begin(session)
-        if self._stage.norm is not None:
+    def _sort(self, session: Session) -> None:
+        super()._sort(session)
+        if self._stage.norm is not None:  # which may need all rows that are known
             self._done = self._needed = frozenset().union(*session.plan.levels[: self._stage.depth])
+
+    def begin(self, session: Session) -> None:
+        """See :meth:`SweepExchange.begin`."""
+        super().begin(session)
         self._draws.at("the beginning", session.device)
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:

@@ -25,17 +25,21 @@ class SweepExchange(ExchangePolicy):
         self._level, self._store = level, store or HistoryStore()
 
     def begin(self, session: Session) -> None:
-        """Wait for training steps, and sort the slots into read, computed and skipped ones."""
+        """Wait for training steps, and start to read what the next pass needs."""
         if session.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             session.memory.settle()  # nothing moves while a pass is captured
+        self._sort(session)
+        session.memory.prepare_edges(session.info.upcoming, session.plan.calls, gradients=torch.is_grad_enabled())
+        self._store.look_ahead(session, self._done & self._needed)
+
+    def _sort(self, session: Session) -> None:
+        """Sort the slots into read, computed and skipped ones."""
         plan, level = session.plan, self._level
         self._missing = set(level or ())
         wanted = level if level is not None else plan.needs.keys() - plan.live
         self._needed: frozenset[str] = frozenset().union(*(plan.needs[slot] for slot in wanted))
         depth = plan.levels.index(level) if level is not None else len(plan.levels)
         self._done: frozenset[str] = frozenset().union(*plan.levels[:depth])
-        session.memory.prepare_edges(session.info.upcoming, plan.calls, gradients=torch.is_grad_enabled())
-        self._store.look_ahead(session, self._done & self._needed)
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """Read, compute and write, or skip a slot."""

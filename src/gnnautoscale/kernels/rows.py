@@ -20,6 +20,8 @@ from gnnautoscale.kernels.available import use_triton
 # fewer still, since there is time. Programs come in pairs, like the processors of a GPU.
 FEWEST_PROGRAMS, MOST_PROGRAMS = 6, 16
 BYTES_PER_PAIR = 16 * 2**20
+# What is added to is read first, which takes time without moving much.
+ADDING_PROGRAMS = 4 * MOST_PROGRAMS
 
 
 @untracked
@@ -190,7 +192,7 @@ def accumulate_rows(rows: Tensor, index: Tensor, sums: Tensor, rounds: Tensor, n
     _check_rows(rows, sums)
     _check_index(rows, index)
     if use_triton(rows):
-        _triton().accumulate_rows(rows, index, sums, rounds, number, _programs(rows.nbytes))
+        _triton().accumulate_rows(rows, index, sums, rounds, number, ADDING_PROGRAMS)
         return
     where = index.to(sums.device, torch.int64)
     old = (rounds[where] != number).unsqueeze(1)
@@ -215,7 +217,7 @@ def gather_sums(sums: Tensor, index: Tensor, rounds: Tensor, number: int, out: T
     _check_rows(out, sums)
     _check_index(out, index)
     if use_triton(out):
-        _triton().gather_sums(sums, index, rounds, number, out, _programs(out.nbytes))
+        _triton().gather_sums(sums, index, rounds, number, out, MOST_PROGRAMS)
         return
     where = index.to(sums.device, torch.int64)
     old = (rounds[where] != number).unsqueeze(1)

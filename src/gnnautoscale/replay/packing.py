@@ -98,8 +98,8 @@ class Contents:
             elif name[0] == "extra":
                 extras[name[1]] = value
         for name in ("edge_index", *info.graph.edge_attributes):
-            if name not in packed:  # nobody uses it
-                packed[name] = batch[name].emptied()
+            if name not in packed and name in batch:  # nobody uses it
+                packed[name] = BatchTensor.tag(batch[name].emptied().plain, info, name)
         return Package(info, packed, extras, views)
 
     def place(self, package: Package) -> None:
