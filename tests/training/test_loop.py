@@ -190,10 +190,20 @@ def test_exact_steps_are_those_of_full_batch(options: dict[str, Any]) -> None:
         exact = run(gcn(**settings), mode="exact", num_parts=6, epochs=5, partition=method, **options)
         assert exact.losses == pytest.approx(full.losses, abs=1e-5)
         assert exact.result.steps == full.result.steps == 5
-        assert exact.result.how == "uncaptured: exact steps, each over 3 batches forward and backward"
+        assert exact.result.how == "exact steps, uncaptured: CUDA graphs need a GPU"
         for name, value in full.weights[-1].items():
             if not batch_norm:  # biases before a norm have no gradient, and Adam blows up its rounding
                 torch.testing.assert_close(exact.weights[-1][name], value, rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.gpu
+def test_a_gpu_captures_exact_steps() -> None:
+    settings: dict[str, Any] = {"mode": "exact", "num_parts": 6, "epochs": 8}
+    cpu, gpu = (run(gcn(dropout=0.0, layers=3), device=device, **settings) for device in ("cpu", "cuda"))
+    assert gpu.losses == pytest.approx(cpu.losses, abs=1e-4)
+    assert gpu.losses[-1] < gpu.losses[0]
+    # Two levels forward, two and the output backward, for each of three batches.
+    assert gpu.result.how == "exact steps, captured as 15 CUDA graphs"
 
 
 def test_exact_steps_have_a_penalty_over_all_nodes() -> None:

@@ -134,9 +134,16 @@ class CapturedSweeps:
         self._passes: dict[tuple[Stage, bool], list[_Pass]] = {}
         self._fronts, self._inputs, self._outputs = (_Places(device) for _ in range(3))
         self._graphs = GraphPool(device)
-        self._reading, self._writing = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        # Copies of consecutive bytes run on an engine of their own, beside kernels that gather rows over the bus.
+        streams = (torch.cuda.Stream(device) for _ in range(3))  # type: ignore[no-untyped-call]
+        self._copying, self._reading, self._writing = streams
         self._owners: list[Pinned] = []
         self._piece = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of captured passes."""
+        return sum(map(len, self._passes.values()))
 
     # Packing #########################################################################################################
 
@@ -153,9 +160,12 @@ class CapturedSweeps:
             layout, size = layout_of(tensors)
             buffer = self._room(size)
             views = {name: view_in(buffer, *place) for name, place in layout.items()}
-            unread = {name: value for name, value in batch if isinstance(value, UnreadRows)}
-            for value in unread.values():
-                value.nodes = torch.empty(0, dtype=torch.long)  # lets go of the batch
+            nothing = torch.empty(0, dtype=torch.long, device=self._device)  # lets go of the batch's nodes
+            unread = {
+                name: UnreadRows.of(value.shape, value.dtype, nothing, value.read_rows)
+                for name, value in batch
+                if isinstance(value, UnreadRows)
+            }
             inputs = {name: value.cpu().pin_memory() for name, value in loss(batch).items()}
             torch._foreach_copy_(list(views.values()), [tensors[name] for name in views], non_blocking=True)
             runs = scaler.memory.rows_of(info).runs
@@ -268,7 +278,7 @@ class CapturedSweeps:
         The inputs of a ``loss`` of this step go to the passes, and ``use`` gets each batch with the output.
         """
         computing = torch.cuda.current_stream(self._device)
-        for stream in (self._reading, self._writing):
+        for stream in (self._copying, self._reading, self._writing):
             stream.wait_stream(computing)
         computed: list[torch.cuda.Event] = []
         written: list[torch.cuda.Event] = []
@@ -283,13 +293,12 @@ class CapturedSweeps:
                     arriving = ahead.popleft().result()
                 if number >= 2:
                     # What uses an output may read of the batch, too.
-                    self._reading.wait_event((computed if use is None else written)[number - 2])
+                    for stream in (self._copying, self._reading):
+                        stream.wait_event((computed if use is None else written)[number - 2])
                     computing.wait_event(written[number - 2])
-                with torch.cuda.stream(self._reading):
-                    size = staged.buffer.numel() if backward else staged.forward_size
-                    known.front[:size].copy_(staged.buffer[:size], non_blocking=True)
-                    self._read(staged, known, arriving, histories, gradients)
-                computing.wait_event(self._reading.record_event())
+                self._read(staged, known, arriving, histories, gradients, backward=backward)
+                for stream in (self._copying, self._reading):
+                    computing.wait_stream(stream)
                 known.draws.seed(seed, number)
                 known.graph.replay()
                 computed.append(computing.record_event())
@@ -315,23 +324,42 @@ class CapturedSweeps:
         loss: Mapping[str, Tensor],
         histories: Mapping[str, History],
         gradients: Mapping[str, RowSums],
+        *,
+        backward: bool,
     ) -> None:
-        """Bring all inputs of a pass to the GPU."""
+        """Bring a batch and all inputs of its pass to the GPU."""
+        size = staged.buffer.numel() if backward else staged.forward_size
+        own = staged.package.info.batch_size
+        rows = {name: as_matrix(place) for (kind, name), place in known.inputs.items() if kind == "rows"}
+        by_copy = {slot for slot, place in rows.items() if histories[slot].raw.dtype == place.dtype}
+        by_copy = by_copy if len(staged.runs) <= _MOST_RUNS else set()
+        with torch.cuda.stream(self._copying):
+            known.front[:size].copy_(staged.buffer[:size], non_blocking=True)
+            arrived = self._copying.record_event()
+            for slot in by_copy:
+                for start, first, count in staged.runs:
+                    source = histories[slot].raw[start : start + count]
+                    rows[slot][first : first + count].copy_(source, non_blocking=True)
+            for (kind, name), place in known.inputs.items():
+                if kind == "loss":
+                    place.copy_(loss[name], non_blocking=True)
+        self._reading.wait_event(arrived)
         index = known.views["rows"]
-        for (kind, name), place in known.inputs.items():
-            if kind == "rows":
-                gather_rows(histories[name].raw, index, as_matrix(place), programs=_PROGRAMS)
-            elif kind == "gradient":
-                rows = as_matrix(place)
-                gradients[name].read(index[: rows.size(0)], dtype=rows.dtype, out=rows)
-            elif kind == "attribute":
-                staged.unread[name].read_rows(known.views["batch", "n_id"], place)
-            else:
-                place.copy_(loss[name], non_blocking=True)
+        with torch.cuda.stream(self._reading):
+            for slot, place in rows.items():
+                first = own if slot in by_copy else 0
+                gather_rows(histories[slot].raw, index[first:], place[first:], programs=_PROGRAMS)
+            for (kind, name), place in known.inputs.items():
+                if kind == "gradient":
+                    gradients[name].read(index[:own], dtype=place.dtype, out=as_matrix(place))
+                elif kind == "attribute":
+                    staged.unread[name].read_rows(known.views["batch", "n_id"], place)
 
 
 # Nothing else is waiting for the bus.
 _PROGRAMS = 16
+# With more pieces, reading rows one by one is faster.
+_MOST_RUNS = 64
 
 
 def _is_transposed(name: Any) -> bool:

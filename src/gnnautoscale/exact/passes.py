@@ -119,8 +119,10 @@ def exact_forward(
         passes.forward(outputs.add)
     flat = [*tensors_in(outputs.result)]
     if torch.is_grad_enabled() and weights:
-        with on_training_stream(passes.device):  # where gradients of weights are added up
-            flat = list(_WholeGraph.apply(passes, flat, *weights))  # type: ignore[no-untyped-call]
+        with on_training_stream(passes.device):  # where all gradients of weights are added up
+            # The gradient of an output in host memory comes from no stream, so it must not go to weights directly.
+            through = [weight.view_as(weight) for weight in weights]
+            flat = list(_WholeGraph.apply(passes, weights, flat, *through))  # type: ignore[no-untyped-call]
     each = iter(flat)
     return map_tensors(lambda _: next(each), outputs.result)
 
@@ -238,6 +240,15 @@ class ExactPasses:
             for weight, before in zip(every, kept, strict=True):
                 weight.grad = before
 
+    @property
+    def how(self) -> str:
+        """How the last passes ran, in words."""
+        if self._replays is not None:
+            return f"captured as {self._replays.num_graphs} CUDA graphs"
+        if self.device.type != "cuda":
+            return "uncaptured: CUDA graphs need a GPU"
+        return f"uncaptured, since {self._seen.why_not or 'it was the first step'}"
+
     def moment(self) -> tuple[int, int]:
         """Changes when the model runs, or its weights change."""
         return self._scaler.num_passes, sum(weight._version for weight in self._model.parameters())
@@ -335,15 +346,14 @@ class ExactPasses:
         only = self._scaler.needed_attributes() if alone else None
         for number, batch in enumerate(self._loader.in_order(self.device, only=only, unread=True)):
             self._draws.batch = number
-            with penalty if penalty is not None else nullcontext():
-                out = self._pass(exchange, batch)
+            out = self._pass(exchange, batch, penalty)
             yield batch, out
             self._seen.note(stage, exchange.reads, batch, out)
 
-    def _pass(self, exchange: StageExchange, batch: Data) -> Any:
+    def _pass(self, exchange: StageExchange, batch: Data, penalty: LocalLipschitz | None = None) -> Any:
         """The model's output for a batch."""
         running = self._scaler.running(exchange, input_gradients=True, normalize=self._norms.normalize)
-        with running, self._inside():
+        with running, self._inside(), penalty if penalty is not None else nullcontext():
             return run_pass(partial(self._call, self._model, to_model_device(batch, self._model)))
 
     def _settle(self) -> None:
@@ -370,8 +380,9 @@ class ExactPasses:
             if known.why_not is None:
                 known.replays = self._capture(known, with_output)
                 known.why_not = known.replays.why_not
+                known.replays = known.replays if known.why_not is None else None
         self._seen = known
-        return known.replays if known.why_not is None else None
+        return known.replays
 
     def _key(self, with_output: bool) -> Hashable:
         """What captured passes depend on besides the values of weights and rows."""
@@ -569,7 +580,9 @@ class _WholeGraph(torch.autograd.Function):
     """Connects the outputs of all nodes to the weights that they were computed with."""
 
     @staticmethod
-    def forward(ctx: Any, passes: ExactPasses, outputs: list[Tensor], *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, passes: ExactPasses, weights: list[Tensor], outputs: list[Tensor], *_: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return the outputs."""
         ctx.passes, ctx.weights = passes, weights
         ctx.before = passes.moment()
@@ -593,4 +606,4 @@ class _WholeGraph(torch.autograd.Function):
 
         found = passes.gradients(ctx.weights, Loss(inputs, _given().seeds))
         ctx.before = passes.moment()
-        return None, None, *found
+        return None, None, None, *found

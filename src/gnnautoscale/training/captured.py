@@ -56,6 +56,8 @@ class Engine(Steps):
         self._whole: weakref.ref[BatchInfo] | None = None
         self._passes: Counter[bool] = Counter()
         self._captured: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor, Data]] = {}
+        #: How the last exact step ran, in words.
+        self.exact_how = "no step ran"
         self._why_no_pass = None if capture and self.on_gpu else "it is not wanted, or there is no GPU"
 
     @property
@@ -136,6 +138,7 @@ class Engine(Steps):
         passes.forward()
         self._optimizer.zero_grad()
         passes.backward(loss)
+        self.exact_how = passes.how
         if not math.isfinite(self._total):
             raise FloatingPointError(f"the loss is {float(self._total)}")
         self._update()

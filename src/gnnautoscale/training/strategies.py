@@ -186,7 +186,7 @@ class HistoryStrategy(Strategy):
         memory = self._memory
         result.how, result.storage = self._engine.how, f"{memory.medium or memory.storage}: {memory.why}"
         if not self._exact_after:
-            result.how = f"uncaptured: exact steps, each over {len(self._loader)} batches forward and backward"
+            result.how = f"exact steps, {self._engine.exact_how}"
         kept = (*memory.histories.values(), *(sums.history for sums in memory.gradients.values()))
         result.history_bytes = sum(history.num_bytes for history in kept)
         result.connectivity = self._loader.connectivity
