@@ -38,9 +38,12 @@ def time_epochs(
     placement: Placement = "auto",
     capture: bool = True,
     epochs: int = 5,
+    exact: bool = False,
     before_epoch: Callable[[], None] | None = None,
 ) -> Numbers:
     """Train an autoscaled model on fixed batches (by default all) and time its epochs, after two epochs of warm-up.
+
+    An ``exact`` epoch is one step with the gradient of the whole graph.
 
     Calls ``before_epoch`` before each epoch, outside the timing. Returns ``"epoch"`` and ``"step"`` in seconds
     (medians); ``"peak_memory"`` and ``"reserved_memory"``, the bytes that PyTorch allocated and reserved on the GPU,
@@ -62,9 +65,12 @@ def time_epochs(
             if before_epoch is not None:
                 before_epoch()
             start = time.perf_counter()
-            engine.epoch(loader, count)
+            if exact:
+                engine.exact_epoch(loader, lambda _: None, done=False)
+            else:
+                engine.epoch(loader, count)
             seconds.append(time.perf_counter() - start)
-        how = engine.how
+        how = engine.exact_how if exact else engine.how
     epoch = statistics.median(seconds[2:])
     return {
         "epoch": epoch,
