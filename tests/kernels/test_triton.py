@@ -270,8 +270,9 @@ def test_compiles_once_for_all_sizes(width: int) -> None:
         gather_rows(rows, index, out, skip=index)
         gather_tables([rows, rows], index, [out, out], skip=index)
         scatter_rows(rows[:1], index[:1], out)
-        accumulate_rows(rows[:1], index[:1], out, index, 1 + offset)
-        gather_sums(rows, index, index, 1 + offset, out)
+        rounds = torch.zeros(count + offset, dtype=torch.int32, device="cuda")[offset:]
+        accumulate_rows(rows[:1], index[:1], out, rounds, 1 + offset)
+        gather_sums(rows, index, rounds, 1 + offset, out)
         where = buffer[offset : offset + 2 * count].view(2, count)
         merge_rows(rows[:1], rows.new_zeros(2, count, width), rows, where, index[:1], out)
         locate_own(index.long(), OwnRows([(offset, 0, count), (5000, count, 3)]), index)
