@@ -17,6 +17,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.attach.autoscaler import attached, is_autoscaled
 from gnnautoscale.planner.trial_graph import setups_for
+from support.plans import plan_once
 
 CHANNELS = 8
 EDGE_CHANNELS = 3
@@ -34,6 +35,13 @@ def _one_trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Try models on one graph where a test is about something else, which takes half the time."""
     if request.path.parent.name not in ("planner", "forward"):
         monkeypatch.setattr("gnnautoscale.planner.planning.setups_for", lambda graph: setups_for(graph)[:1])
+
+
+@pytest.fixture(autouse=True)
+def _known_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take plans of equal models from tests before, unless plans are what the test is about."""
+    if request.path.parent.name not in ("planner", "forward", "attach", "models", "graph"):
+        monkeypatch.setattr("gnnautoscale.attach.autoscaler.make_plan", plan_once)
 
 
 def with_attributes(edge_index: Tensor, num_nodes: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Data:

@@ -144,7 +144,7 @@ def test_bad_constants_are_refused() -> None:
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize(("own", "seed"), [(False, 0), (True, 1), (False, 2), (True, 5)])
+@pytest.mark.parametrize(("own", "seed"), [(False, 2), (True, 5)])
 def test_no_error_is_above_its_bounds(aggregation: Aggregation, own: bool, seed: int) -> None:
     torch.manual_seed(seed)
     data = plain(odd_graph(seed) if seed % 2 else undirected_graph(30, 50, seed))

@@ -51,31 +51,24 @@ def check_exact(
 
 # Exact inference #####################################################################################################
 
+ONE_WAY = [name for name in ALL_LAYERS if name not in TWO_WAY_LAYERS]
 
-@pytest.mark.parametrize("name", ALL_LAYERS)
+
+@pytest.mark.parametrize("name", [*ONE_WAY[::2], *TWO_WAY_LAYERS])
 def test_layer_is_exact(name: str) -> None:
-    """On both kinds of graphs, in one part and in several, in both precisions and both kinds of memory."""
+    """In one part and in several."""
     check_exact(three_layers(name), undirected_graph(), 1, 3, 9, batch_size=2)
+
+
+@pytest.mark.parametrize("name", [*ONE_WAY[1::2], *TWO_WAY_LAYERS])
+def test_layer_is_exact_on_an_odd_graph(name: str) -> None:
+    """In double precision, with histories in the host's memory."""
     data, both_ways = odd_graph(dtype=torch.float64), name in TWO_WAY_LAYERS
     model = three_layers(name).double()
     check_exact(model, data, 1, 7, batch_size=2, bidirectional=both_ways, storage="host", tolerance=1e-11)
 
 
-CORE = [
-    "GCN weighted",
-    "SAGE mean",
-    "GAT edge_attr",
-    "GIN",
-    "PNA",
-    "APPNP",
-    "SG",
-    "TAG",
-    "Transformer edge_attr",
-    "GCN2",
-]
-
-
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", ["GCN weighted", "GAT edge_attr", "PNA", "APPNP", "TAG", "GCN2"])
 def test_graphs_of_unusual_size(name: str) -> None:
     """As many edges as nodes, in parts of one node each too; and no edges at all."""
     check_exact(three_layers(name), directed_ring(), 4, 12)
@@ -123,7 +116,8 @@ NORMS = [None, "batch_norm", "layer_norm"]
 
 
 @pytest.mark.parametrize(
-    ("name", "jk", "norm"), [(name, jk, NORMS[(a + b) % 3]) for a, name in enumerate(READY) for b, jk in enumerate(JK)]
+    ("name", "jk", "norm"),
+    [(name, JK[(a + b) % 5], NORMS[(a + b) % 3]) for a, name in enumerate(READY) for b in (0, 2)],
 )
 def test_ready_model_is_exact(name: str, jk: str | None, norm: str | None) -> None:
     options: dict[str, Any] = {"norm": norm, "norm_kwargs": {"mode": "node"} if norm == "layer_norm" else None}
@@ -316,10 +310,10 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_one_part_trains_like_the_whole_graph(name: str) -> None:
+@pytest.mark.parametrize(("number", "name"), list(enumerate(TRAINED)))
+def test_one_part_trains_like_the_whole_graph(number: int, name: str) -> None:
     # Double precision: in single precision Adam blows up rounding where the gradient is zero.
-    data = undirected_graph(dtype=torch.float64)
+    data = (odd_graph if number % 2 else undirected_graph)(dtype=torch.float64)
     data.y = data.y % 3
     plain, scaled = TRAINED[name]().double(), TRAINED[name]().double()
     scaled.load_state_dict(plain.state_dict())
@@ -331,6 +325,11 @@ def test_one_part_trains_like_the_whole_graph(name: str) -> None:
     assert expected[-1] != expected[0]
     for (key, value), other in zip(plain.state_dict().items(), scaled.state_dict().values(), strict=True):
         torch.testing.assert_close(other, value, rtol=1e-8, atol=1e-8, msg=key)
+    # Adam would hide gradients that are too large or too small.
+    gradients = [[value.grad for value in model.parameters() if value.grad is not None] for model in (scaled, plain)]
+    assert any(bool(value.abs().max() > 0) for value in gradients[1])
+    for gradient, wanted in zip(*gradients, strict=True):
+        assert_same(gradient, wanted, 1e-8)
 
 
 def test_seeding_once_is_enough_for_the_loss_curve_of_the_whole_graph() -> None:
@@ -354,26 +353,6 @@ def test_seeding_once_is_enough_for_the_loss_curve_of_the_whole_graph() -> None:
                 losses.append(loss.item())
         curves.append(losses)
     assert curves[1] == pytest.approx(curves[0], abs=1e-6)
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_one_part_has_the_gradients_of_the_whole_graph(name: str) -> None:
-    data = odd_graph(dtype=torch.float64)
-    model = TRAINED[name]().double()
-    gradients = []
-    for scaled in (False, True):
-        model.zero_grad()
-        if scaled:
-            gas.autoscale(model, data)
-        batch = next(iter(gas.HaloLoader(data, 1)))
-        with seeded(5):
-            model.train()
-            out = model(batch) if scaled else call_whole(model, batch)
-        out.square().sum().backward()
-        gradients.append([value.grad for value in model.parameters() if value.grad is not None])
-    assert any(bool(value.abs().max() > 0) for value in gradients[0])
-    for got, expected in zip(gradients[1], gradients[0], strict=True):
-        assert_same(got, expected, 1e-10)
 
 
 # Training in several parts ###########################################################################################
@@ -450,7 +429,7 @@ def test_gradient_is_the_papers(
             assert_same(gradient, weight.grad, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["GCN", "GAT", "APPNP"])
+@pytest.mark.parametrize("name", ["GCN", "APPNP"])
 def test_same_seed_same_bits(name: str) -> None:
     results = []
     for _ in range(2):

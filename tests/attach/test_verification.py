@@ -190,15 +190,18 @@ def test_own_call_and_several_outputs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "layer"),
+    ("fault", "mode", "layer"),
     [
-        ("before 0", "GCNConv ('convs.0')"),
-        ("before 1", "GCNConv ('convs.1')"),
-        ("before 2", "GCNConv ('convs.2')"),
-        ("after the last", None),
+        ("before 0", "", "GCNConv ('convs.0')"),
+        ("before 1", "", "GCNConv ('convs.1')"),
+        ("before 1", " in training", "GCNConv ('convs.1')"),
+        ("before 1", " in evaluation", "GCNConv ('convs.1')"),
+        ("before 2", "", "GCNConv ('convs.2')"),
+        ("after the last", "", None),
+        ("after the last", " in training", None),
+        ("after the last", " in evaluation", None),
     ],
 )
-@pytest.mark.parametrize("mode", ["", " in training", " in evaluation"])
 def test_a_fault_is_found_and_its_layer_named(fault: str, mode: str, layer: str | None) -> None:
     model = Net()
     loader = attach(model)

@@ -372,7 +372,8 @@ def test_a_saved_baseline_scores_as_it_did(tmp_path: Path, flags: list[str]) -> 
     assert answer("infer", file, *TINY)["accuracy test"] == pytest.approx(trained["runs"][0]["scores"]["test"])
 
 
-@pytest.mark.parametrize("model", MODELS)
+# Others are trained and saved below.
+@pytest.mark.parametrize("model", [model for model in MODELS if model not in ("gcn", "gat", "pna", "pna-jk")])
 def test_every_model_trains(model: str) -> None:
     (run,) = answer("train", *TINY, *FAST, "--model", model, "--layers", "2", "--hidden", "4")["runs"]
     assert len(run["epochs"]) == 2
@@ -655,7 +656,7 @@ def test_a_saved_model_scores_as_it_did(tmp_path: Path, data: list[str], model: 
     file = tmp_path / "model.pt"
     trained = answer("train", *data, *FAST, "--model", model, "--hidden", "4", "--save", str(file))
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
-    for parts in ("1", "3"):
+    for parts in ("1", "3") if model == "gcn" else ("3",):
         inferred = answer("infer", str(file), *data, "--num-parts", parts)
         assert inferred["accuracy test"] == pytest.approx(trained["runs"][0]["scores"]["test"])
         if data is TINY:

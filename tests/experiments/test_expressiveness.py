@@ -225,20 +225,18 @@ def test_nothing_is_lost_if_no_edge_is(example: Example) -> None:
 @pytest.mark.parametrize("parts", ["metis", "random", "one"])
 @pytest.mark.parametrize("example", SMALL, ids=lambda example: example.name)
 def test_histories_keep_classes(example: Example, parts: Literal["metis", "random", "one"]) -> None:
-    for seed in SEEDS[:2]:
-        model = model_for(example, seed)
-        count = 1 if parts == "one" else example.num_parts
-        how: Literal["metis", "random"] = "random" if parts == "random" else "metis"
-        loader = HaloLoader(example.data, count, partition=how, shuffle=True, seed=seed)
-        exact = full_batch(model, example.data)
-        for passes in (None, example.layers, example.layers + 2):
-            out = with_histories(model, loader, passes=passes)
-            assert_same(out, exact, 1e-11)
-            assert compare_classes(classes(out), example.colours).same
+    model = model_for(example)
+    count = 1 if parts == "one" else example.num_parts
+    how: Literal["metis", "random"] = "random" if parts == "random" else "metis"
+    loader = HaloLoader(example.data, count, partition=how, shuffle=True)
+    exact = full_batch(model, example.data)
+    for passes in (None, example.layers):
+        out = with_histories(model, loader, passes=passes)
+        assert_same(out, exact, 1e-11)
+        assert compare_classes(classes(out), example.colours).same
 
 
-@pytest.mark.parametrize("parts", ["metis", "random"])
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("seed", "parts"), [(0, "metis"), (1, "random"), (2, "metis"), (3, "random")])
 def test_histories_keep_classes_of_directed_graphs(seed: int, parts: Literal["metis", "random"]) -> None:
     data = odd(seed)
     colours = wl_colours(data.edge_index, 33, colours=row_classes(data.x), rounds=3)
@@ -259,7 +257,7 @@ def test_histories_that_are_still_empty_do_not_keep_classes() -> None:
 def test_stale_histories_keep_classes_while_they_are_not_too_stale(example: Example) -> None:
     """Whenever outputs are nearer to the exact ones than half of what lies between colours."""
     colours = example.colours
-    for lr in (1e-2, 1e-4, 1e-5):
+    for lr in (1e-2, 1e-4):
         out, exact = while_training(
             model_for(example), HaloLoader(example.data, example.num_parts, shuffle=True), lr=lr
         )
@@ -312,11 +310,11 @@ def test_the_table() -> None:
     assert cells["hexagon and triangles"]["WL colours"] == "1"
 
 
-@pytest.mark.usefixtures("_small")
-def test_the_table_as_json() -> None:
+def test_the_table_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expressiveness, "examples", lambda: SMALL[:1])
     found = json.loads(CliRunner().invoke(cli.app, ["expressiveness", "--draws", "1", "--json"]).stdout)
     assert found["draws"] == 1
-    row = found["rows"][0]
+    (row,) = found["rows"]
     assert row["graph"] == "counterexample"
     assert row["methods"]["GAS"]["kept"] == 1
     assert row["methods"]["GAS"]["draws"][0] == {"colours": 3, "classes": 3, "torn": 0, "merged": 0}

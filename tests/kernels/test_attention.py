@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from support.kernels import DEGREES, HALVES, Hubs, RandomEdges, integers
 
 device, interpreter, short_segments = support.device, support.interpreter, support.short_segments
 
-SHAPES = [(1, 1), (1, 7), (3, 5), (4, 16), (1, 130)]
+SHAPES = [(1, 1), (3, 5), (2, 16), (1, 130)]
 
 
 class Case:
@@ -115,8 +117,7 @@ def test_long_rows(device: str, name: str, of: str, degrees: str) -> None:
         assert torch.equal(got.double().cpu(), expected)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("name", "dtype"), list(zip(CASES, cycle(HALVES), strict=False)))
 def test_half_precision(device: str, name: str, dtype: torch.dtype) -> None:
     graph, case = RandomEdges(device, weighted=False), CASES[name]
     given = case.given(graph, 2, 5, dtype)
@@ -142,9 +143,10 @@ def test_second_derivatives(name: str) -> None:
     torch.manual_seed(1)
     given = [torch.randn_like(value, dtype=torch.float64, requires_grad=True) for value in case.given(graph, 2, 3)]
     adjacency = graph.adjacency()
-    assert torch.autograd.gradgradcheck(lambda *values: case.run(adjacency, *values).square(), given)
+    twice = partial(torch.autograd.gradgradcheck, lambda *values: case.run(adjacency, *values).square(), fast_mode=True)
+    assert twice(given)
     constant = [given[0], *(value.detach() for value in given[1:])]
-    assert torch.autograd.gradgradcheck(lambda *values: case.run(adjacency, *values).square(), constant)
+    assert twice(constant)
 
 
 def test_largest_value_of_each_target(device: str) -> None:

@@ -117,11 +117,6 @@ TWO_WAY_LAYERS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 
 
 ALL_LAYERS = {**LAYERS, **INITIAL_LAYERS, **TWO_WAY_LAYERS}
-# One of each class, if possible with edge attributes, and all that pass messages both ways.
-ONE_OF_EACH = [
-    *{type(make()): name for name, (make, _) in {**LAYERS, **INITIAL_LAYERS}.items()}.values(),
-    *TWO_WAY_LAYERS,
-]
 
 
 def three_layers(name: str) -> Stack:

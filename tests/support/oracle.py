@@ -1,13 +1,15 @@
 """Decides whether a model in batches is exact, refused, or silently wrong.
 
 Two equal models are made. One runs as it is on the whole graph; the other is autoscaled and runs in batches. What is
-compared, each with a fresh pair of models:
+compared:
 
-* ``evaluation``: ``gas.infer`` with the whole graph in evaluation mode;
 * ``one part``: outputs, gradients, buffers and attributes after one training step with the whole graph in one batch;
+* ``evaluation``: ``gas.infer`` with the whole graph in evaluation mode;
 * ``training``: the batches' rows in training mode, once the histories are exact, with the whole graph in training mode,
   and then ``gas.infer`` with the detached model on the whole graph.
 
+Models that are equal in one comparison go on to the next, as a user's model is trained and evaluated in turn, and need
+no new plans for that. After any other outcome, and for models that are changed on the way, the next pair is fresh.
 Dropout is off wherever training mode is compared. Batch norms take the statistics of a batch, so that models with one
 are compared in training as one part only.
 """
@@ -32,7 +34,7 @@ import gnnautoscale as gas
 from conftest import call_whole
 
 Kind = Literal["exact", "not comparable", "refused", "raw error", "wrong"]  # the worse, the later
-Check = Literal["evaluation", "one part", "training"]
+Check = Literal["one part", "evaluation", "training"]
 CHECKS: tuple[Check, ...] = get_args(Check)
 Call = Callable[[Any, Data], Any]
 Change = Callable[[Any], object]
@@ -87,7 +89,7 @@ def outcome(
         tolerance: The largest deviation from the whole graph, per column and relative to its largest value.
     """
     pair = _Pair(make_model, data, loader, call, list(changes), then, seed, dtype, tolerance)
-    checks = {"evaluation": pair.evaluation, "one part": pair.one_part, "training": pair.training}
+    checks = {"one part": pair.one_part, "evaluation": pair.evaluation, "training": pair.training}
     return Outcome.worst([judged(checks[name], name) for name in ([mode] if isinstance(mode, str) else mode)])
 
 
@@ -139,29 +141,32 @@ class _Pair:
     seed: int
     dtype: torch.dtype | None
     tolerance: float
+    # The plain and the autoscaled model, if all comparisons so far have left them equal.
+    equal: tuple[nn.Module, nn.Module] | None = None
 
     def evaluation(self) -> None:
-        plain = self._made()
+        plain, model = self._models()
         try:
             expected = self._plain_run(plain.eval(), after=False)
         except RandomModelError:
-            self._inferred(gas.autoscale(self._made(), self.data), self._loader(), after=False)  # may be refused
+            self._inferred(model, self._loader(), after=False)  # may be refused
             raise
         loader = self._loader()
-        model = gas.autoscale(self._made(), self.data)
         self._compare("output", self._inferred(model, loader, after=False), expected)
         for number, change in enumerate(self.changes, start=1):
             self._changed(plain, change)
             expected = self._plain_run(plain.eval(), after=True)
             self._changed(model, change)
             self._compare(f"output after change {number}", self._inferred(model, loader, after=True), expected)
+        self._go_on_with(plain, model)
 
     def one_part(self) -> None:
-        plain = self._made().train()
+        plain, model = self._models()
+        plain.train()
         with NoDropout():
             expected = self._plain_run(plain, after=False, grad=True)
         whole = gas.HaloLoader(self.data, 1)
-        model = gas.autoscale(self._made().train(), self.data)
+        model.train()
         with NoDropout():
             self._seed()
             batch = next(iter(whole))
@@ -177,16 +182,16 @@ class _Pair:
             self._seed(1)
             self._whole_call(after=False)(other, self.data.clone())
         _compare_state(plain, other, model, self._compare)
+        self._go_on_with(plain, model)
 
     def training(self) -> None:
-        plain = self._made().train()
-        if any(isinstance(module, _BatchNorm) and module.training for module in plain.modules()):
+        plain, model = self._models()
+        if any(isinstance(module, _BatchNorm) and module.training for module in plain.train().modules()):
             raise NotComparableError("batch norm")
         with NoDropout():
             expected = self._plain_run(plain, after=False)
         loader = self._loader()
-        model = gas.autoscale(self._made().train(), self.data)
-        self._compare("output", self._settled(model, loader, after=False), expected)
+        self._compare("output", self._settled(model.train(), loader, after=False), expected)
         for number, change in enumerate(self.changes, start=1):
             self._changed(plain, change)
             with NoDropout():
@@ -210,6 +215,14 @@ class _Pair:
         self._seed()
         model = self.make_model()
         return model if self.dtype is None else model.to(self.dtype)
+
+    def _models(self) -> tuple[nn.Module, nn.Module]:
+        """The models of the comparison before, or fresh ones: a plain and an autoscaled one."""
+        models, self.equal = self.equal, None
+        return models or (self._made(), gas.autoscale(self._made(), self.data))
+
+    def _go_on_with(self, plain: nn.Module, model: nn.Module) -> None:
+        self.equal = None if self.changes else (plain, model)
 
     def _loader(self) -> gas.HaloLoader:
         if isinstance(self.loader, gas.HaloLoader):

@@ -42,10 +42,9 @@ def returning(name: str, make: Callable[[Tensor], Any], *, exact: bool = False) 
         return outcome(lambda: Net(at_end=lambda model, x: make(x)), graph())
 
 
-returning("dictionary", lambda x: {"logits": x, "hidden": x.tanh()}, exact=True)
 returning("named tuple", lambda x: Out(x, x.tanh()), exact=True)
 returning("data class", lambda x: Outputs(x, x.tanh()))
-returning("nested", lambda x: (x, {"all": [x, x.tanh()]}))
+returning("nested", lambda x: (x, {"all": [x, x.tanh()]}), exact=True)
 returning("predicted classes", lambda x: x.argmax(-1))
 returning("a scalar", lambda x: x.mean())
 returning("rows and a scalar", lambda x: (x, x.square().mean()))
@@ -117,11 +116,9 @@ def node_input(name: str, columns: str, values: Callable[[], Tensor], *, exact: 
         return outcome(Takes, data, call=lambda model, batch: model(batch.x, batch.edge_index, batch[columns]))
 
 
-node_input("positions", "pos", lambda: torch.rand(40, 3, dtype=torch.double), exact=True)
-node_input("integers", "level", lambda: torch.arange(40) % 5, exact=True)
+node_input("integers", "y", lambda: torch.arange(40) % 5, exact=True)
 node_input("booleans", "is_paper", lambda: torch.arange(40) % 3 == 0, exact=True)
 node_input("three dimensions", "series", lambda: torch.rand(40, 4, 2, dtype=torch.double), exact=True)
-node_input("labels", "y", lambda: torch.arange(40) % 4, exact=True)
 
 
 @trap("arguments: embedding by n_id", exact=True)
@@ -482,8 +479,6 @@ def coded(dtype: torch.dtype) -> Data:
 
 
 features("logit of probabilities", probabilities, lambda model, x: x.logit())
-features("arcus cosine", probabilities, lambda model, x: x.acos())
-features("entropy", probabilities, lambda model, x: x - (x * x.log()).sum(1, keepdim=True))
 features(
     "all columns embedded", lambda: coded(torch.long), lambda model, x: model.table(x).sum(1), table=nn.Embedding(11, C)
 )
