@@ -54,6 +54,8 @@ class GraphMemory:
         self.histories: dict[str, History] = {}
         #: The gradients of the rows of slots; all zero, except while gradients of the whole graph are computed.
         self.gradients: dict[str, History] = {}
+        #: For each slot the gradients of its rows, each as of the last step on its node's batch.
+        self.last_gradients: dict[str, History] = {}
         self.recorder = Recorder(graph) if graph is not None else None
         self._overlap = overlap
         self._sets = 1
@@ -188,6 +190,14 @@ class GraphMemory:
             self.gradients[slot] = self._opened(f"gradient of {slot}", history.width, dtype, device)
         return self.gradients[slot]
 
+    def last_gradient(self, slot: str, plan: Plan, device: torch.device) -> History:
+        """The last known gradients of the slot's rows, created on first use; see :meth:`gradient`."""
+        if slot not in self.last_gradients:
+            width, dtype = self._form(plan.rows[slot])
+            dtype = dtype if dtype in _ADDED else plan.rows[slot].dtype
+            self.last_gradients[slot] = self._opened(f"last gradient of {slot}", width, dtype, device)
+        return self.last_gradients[slot]
+
     def _form(self, rows: Tensor) -> tuple[int, torch.dtype]:
         """Width and type of the history of such rows, ``[any, ...]``."""
         return math.prod(rows.shape[1:]), self.dtype or rows.dtype
@@ -206,6 +216,7 @@ class GraphMemory:
 
     def _open(self, slot: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.gradients.pop(slot, None)
+        self.last_gradients.pop(slot, None)
         self.histories[slot] = self._opened(slot, width, dtype, device)
 
     def _opened(self, slot: str, width: int, dtype: torch.dtype, device: torch.device) -> History:
