@@ -205,7 +205,13 @@ class Autoscaler:
             similar = next(alike, None)
             plan = None if similar is None else similar.copy()
             if plan is None or not still_holds(plan, self._hooks, info, self._bound(arguments)):
-                plan = make_plan(self._hooks, info, self._bound(arguments), explicit=self._explicit)
+                plan = make_plan(
+                    self._hooks,
+                    info,
+                    self._bound(arguments),
+                    explicit=self._explicit,
+                    at_sums=self.compensate == "gradient",
+                )
                 self._watch.ignored |= plan.harmless
                 self._reads |= plan.reads
                 self._watch.look()  # lazy weights have their shapes now
