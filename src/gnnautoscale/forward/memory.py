@@ -156,13 +156,23 @@ class GraphMemory:
                 self._replace(slot, width, dtype, device)
 
     def reopen(
-        self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device, order: RowOrder | None = None
+        self,
+        kept: Mapping[str, tuple[int, torch.dtype]],
+        device: torch.device,
+        order: RowOrder | None = None,
+        *,
+        gradients: Mapping[str, tuple[int, torch.dtype]] | None = None,
     ) -> None:
-        """Create histories as they were before: with a width and type for each slot, and the order of rows if known."""
+        """Create histories as they were before: with a width and type for each slot, and the order of rows if known.
+
+        Likewise the last known ``gradients`` of slots.
+        """
         self._make_room(kept, device)
         self._order = order or self._order
         for slot, (width, dtype) in kept.items():
             self._open(slot, width, dtype, device)
+        for slot, (width, dtype) in (gradients or {}).items():
+            self.last_gradients[slot] = self._opened(_of_gradients(slot), width, dtype, device)
 
     @property
     def records(self) -> dict[str, list[EdgeRecord]]:
@@ -195,7 +205,7 @@ class GraphMemory:
         if slot not in self.last_gradients:
             width, dtype = self._form(plan.rows[slot])
             dtype = dtype if dtype in _ADDED else plan.rows[slot].dtype
-            self.last_gradients[slot] = self._opened(f"last gradient of {slot}", width, dtype, device)
+            self.last_gradients[slot] = self._opened(_of_gradients(slot), width, dtype, device)
         return self.last_gradients[slot]
 
     def _form(self, rows: Tensor) -> tuple[int, torch.dtype]:
@@ -273,18 +283,28 @@ class GraphMemory:
         memory = GraphMemory(graph, graph.num_nodes, storage, self.dtype, self.folder, overlap=self._overlap)
         memory.why, memory._written_by = self.why, self._written_by
         if self.histories:
-            memory.reopen({slot: (kept.width, kept.dtype) for slot, kept in self.histories.items()}, device)
+            memory.reopen(_forms(self.histories), device, gradients=_forms(self.last_gradients))
             row_before, row_now = (
                 self.row_order(info).row_of.long(),
                 memory.row_order(info).row_of[: self.num_nodes].long(),
             )
-        for slot, history in self.histories.items():
-            # Wide enough for every type, so that rows come back as they were.
-            dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
-            for nodes in torch.split(row_now.argsort(), _MOST_COPIED):
-                rows = history.pull(row_before[nodes], device=device, dtype=dtype)
-                memory.histories[slot].push(rows, row_now[nodes])
+        for before, now in ((self.histories, memory.histories), (self.last_gradients, memory.last_gradients)):
+            for slot, history in before.items():
+                # Wide enough for every type, so that rows come back as they were.
+                dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
+                for nodes in torch.split(row_now.argsort(), _MOST_COPIED):
+                    rows = history.pull(row_before[nodes], device=device, dtype=dtype)
+                    now[slot].push(rows, row_now[nodes])
         return memory
+
+
+def _forms(histories: Mapping[str, History]) -> dict[str, tuple[int, torch.dtype]]:
+    """Width and type of each history."""
+    return {slot: (history.width, history.dtype) for slot, history in histories.items()}
+
+
+def _of_gradients(slot: str) -> str:
+    return f"last gradient of {slot}"
 
 
 def check_finite(slot: str, rows: Tensor, info: BatchInfo) -> None:

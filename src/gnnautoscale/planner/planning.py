@@ -396,7 +396,9 @@ class _Tryout:
         ]
         bent = set()
         for name in candidates:
-            ends = [trial.observe(plan.inner | {name}, shifted=(name, by)).reference.outputs[name] for by in (-1.0, 1.0)]
+            ends = [
+                trial.observe(plan.inner | {name}, shifted=(name, by)).reference.outputs[name] for by in (-1.0, 1.0)
+            ]
             middle = (ends[0] + ends[1]) / 2
             if not alike([middle], [known[name]]):
                 bent.add(name)

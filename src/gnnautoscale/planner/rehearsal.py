@@ -112,9 +112,7 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
     of one call can be ``shifted``, each value by another number of about the given size.
     """
 
-    def __init__(
-        self, trial: TrialGraph, batch: Data, plan: Plan, shifted: tuple[str, float] | None = None
-    ) -> None:
+    def __init__(self, trial: TrialGraph, batch: Data, plan: Plan, shifted: tuple[str, float] | None = None) -> None:
         self.reference, self.plan, self._trial = Reference(), plan, trial
         self._shifted = shifted
         self._info: BatchInfo = batch.edge_index.info

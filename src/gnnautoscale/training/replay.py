@@ -81,6 +81,8 @@ class Replayer:
             return "there is no GPU"
         if self._scaler.edge_dropout:
             return "edge dropout changes the number of edges in every step"
+        if self._scaler.compensate != "none":
+            return "compensated steps look at the halo's edges on the host"
         return None
 
     @property
