@@ -7,6 +7,7 @@ computes the halo's rows, as far as their neighbours are in batch and halo, and 
   with the halo's rows as the history has them, not with those computed here, which miss neighbours.
 * Backward, slots come in reverse order. The gradient of the batch's rows is complete by then, and is kept for other
   batches. That of the halo's rows is what their own batches have kept. Together they flow on to the slots before.
+  Kept gradients lag behind: they count as much as they have proved right on the batch's own rows, which has both.
 * Weights get their gradient from the batch's own rows, so that each node counts once in an epoch.
 
 A history's row and its kept gradient belong to the whole graph, and a sum over neighbours is linear in each of them.
@@ -132,14 +133,15 @@ class _Backward:
     def _exchange(self, stage: _Stage, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the gradients of the batch's rows; returns them with those of the halo's rows, and alone."""
         session = self._session
-        own, place = session.own(gradient), session.memory.rows_of(session.info)
-        index = place.on(session.device)
-        history = session.memory.last_gradient(stage.slot, session.plan, session.device)
-        history.push(as_matrix(own), index[: place.batch_size], place.runs)
+        own = session.own(gradient)
         if stage.out.size(0) == own.size(0):
             return own, own
-        kept = history.pull(index[place.batch_size :], device=session.device, dtype=own.dtype)
-        return torch.cat([own, kept.view(-1, *own.shape[1:])]), own
+        place = session.memory.rows_of(session.info)
+        index = place.on(session.device)
+        history = session.memory.last_gradient(stage.slot, session.plan, session.device)
+        kept = history.pull(index, device=session.device, dtype=own.dtype).view(-1, *own.shape[1:])
+        history.push(as_matrix(own), index[: place.batch_size], place.runs)
+        return torch.cat([own, _trust(session.own(kept), own) * kept[place.batch_size :]]), own
 
     def _differentiate(
         self, outputs: list[Tensor], gradients: tuple[Tensor, ...], arrived: _Sums | None, total: _Sums | None
@@ -242,6 +244,15 @@ def share_at_hand(info: BatchInfo) -> Tensor:
     found = torch.zeros(halo.numel()).index_add_(0, cut.target, there.float())
     degree = cut.ptr.diff()
     return torch.where(degree > 0, found / degree.clamp(min=1), 1.0)
+
+
+def _trust(kept: Tensor, now: Tensor) -> Tensor:
+    """The factor from 0 to 1 that brings gradients kept of the batch's rows as close as possible to those of now.
+
+    It is 1 if nothing changes, and the smaller the more gradients vary from one visit to the next.
+    """
+    size = kept.square().sum()
+    return torch.where(size > 0, (kept * now).sum() / size, 0.0).clamp(0.0, 1.0)
 
 
 def _goes_beyond(session: Session) -> bool:
