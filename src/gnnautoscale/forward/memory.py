@@ -201,9 +201,10 @@ class GraphMemory:
         return self.gradients[slot]
 
     def last_gradient(self, slot: str, plan: Plan, device: torch.device) -> History:
-        """The last known gradients of the slot's rows, created on first use; see :meth:`gradient`."""
-        if slot not in self.last_gradients:
-            width, dtype = self._form(plan.rows[slot])
+        """The last known gradients of the slot's rows, created on first use, and anew for rows of another width."""
+        width, dtype = self._form(plan.rows[slot])
+        known = self.last_gradients.get(slot)
+        if known is None or known.width != width or not known.serves(device):
             dtype = dtype if dtype in _ADDED else plan.rows[slot].dtype
             self.last_gradients[slot] = self._opened(_of_gradients(slot), width, dtype, device)
         return self.last_gradients[slot]
