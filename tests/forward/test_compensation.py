@@ -16,7 +16,7 @@ import gnnautoscale as gas
 from conftest import Stack, assert_same, call_whole, odd_graph, undirected_graph, whole
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward.compensation import share_at_hand
+from gnnautoscale.forward.compensation import _trust, share_at_hand
 from support.layers import C, three_layers
 
 # Enough for rows and then gradients to pass through three layers of up to three propagations each.
@@ -213,6 +213,15 @@ def test_what_is_refused() -> None:
     learned = gas.autoscale(Learned(), data, compensate="gradient")
     with pytest.raises(UnsupportedModelError, match="compensate='none'"):
         learned(batch)
+
+
+def test_trust_in_kept_gradients() -> None:
+    now = torch.tensor([[3.0], [4.0]])
+    assert float(_trust(now, now)) == 1.0
+    assert float(_trust(torch.zeros(2, 1), now)) == 0.0
+    assert float(_trust(-now, now)) == 0.0
+    assert float(_trust(now + torch.tensor([[0.0], [1.0]]), now)) == pytest.approx(0.8)
+    assert float(_trust(torch.zeros(2, 1), torch.zeros(2, 1))) == 1.0
 
 
 def path() -> Data:

@@ -7,7 +7,8 @@ computes the halo's rows, as far as their neighbours are in batch and halo, and 
   with the halo's rows as the history has them, not with those computed here, which miss neighbours.
 * Backward, slots come in reverse order. The gradient of the batch's rows is complete by then, and is kept for other
   batches. That of the halo's rows is what their own batches have kept. Together they flow on to the slots before.
-  Kept gradients lag behind: they count as much as they have proved right on the batch's own rows, which has both.
+  Kept gradients lag behind. They count as much as those of the batch's own rows have proved right, where both are
+  known; the rest is what arrives at the halo's rows in this step.
 * Weights get their gradient from the batch's own rows, so that each node counts once in an epoch.
 
 A history's row and its kept gradient belong to the whole graph, and a sum over neighbours is linear in each of them.
@@ -141,7 +142,8 @@ class _Backward:
         history = session.memory.last_gradient(stage.slot, session.plan, session.device)
         kept = history.pull(index, device=session.device, dtype=own.dtype).view(-1, *own.shape[1:])
         history.push(as_matrix(own), index[: place.batch_size], place.runs)
-        return torch.cat([own, _trust(session.own(kept), own) * kept[place.batch_size :]]), own
+        arrived, trust = gradient[place.batch_size :], _trust(session.own(kept), own)
+        return torch.cat([own, arrived.lerp(kept[place.batch_size :], trust)]), own
 
     def _differentiate(
         self, outputs: list[Tensor], gradients: tuple[Tensor, ...], arrived: _Sums | None, total: _Sums | None
@@ -227,9 +229,8 @@ class MomentumExchange(StepExchange):
         rows = self._exchange(session, slot, session.own(out))
         if session.repeating:
             return rows
-        share = info.derive(self, lambda: share_at_hand(info)).to(rows.device)
         halo = rows[info.batch_size :].detach()
-        moved = halo + _as_rows(share, halo) * (out.detach()[info.batch_size :] - halo)
+        moved = halo + _as_rows(share_at_hand(info), halo) * (out.detach()[info.batch_size :] - halo)
         memory.history(slot, session.plan, session.device).push(
             as_matrix(moved), memory.rows_of(info).on(session.device)[info.batch_size :]
         )
@@ -238,21 +239,25 @@ class MomentumExchange(StepExchange):
 
 def share_at_hand(info: BatchInfo) -> Tensor:
     """The share of the edges into each node of the halo that come from batch and halo, ``[num_halo]``, float32."""
+    return info.derive(info.table, lambda: _share_at_hand(info))
+
+
+def _share_at_hand(info: BatchInfo) -> Tensor:
     halo = info.found.rows.cpu()
     cut = info.table.cut(OwnRows.of(halo)).on(torch.device("cpu"))
     there = info.table.numbers.locate(cut.take(info.table.source), info.own, halo) >= 0
     found = torch.zeros(halo.numel()).index_add_(0, cut.target, there.float())
     degree = cut.ptr.diff()
-    return torch.where(degree > 0, found / degree.clamp(min=1), 1.0)
+    return torch.where(degree > 0, found / degree.clamp(min=1), 1.0).to(info.device)
 
 
 def _trust(kept: Tensor, now: Tensor) -> Tensor:
-    """The factor from 0 to 1 that brings gradients kept of the batch's rows as close as possible to those of now.
+    """How far to trust kept gradients, from 0 to 1: less by the relative change of those kept of the batch's own rows.
 
-    It is 1 if nothing changes, and the smaller the more gradients vary from one visit to the next.
+    It is 1 if nothing changes, and 0 as long as nothing is kept.
     """
-    size = kept.square().sum()
-    return torch.where(size > 0, (kept * now).sum() / size, 0.0).clamp(0.0, 1.0)
+    change: Tensor = torch.linalg.vector_norm(now - kept) / torch.linalg.vector_norm(now).clamp(min=1e-30)
+    return (1.0 - change).clamp(min=0.0)
 
 
 def _goes_beyond(session: Session) -> bool:
@@ -292,4 +297,4 @@ def _padded(own: Tensor, both: Tensor) -> Tensor:
 
 def _as_rows(values: Tensor, rows: Tensor) -> Tensor:
     """A value for each row, ``[num_rows]``, that applies to rows of any shape."""
-    return values.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
+    return values.to(rows).view(-1, *[1] * (rows.dim() - 1))
