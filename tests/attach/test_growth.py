@@ -569,6 +569,28 @@ def test_training_goes_on() -> None:
     assert_same(gas.infer(model, loader), whole(plain, grown))
 
 
+def test_gradients_of_compensated_steps_stay() -> None:
+    data = path()
+    model = gas.autoscale(READY["GraphSAGE"](), data, compensate="gradient")
+    loader = gas.HaloLoader(data, 4, batch_size=2, shuffle=True)
+    train(model, loader)
+
+    def gradients() -> dict[str, Tensor]:
+        memory = attached(model).memory
+        index = memory.row_order(next(iter(loader)).edge_index.info).row_of
+        return {slot: history.raw[index.long()] for slot, history in memory.last_gradients.items()}
+
+    before = gradients()
+    loader = gas.grow(model, loader, plus(data, 1, [(99, 100)], both=True))
+    after = gradients()
+    assert before.keys() == after.keys() == {"convs.1", "convs.2"}
+    for slot, rows in before.items():
+        assert rows.any()
+        assert torch.equal(after[slot][: rows.size(0)], rows)
+        assert not after[slot][rows.size(0) :].any()
+    train(model, loader)
+
+
 def test_histories_of_fit() -> None:
     data = path()
     data.val_mask = data.test_mask = ~data.train_mask

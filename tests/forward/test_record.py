@@ -46,6 +46,24 @@ def test_a_batch_gets_the_weights_of_the_whole_graph() -> None:
     assert sorted(map(tuple, second.edge_index.info.n_id[other.edges].t().tolist())) == [(2, 2), (3, 3)]
 
 
+def test_a_closed_record_has_all_edges_into_the_halo_too() -> None:
+    """On a path of five nodes, the neighbour of a halo's node that is not at hand is replaced by that node itself."""
+    nodes = torch.arange(4)
+    edges = torch.stack([nodes, nodes + 1])
+    data = Data(x=torch.ones(5, 2), edge_index=torch.cat([edges, edges.flip(0)], dim=1))
+    loader = gas.HaloLoader(data, partition=torch.tensor([0, 0, 1, 2, 2]))
+    first, _, _ = loader.in_order()
+    found = record(pyg.GCNConv(2, 2, add_self_loops=False), Recorder(loader.graph), first.edge_index)
+    closed = found.closed.for_batch(first.edge_index.info, "a layer")
+    pairs = map(tuple, first.edge_index.info.n_id[closed.edges].t().tolist())
+    weights = {pair: float(weight) for pair, weight in zip(pairs, closed.constants["edge_weight"], strict=True)}
+    one_end, inner = 0.5**0.5, 0.5
+    assert weights == pytest.approx({(1, 0): one_end, (0, 1): one_end, (2, 1): inner, (1, 2): inner, (2, 2): inner})
+    assert found.closed is found.closed
+    # The weight of the missing edge is that of the edge from node 3.
+    assert closed.adjacency("edge_weight").num_targets == first.num_nodes
+
+
 def test_equal_records_are_one_and_equal_edges_are_shared() -> None:
     loader = gas.HaloLoader(star(), partition=torch.zeros(4, dtype=torch.long))
     recorder, edges = Recorder(loader.graph), next(iter(loader)).edge_index

@@ -19,6 +19,7 @@ from torch_geometric.nn import GCNConv, GraphConv  # type: ignore[import-untyped
 import gnnautoscale as gas
 import gnnautoscale.training.strategies as modes_module
 from conftest import history_rows
+from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.data import datasets, generate
 from gnnautoscale.graph.partitioning import partition
 from gnnautoscale.models import GAT, GCN, GIN, MODELS, GraphSAGE, build_model
@@ -277,6 +278,62 @@ def test_batches_of_baselines_are_accumulated(mode: str) -> None:
 def test_what_exact_steps_do_not_go_with(options: dict[str, Any], message: str) -> None:
     with pytest.raises(gas.InputError, match=message):
         run(**options)
+
+
+# Compensated steps ###################################################################################################
+
+
+@pytest.mark.parametrize("compensate", ["gradient", "momentum"])
+def test_one_compensated_part_is_full_batch_bit_for_bit(compensate: str) -> None:
+    full = run(gcn(dropout=0.5), mode="full")
+    one = run(gcn(dropout=0.5), num_parts=1, batch_size=1, compensate=compensate)
+    assert full.losses == one.losses
+    assert same_bits(full.weights[-1], one.weights[-1])
+
+
+def test_compensated_batches_add_up_to_the_whole_loss() -> None:
+    data, parts = community_graph(), torch.arange(community_graph().num_nodes) % 3
+    data.train_mask = data.train_mask & (parts != 1)  # a batch without targets trains too
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gnnautoscale.graph.loader.cut", lambda *_, **__: parts)
+        got = run(gcn(dropout=0.0), data, num_parts=3, batch_size=1, epochs=3, compensate="gradient")
+    assert got.result.steps == 9
+    model = gas.autoscale(gcn(dropout=0.0), data, compensate="gradient")
+    loader = gas.HaloLoader(data, partition=parts, shuffle=True)
+    optimizer, count = torch.optim.Adam(model.parameters(), lr=0.01), int(data.train_mask.sum())
+    for _ in range(3):
+        for batch in loader:
+            mask = batch.train_mask[: batch.batch_size]
+            out, y = model(batch)[mask], batch.y[: batch.batch_size][mask]
+            optimizer.zero_grad()
+            (F.cross_entropy(out, y, reduction="sum") * 3 / count).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    for name, value in weights_of(model).items():
+        torch.testing.assert_close(got.weights[-1][name], value, rtol=1e-4, atol=1e-5)
+    gradients = attached(got.model).memory.last_gradients
+    assert gradients
+    assert got.result.history_bytes == sum(
+        history.num_bytes for kept in (gradients, attached(got.model).memory.histories) for history in kept.values()
+    )
+
+
+def test_compensation_finds_neighbours_in_both_directions() -> None:
+    data = community_graph()
+    data.edge_index = data.edge_index[:, data.edge_index[0] < data.edge_index[1]]
+    assert run(gcn(), data, compensate="gradient").result.steps == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "exact"}, "steps of mode 'exact' have no border to make up for, but got compensate='gradient'"),
+        ({"lipschitz": 0.5}, "compensated steps run each layer once, but got lipschitz=0.5"),
+        ({"mode": "cluster"}, "compensate must be 'none' with mode 'cluster'"),
+    ],
+)
+def test_what_compensation_does_not_go_with(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(gas.InputError, match=message):
+        run(compensate="gradient", **options)
 
 
 # The naive baseline ##################################################################################################

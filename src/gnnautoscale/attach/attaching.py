@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach.autoscaler import Autoscaler, attached
 from gnnautoscale.errors import InputError
-from gnnautoscale.forward import GraphMemory
+from gnnautoscale.forward import Compensation, GraphMemory
 from gnnautoscale.graph import Graph
 from gnnautoscale.history import Storage, codec_for
 
@@ -26,6 +26,7 @@ def autoscale(
     dtype: torch.dtype | None = None,
     history_dir: str | Path | None = None,
     edge_dropout: float = 0.0,
+    compensate: Compensation = "none",
 ) -> M:
     """Train a model in batches of a :class:`HaloLoader`, with histories in place of out-of-batch computation.
 
@@ -44,6 +45,9 @@ def autoscale(
             per row; by default the type of the embeddings without autocast.
         history_dir: The folder for histories on disk.
         edge_dropout: Share of edges to drop at random in each training step. Self-loops stay.
+        compensate: How training steps make up for the border of a batch: ``"none"``, the paper, where the gradient ends
+            there; ``"gradient"``, where it goes on, with the help of histories of gradients; or ``"momentum"``, where
+            the halo's histories move towards what the batch knows of them. See the page about compensation.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -69,9 +73,18 @@ def autoscale(
         raise InputError(
             "autoscale takes the graph or its number of nodes", got=repr(data), fix="Pass data or data.num_nodes."
         )
+    if compensate not in get_args(Compensation):
+        raise InputError(
+            f"compensate must be one of {', '.join(map(repr, get_args(Compensation)))}",
+            got=repr(compensate),
+            fix="Leave it out for the paper's steps.",
+        )
     graph = Graph.of(data) if isinstance(data, Data) else None
-    memory = GraphMemory(graph, data if graph is None else graph.num_nodes, storage, dtype, history_dir)
-    Autoscaler(model, memory, None if graph is None else graph.key, edge_dropout=edge_dropout)
+    num_nodes = data if graph is None else graph.num_nodes
+    # Rows that a step moves must not be pulled ahead of it.
+    memory = GraphMemory(graph, num_nodes, storage, dtype, history_dir, overlap=compensate != "momentum")
+    key = None if graph is None else graph.key
+    Autoscaler(model, memory, key, edge_dropout=edge_dropout, compensate=compensate)
     return model
 
 

@@ -31,6 +31,7 @@ from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import (
     OVERRIDES,
     Arguments,
+    Compensation,
     ExchangePolicy,
     Form,
     GraphMemory,
@@ -40,11 +41,11 @@ from gnnautoscale.forward import (
     Observer,
     Plan,
     Session,
-    StepExchange,
     Watch,
     describe,
     has_hooks,
     held_tensors,
+    step_exchange,
 )
 from gnnautoscale.graph import BatchInfo, BatchTensor, Graph
 from gnnautoscale.planner import graph_form, make_plan, skips_at_random, still_holds
@@ -90,11 +91,12 @@ class Autoscaler:
         key: str | None,
         *,
         edge_dropout: float = 0.0,
+        compensate: Compensation = "none",
         explicit: bool = False,
     ) -> None:
         _check_model(model)
         self.memory, self.key = memory, key
-        self.edge_dropout, self._explicit = edge_dropout, explicit
+        self.edge_dropout, self.compensate, self._explicit = edge_dropout, compensate, explicit
         self._form: Form | None = None
         self._version = 0
         #: How many forward passes the model has begun.
@@ -106,7 +108,7 @@ class Autoscaler:
         self._plans: dict[_Situation, Plan] = {}
         # The weights and buffers that the model may branch on.
         self._reads: frozenset[str] = frozenset()
-        self._passes = _Passes(StepExchange(), trains=True)
+        self._passes = _Passes(step_exchange(compensate), trains=True)
         # Records of other graphs that the model was evaluated on.
         self._others: dict[str, GraphMemory] = {}
         self._visited: tuple[str, GraphMemory] | None = None
@@ -203,7 +205,13 @@ class Autoscaler:
             similar = next(alike, None)
             plan = None if similar is None else similar.copy()
             if plan is None or not still_holds(plan, self._hooks, info, self._bound(arguments)):
-                plan = make_plan(self._hooks, info, self._bound(arguments), explicit=self._explicit)
+                plan = make_plan(
+                    self._hooks,
+                    info,
+                    self._bound(arguments),
+                    explicit=self._explicit,
+                    at_sums=self.compensate == "gradient",
+                )
                 self._watch.ignored |= plan.harmless
                 self._reads |= plan.reads
                 self._watch.look()  # lazy weights have their shapes now
@@ -277,7 +285,7 @@ class Autoscaler:
 
     def driven(self) -> AbstractContextManager[None]:
         """Run training steps that the caller begins and completes itself."""
-        return self._running(replace(self._passes, exchange=StepExchange(begins=False)))
+        return self._running(replace(self._passes, exchange=step_exchange(self.compensate, begins=False)))
 
     @property
     def session(self) -> Session | None:

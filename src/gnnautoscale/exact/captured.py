@@ -376,7 +376,7 @@ def _with_rows(info: BatchInfo, rows: Tensor) -> BatchInfo:
     """The same batch, but with nothing else of it in the GPU's memory than its rows, ``[num_rows]``."""
     found = Halo.of(rows[info.batch_size :], rows[:0])
     made = BatchInfo(info.graph, info.table, info.own, info.edges, found, info.key)
-    made.rows = rows
+    made.rows, made.bidirectional = rows, info.bidirectional
     return made
 
 

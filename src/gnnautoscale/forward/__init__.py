@@ -5,6 +5,7 @@ that exchange rows at slots. This package knows nothing about training.
 """
 
 from gnnautoscale.forward.batch_edges import BatchEdges, EdgeForm
+from gnnautoscale.forward.compensation import Compensation, step_exchange
 from gnnautoscale.forward.copying import copy_model
 from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, own_attribute
 from gnnautoscale.forward.exact import (
@@ -46,6 +47,7 @@ __all__ = [
     "Arguments",
     "Attribute",
     "BatchEdges",
+    "Compensation",
     "Draws",
     "EdgeForm",
     "EdgeRecord",
@@ -88,5 +90,6 @@ __all__ = [
     "own_attribute",
     "run_pass",
     "running_session",
+    "step_exchange",
     "uses_own_statistics",
 ]

@@ -101,8 +101,10 @@ class RecordedEdges(EdgeSource):
                 fix="Make the number of propagations independent of the data.",
             )
         if not active.records:
+            if active.call.closed:
+                raise _uncompensated(active, "edges that the model derives itself")
             return self._drop_derived(active, position, edge_index, values)
-        record = active.records[position]
+        record = active.records[position].closed if active.call.closed else active.records[position]
         batch_edges = self._batch_edges(record, active)
         if batch_edges.kept is None and active.call.fuses(position, record.constants) and _can_fuse(active.layer):
             return self._fused(active, position, batch_edges, values)
@@ -113,6 +115,8 @@ class RecordedEdges(EdgeSource):
                 constant = batch_edges.constants[name]
                 replaced[name] = constant.to(value.dtype) if isinstance(value, Tensor) else constant
             elif isinstance(value, Tensor) and not active.call.has_edge_updater:
+                if active.call.closed:
+                    raise _uncompensated(active, f"values of edges, '{name}', that the layer computes before it")
                 replaced[name] = value[self._alignment(record, active, edge_index, batch_edges)]
         if "lazy" not in active.call.shortcuts:
             return batch_edges.edges, replaced
@@ -140,7 +144,7 @@ class RecordedEdges(EdgeSource):
         if weight is not None:
             values = {**values, weight: adjacency.weight}
         # Halo rows that depend on no weight need no gradient.
-        constant_halo = position in active.call.constant_halo and not self.input_gradients
+        constant_halo = position in active.call.constant_halo and not active.call.closed and not self.input_gradients
         grad_rows = self.info.batch_size if constant_halo else None
         return batch_edges.fuse(adjacency, widened="short" not in active.call.shortcuts, grad_rows=grad_rows), values
 
@@ -190,6 +194,15 @@ def own_attribute(info: BatchInfo, value: Tensor) -> str | None:
             fix="Pass the attributes of one batch of one HaloLoader.",
         )
     return value.attribute if value.is_original and not value.requires_grad else None
+
+
+def _uncompensated(active: ActiveLayer, got: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{describe(active.name, active.layer)} must propagate over recorded edges, so that the halo's rows can be "
+        "computed too",
+        got=got,
+        fix="Compute such values in message() or edge_update(), or use compensate='none'.",
+    )
 
 
 def _can_fuse(layer: MessagePassing) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from gnnautoscale.graph import BatchInfo, hand_over
 
 if TYPE_CHECKING:
+    from gnnautoscale.forward.plan import Plan
     from gnnautoscale.forward.session import Session
 
 
@@ -24,6 +25,10 @@ class ExchangePolicy(ABC):
 
     #: Whether some layers are not run, because their rows are known or nothing needs them.
     skips = False
+
+    def plan_for(self, session: Session) -> Plan:
+        """Called first of all, with a session that has the model's plan; returns the plan to follow."""
+        return session.plan
 
     def begin(self, session: Session) -> None:
         """Called before the model runs."""
@@ -39,6 +44,10 @@ class ExchangePolicy(ABC):
     def end(self, session: Session) -> None:
         """Called after the model has run."""
         return
+
+    def output(self, session: Session, out: Any) -> Any:
+        """Called at last with the batch's rows of the model's output, nested; returns those that the caller gets."""
+        return out
 
 
 class _SlotExchange(ExchangePolicy):

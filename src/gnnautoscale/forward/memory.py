@@ -64,6 +64,8 @@ class GraphMemory:
         self.histories: dict[str, History] = {}
         #: The gradients of the rows of slots, as the last exact pass has added them up.
         self.gradients: dict[str, RowSums] = {}
+        #: For each slot the gradients of its rows, each as of the last step on its node's batch.
+        self.last_gradients: dict[str, History] = {}
         self.recorder = Recorder(graph) if graph is not None else None
         self._overlap = overlap
         self._sets = 1
@@ -164,13 +166,23 @@ class GraphMemory:
                 self._replace(slot, width, dtype, device)
 
     def reopen(
-        self, kept: Mapping[str, tuple[int, torch.dtype]], device: torch.device, order: RowOrder | None = None
+        self,
+        kept: Mapping[str, tuple[int, torch.dtype]],
+        device: torch.device,
+        order: RowOrder | None = None,
+        *,
+        gradients: Mapping[str, tuple[int, torch.dtype]] | None = None,
     ) -> None:
-        """Create histories as they were before: with a width and type for each slot, and the order of rows if known."""
+        """Create histories as they were before: with a width and type for each slot, and the order of rows if known.
+
+        Likewise the last known ``gradients`` of slots.
+        """
         self._make_room(kept, device)
         self._order = order or self._order
         for slot, (width, dtype) in kept.items():
             self._open(slot, width, dtype, device)
+        for slot, (width, dtype) in (gradients or {}).items():
+            self.last_gradients[slot] = self._opened(_of_gradients(slot), width, dtype, device)
 
     @property
     def records(self) -> dict[str, list[EdgeRecord]]:
@@ -198,6 +210,15 @@ class GraphMemory:
             self.gradients[slot] = RowSums(self._opened(f"gradient of {slot}", history.width, dtype, device))
         return self.gradients[slot]
 
+    def last_gradient(self, slot: str, plan: Plan, device: torch.device) -> History:
+        """The last known gradients of the slot's rows, created on first use, and anew for rows of another width."""
+        width, dtype = self._form(plan.rows[slot])
+        known = self.last_gradients.get(slot)
+        if known is None or known.width != width or not known.serves(device):
+            dtype = dtype if dtype in _ADDED else plan.rows[slot].dtype
+            self.last_gradients[slot] = self._opened(_of_gradients(slot), width, dtype, device)
+        return self.last_gradients[slot]
+
     def _form(self, rows: Tensor) -> tuple[int, torch.dtype]:
         """Width and type of the history of such rows, ``[any, ...]``."""
         return math.prod(rows.shape[1:]), self.dtype or rows.dtype
@@ -216,6 +237,7 @@ class GraphMemory:
 
     def _open(self, slot: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.gradients.pop(slot, None)
+        self.last_gradients.pop(slot, None)
         self.histories[slot] = self._opened(slot, width, dtype, device)
 
     def _opened(self, slot: str, width: int, dtype: torch.dtype, device: torch.device) -> History:
@@ -272,18 +294,28 @@ class GraphMemory:
         memory = GraphMemory(graph, graph.num_nodes, storage, self.dtype, self.folder, overlap=self._overlap)
         memory.why, memory._written_by = self.why, self._written_by
         if self.histories:
-            memory.reopen({slot: (kept.width, kept.dtype) for slot, kept in self.histories.items()}, device)
+            memory.reopen(_forms(self.histories), device, gradients=_forms(self.last_gradients))
             row_before, row_now = (
                 self.row_order(info).row_of.long(),
                 memory.row_order(info).row_of[: self.num_nodes].long(),
             )
-        for slot, history in self.histories.items():
-            # Wide enough for every type, so that rows come back as they were.
-            dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
-            for nodes in torch.split(row_now.argsort(), _MOST_COPIED):
-                rows = history.pull(row_before[nodes], device=device, dtype=dtype)
-                memory.histories[slot].push(rows, row_now[nodes])
+        for before, now in ((self.histories, memory.histories), (self.last_gradients, memory.last_gradients)):
+            for slot, history in before.items():
+                # Wide enough for every type, so that rows come back as they were.
+                dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
+                for nodes in torch.split(row_now.argsort(), _MOST_COPIED):
+                    rows = history.pull(row_before[nodes], device=device, dtype=dtype)
+                    now[slot].push(rows, row_now[nodes])
         return memory
+
+
+def _forms(histories: Mapping[str, History]) -> dict[str, tuple[int, torch.dtype]]:
+    """Width and type of each history."""
+    return {slot: (history.width, history.dtype) for slot, history in histories.items()}
+
+
+def _of_gradients(slot: str) -> str:
+    return f"last gradient of {slot}"
 
 
 def check_finite(slot: str, rows: Tensor, info: BatchInfo) -> None:

@@ -44,6 +44,7 @@ class LayerCall:
         remembers: Whether the layer remembers results of functions of edges; ``None`` while that is being tried.
         remembered: Results of functions of edges that a record replaces; see :mod:`gnnautoscale.forward.memo`.
         like: An earlier call, and its name, whose records are the same on every graph.
+        closed: Whether the call computes the halo's rows too.
     """
 
     kinds: list[ArgumentKind]
@@ -59,6 +60,7 @@ class LayerCall:
     remembers: bool | None = None
     remembered: dict[Any, Any] = field(default_factory=dict, repr=False)
     like: tuple[str, LayerCall] | None = None
+    closed: bool = False
 
     @property
     def has_edge_updater(self) -> bool:
@@ -128,6 +130,30 @@ class Plan:
         # Layers after the last slot read histories only in models that name their own slots.
         readers = (slot for slot in self.needs if slot != self.OUTPUT or self.explicit)
         return frozenset().union(*(self.needs[slot] for slot in readers))
+
+    @cached_property
+    def closed(self) -> Plan:
+        """The same plan for passes that compute the halo's rows too."""
+        return self._closing(set(self.calls))
+
+    @cached_property
+    def closed_above(self) -> Plan:
+        """The same plan for passes that compute the halo's rows too at slots that are computed from other ones."""
+        first = {slot for slot, needed in self.needs.items() if not needed}
+        return self._closing({name for name, call in self.calls.items() if not self._slots(name, call) <= first})
+
+    def _closing(self, names: set[str]) -> Plan:
+        calls = {
+            name: replace(call, closed=True, shortcuts=call.shortcuts - {"pair", "short"}) if name in names else call
+            for name, call in self.calls.items()
+        }
+        for call in calls.values():
+            if call.closed and call.like is not None:
+                call.like = call.like[0], calls[call.like[0]]
+        return replace(self, calls=calls, short_tail=False)
+
+    def _slots(self, name: str, call: LayerCall) -> set[str]:
+        return {f"{name}/{number}" for number in range(call.num_propagations)} if name in self.inner else {name}
 
     @cached_property
     def levels(self) -> list[frozenset[str]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
@@ -24,7 +24,7 @@ from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.batch_edges import BatchEdges, EdgeForm, GroupedEdges
 from gnnautoscale.forward.watch import OVERRIDES, form_of, form_of_values
 from gnnautoscale.graph import BatchInfo, BatchTensor, EdgeTable, Graph, RowOrder, assembly_stream
-from gnnautoscale.kernels import OwnRows, locate_and_count
+from gnnautoscale.kernels import Count, OwnRows, locate_and_count
 
 if TYPE_CHECKING:
     from gnnautoscale.forward.plan import LayerCall
@@ -79,6 +79,11 @@ class EdgeRecord:
         form = EdgeForm(table.target_row, info.batch_size, info.num_rows)
         return BatchEdges(constants, form, grouped=grouped)
 
+    @cached_property
+    def closed(self) -> ClosedRecord:
+        """The same record, cut to the edges into a batch and into its halo."""
+        return ClosedRecord(self.edges, self.constants)
+
     def _pin(self) -> None:
         if self._pinned is None:
             self._pinned = Pinned()
@@ -86,6 +91,30 @@ class EdgeRecord:
             for name, value in list(self.constants.items()):
                 pinned = self._pinned.pin(value)
                 self.constants[name] = value if pinned is None else pinned
+
+
+@dataclass(eq=False)
+class ClosedRecord(EdgeRecord):
+    """A record that is cut to every edge into a batch, and every edge into its halo.
+
+    Many of the latter come from nodes that are in neither. In their place stands the node that they point to: so each
+    node has as many edges as in the whole graph, with the same values, which means, degrees and attention depend on.
+    """
+
+    def _cut(self, info: BatchInfo, layer: str) -> BatchEdges:
+        table, own, halo = self.edges, info.own, info.found.rows.cpu()
+        if table.order is not info.order:  # the record was made for another loader
+            own, halo = OwnRows.of(table.order.rows(info.nodes).long()), table.order.rows(info.halo).long()
+        cut = table.cut(OwnRows.of(torch.cat([own.index, halo])))
+        there = cut.on(torch.device("cpu"))
+        source, target = table.numbers.locate(there.take(table.source), own, halo), there.target
+        missing = Count((source[: int(there.ptr[own.size])] < 0).sum())
+        source = torch.where(source < 0, target.to(source.dtype), source)
+        constants = {name: there.take(value) for name, value in self.constants.items()}
+        grouped = GroupedEdges(there.ptr, source, cut.longest, None, missing, layer)
+        return BatchEdges(constants, EdgeForm(table.target_row, info.num_rows, info.num_rows), grouped=grouped).to(
+            info.device
+        )
 
 
 def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:

@@ -56,9 +56,10 @@ class Session:
     ) -> None:
         self.info, self.plan, self.memory, self.device = info, plan, memory, device
         self._exchange, self._normalize = exchange, normalize or Session.by_own_statistics
-        self._edges = edges or RecordedEdges(info, plan, memory, device, edge_dropout, input_gradients)
         self._observers = observers
         self._repeaters = [observer for observer in observers if observer.repeats]
+        self.plan = exchange.plan_for(self)
+        self._edges = edges or RecordedEdges(info, self.plan, memory, device, edge_dropout, input_gradients)
         #: The layer calls in progress, the innermost last.
         self.active: list[ActiveLayer] = []
         self._counts: Counter[str] = Counter()
@@ -187,7 +188,7 @@ class Session:
                 got=type(out).__name__,
                 fix="Return node-level outputs from the model.",
             )
-        return map_tensors(cut, out)
+        return self._exchange.output(self, map_tensors(cut, out))
 
     def unseen_calls(self) -> list[str]:
         """The plan's layer calls that this pass left out; those inside of layers that it skipped do not count."""
@@ -195,6 +196,11 @@ class Session:
         return [call for call in self.plan.calls if call in calls and (">" not in call or not self._exchange.skips)]
 
     # Used by policies and observers ##################################################################################
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an observer repeats layers."""
+        return bool(self._repeaters)
 
     def own(self, rows: Tensor) -> Tensor:
         """The batch's rows; not sliced if there are no others, because a slice's gradient costs a copy."""

@@ -115,7 +115,9 @@ class BatchBuilder:
 
     def info(self, own: OwnRows, found: Halo, key: Hashable = None) -> BatchInfo:
         """Where a batch lies in the graph, given its halo."""
-        return BatchInfo(self.graph, self.table, own, self.table.cut(own), found, key)
+        info = BatchInfo(self.graph, self.table, own, self.table.cut(own), found, key)
+        info.bidirectional = self._bidirectional
+        return info
 
     def rows(self, name: str, info: BatchInfo, n_id: Tensor) -> Tensor:
         """The rows of a node-level tensor for the nodes ``n_id``, ``[num_rows]``, on their device."""

@@ -45,6 +45,8 @@ class BatchInfo:
     ready: torch.cuda.Event | None = field(default=None, init=False, repr=False)
     #: When a GPU has prepared the recorded edges of the batch ahead; ``None`` if it has not.
     edges_ready: torch.cuda.Event | None = field(default=None, init=False, repr=False)
+    #: Whether the halo also holds the nodes that edges from the batch point to.
+    bidirectional: bool = field(default=False, init=False)
     #: How many batches of the loader come back; 0 if this one does not.
     recurring: int = field(default=0, init=False)
     _derived: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)

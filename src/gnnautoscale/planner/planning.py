@@ -42,17 +42,20 @@ from gnnautoscale.planner.understudy import MOST_COPIED, Understudy, initialize_
 _MOST_SEEDS = 32
 
 
-def make_plan(hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, explicit: bool) -> Plan:
+def make_plan(
+    hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, explicit: bool, at_sums: bool = False
+) -> Plan:
     """Make the plan of a model with hooks from a call with a batch, and check that batches agree with the whole graph.
 
-    The plan holds for the mode that the model is in. An ``explicit`` model names its own slots. If no placement of
-    histories makes the model exact, an :class:`UnsupportedModelError` names the culprit.
+    The plan holds for the mode that the model is in. An ``explicit`` model names its own slots. If ``at_sums``, a layer
+    that bends the sum of its messages, as GIN does, has its histories at these sums. If no placement of histories makes
+    the model exact, an :class:`UnsupportedModelError` names the culprit.
     """
     with hooks.lifted() as model:
         if any(is_lazy(weight) for weight in model.parameters()):
             _initialize_lazy_weights(model, hooks, info, arguments, explicit=explicit)
     with _undisturbed_trial(hooks, info) as device:
-        return _Tryout(hooks.bare_copy(share_above=MOST_COPIED), info, arguments, device, explicit).plan()
+        return _Tryout(hooks.bare_copy(share_above=MOST_COPIED), info, arguments, device, explicit).plan(at_sums)
 
 
 def still_holds(plan: Plan, hooks: Hooks, info: BatchInfo, arguments: BoundArguments) -> bool:
@@ -126,14 +129,15 @@ class _Tryout:
 
     # What others ask #################################################################################################
 
-    def plan(self) -> Plan:
-        """Try histories at the outputs of layers, and at the propagations of layers that deviate."""
+    def plan(self, at_sums: bool) -> Plan:
+        """Try histories at the outputs of layers, and at the propagations of layers that deviate; see make_plan."""
         trials = self._trials(self._setups)
         if self._training:
             self._choose_seed(trials)
         else:
             self._check_determinism(trials[0])
         inner: set[str] = set()
+        bent: set[str] = set()
         everything_needed = False
         while True:
             observations = [trial.seen(inner) for trial in trials]
@@ -142,13 +146,25 @@ class _Tryout:
             try:
                 deviation = self._rehearse_all(trials, plan, references)
             except Exception:
+                if bent:
+                    inner, bent = inner - bent, set()
+                    continue
                 kept = self._without_failing(trials, plan, references)
                 if len(kept) == len(trials):
                     raise
                 trials = kept
                 continue
+            if deviation is None and at_sums:
+                at_sums = False  # once is enough
+                bent = self._bent_calls(trials[0], plan)
+                if bent:
+                    inner = inner | bent
+                    continue
             if deviation is None:
                 break
+            if bent:  # histories at its sums do not suit the model
+                inner, bent = inner - bent, set()
+                continue
             call = plan.calls.get(deviation.name)
             if call is not None and call.num_propagations > 1 and deviation.name not in inner:
                 inner = inner | {deviation.name}
@@ -369,6 +385,24 @@ class _Tryout:
                     got="edges or edge weights that it changes at random in training",
                     fix="Set the layer's own dropout to 0 and use autoscale(..., edge_dropout=p).",
                 )
+
+    def _bent_calls(self, trial: Trial, plan: Plan) -> set[str]:
+        """The calls whose output is not linear in what they aggregate, apart from those that depend on no slot."""
+        known = trial.seen(plan.inner).reference.outputs
+        candidates = [
+            name
+            for name, call in plan.calls.items()
+            if plan.needs.get(name) and call.num_propagations and not call.nested and name not in plan.inner
+        ]
+        bent = set()
+        for name in candidates:
+            ends = [
+                trial.observe(plan.inner | {name}, shifted=(name, by)).reference.outputs[name] for by in (-1.0, 1.0)
+            ]
+            middle = (ends[0] + ends[1]) / 2
+            if not alike([middle], [known[name]]):
+                bent.add(name)
+        return bent
 
     # Shortcuts #######################################################################################################
 

@@ -108,11 +108,13 @@ class _HostReads(TorchFunctionMode):
 class Observation(ExchangePolicy, EdgeSource, Observer):
     """Runs a whole trial graph, as one batch, on its own edges and fills in a plan.
 
-    It is policy, edge source and observer at once, because the usual ones follow a plan.
+    It is policy, edge source and observer at once, because the usual ones follow a plan. The rows of the slots inside
+    of one call can be ``shifted``, each value by another number of about the given size.
     """
 
-    def __init__(self, trial: TrialGraph, batch: Data, plan: Plan) -> None:
+    def __init__(self, trial: TrialGraph, batch: Data, plan: Plan, shifted: tuple[str, float] | None = None) -> None:
         self.reference, self.plan, self._trial = Reference(), plan, trial
+        self._shifted = shifted
         self._info: BatchInfo = batch.edge_index.info
         self.session = Session(
             self._info, plan, trial.memory, trial.device, self, edges=self, observers=[self], normalize=self._normalize
@@ -171,6 +173,9 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
         leaf = out.detach().requires_grad_()
         self._leaves.append(leaf)
         self._slot_of[id(leaf)] = slot
+        if self._shifted is not None and slot.startswith(f"{self._shifted[0]}/"):
+            count = torch.arange(1.0, out.numel() + 1.0, dtype=out.dtype, device=out.device)
+            return leaf + self._shifted[1] * count.sin().view_as(out)
         # A copy, because autograd forbids in-place changes of the leaf itself.
         return leaf.clone()
 

@@ -57,12 +57,22 @@ class Trial:
         """What was last observed, if there are no histories inside of layers, or another observation."""
         return self.last if self.last is not None and not inner else self.observe(inner)
 
-    def observe(self, inner: set[str], *, by_chance: bool = False, reset: bool = True) -> Observation:
-        """Run the whole trial graph, and note how layers are called and what each slot is computed from."""
+    def observe(
+        self,
+        inner: set[str],
+        *,
+        by_chance: bool = False,
+        reset: bool = True,
+        shifted: tuple[str, float] | None = None,
+    ) -> Observation:
+        """Run the whole trial graph, and note how layers are called and what each slot is computed from.
+
+        The slots inside of one call can be ``shifted``, by so much.
+        """
         if reset:
             self.actor.reset()
         batch = next(iter(self.graph.whole))
-        seen = Observation(self.graph, batch, Plan(inner=inner, explicit=self.explicit))
+        seen = Observation(self.graph, batch, Plan(inner=inner, explicit=self.explicit), shifted)
         arguments = self.graph.arguments(batch)
         watched = watching(other_modules(self.actor.model), seen.note), BatchTensor.watched(self.used_attributes)
         with torch.enable_grad(), watched[0], watched[1], seen.noting_reads(self.actor.model):

@@ -262,7 +262,12 @@ def _with_histories(
         dtype=None if name == "same" else getattr(torch, name.replace("float8", "float8_e4m3fn")),
         history_dir=options.history_dir,
         edge_dropout=options.edge_dropout,
+        compensate=options.compensate,
     )
+    per_target = None
+    if options.compensate == "gradient":
+        # On average over the batches, the loss is that of the whole graph.
+        per_target = len(loaders["train"]) / task.targets_of_graph(dataset.train)[1].size(0)
     engine = Engine(
         model,
         optimizer,
@@ -275,10 +280,13 @@ def _with_histories(
         accumulate=options.accumulate,
         capture=options.capture,
         placement=options.batches_on,
+        per_target=per_target,
     )
     after = options.exact_after
     strategy = HistoryStrategy(model, loaders, engine, exact_after=after, evaluate_parts=options.evaluate_parts)
     if after < options.epochs:
+        strategy.make_room_for_gradients()
+    if options.compensate == "gradient":
         strategy.make_room_for_gradients()
     if options.verify or (options.evaluation == "exact" and options.refresh_every != "epoch"):
         strategy.make_room_to_evaluate()

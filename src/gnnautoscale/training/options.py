@@ -15,6 +15,7 @@ import torch
 from gnnautoscale._util import Option, OptionGroup, check_names, option, options_of
 from gnnautoscale.analysis import Diagnostic
 from gnnautoscale.errors import InputError
+from gnnautoscale.forward import Compensation
 from gnnautoscale.graph import Partitioner, check_fan_out
 from gnnautoscale.history import Storage, check_storage
 from gnnautoscale.replay import Placement
@@ -100,6 +101,13 @@ class Optimization(OptionGroup):
     grad_norm: float | None = option(None, "Norm to clip gradients to.", above=0)
     lipschitz: float = option(0.0, "Weight of the local Lipschitz penalty.", least=0, needs_histories=True)
     lipschitz_radius: float = option(0.1, "Radius of the penalty's perturbations.", above=0)
+    compensate: Compensation = option(
+        "none",
+        'How steps make up for the border of a batch: "none", where the gradient ends there, as in the paper; '
+        '"gradient", where it goes on with the help of histories of gradients, and batches are weighted by their '
+        'targets; or "momentum", where histories of the halo move towards what the batch knows of them.',
+        needs_histories=True,
+    )
     edge_dropout: float = option(0.0, "Share of edges dropped in each step.", least=0, below=1, needs_histories=True)
     seed: int = option(0, "Seed of everything random.", least=0)
 
@@ -243,6 +251,7 @@ class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output
                     fix="Leave it out, or choose another mode.",
                 )
         self._check_exact()
+        self._check_compensation()
         if self.mode == "sage":
             check_fan_out(self.fan_out)
         elif self.fan_out is not None:
@@ -264,6 +273,16 @@ class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output
         if self.mode == "exact" and (self.steps_per_epoch is not None or self.accumulate > 1):
             got = f"steps_per_epoch={self.steps_per_epoch} and accumulate={self.accumulate}"
             raise InputError("an epoch of mode 'exact' is one step", got=got, fix="Leave both out.")
+
+    def _check_compensation(self) -> None:
+        if self.compensate == "none":
+            return
+        if self.mode == "exact":
+            got, fix = f"compensate={self.compensate!r}", "Leave it out."
+            raise InputError("steps of mode 'exact' have no border to make up for", got=got, fix=fix)
+        if self.compensate == "gradient" and self.lipschitz:
+            got = f"lipschitz={self.lipschitz}"
+            raise InputError("compensated steps run each layer once", got=got, fix="Leave the penalty out.")
 
     @property
     def exact_after(self) -> int:

@@ -24,7 +24,8 @@ class Steps:
     ``call`` takes a batch and returns the model's output for the batch's own nodes; it is the model itself by default.
     The optimizer steps after ``accumulate`` batches with targets, and at the end of an epoch, with the mean of their
     gradients, which are clipped to ``grad_norm``. ``precision`` is that of matrix products: full, TF32 inside products,
-    or bfloat16 by autocast.
+    or bfloat16 by autocast. A batch's loss is the mean over its targets, or ``per_target`` times their sum; then
+    batches without targets train as well, since others may depend on their rows.
     """
 
     def __init__(
@@ -40,12 +41,13 @@ class Steps:
         penalty_weight: float = 0.0,
         precision: Precision = "float32",
         accumulate: int = 1,
+        per_target: float | None = None,
     ) -> None:
         self._model, self._optimizer, self.task = model, optimizer, task
         self._call: Callable[[Data], Any] = model if call is None else call
         self._grad_norm, self._penalty, self._penalty_weight = grad_norm, penalty, penalty_weight
         self._precision: Precision = precision
-        self._accumulate = accumulate
+        self._accumulate, self._per_target = accumulate, per_target
         # How many batches have added to the gradients since the last step of the optimizer.
         self._added = 0
         self.device = device
@@ -75,7 +77,7 @@ class Steps:
             while (item := self._next(items)) is not None:
                 self._run(item)
                 self._count += item.targets.size(0)
-                if item.targets.size(0):
+                if self._trains_on(item):
                     self._added += 1
                     self._update_if_due()
                 if after_step is not None:
@@ -107,8 +109,11 @@ class Steps:
     def _run(self, item: Item) -> None:
         self._step(item)
 
+    def _trains_on(self, item: Item) -> bool:
+        return item.targets.size(0) > 0 or self._per_target is not None
+
     def _step(self, item: Item) -> None:
-        if not item.targets.size(0):
+        if not self._trains_on(item):
             # Nothing to learn, but histories move on.
             with torch.no_grad(), self._autocast():
                 self._call(item.batch)
@@ -117,15 +122,19 @@ class Steps:
             self._optimizer.zero_grad()
         with self._penalty if self._penalty is not None else nullcontext(), self._autocast():
             out = self._call(item.batch)
-        loss = self.task.loss(out if item.rows is None else out[item.rows], item.targets)
+        count = item.targets.size(0)
+        chosen = out if item.rows is None else out[item.rows]
+        loss = self.task.loss(chosen, item.targets) if count else chosen.sum()
         if not loss.is_cuda and not bool(torch.isfinite(loss)):  # on a GPU the host would wait
             raise FloatingPointError(f"the loss is {float(loss.detach())}")
-        total = loss if self._penalty is None else loss + self._penalty_weight * self._penalty.value()
+        total = loss if self._per_target is None else loss * (self._per_target * count)
+        if self._penalty is not None:
+            total = total + self._penalty_weight * self._penalty.value()
         with torch.autograd.set_multithreading_enabled(False):  # nothing to do for a second thread
-            (total / self._accumulate if self._accumulate > 1 else total).backward()  # type: ignore[no-untyped-call]
+            (total / self._accumulate if self._accumulate > 1 else total).backward()
         if self._accumulate == 1:
             self._update()
-        self._total += loss.detach() * item.targets.size(0)
+        self._total += loss.detach() * count
 
     def _update(self) -> None:
         """Step with the gradients that there are."""

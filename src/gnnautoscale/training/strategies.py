@@ -20,7 +20,8 @@ from gnnautoscale.attach import attached, detach, infer_from_histories, infer_on
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import GraphMemory, describe, evaluating
-from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader, fingerprint
+from gnnautoscale.graph import ClusterLoader, Graph, HaloLoader, SampleLoader, fingerprint
+from gnnautoscale.history import History
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.captured import Engine
@@ -174,7 +175,7 @@ class HistoryStrategy(Strategy):
             self._memory.reserve_another_set()
 
     def make_room_for_gradients(self) -> None:
-        """Reserve room for the gradients of histories that exact steps need."""
+        """Reserve room for the gradients of histories that exact or compensated steps need."""
         self._memory.reserve_another_set()
 
     @cached_property
@@ -187,7 +188,8 @@ class HistoryStrategy(Strategy):
         result.how, result.storage = self._engine.how, f"{memory.medium or memory.storage}: {memory.why}"
         if not self._exact_after:
             result.how = f"exact steps, {self._engine.exact_how}"
-        kept = (*memory.histories.values(), *(sums.history for sums in memory.gradients.values()))
+        kept = (*memory.histories.values(), *memory.last_gradients.values())
+        kept = (*kept, *(sums.history for sums in memory.gradients.values()))
         result.history_bytes = sum(history.num_bytes for history in kept)
         result.connectivity = self._loader.connectivity
 
@@ -207,10 +209,8 @@ class HistoryStrategy(Strategy):
             "labels": self._loader.labels,
             "loader": self._loader.state_dict(self.done),
             "engine": self._engine.state_dict(),
-            "histories": {
-                slot: {"width": history.width, "dtype": str(history.dtype).removeprefix("torch."), "raw": history.raw}
-                for slot, history in memory.histories.items()
-            },
+            "histories": _saved(memory.histories),
+            "last_gradients": _saved(memory.last_gradients),
             **({} if self.flow is None else {"flow": self.flow.state_dict()}),
         }
 
@@ -221,11 +221,11 @@ class HistoryStrategy(Strategy):
         self._loader.load_state_dict(state["loader"])
         self.done = state["loader"]["done"]
         self._engine.load_state_dict(state["engine"])
-        kept = state["histories"]
-        rows = {slot: (history["width"], getattr(torch, history["dtype"])) for slot, history in kept.items()}
-        self._memory.reopen(rows, device, self._loader.row_order)
-        for slot, history in kept.items():
-            self._memory.histories[slot].raw.copy_(history["raw"])
+        memory, rows, gradients = self._memory, state["histories"], state["last_gradients"]
+        memory.reopen(_forms(rows), device, self._loader.row_order, gradients=_forms(gradients))
+        for opened, kept in ((memory.histories, rows), (memory.last_gradients, gradients)):
+            for slot, history in kept.items():
+                opened[slot].raw.copy_(history["raw"])
 
     def refresh(self) -> None:
         """See :meth:`Strategy.refresh`."""
@@ -332,6 +332,19 @@ class SubgraphStrategy(Strategy):
         return out[: batch["batch_size"]] if isinstance(out, Tensor) else out
 
 
+def _saved(histories: dict[str, History]) -> dict[str, dict[str, Any]]:
+    """Histories in a form that checkpoints hold."""
+    return {
+        slot: {"width": history.width, "dtype": str(history.dtype).removeprefix("torch."), "raw": history.raw}
+        for slot, history in histories.items()
+    }
+
+
+def _forms(saved: dict[str, dict[str, Any]]) -> dict[str, tuple[int, torch.dtype]]:
+    """Width and type of each of the histories of a checkpoint."""
+    return {slot: (history["width"], getattr(torch, history["dtype"])) for slot, history in saved.items()}
+
+
 def _refuse_cached(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, MessagePassing) and getattr(layer, "cached", False):
@@ -359,6 +372,8 @@ def halo_loaders(dataset: Dataset, options: FitOptions, labels: Tensor | None = 
     train = {**common, "batch_size": options.batch_size, "shuffle": True, "drawings": options.drawings}
     if labels is not None:
         train["partition"] = labels
+    if options.compensate != "none":
+        train["bidirectional"] = not Graph.of(dataset.train).is_symmetric
     made = {id(dataset.train): HaloLoader(dataset.train, options.num_parts if labels is None else None, **train)}
     graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
     for graph in graphs.values():
