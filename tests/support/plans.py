@@ -20,16 +20,16 @@ _LIBRARIES = ("torch", "torch_geometric", "gnnautoscale")
 _PLANS: dict[Hashable, Plan] = {}
 
 
-def plan_once(hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, explicit: bool) -> Plan:
+def plan_once(hooks: Hooks, info: BatchInfo, arguments: BoundArguments, **options: bool) -> Plan:
     """The plan of a model; one that was made before if all but the values of weights and features is the same."""
     with hooks.lifted() as model:
         known = all(_is_known(module) for module in model.modules())
         form = form_of_arguments(info, (arguments.args, arguments.kwargs))
-        key = (_described(model, {}), form, graph_form(info.graph)) if known else None
+        key = (_described(model, {}), form, graph_form(info.graph), *options.items()) if known else None
     if key is None:
-        return make_plan(hooks, info, arguments, explicit=explicit)
+        return make_plan(hooks, info, arguments, **options)
     if key not in _PLANS:
-        _PLANS[key] = make_plan(hooks, info, arguments, explicit=explicit)
+        _PLANS[key] = make_plan(hooks, info, arguments, **options)
     return copy.deepcopy(_PLANS[key])  # passes note something in their plan
 
 
