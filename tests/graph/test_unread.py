@@ -48,6 +48,11 @@ def test_anything_computed_from_them_is_that_of_plain_rows(unread: UnreadRows, r
     assert torch.equal(weight.grad, plain.sum(0).expand(2, 2))
 
 
+def test_what_does_not_ask_for_rows_gets_none(unread: UnreadRows) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        assert unread.as_subclass(Tensor).isnan().all()
+
+
 def test_what_is_written_stays(unread: UnreadRows) -> None:
     unread.mul_(2)
     assert torch.equal(unread + 0, 2 * TABLE[[4, 0, 5]])

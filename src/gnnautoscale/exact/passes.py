@@ -173,6 +173,8 @@ class ExactPasses:
         self._has_norms = any(
             isinstance(module, _BatchNorm) and uses_own_statistics(module) for module in model.modules()
         )
+        # Compiled modules do not ask tensors how to compute.
+        self._unread = not any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
         self._store: HistoryStore = HistoryStore()
         self._adding: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
@@ -344,7 +346,7 @@ class ExactPasses:
         # The output may be used with anything that a batch has.
         alone = self._call is call_with_batch and stage != Stage(len(self._plan.levels))
         only = self._scaler.needed_attributes() if alone else None
-        for number, batch in enumerate(self._loader.in_order(self.device, only=only, unread=True)):
+        for number, batch in enumerate(self._loader.in_order(self.device, only=only, unread=self._unread)):
             self._draws.batch = number
             out = self._pass(exchange, batch, penalty)
             yield batch, out
@@ -414,7 +416,7 @@ class ExactPasses:
         only = self._scaler.needed_attributes() if self._call is call_with_batch else None
         if only is not None:
             only = {*only, *(name for _, names in known.reads.values() for name in names)}
-        batches = self._loader.in_order(self.device, only=only, unread=True)
+        batches = self._loader.in_order(self.device, only=only, unread=self._unread)
         replays.pack(self._scaler, batches, loss.inputs if loss is not None else lambda _: {})
         every = list(self._model.parameters())
         for number in known.learned or ():

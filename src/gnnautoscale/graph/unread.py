@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,7 +44,9 @@ class UnreadRows(Tensor):
     @staticmethod
     def of(shape: torch.Size, dtype: torch.dtype, nodes: Tensor, read_rows: ReadRows) -> UnreadRows:
         """The rows of nodes, ``[num_rows]``, on their device; together they have a shape and a type."""
-        made = torch.empty((), dtype=dtype, device=nodes.device).expand(shape).as_subclass(UnreadRows)
+        # Code that gets past __torch_function__, such as an extension in C++, must not take this for rows.
+        nothing = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+        made = torch.full((), nothing, dtype=dtype, device=nodes.device).expand(shape).as_subclass(UnreadRows)
         made.nodes, made.read_rows, made._rows = nodes, read_rows, None
         return made
 
