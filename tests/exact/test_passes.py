@@ -389,7 +389,7 @@ def test_a_gpu_has_the_gradients_of_the_whole_graph(name: str, storage: Any, tmp
 
 
 def replays_of(model: nn.Module) -> CapturedSweeps | None:
-    kept = passes._KEPT[gas.attach.attached(model)]
+    (kept,) = passes._KEPT[gas.attach.attached(model)]
     assert (kept.replays is None) == (kept.why_not is not None), kept.why_not
     return kept.replays
 

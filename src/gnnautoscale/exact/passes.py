@@ -371,15 +371,18 @@ class ExactPasses:
         """The captured passes of such steps, once there was one; ``None`` if they cannot be captured."""
         if self.device.type != "cuda":
             return None
-        key, known = self._key(with_output), _KEPT.get(self._scaler)
-        if known is None or known.key != key:
-            # What the first step of its kind shows is needed to capture the next one.
+        key, kept = self._key(with_output), _KEPT.setdefault(self._scaler, [])
+        known = next((seen for seen in kept if seen.key == key), None)
+        if known is None:
+            # What the first step of its kind shows is needed to capture the next one. A single step of another kind,
+            # such as a measurement between epochs, leaves what is captured alone.
             self._seen.key, self._seen.places = key, self._draws.places
-            _KEPT[self._scaler] = self._seen
+            kept[:] = [*(seen for seen in kept if seen.replays is not None), self._seen]
             return None
         if known.replays is None and known.why_not is None:
             known.why_not = self._obstacle() or ("there was no backward pass" if known.learned is None else None)
             if known.why_not is None:
+                kept[:] = [known]  # the GPU has room for one
                 known.replays = self._capture(known, with_output)
                 known.why_not = known.replays.why_not
                 known.replays = known.replays if known.why_not is None else None
@@ -389,12 +392,13 @@ class ExactPasses:
     def _key(self, with_output: bool) -> Hashable:
         """What captured passes depend on besides the values of weights and rows."""
         memory = self._scaler.memory_of(self._loader.graph)
-        weights = tuple((weight.data_ptr(), weight.dtype, weight.requires_grad) for weight in self._model.parameters())
+        values = (*self._model.parameters(), *self._model.buffers())
+        tensors = tuple((value.data_ptr(), value.dtype, value.requires_grad) for value in values)
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         form = self._scaler.version, self._scaler.form.mode, autocast, self._inside is nullcontext
         loss = None if self._loss is None else self._loss.fixed
         held = map(ref, (self._loader, self._loader.graph, memory, self._call))
-        return weights, form, loss, with_output, *held
+        return tensors, form, loss, with_output, *held
 
     def _obstacle(self) -> str | None:
         memory = self._scaler.memory_of(self._loader.graph)
@@ -555,7 +559,8 @@ class _Seen:
             self.structure = map_tensors(lambda value: value.detach()[:0].cpu(), out)
 
 
-_KEPT: WeakKeyDictionary[Autoscaler, _Seen] = WeakKeyDictionary()
+# The last kinds of steps of each model, at most one of them captured.
+_KEPT: WeakKeyDictionary[Autoscaler, list[_Seen]] = WeakKeyDictionary()
 
 
 def forget_captured(model: nn.Module) -> None:
