@@ -20,8 +20,8 @@ import gnnautoscale as gas
 from conftest import Stack, assert_same, call_whole, odd_graph, undirected_graph
 from gnnautoscale import models
 from gnnautoscale._util import tensors_in
-from gnnautoscale.exact import passes
 from gnnautoscale.exact.captured import CapturedSweeps
+from gnnautoscale.exact.kinds import KEPT
 from gnnautoscale.forward import RowStore, Session, WholeGraphNorms
 from support.layers import ALL_LAYERS, TWO_WAY_LAYERS, C, pna, three_layers
 from support.random_models import RandomModel, Recipe
@@ -389,7 +389,7 @@ def test_a_gpu_has_the_gradients_of_the_whole_graph(name: str, storage: Any, tmp
 
 
 def replays_of(model: nn.Module) -> CapturedSweeps | None:
-    (kept,) = passes._KEPT[gas.attach.attached(model)]
+    (kept,) = KEPT[gas.attach.attached(model)]
     assert (kept.replays is None) == (kept.why_not is not None), kept.why_not
     return kept.replays
 

@@ -7,6 +7,7 @@ nothing about graphs or models.
 from gnnautoscale._util.atomic import write_atomically
 from gnnautoscale._util.cores import available_cores
 from gnnautoscale._util.docstrings import describe_arguments
+from gnnautoscale._util.leaves import leaves_of
 from gnnautoscale._util.memory import available_memory
 from gnnautoscale._util.modes import for_later, untracked
 from gnnautoscale._util.nested import map_others, map_tensors, others_in, tensors_in
@@ -29,6 +30,7 @@ __all__ = [
     "copy_staged_together",
     "describe_arguments",
     "for_later",
+    "leaves_of",
     "map_others",
     "map_tensors",
     "option",

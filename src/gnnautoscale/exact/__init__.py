@@ -4,6 +4,9 @@ Passes over all batches that make up one pass over the whole graph, forward and 
 knows nothing about training loops.
 """
 
-from gnnautoscale.exact.passes import ExactPasses, Loss, exact_forward, forget_captured
+from gnnautoscale.exact.kinds import forget_captured
+from gnnautoscale.exact.loss import Loss
+from gnnautoscale.exact.passes import ExactPasses
+from gnnautoscale.exact.whole_graph import exact_forward
 
 __all__ = ["ExactPasses", "Loss", "exact_forward", "forget_captured"]

@@ -1,4 +1,4 @@
-"""Full-batch training in constant memory: the exact gradient of any loss, one batch at a time.
+"""The passes over all batches that make up a step on the whole graph.
 
 The levels of slots are swept forward, then backward; see :mod:`gnnautoscale.forward.exact`.
 """
@@ -7,32 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in, undisturbed
 from gnnautoscale.attach import (
-    Autoscaler,
     CallModel,
     LocalLipschitz,
-    Outputs,
     attached,
     call_with_batch,
     device_of,
-    loader_for,
     plan_of,
     to_model_device,
 )
-from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.exact.captured import CapturedSweeps, Form, Inputs, PlacedRows, Recipe
+from gnnautoscale.exact.kinds import KEPT, StepKind
+from gnnautoscale.exact.loss import Loss, given_gradients
 from gnnautoscale.forward import (
     Draws,
     GradientStore,
@@ -49,82 +46,10 @@ from gnnautoscale.forward import (
     run_pass,
     uses_own_statistics,
 )
-from gnnautoscale.graph import HaloLoader, UnreadRows
+from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import Cast, RowSums
 from gnnautoscale.kernels import triton_is_installed
 from gnnautoscale.replay import on_training_stream
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What is differentiated of the model's output for a batch.
-
-    Attributes:
-        inputs: The tensors that it needs for a batch besides the output, on any device.
-        seeds: Given the output and these tensors on its device, the tensors to differentiate, and their gradients
-            (``None`` for 1).
-        fixed: Whether a batch's inputs are the same in every step.
-    """
-
-    inputs: Callable[[Data], dict[str, Tensor]]
-    seeds: Callable[[Any, dict[str, Tensor]], tuple[list[Tensor], list[Tensor | None]]]
-    fixed: bool = False
-
-
-def exact_forward(
-    model: nn.Module,
-    loader: HaloLoader | Data,
-    *,
-    call: CallModel = call_with_batch,
-    device: torch.device | str = "cpu",
-) -> Any:
-    """Run a model on all nodes of its training graph, one batch at a time, with the gradients of the whole graph.
-
-    In place of ``model(data.x, data.edge_index)`` in a full-batch loop: the output and, after ``loss.backward()``, the
-    gradients of the weights are the same, for any loss and any optimizer. Device memory holds one batch. Each layer is
-    computed twice for each node, forward and backward.
-
-    The model runs in its present mode. Batch norms in training take the statistics of all nodes. Dropout draws for each
-    batch by itself, so a node of the halo has another mask than in its own batch. Histories hold the exact rows of all
-    nodes afterwards; their gradients take as much memory again.
-
-    Args:
-        model: An autoscaled model.
-        loader: Makes the batches. Of a ``Data``, a loader is made and kept with the model.
-        call: Calls the model with a batch, if ``model(batch)`` does not fit.
-        device: Where the output is gathered, in host memory by default.
-
-    Returns:
-        The model's output, one row per node in the order of the data, ``[num_nodes, ...]``. Its gradient is computed
-        before the model runs again.
-
-    Example:
-        >>> import torch.nn.functional as F
-        >>> from torch_geometric.datasets import KarateClub
-        >>> from torch_geometric.nn import GCN
-        >>> import gnnautoscale as gas
-        >>> data = KarateClub()[0]
-        >>> model = gas.autoscale(GCN(34, 16, num_layers=2, out_channels=4), data)
-        >>> loader = gas.HaloLoader(data, num_parts=4)
-        >>> out = gas.exact_forward(model, loader)
-        >>> F.cross_entropy(out[data.train_mask], data.y[data.train_mask]).backward()
-        >>> all(weight.grad is not None for weight in model.parameters())
-        True
-    """
-    loader = loader_for(model, loader)
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    passes = ExactPasses(model, loader, call)
-    outputs = Outputs(loader.graph.num_nodes, torch.device(device))
-    with torch.no_grad(), outputs:
-        passes.forward(outputs.add)
-    flat = [*tensors_in(outputs.result)]
-    if torch.is_grad_enabled() and weights:
-        with on_training_stream(passes.device):  # where all gradients of weights are added up
-            # The gradient of an output in host memory comes from no stream, so it must not go to weights directly.
-            through = [weight.view_as(weight) for weight in weights]
-            flat = list(_WholeGraph.apply(passes, weights, flat, *through))  # type: ignore[no-untyped-call]
-    each = iter(flat)
-    return map_tensors(lambda _: next(each), outputs.result)
 
 
 class ExactPasses:
@@ -182,7 +107,7 @@ class ExactPasses:
             self._adding = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._plan = Plan()
         self._stages: list[Stage] = []
-        self._seen = _Seen()
+        self._seen = StepKind()
         self._replays: CapturedSweeps | None = None
 
     @torch.no_grad()
@@ -371,7 +296,7 @@ class ExactPasses:
         """The captured passes of such steps, once there was one; ``None`` if they cannot be captured."""
         if self.device.type != "cuda":
             return None
-        key, kept = self._key(with_output), _KEPT.setdefault(self._scaler, [])
+        key, kept = self._key(with_output), KEPT.setdefault(self._scaler, [])
         known = next((seen for seen in kept if seen.key == key), None)
         if known is None:
             # What the first step of its kind shows is needed to capture the next one. A single step of another kind,
@@ -414,7 +339,7 @@ class ExactPasses:
             return "histories have a scale for each row"
         return None
 
-    def _capture(self, known: _Seen, with_output: bool) -> CapturedSweeps:
+    def _capture(self, known: StepKind, with_output: bool) -> CapturedSweeps:
         replays = CapturedSweeps(known.key, self.device)
         loss = self._loss if self._loss is not None and self._loss.fixed else None
         only = self._scaler.needed_attributes() if self._call is call_with_batch else None
@@ -429,11 +354,11 @@ class ExactPasses:
         for stage in (*map(Stage, range(len(self._plan.levels)), self._plan.levels), Stage(len(self._plan.levels))):
             if stage.level is not None or with_output:
                 recipes[stage, False] = self._recipe(known, replays, stage, None)
-            recipes[stage, True] = self._recipe(known, replays, stage, self._loss or _given())
+            recipes[stage, True] = self._recipe(known, replays, stage, self._loss or given_gradients(lambda _: {}))
         replays.capture(self._scaler, recipes)
         return replays
 
-    def _recipe(self, known: _Seen, replays: CapturedSweeps, stage: Stage, loss: Loss | None) -> Recipe:
+    def _recipe(self, known: StepKind, replays: CapturedSweeps, stage: Stage, loss: Loss | None) -> Recipe:
         """How to capture the passes of a stage, forward without a ``loss`` and backward with one."""
         slots, names = known.reads[stage]
         rows, level = self._plan.rows, sorted(stage.level or ())
@@ -475,7 +400,7 @@ class ExactPasses:
     @torch.enable_grad()
     def _captured_backward(
         self,
-        known: _Seen,
+        known: StepKind,
         stage: Stage,
         loss: Loss,
         batch: Data,
@@ -532,85 +457,7 @@ class ExactPasses:
             weight.grad = known.sums[number].clone() if number in known.sums else None
 
 
-class _Seen:
-    """What the first step of a kind has shown, and the captured passes of later ones."""
-
-    def __init__(self) -> None:
-        self.key: Hashable = None
-        #: The slots and the attributes of nodes that each stage reads.
-        self.reads: dict[Stage, tuple[frozenset[str], set[str]]] = {}
-        #: Where random numbers were drawn.
-        self.places: set[str] = set()
-        #: The type and shape of a row of each output, and how the output is made of them.
-        self.outputs: list[tuple[torch.dtype, torch.Size]] = []
-        self.structure: Any = None
-        #: The numbers of the weights that have a gradient, and where captured passes add it up.
-        self.learned: frozenset[int] | None = None
-        self.sums: dict[int, Tensor] = {}
-        self.replays: CapturedSweeps | None = None
-        self.why_not: str | None = None
-
-    def note(self, stage: Stage, slots: frozenset[str], batch: Data, out: Any) -> None:
-        """Note what a pass of a stage has read and returned."""
-        names = {name for name, value in batch if isinstance(value, UnreadRows) and value.was_read}
-        self.reads[stage] = slots, self.reads.get(stage, (slots, names))[1] | names
-        if out is not None and not self.outputs:
-            self.outputs = [(value.dtype, value.shape[1:]) for value in tensors_in(out)]
-            self.structure = map_tensors(lambda value: value.detach()[:0].cpu(), out)
-
-
-# The last kinds of steps of each model, at most one of them captured.
-_KEPT: WeakKeyDictionary[Autoscaler, list[_Seen]] = WeakKeyDictionary()
-
-
-def forget_captured(model: nn.Module) -> None:
-    """Free what the exact passes of a model keep on the GPU."""
-    _KEPT.pop(attached(model), None)
-
-
-def _given() -> Loss:
-    """The loss whose gradient with respect to each output is given."""
-
-    def seeds(out: Any, inputs: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        return tensors_in(out), [inputs[str(place)] for place in range(len(inputs))]
-
-    return Loss(lambda _: {}, seeds)
-
-
 def _differentiate(rows: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
     pairs = [(row, given) for row, given in zip(rows, gradients, strict=True) if row.requires_grad]
     if pairs:
         torch.autograd.backward([row for row, _ in pairs], [given for _, given in pairs])
-
-
-class _WholeGraph(torch.autograd.Function):
-    """Connects the outputs of all nodes to the weights that they were computed with."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, passes: ExactPasses, weights: list[Tensor], outputs: list[Tensor], *_: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Return the outputs."""
-        ctx.passes, ctx.weights = passes, weights
-        ctx.before = passes.moment()
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the weights."""
-        passes: ExactPasses = ctx.passes
-        if passes.moment() != ctx.before:
-            raise InputError(
-                "the gradient of an exact pass is computed before the model runs again or changes",
-                got="a call of the model, or other weights, since then",
-                fix="Call loss.backward() right after gas.exact_forward.",
-            )
-
-        def inputs(batch: Data) -> dict[str, Tensor]:
-            nodes = batch.edge_index.info.nodes
-            return {str(place): whole[nodes.to(whole.device)] for place, whole in enumerate(gradients)}
-
-        found = passes.gradients(ctx.weights, Loss(inputs, _given().seeds))
-        ctx.before = passes.moment()
-        return None, None, None, *found

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnnautoscale._util import map_tensors, tensors_in
+from gnnautoscale._util import leaves_of, map_tensors, tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward.exchange import StepExchange, as_matrix
 from gnnautoscale.forward.plan import Plan
@@ -109,7 +109,7 @@ class _Backward:
     def __init__(self, session: Session, stages: list[_Stage], outputs: list[Tensor]) -> None:
         self._session, self._stages, self.outputs = session, stages, outputs
         inner = {id(stage.rows) for stage in stages}
-        leaves = _leaves([*outputs, *(stage.out for stage in stages)])
+        leaves = leaves_of([*outputs, *(stage.out for stage in stages)])
         #: The weights, and whatever else needs a gradient.
         self.weights = [leaf for leaf in leaves if id(leaf) not in inner]
 
@@ -272,22 +272,6 @@ def _check_halo(info: BatchInfo) -> None:
             got="a graph that is not symmetric, and a halo of nodes with edges into the batch only",
             fix="Build the loader with HaloLoader(..., bidirectional=True).",
         )
-
-
-def _leaves(outputs: list[Tensor]) -> list[Tensor]:
-    """The tensors that autograd computed some outputs from and accumulates gradients of."""
-    found: list[Tensor] = []
-    seen: set[Any] = set()
-    stack: list[Any] = [value.grad_fn for value in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        stack.extend(following for following, _ in node.next_functions)
-    return found
 
 
 def _padded(own: Tensor, both: Tensor) -> Tensor:

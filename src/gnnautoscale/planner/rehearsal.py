@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import map_tensors, others_in, tensors_in
+from gnnautoscale._util import leaves_of, map_tensors, others_in, tensors_in
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import (
     ActiveLayer,
@@ -75,23 +75,21 @@ class _HostReads(TorchFunctionMode):
     """Collects the weights and buffers whose values a forward pass reads, to branch on them for example.
 
     A weight's name follows its value through functions that autograd does not track, such as comparisons.
-    ``leaves_of`` finds what other values were computed from.
     """
 
     _READING = frozenset(
         {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__}
     )
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]], leaves_of: Callable[[Any], list[Tensor]]) -> None:
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()
         self._names: dict[int, tuple[Tensor, frozenset[str]]] = {
             id(value): (value, frozenset({name})) for name, value in named
         }
-        self._leaves_of = leaves_of
         self.found: set[str] = set()
 
     def _names_of(self, value: Tensor) -> frozenset[str]:
-        leaves = (value, *self._leaves_of(value)) if value.grad_fn is not None else (value,)
+        leaves = (value, *leaves_of([value])) if value.grad_fn is not None else (value,)
         return frozenset[str]().union(*(self._names[id(leaf)][1] for leaf in leaves if id(leaf) in self._names))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,28 +133,13 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
     def noting_reads(self, model: nn.Module) -> Iterator[None]:
         """Note the weights and buffers whose values the model reads."""
         named = (*model.named_parameters(), *model.named_buffers(), *held_tensors(model))
-        with _HostReads(named, self._leaves_of) as reads:
+        with _HostReads(named) as reads:
             yield
         self.plan.reads = frozenset(reads.found)
 
     def sources(self, out: Any) -> frozenset[str]:
         """The slots that a value was computed from."""
-        return frozenset(self._slot_of[id(leaf)] for leaf in self._leaves_of(out) if id(leaf) in self._slot_of)
-
-    def _leaves_of(self, out: Any) -> list[Tensor]:
-        """The slots and weights that a value was computed from, found by walking back through autograd's graph."""
-        found: list[Tensor] = []
-        seen: set[Any] = set()
-        stack: list[Any] = [value.grad_fn for value in tensors_in(out)]
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if hasattr(node, "variable"):
-                found.append(node.variable)
-            stack.extend(following for following, _ in node.next_functions)
-        return found
+        return frozenset(self._slot_of[id(leaf)] for leaf in leaves_of(tensors_in(out)) if id(leaf) in self._slot_of)
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """Note the slot and what it is computed from."""
@@ -230,7 +213,7 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
         active.call.num_propagations = active.num_propagations
         per_edge = (name for name, value in values.items() if has_rows(value, edge_index.size(1)))
         active.call.edge_names.append(frozenset(per_edge))
-        if all(id(leaf) in self._slot_of for leaf in self._leaves_of(values)):
+        if all(id(leaf) in self._slot_of for leaf in leaves_of(tensors_in(values))):
             active.call.constant_halo.add(len(active.call.edge_names) - 1)
         return edge_index, values
 

@@ -1,0 +1,37 @@
+"""What an exact step differentiates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale._util import tensors_in
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is differentiated of the model's output for a batch.
+
+    Attributes:
+        inputs: The tensors that it needs for a batch besides the output, on any device.
+        seeds: Given the output and these tensors on its device, the tensors to differentiate, and their gradients
+            (``None`` for 1).
+        fixed: Whether a batch's inputs are the same in every step.
+    """
+
+    inputs: Callable[[Data], dict[str, Tensor]]
+    seeds: Callable[[Any, dict[str, Tensor]], tuple[list[Tensor], list[Tensor | None]]]
+    fixed: bool = False
+
+
+def given_gradients(inputs: Callable[[Data], dict[str, Tensor]]) -> Loss:
+    """The loss whose gradient with respect to each of a batch's outputs, numbered in their order, is given."""
+
+    def seeds(out: Any, given: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+        return tensors_in(out), [given[str(place)] for place in range(len(given))]
+
+    return Loss(inputs, seeds)
