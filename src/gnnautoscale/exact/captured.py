@@ -32,7 +32,7 @@ Form = tuple[torch.dtype, torch.Size]
 #: What is read before a pass, by kind and name: rows of a slot, their gradient, an attribute, an input of the loss.
 Inputs = dict[tuple[str, str], Form]
 # Every CUDA graph takes some memory of the driver.
-MOST_GRAPHS = 2048
+MOST_GRAPHS = 8192
 # Packed batches share page-locked memory in pieces of at least this size.
 _PIECE = 1 << 28
 # How many batches ahead the inputs of a loss are prepared in host memory.
