@@ -451,3 +451,7 @@ def test_what_cannot_be_captured_runs_as_it_is() -> None:
         found.append([*gradients_of(model).values()])
     assert replays_of(model) is None
     assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+    torch.manual_seed(0)
+    drawn = torch.rand(3, device="cuda")  # the capture that failed has left random numbers as they were
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(3, device="cuda"), drawn)

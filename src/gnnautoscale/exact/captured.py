@@ -21,7 +21,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import Pinned, map_tensors, pinned_zeros
 from gnnautoscale.attach import Autoscaler
-from gnnautoscale.forward import Draws, RecordedDraws, RowStore, Session, Stage, as_matrix, default_generator
+from gnnautoscale.forward import Draws, RecordedDraws, RowStore, Session, Stage, as_matrix
 from gnnautoscale.graph import BatchInfo, UnreadRows
 from gnnautoscale.history import History, RowSums
 from gnnautoscale.kernels import Halo, Runs, gather_rows
@@ -209,17 +209,13 @@ class CapturedSweeps:
         self._inputs.make(max(_laid_out(form)[1] for each in inputs.values() for form in each))
         self._outputs.make(max(_laid_out(form)[1] for each in outputs.values() for form in each))
         contents = Contents(scaler, self._device)
-        before = default_generator(self._device).graphsafe_get_state()
-        try:
-            for key, recipe in recipes.items():
-                self._passes[key] = []
-                for number in numbers:
-                    forms = inputs[key][number], outputs[key][number]
-                    self._passes[key] += self._captured(number, recipe, *forms, contents)
-                    if self.why_not is not None:
-                        return
-        finally:
-            default_generator(self._device).graphsafe_set_state(before)
+        for key, recipe in recipes.items():
+            self._passes[key] = []
+            for number in numbers:
+                forms = inputs[key][number], outputs[key][number]
+                self._passes[key] += self._captured(number, recipe, *forms, contents)
+                if self.why_not is not None:
+                    return
 
     def _forms(self, number: int, recipe: Recipe) -> dict[Any, Form]:
         """All that a pass writes, with the rows of the batch, which the next batch's could overwrite."""

@@ -16,7 +16,6 @@ from gnnautoscale.forward.exact import (
     Stage,
     StageExchange,
     WholeGraphNorms,
-    default_generator,
 )
 from gnnautoscale.forward.exchange import (
     ExchangePolicy,
@@ -80,7 +79,6 @@ __all__ = [
     "as_matrix",
     "check_layout",
     "copy_model",
-    "default_generator",
     "describe",
     "evaluating",
     "form_of_values",

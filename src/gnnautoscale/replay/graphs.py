@@ -41,7 +41,8 @@ class GraphPool:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        offset = torch.cuda.default_generators[self._device.index].get_offset()
+        default = torch.cuda.default_generators[self._device.index]
+        offset, before = default.get_offset(), default.graphsafe_get_state()
         result, reason = None, None
         # Other threads, such as a progress bar's, go on meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -53,9 +54,10 @@ class GraphPool:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # nothing came before the error
                 graph.capture_end()
+            default.graphsafe_set_state(before)  # the work may have drawn from another one
         except RuntimeError as error:
             reason = reason or str(error).splitlines()[0]
-            _recover_from_capture(self._device, self._pool, offset)
+            _recover_from_capture(self._device, self._pool, offset)  # the state before is still in the capture
         return graph, result, reason
 
 
