@@ -135,7 +135,7 @@ def test_compensated_steps_agree_with_full_batch_if_histories_are_exact(
     found = diagnose(model, loader, "gradients")["gradients"]
     assert found["relative_error"] > 1e-2
     assert found["why_not"] is None
-    assert 2 <= found["sweeps"] <= 10
+    assert found["sweeps"] >= 2
     for each in (found["compensated"], *found["compensated"]["layers"]):
         assert each["relative_error"] < 1e-3
         assert each["cosine"] == pytest.approx(1.0, abs=1e-5)
