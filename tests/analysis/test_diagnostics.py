@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv, models  # type: ignore[import-untyped]
@@ -23,7 +22,7 @@ from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.models import APPNP, GAT, GCN, GIN, GraphSAGE
-from gnnautoscale.tasks import NodeClassification
+from support.trained import gin, trained
 
 ALL = diagnostics.DIAGNOSTICS
 
@@ -33,27 +32,6 @@ def graph() -> Data:
     """A connected undirected graph of 40 nodes with features, labels and training nodes only."""
     full = undirected_graph()
     return Data(x=full.x, edge_index=full.edge_index, y=full.y, train_mask=full.train_mask)
-
-
-def trained(model: nn.Module, data: Data, *, steps: int = 12, lr: float = 0.05, **options: Any) -> HaloLoader:
-    """Train a model for some steps in batches of two parts; its histories are stale afterwards."""
-    torch.manual_seed(3)
-    gas.autoscale(model, data, **options)
-    loader = HaloLoader(data, num_parts=6, batch_size=2, shuffle=True)
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    model.train()
-    done = 0
-    while done < steps:
-        for batch in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch), batch.y[: batch.batch_size]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            done += 1
-    return loader
-
-
-def gin(**options: Any) -> GIN:
-    return GIN(CHANNELS, 4, **{"hidden": 16, "layers": 3, "batch_norm": False, "residual": False, **options})
 
 
 # Staleness ###########################################################################################################
@@ -187,85 +165,6 @@ def test_there_is_no_bound_for_other_models(model: Any, graph: Data) -> None:
     layers = diagnose(model, trained(model, graph))["staleness"]["layers"]
     assert len(layers) > 1
     assert all(layer["bound"] is None for layer in layers)
-
-
-# Gradients ###########################################################################################################
-
-
-def full_gradient(model: nn.Module, data: Data) -> dict[str, Tensor]:
-    """The gradient in full batch, of a model that is not attached, in evaluation mode."""
-    model.eval()
-    out = model(data.x, data.edge_index)
-    loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
-    return dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True))
-
-
-def test_gradients_through_exact_histories_lack_what_flows_through_the_halo(graph: Data) -> None:
-    model = gin(layers=2)
-    loader = trained(model, graph)
-    gas.refresh(model, loader)
-    found = diagnose(model, loader, ["gradients"])["gradients"]
-    by_name = {layer["layer"]: layer for layer in found["layers"]}
-    assert by_name.keys() == dict(model.named_parameters()).keys()
-    # The second layer's inputs are exact, and no gradient of its weights comes from elsewhere.
-    for name, layer in by_name.items():
-        if name.startswith(("convs.1", "last")):
-            assert layer["relative_error"] < 1e-4, name
-            assert layer["cosine"] == pytest.approx(1.0)
-    assert by_name["convs.0.nn.0.weight"]["relative_error"] > 1e-2
-    assert 0.5 < found["cosine"] < 1.0
-
-
-def test_gradients_by_hand(graph: Data) -> None:
-    """Batch by batch, the other batches' first layer is a constant as the history has it."""
-    model = GCN(CHANNELS, 4, hidden=8, layers=2, dropout=0.0)
-    loader = trained(model, graph)
-    found = diagnose(model, loader, ["gradients"])["gradients"]
-    kept = history_rows(model)["convs.0"]
-    gas.detach(model)
-    exact = full_gradient(model, graph)
-    batch_of = loader.labels // loader.batch_size
-    ours = {name: torch.zeros_like(value) for name, value in exact.items()}
-    weights = list(model.parameters())
-    for batch in range(len(loader)):
-        inside = (batch_of == batch).unsqueeze(1)
-        first = torch.where(inside, model.convs[0](graph.x, graph.edge_index), kept)
-        out = model.convs[1](first.relu(), graph.edge_index)
-        rows = graph.train_mask & inside.squeeze(1)
-        loss = F.cross_entropy(out[rows], graph.y[rows], reduction="sum") / graph.train_mask.sum()
-        for name, piece in zip(ours, torch.autograd.grad(loss, weights), strict=True):
-            ours[name] += piece
-    a, b = (torch.cat([value.flatten() for value in each.values()]) for each in (ours, exact))
-    assert found["relative_error"] == pytest.approx(float((a - b).norm() / b.norm()), rel=1e-3)
-    assert found["cosine"] == pytest.approx(float(F.cosine_similarity(a, b, dim=0)), rel=1e-4)
-    assert found["relative_error"] > 1e-2
-
-
-def test_gradients_of_one_batch_are_exact(graph: Data) -> None:
-    model = gas.autoscale(gin(), graph)
-    found = diagnose(model, HaloLoader(graph, num_parts=1), ["gradients"])["gradients"]
-    assert found["relative_error"] < 1e-5
-    assert found["cosine"] == pytest.approx(1.0)
-
-
-def test_a_task_of_one_s_own(graph: Data) -> None:
-    model = gin()
-    loader = trained(model, graph)
-
-    class OnlyFirst(NodeClassification):
-        def loss(self, out: Tensor, targets: Tensor) -> Tensor:
-            return out[:, 0].mean()
-
-    found = diagnose(model, loader, ["gradients"], task=OnlyFirst(4))["gradients"]
-    other = diagnose(model, loader, ["gradients"])["gradients"]
-    assert found["cosine"] != other["cosine"]
-
-
-def test_gradients_need_labels(graph: Data) -> None:
-    del graph.y
-    model = gas.autoscale(gin(), graph)
-    with pytest.raises(InputError, match="y must be a dense tensor, but got none"):
-        diagnose(model, HaloLoader(graph, num_parts=2), ["gradients"])
 
 
 # Lipschitz constants #################################################################################################
@@ -405,7 +304,7 @@ def test_the_paper_s_interface(graph: Data) -> None:
 
 def test_what_cannot_be_measured_is_refused(graph: Data) -> None:
     model = gas.autoscale(gin(), graph)
-    wrong: list[Any] = ["staleness", ["stale"], [1]]
+    wrong: list[Any] = ["stale", ["stale"], [1]]
     for what in wrong:
         with pytest.raises(InputError, match="diagnose must be some of"):
             diagnose(model, HaloLoader(graph, num_parts=2), what)

@@ -22,6 +22,7 @@ from conftest import (
     assert_same,
     call_whole,
     directed_ring,
+    history_rows,
     odd_graph,
     undirected_graph,
     whole,
@@ -662,3 +663,22 @@ def test_visits_of_graphs_are_nested() -> None:
     with pytest.raises(InputError, match="batches of"):
         scaler.memory_of(there)
     assert scaler.memory_of(here) is scaler.memory
+
+
+def test_a_twin_shares_nothing_that_changes() -> None:
+    data = undirected_graph()
+    model = gas.autoscale(gcn(), data).eval()
+    loader = gas.HaloLoader(data, 3)
+    gas.refresh(model, loader)
+    before = history_rows(model)
+    twin = attached(model).twin(loader.graph, "gradient")
+    assert attached(twin).compensate == "gradient"
+    assert attached(model).compensate == "none"
+    assert not twin.training
+    for batch in loader:
+        twin(batch).sum().backward()
+    assert all(torch.equal(rows, before[slot]) for slot, rows in history_rows(model).items())
+    assert all(weight.grad is None for weight in model.parameters())
+    assert any(weight.grad is not None for weight in twin.parameters())
+    assert attached(twin).memory.last_gradients
+    assert not attached(model).memory.last_gradients

@@ -238,6 +238,69 @@ def test_refresh_is_for_the_training_graph() -> None:
         gas.refresh(model, gas.HaloLoader(odd_graph(), 3))
 
 
+# One batch ###########################################################################################################
+
+
+def test_refreshing_a_batch_writes_its_rows_alone() -> None:
+    model, _, loader, _ = scaled(num_layers=2)
+    model.train()
+    batch = loader.batch_of([1])
+    own = torch.zeros(40, dtype=torch.bool).index_fill(0, batch.n_id[: batch.batch_size].long(), True)
+    state = torch.get_rng_state()
+    gas.refresh(model, batch)
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training
+    assert all(weight.grad is None for weight in model.parameters())
+    (rows,) = history_rows(model).values()
+    assert not bool(rows[~own].any())
+    gas.refresh(model, loader)
+    (exact,) = history_rows(model).values()
+    assert_same(rows[own], exact[own])
+
+
+def test_batch_by_batch_histories_become_exact() -> None:
+    model, _, loader, _ = scaled(num_layers=3)
+    for _ in range(2):  # as many as histories on top of each other
+        for batch in loader:
+            gas.refresh(model, batch)
+    found = history_rows(model)
+    gas.refresh(model, loader)
+    for slot, rows in history_rows(model).items():
+        assert_same(found[slot], rows)
+
+
+def test_a_batch_of_all_nodes_is_written_too() -> None:
+    model, data, loader, expected = scaled()
+    gas.refresh(model, next(iter(gas.HaloLoader(data, 1))))
+    with pytest.warns(gas.StaleHistoryWarning):  # one batch after the other, no weights wrote all rows for certain
+        out = gas.predict(model, loader, torch.arange(40))
+    assert_same(out, expected)
+
+
+def test_a_loss_refreshes_gradients_of_compensated_steps() -> None:
+    data, model = undirected_graph(), pyg.GraphSAGE(C, 6, num_layers=3, out_channels=4)
+    loader = gas.HaloLoader(data, 4)
+    gas.autoscale(model, data, compensate="gradient")
+    memory, batch = attached(model).memory, loader.batch_of([0])
+    gas.refresh(model, batch)
+    assert not memory.last_gradients
+    gas.refresh(model, batch, loss=lambda out: out.square().sum())
+    kept = {slot: history.raw.clone() for slot, history in memory.last_gradients.items()}
+    assert kept
+    assert all(weight.grad is None for weight in model.parameters())
+    model.eval()(batch).square().sum().backward()
+    for slot, history in memory.last_gradients.items():
+        torch.testing.assert_close(history.raw, kept[slot])
+        assert bool(history.raw.any())
+
+
+def test_a_loss_belongs_to_a_batch() -> None:
+    model, data, loader, _ = scaled()
+    for graph in (data, loader):
+        with pytest.raises(InputError, match="loss belongs to a batch"):
+            gas.refresh(model, graph, loss=lambda out: out.sum())
+
+
 # Without a loader ####################################################################################################
 
 

@@ -35,6 +35,7 @@ from gnnautoscale.experiments.reproduce import (
     published,
     run_all,
     tables,
+    work,
     write_files,
 )
 from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
@@ -178,7 +179,7 @@ def test_published_numbers_cover_the_cells() -> None:
 
 
 def test_unknown_experiments_and_keys_are_refused(configured: Callable[..., None]) -> None:
-    with pytest.raises(InputError, match=r"an experiment is one of figure3, .*, but got table9"):
+    with pytest.raises(InputError, match=r"an experiment is one of compensation, .*, but got table9"):
         load_experiment("table9")
     configured(table1=TINY + "\n[cellz]\n")
     with pytest.raises(InputError, match=r"table1\.toml may hold .*, but got cellz"):
@@ -241,6 +242,46 @@ def test_full_batch_does_not_depend_on_what_belongs_to_batches() -> None:
 def test_a_fan_out_is_kept_for_sampling_only() -> None:
     runs = {run.variant: run.work["train"] for run in load_experiment("wordnet").jobs(only=["gcnii.*"])}
     assert [variant for variant, train in runs.items() if "fan_out" in train] == ["sage"]
+
+
+def test_ways_are_compared_at_equal_steps() -> None:
+    experiment = load_experiment("compensation")
+    ways = ["full", "exact", "gas", "gradient", "momentum", "cluster", "sage"]
+    runs = {run.variant: run.work["train"] for run in experiment.jobs(only=["gin.pubmed"], seeds=1)}
+    assert list(runs) == ways
+    assert [train["epochs"] for train in runs.values()] == [400, 400, *[50] * 5]  # of eight batches
+    assert [train["evaluate_every"] for train in runs.values()] == [20, 20, *[2] * 5]
+    assert "num_parts" not in runs["full"]
+    assert runs["exact"]["num_parts"] == runs["gas"]["num_parts"] == 40
+    assert [way for way, train in runs.items() if train.get("compensate") == way] == ["gradient", "momentum"]
+    fewer = experiment.jobs(only=["gin.pubmed"], seeds=1, steps=24)
+    assert [run.work["train"]["epochs"] for run in fewer] == [24, 24, *[3] * 5]
+    assert not any("steps" in run.work["train"] for run in experiment.jobs(seeds=1))
+
+
+def test_a_grid_has_every_model_on_every_graph() -> None:
+    experiment = load_experiment("compensation")
+    assert len(experiment.cells) == 7 * 9
+    assert experiment.seeds == 3
+    cell = experiment.cells["gat.wordnet3"]
+    assert cell["model"] == {"layers": 3, "hidden": 32, "heads": 4, "dropout": 0.3}  # the model's width wins
+    assert cell["train"]["fan_out"] == [10, 10, 10]
+    assert cell["train"]["num_parts"] == 240
+    assert cell["data"]["undirected"] is True
+
+
+def test_variants_on_request_run_only_if_they_are_named() -> None:
+    table7 = load_experiment("table7")
+
+    def variants(*only: str) -> set[str]:
+        return {run.variant for run in table7.jobs(only=only)}
+
+    paper = {"full_batch", "history_only", "metis", "metis_and_lipschitz"}
+    assert variants() == variants("gin.*") == variants("*/*") == paper
+    assert variants("gin.cluster/gradient", "*/momentum") == {"gradient", "momentum"}
+    for run in table7.jobs(only=["*/gradient", "*/momentum"]):
+        check_train(run.work)
+        assert run.work["train"]["compensate"] == run.variant
 
 
 def test_the_device_belongs_to_times_only() -> None:
@@ -417,10 +458,10 @@ def test_an_unknown_method_is_refused() -> None:
 Results = dict[tuple[str, str], list[dict[str, Any]]]
 
 
-def report_of(tmp_path: Path, name: str, results: Results) -> Report:
+def report_of(tmp_path: Path, name: str, results: Results, only: Sequence[str] = ()) -> Report:
     """A report from made-up results."""
     experiment, store = load_experiment(name), Store(tmp_path / "runs.jsonl")
-    runs = experiment.jobs(seeds=max(map(len, results.values())))
+    runs = experiment.jobs(only=only, seeds=max(map(len, results.values())))
     for run in runs:
         of_cell = results.get((run.cell, run.variant), [])
         if run.seed < len(of_cell) and store.get(run) is None:
@@ -537,6 +578,13 @@ def test_table7_shows_all_splits_and_draws_curves(tmp_path: Path) -> None:
     assert report.rows[2] == ["metis", "90.00 (58.97)", "80.00 (57.79)", "57.00 (57.82)"]
 
 
+def test_table7_shows_compensated_runs_on_request(tmp_path: Path) -> None:
+    results = {("gin.cluster", name): [{**scored(57.0)[0], "curve": CURVE}] for name in ("metis", "gradient")}
+    report = report_of(tmp_path, "table7", results, only=["gin.cluster", "gin.cluster/gradient"])
+    assert len(report.rows) == 5
+    assert report.rows[4] == ["metis, compensate gradient", "90.00", "80.00", "57.00"]
+
+
 def test_figure3_draws_curves(tmp_path: Path) -> None:
     results = [{**scored(82.0)[0], "curve": CURVE}]
     report = report_of(tmp_path, "figure3", {("gcn.cora", "full"): results, ("gcnii.cora", "gas"): results})
@@ -579,6 +627,43 @@ def test_wordnet_shows_accuracy_time_and_memory(tmp_path: Path) -> None:
         ["gcn", "GraphSAGE sampling", "69.00", "25.0", "-"],
     ]
     assert report.columns == ["", "", "test accuracy (%)", "ms per step", "MB"]
+
+
+def test_compensation_shows_differences_to_full_batch_and_times(tmp_path: Path) -> None:
+    def results(seconds: float, steps: int, *tests: float) -> list[dict[str, Any]]:
+        return [{**score, "seconds": {"train": seconds}, "steps": steps} for score in scored(*tests)]
+
+    found = {
+        ("gcn.cora", "full"): results(4.0, 400, 86.0, 88.0),
+        ("gcn.cora", "gas"): results(2.0, 400, 85.0, 86.0),
+        ("gcn.cora", "gradient"): results(3.0, 400, 86.5, 87.5),
+        ("gin.cora", "full"): results(4.0, 400, 80.0, 80.0),
+        ("gin.cora", "gas"): results(2.0, 400, 81.0, 81.0),
+        ("pna.cora", "sage"): results(2.0, 0, 70.0),
+    }
+    report = report_of(tmp_path, "compensation", found)
+    assert report.rows == [
+        ["cora", "gcn", "full batch", "87.00 ± 1.41", "", "10.0"],
+        ["cora", "gcn", "GAS", "85.50 ± 0.71", "-1.50", "5.0"],
+        ["cora", "gcn", "GAS, gradient", "87.00 ± 0.71", "+0.00", "7.5"],
+        ["cora", "gin", "full batch", "80.00 ± 0.00", "", "10.0"],
+        ["cora", "gin", "GAS", "81.00 ± 0.00", "+1.00", "5.0"],
+        ["cora", "pna", "GraphSAGE sampling", "70.00", "-", "2,000.0"],
+    ]
+    assert report.columns[3:] == ["test accuracy (%)", "difference to full batch", "ms per step"]
+    assert report.notes[:2] == [
+        "GAS: mean difference to full batch -0.25 points, from -1.50 to +1.00, over 2 models and graphs.",
+        "GAS, gradient: mean difference to full batch +0.00 points, from +0.00 to +0.00, over 1 model and graph.",
+    ]
+    assert report.values["compensation"]["gcn.cora"]["gas"] == {"test": [85.0, 86.0], "milliseconds": [5.0, 5.0]}
+
+
+def test_seeds_name_random_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load", lambda name, root: Dataset.of(Data(num_nodes=50), name))
+    first, again, other = (work._dataset("made", "", seed, random_split=True).train.train_mask for seed in (0, 0, 1))
+    assert int(first.sum()) == 30
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_a_report_needs_results(tmp_path: Path) -> None:
@@ -662,8 +747,10 @@ def test_connectivity_is_measured_by_work() -> None:
     ("arguments", "rule"),
     [
         (["table9"], "an experiment is one of"),
-        (["table1", "--jobs", "0"], "--jobs and --seeds must be at least 1"),
-        (["table1", "--seeds", "0"], "--jobs and --seeds must be at least 1"),
+        (["table1", "--jobs", "0"], "--jobs must be at least 1"),
+        (["table1", "--seeds", "0"], "--seeds must be at least 1"),
+        (["compensation", "--steps", "0"], "--steps must be at least 1"),
+        (["table1", "--steps", "4"], "--steps belongs to experiments whose runs all take the same number of steps"),
         (["table1", "--only", "nothing"], "--only names cells of table1"),
         (["table1", "--device", "nowhere"], "device must be one that PyTorch can use here"),
     ],

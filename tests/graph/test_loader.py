@@ -259,6 +259,21 @@ def test_connectivity() -> None:
     assert HaloLoader(undirected_graph(), 1).connectivity == 0.0
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_of_some_parts_is_that_of_an_epoch(workers: int) -> None:
+    loader = HaloLoader(undirected_graph(), 6, partition="random", batch_size=2, num_workers=workers)
+    state = loader.state_dict()
+    second = list(loader.in_order())[1]
+    loader.load_state_dict(state)
+    found = loader.batch_of([3, 2])
+    assert torch.equal(plain(found.n_id), plain(second.n_id))
+    assert torch.equal(plain(found.edge_index), plain(second.edge_index))
+    assert found.batch_size == second.batch_size
+    assert torch.equal(loader.state_dict()["worker_seeds"], state["worker_seeds"])
+    single = loader.batch_of([4])
+    assert sorted(plain(single.n_id)[: single.batch_size].tolist()) == (loader.labels == 4).nonzero().flatten().tolist()
+
+
 def test_a_batch_for_nodes_keeps_their_order() -> None:
     data = tiny()
     batch = HaloLoader(data, 2).batch_for(torch.tensor([3, 0]))

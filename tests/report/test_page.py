@@ -62,8 +62,9 @@ def staleness(number: int, layers: int = 2) -> dict[str, Any]:
 
 
 def gradients(number: int) -> dict[str, Any]:
-    layers = [{"layer": "convs.0.weight", "cosine": 0.9, "relative_error": 0.2}]
-    return {"kind": "gradients", "epoch": number, "cosine": 0.95, "relative_error": 0.1, "layers": layers}
+    layers = [{"layer": "convs.0", "cosine": 0.9, "norm_ratio": 0.8, "relative_error": 0.2}]
+    plain = {"cosine": 0.95, "norm_ratio": 0.85, "relative_error": 0.1, "layers": layers}
+    return {"kind": "gradients", "epoch": number, **plain, "compensated": {**plain, "cosine": 0.987}}
 
 
 def lipschitz(number: int) -> dict[str, Any]:
@@ -220,6 +221,14 @@ def test_everything_about_one_run(tmp_path: Path) -> None:
     for text in ("52.00", "3 of 3", "3 MB", "1 MB", "2,708 nodes", "23,063 parameters", "one after the other"):
         assert text in page.text
     assert "script" not in page.tags
+
+
+def test_gradients_of_plain_and_compensated_steps(tmp_path: Path) -> None:
+    both = report(tmp_path, written(tmp_path / "both", [gradients(1)])).text
+    assert "compensated" in both
+    assert "0.987" in both
+    before = {name: value for name, value in gradients(1).items() if name != "compensated"}
+    assert "0.987" not in report(tmp_path, written(tmp_path / "plain", [before])).text
 
 
 def test_a_verification_is_told_once(tmp_path: Path) -> None:

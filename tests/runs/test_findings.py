@@ -137,6 +137,29 @@ def test_gradient_error() -> None:
     assert explain(record(gradients=measured(None))) == []
 
 
+def test_gradient_error_is_that_of_the_steps_that_were_made() -> None:
+    found = [{"relative_error": 0.9, "cosine": 0.96, "compensated": {"relative_error": 0.1, "cosine": 0.99}}]
+    assert only(record(gradients=found)).name == "gradient error"
+    assert explain(record(options={"compensate": "gradient"}, gradients=found)) == []
+
+
+def test_what_the_border_of_batches_costs() -> None:
+    def measured(plain: float, compensated: float | None) -> list[dict[str, Any]]:
+        other = None if compensated is None else {"cosine": compensated}
+        return [{"relative_error": 0.3, "cosine": plain, "compensated": other}]
+
+    finding = only(record(gradients=measured(0.9, 0.99)))
+    assert finding.name == "border"
+    assert "a cosine of 0.900 to that of full batch; compensated" in finding.sentence
+    assert "0.990" in finding.sentence
+    assert "--compensate gradient" in finding.change
+    assert finding.times == pytest.approx(2.0)
+    assert explain(record(gradients=measured(0.9, 0.94))) == []  # less than half of the way
+    assert explain(record(gradients=measured(0.96, 1.0))) == []
+    assert explain(record(gradients=measured(0.9, None))) == []
+    assert explain(record(options={"compensate": "gradient"}, gradients=measured(0.9, 0.99))) == []
+
+
 @pytest.mark.parametrize(
     ("options", "change"),
     [

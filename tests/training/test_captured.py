@@ -49,6 +49,15 @@ def losses(name: str, data: Data, **options: Any) -> tuple[list[float], str]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["device", "host"])
+def test_steps_with_refreshed_batches_between_them_are_not_captured(storage: str, data: Data) -> None:
+    found, how = losses("gcn", data, storage=storage, refresh=2)
+    assert how == "uncaptured, since batches are refreshed between steps"
+    expected, _ = losses("gcn", data, device="cpu", refresh=2)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["device", "host"])
 @pytest.mark.parametrize("name", MODELS)
 def test_captured_steps_give_the_numbers_of_uncaptured_ones(name: str, storage: str, data: Data) -> None:
     replayed, how = losses(name, data, storage=storage)

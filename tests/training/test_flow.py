@@ -72,6 +72,21 @@ def test_a_refresh_makes_all_rows_young() -> None:
     assert flow.taken(1)["hit_ratio"] == 1.0
 
 
+def test_the_oldest_parts_are_those_that_wait_longest() -> None:
+    loader, (first, second, third) = batches()
+    flow = Flow(loader.labels)
+    flow.step(second)
+    assert flow.oldest(3) == [0, 2, 1]  # never written ones first, by their numbers
+    flow.step(first)
+    flow.refreshed(third)
+    assert flow.oldest(2) == [1, 0]
+    assert flow.ages().tolist() == [1, 1, 2, 2, 1, 1]
+    flow.refreshed(second)
+    assert flow.oldest(3) == [0, 1, 2]  # all of an age
+    assert flow.steps == 2  # a refresh is none
+    assert flow.taken(1)["pushed_bytes"] == 4
+
+
 def test_batches_of_several_parts() -> None:
     loader, (both, alone) = batches(batch_size=2)
     flow = Flow(loader.labels)

@@ -6,7 +6,9 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -334,6 +336,91 @@ def test_compensation_finds_neighbours_in_both_directions() -> None:
 def test_what_compensation_does_not_go_with(options: dict[str, Any], message: str) -> None:
     with pytest.raises(gas.InputError, match=message):
         run(compensate="gradient", **options)
+
+
+# Refreshed batches ###################################################################################################
+
+
+def test_one_refresh_sweep_makes_a_history_exact() -> None:
+    """As many sweeps as there are histories on top of each other make all of them exact, in spite of few steps."""
+    data = community_graph()
+
+    def errors(epochs: int, **options: Any) -> list[float]:
+        still: dict[str, Any] = {"num_parts": 8, "lr": 1e-30, "steps_per_epoch": 1}
+        got = run(gcn(layers=3, dropout=0.0), data, epochs=epochs, **still, **options)
+        rows = history_rows(got.model)
+        gas.refresh(got.model, gas.HaloLoader(data, 3))
+        exact = history_rows(got.model)
+        return [float((rows[slot] - exact[slot]).abs().max()) for slot in ("convs.0", "convs.1")]
+
+    first, second = errors(1, refresh=4)  # four batches are all
+    assert first < 1e-6
+    assert second > 1e-3
+    assert max(errors(2, refresh=4)) < 1e-6
+    assert min(errors(2, refresh=1)) > 1e-3  # of some parts there is nothing yet
+
+
+@pytest.mark.parametrize("storage", ["device", "disk"])
+@pytest.mark.parametrize("compensate", ["none", "gradient"])
+def test_the_oldest_parts_are_refreshed_before_each_step(
+    compensate: str, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop that ``fit`` runs, written out."""
+    data, parts = community_graph(), torch.arange(48) % 6
+    monkeypatch.setattr("gnnautoscale.graph.loader.cut", lambda *_, **__: parts)
+    options: dict[str, Any] = {"num_parts": 6, "batch_size": 2, "compensate": compensate, "refresh": 2}
+    options |= {"storage": storage, "history_dir": str(tmp_path)} if storage == "disk" else {}
+    got = run(gcn(dropout=0.5), data, epochs=2, **options)
+    model = gas.autoscale(gcn(dropout=0.5), data, compensate=compensate)  # type: ignore[arg-type]
+    loader = gas.HaloLoader(data, partition=parts, batch_size=2, shuffle=True)
+    optimizer, count = torch.optim.Adam(model.parameters(), lr=0.01), int(data.train_mask.sum())
+
+    def loss_of(out: Tensor, batch: Data) -> Tensor:
+        mask = batch.train_mask[: batch.batch_size]
+        loss = F.cross_entropy(out[mask], batch.y[: batch.batch_size][mask])
+        return loss if compensate == "none" else loss * len(loader) * mask.sum() / count
+
+    torch.manual_seed(0)
+    written, step = [-1] * 6, 0
+    for _ in range(2):
+        for batch in loader:
+            for _ in range(2):
+                oldest = sorted(range(6), key=lambda part: (written[part], part))[:2]
+                other = loader.batch_of(oldest)
+                gas.refresh(model, other, loss=partial(loss_of, batch=other))
+                for part in oldest:
+                    written[part] = step
+            step += 1
+            optimizer.zero_grad()
+            loss_of(model(batch), batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            for part in set(parts[batch.n_id[: batch.batch_size]].tolist()):
+                written[part] = step
+    for name, value in weights_of(model).items():
+        torch.testing.assert_close(got.weights[-1][name], value, rtol=1e-4, atol=1e-5)
+    ours, theirs = (attached(each).memory.last_gradients for each in (got.model, model))
+    assert ours.keys() == theirs.keys()
+    assert bool(ours) is (compensate == "gradient")
+    for slot, history in ours.items():
+        torch.testing.assert_close(history.raw, theirs[slot].raw, rtol=1e-4, atol=1e-5)
+    gas.detach(got.model)  # another run may have the folder
+    without = run(gcn(dropout=0.5), data, epochs=2, **{**options, "refresh": 0})
+    assert not same_bits(got.weights[-1], without.weights[-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "full"}, "steps of mode 'full' find all rows fresh, but got refresh=1"),
+        ({"mode": "exact"}, "steps of mode 'exact' find all rows fresh"),
+        ({"mode": "cluster"}, "refresh must be 0 with mode 'cluster', which has no histories"),
+        ({"mode": "sage", "fan_out": (2, 2)}, "refresh must be 0 with mode 'sage', which has no histories"),
+        ({"batch_size": 4}, "refresh needs several batches, but got refresh=1 and all 4 parts in one batch"),
+    ],
+)
+def test_what_a_refresh_before_steps_does_not_go_with(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(gas.InputError, match=message):
+        run(refresh=1, **options)
 
 
 # The naive baseline ##################################################################################################

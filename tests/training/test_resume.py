@@ -117,6 +117,8 @@ SCENARIOS: dict[str, tuple[dict[str, Any], Any, list[int]]] = {
     "accumulated": ({"accumulate": 2, "batch_size": 1, "refresh_every": 3}, 1, [3, 5, 6]),
     "compensated": ({"compensate": "gradient", "storage": "host", "name": "gin"}, 1, [2, 4]),
     "compensated, accumulated": ({"compensate": "gradient", "accumulate": 2, "edge_dropout": 0.2}, 1, [3]),
+    "oldest refreshed": ({"refresh": 2, "batch_size": 1, "model_options": {"batch_norm": True}}, 1, [2, 4, 5]),
+    "oldest refreshed, compensated": ({"refresh": 1, "compensate": "gradient", "storage": "host"}, 1, [1, 4]),
     "momentum": ({"compensate": "momentum", "history_dtype": "bfloat16"}, 2, [4]),
     "inner": ({"name": "appnp", "evaluation": "histories", "history_dtype": "bfloat16"}, 2, [4]),
     "other graphs": ({"data": gas.load("cluster", graphs=2), "num_parts": 6, "epochs": 2, "num_workers": 1}, 2, [2]),

@@ -159,6 +159,53 @@ def test_refresh_if_histories_are_at_risk_and_it_costs_little() -> None:
     assert tune._refresh(replace(at_risk, measured=False), DEVICE, known)[0] == "never"
 
 
+def test_compensates_if_measured_gradients_come_closer_to_full_batch() -> None:
+    class Measured(Known):
+        plain, peak = 0.8, 50 * UNIT
+        compensated: float | None = 0.99
+
+        def agreement(self, parts: int, together: int, place: Place) -> Any:
+            assert (parts, together) == (40, 10)
+            other = None if self.compensated is None else {"cosine": self.compensated}
+            return {"cosine": self.plain, "compensated": other, "why_not": "it cannot."}
+
+        def run(self, parts: int, place: Place, **changed: Any) -> Trial:
+            assert (parts, changed) == (4, {"compensate": "gradient"})
+            return Trial(self.peak, 1.5, 0.0)
+
+    known = Measured({4: (1.0, 50 * UNIT)}, 100 * UNIT)
+    (four,) = consider(known)
+
+    def proposed(candidate: Candidate = four) -> tuple[str, str]:
+        return tune._compensate({"num_parts": 40, "batch_size": 10}, candidate, DEVICE, known)
+
+    assert proposed() == (
+        "gradient",
+        "the gradient of plain steps has a cosine of 0.800 to full batch's (measured), and compensated 0.990; a step "
+        "takes 1.5 times as long (measured)",
+    )
+    assert proposed(replace(four, measured=False))[0] == "none"
+    assert proposed(replace(four, epoch_seconds=trials.SECONDS))[0] == "none"
+    known.peak = 99 * UNIT
+    assert proposed()[0] == "none"
+    assert proposed()[1].endswith("and 9.9 GB, too much")
+    known.compensated = 0.85
+    assert proposed()[0] == "none"
+    assert proposed()[1].endswith("and compensated 0.850")
+    known.compensated = None
+    assert proposed()[1].endswith("and compensated steps are refused: it cannot")
+    known._options = FitOptions(lipschitz=0.1, device="cpu")
+    assert "penalty" in proposed()[1]
+
+
+def test_measures_how_gradients_agree_with_full_batch() -> None:
+    known = trials_of(graph(), memory=10**9)
+    found = known.agreement(8, 2, DEVICE)
+    assert found["compensated"] is not None
+    assert found["cosine"] < found["compensated"]["cosine"]
+    assert found["compensated"]["cosine"] == pytest.approx(1.0, abs=1e-3)
+
+
 def test_joins_parts_if_batches_become_better_samples_and_fit() -> None:
     class Joined(Known):
         skew, rows, kept = 0.0, 500, 0

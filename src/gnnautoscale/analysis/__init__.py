@@ -5,5 +5,6 @@ changes nothing.
 """
 
 from gnnautoscale.analysis.diagnostics import Diagnostic, diagnose
+from gnnautoscale.analysis.gradients import GradientAgreement
 
-__all__ = ["Diagnostic", "diagnose"]
+__all__ = ["Diagnostic", "GradientAgreement", "diagnose"]

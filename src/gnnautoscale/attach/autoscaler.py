@@ -142,6 +142,12 @@ class Autoscaler:
         """A deep copy of the model without histories, in the same mode."""
         return self._hooks.bare_copy()
 
+    def twin(self, graph: Graph, compensate: Compensation) -> nn.Module:
+        """A copy of the model in the same mode, autoscaled for the same graph with temporary histories of its own."""
+        copied, memory = self.bare_copy(), self.memory.apart(graph, device_of(self._model))
+        Autoscaler(copied, memory, graph.key, compensate=compensate, explicit=self._explicit)
+        return copied
+
     # Running #########################################################################################################
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -31,8 +32,9 @@ from gnnautoscale.forward import (
     SweepExchange,
     evaluating,
     run_pass,
+    step_exchange,
 )
-from gnnautoscale.graph import BatchInfo, Graph, HaloLoader, check_nodes
+from gnnautoscale.graph import BatchInfo, BatchTensor, Graph, HaloLoader, check_nodes
 
 # A graph that comes without a loader is cut into parts of about this size, or not at all if it is smaller.
 _PART_NODES, _PART_EDGES = 100_000, 1_000_000
@@ -134,13 +136,25 @@ def infer_from_histories(model: nn.Module, loader: HaloLoader, *, call: CallMode
 
 
 @torch.no_grad()
-def refresh(model: nn.Module, loader: HaloLoader | Data, *, call: CallModel = call_with_batch) -> None:
-    """Recompute all histories of the training graph with the current weights, in evaluation mode.
+def refresh(
+    model: nn.Module,
+    loader: HaloLoader | Data,
+    *,
+    call: CallModel = call_with_batch,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> None:
+    """Recompute histories of the training graph with the current weights, in evaluation mode.
+
+    Given a loader, all of them become exact. Given one of its batches, only that batch's rows are computed and pushed,
+    from those that it pulls, as in a training step: cheap enough to come before each step. The model keeps its weights,
+    their gradients, and its mode.
 
     Args:
         model: An autoscaled model.
-        loader: Makes the batches of the training graph; or that graph itself, see :func:`infer`.
+        loader: Makes the batches of the training graph; or that graph itself, see :func:`infer`; or a batch.
         call: Calls the model with a batch, if ``model(batch)`` does not fit.
+        loss: With a batch, and if the model is autoscaled with ``compensate="gradient"``: the loss, given the model's
+            output for the batch, weighted as in training. Gradients of the batch's rows become fresh, too.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -148,8 +162,16 @@ def refresh(model: nn.Module, loader: HaloLoader | Data, *, call: CallModel = ca
         >>> import gnnautoscale as gas
         >>> data = KarateClub()[0]
         >>> model = gas.autoscale(GCN(34, 16, num_layers=2, out_channels=4), data)
-        >>> gas.refresh(model, gas.HaloLoader(data, num_parts=4))
+        >>> loader = gas.HaloLoader(data, num_parts=4)
+        >>> gas.refresh(model, loader)
+        >>> for batch in loader:
+        ...     gas.refresh(model, loader.batch_of([0]))  # another batch's rows, before a step on this one
     """
+    if isinstance(loader, Data) and isinstance(loader.edge_index, BatchTensor):
+        _refresh_batch(model, loader, call, loss)
+        return
+    if loss is not None:
+        raise InputError("loss belongs to a batch", got="one with a loader or a graph", fix="Leave it out.")
     loader = loader_for(model, loader)
     memory = attached(model).memory_of(loader.follow())
     with evaluating(model):
@@ -161,6 +183,18 @@ def refresh(model: nn.Module, loader: HaloLoader | Data, *, call: CallModel = ca
             with attached(model).running(SweepExchange(None)), warnings.catch_warnings(action="ignore"):
                 _run_once(model, loader.any_batch(device_of(model)), call)
         memory.mark_written_by(weights_checksum(model))
+
+
+def _refresh_batch(model: nn.Module, batch: Data, call: CallModel, loss: Callable[[Any], Tensor] | None) -> None:
+    scaler, info = attached(model), batch.edge_index.info
+    whole = info.batch_size == scaler.memory.num_nodes  # whose rows no other batch pulls, but predictions do
+    exchange = StepExchange(push_all=True) if whole else step_exchange(scaler.compensate)
+    goes_back = loss is not None and scaler.compensate == "gradient" and not whole
+    with evaluating(model), scaler.running(exchange), torch.set_grad_enabled(goes_back):
+        out = call(model, to_model_device(batch, model))
+        if loss is not None and goes_back:
+            weights = [weight for weight in model.parameters() if weight.requires_grad]
+            torch.autograd.grad(loss(out), weights, allow_unused=True)
 
 
 @torch.no_grad()

@@ -20,25 +20,30 @@ def reproduce(
         list[str] | None, typer.Option(help="Cells such as 'gcn.cora', '*.cora' or 'gcn.cora/full'; repeatable.")
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="Number of seeds, instead of the configuration's.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Number of steps, instead of the configuration's; for compensation.")
+    ] = None,
     device: Annotated[str, typer.Option(help=OPTIONS["device"].help)] = "auto",
     jobs: Annotated[int, typer.Option(help="Number of parallel processes.")] = 1,
     root: Annotated[str, typer.Option(help="Folder of the published data sets.")] = "data",
     output: Annotated[Path, typer.Option(help="Folder for results.")] = Path("reproduction"),
     json: Json = False,
 ) -> None:
-    """Run an experiment of the paper and show its results beside the published ones.
+    """Run an experiment, of the paper or about it, and show its results, beside the published ones where there are any.
 
     Finished runs are kept in the output folder, so after an interruption the same command continues. Each training run
     has a folder below `runs` with the measurements of its epochs.
     """
-    if jobs < 1 or (seeds is not None and seeds < 1):
-        raise InputError("--jobs and --seeds must be at least 1", got=f"{jobs} and {seeds}", fix="Increase them.")
+    counts = {"--jobs": jobs, "--seeds": seeds, "--steps": steps}
+    for flag, count in counts.items():
+        if count is not None and count < 1:
+            raise InputError(f"{flag} must be at least 1", got=str(count), fix="Increase it.")
     device = pick_device(device)
     store = paper.Store(output / "runs.jsonl")
     failed = []
     for name in paper.experiment_names() if experiment == "all" else [experiment]:
         described = paper.load_experiment(name)
-        listed = described.jobs(only=only or (), seeds=seeds, device=describe_machine(device))
+        listed = described.jobs(only=only or (), seeds=seeds, steps=steps, device=describe_machine(device))
         folder = output / "runs"
         failed += paper.run_all(listed, store, root=root, device=device, processes=jobs, runs_dir=folder, show=say)
         if not any(store.get(job) for job in listed):

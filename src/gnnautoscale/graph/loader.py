@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any
@@ -263,12 +263,28 @@ class HaloLoader:
         group = self._grouped(torch.arange(self.num_parts))[0]
         return next(tagged_copies(self._batches([group], keep=self.keep, device=device or self.device)))
 
+    def batch_of(self, parts: Iterable[int]) -> Data:
+        """The batch of some parts, with their halo.
+
+        Example:
+            >>> from torch_geometric.datasets import KarateClub
+            >>> loader = HaloLoader(KarateClub()[0], num_parts=4)
+            >>> bool((loader.labels[loader.batch_of([2, 0]).n_id[:3]] == 0).all())
+            True
+        """
+        self.follow()
+        # Parts that are batches of their own come back; other groups may not.
+        keep = self.is_fixed and self.batch_size == 1
+        group = tuple(sorted(parts))
+        return next(tagged_copies(self._batches([group], keep=keep, device=self.device, num_workers=0)))
+
     def _batches(
         self,
         groups: list[PartGroup],
         *,
         keep: bool,
         device: torch.device,
+        num_workers: int | None = None,
         only: Collection[str] | None = None,
         kept_with: Collection[str] | None = None,
         unread: bool = False,
@@ -277,16 +293,22 @@ class HaloLoader:
         if device.type == "cuda":
             state = self._builder, self._ready, self._halos
             return in_turn(self._assembling(*state, groups, keep, device, only, kept_with, unread), device)
-        return self._built(self._builder, self._ready, groups, keep)
+        workers = self.num_workers if num_workers is None else num_workers
+        return self._built(self._builder, self._ready, groups, keep, workers)
 
     def _built(
-        self, builder: BatchBuilder, kept: dict[PartGroup, ReadyBatch], groups: list[PartGroup], keep: bool
+        self,
+        builder: BatchBuilder,
+        kept: dict[PartGroup, ReadyBatch],
+        groups: list[PartGroup],
+        keep: bool,
+        num_workers: int,
     ) -> Iterator[ReadyBatch]:
         """Batches in host memory."""
         # Decide now which batches to build: another iteration may add to those kept in the meantime.
         ready = {group: kept[group] for group in groups if group in kept and kept[group].is_on(_HOST)}
         missing = [group for group in groups if group not in ready]
-        built = build_each(partial(_build, builder), missing, self.num_workers, self._worker_seeds)
+        built = build_each(partial(_build, builder), missing, num_workers, self._worker_seeds)
         for group in groups:
             if group in ready and ready[group].intact():
                 batch = ready[group]

@@ -30,6 +30,7 @@ from gnnautoscale.forward import (
     evaluating,
 )
 from gnnautoscale.graph import BatchInfo
+from gnnautoscale.planner.bent_sums import BentSums
 from gnnautoscale.planner.blame import DeviationError, LayerError, explained, keeps_state, random_evaluation
 from gnnautoscale.planner.comparison import alike
 from gnnautoscale.planner.merging import merged
@@ -137,33 +138,28 @@ class _Tryout:
         else:
             self._check_determinism(trials[0])
         inner: set[str] = set()
-        bent: set[str] = set()
+        sums = BentSums(wanted=at_sums)
         everything_needed = False
         while True:
-            observations = [trial.seen(inner) for trial in trials]
-            plan = merged(observations, inner, self._explicit, everything_needed=everything_needed)
+            placed = inner | sums.calls
+            observations = [trial.seen(placed) for trial in trials]
+            plan = merged(observations, placed, self._explicit, everything_needed=everything_needed)
             references = [seen.reference for seen in observations]
             try:
                 deviation = self._rehearse_all(trials, plan, references)
             except Exception:
-                if bent:
-                    inner, bent = inner - bent, set()
+                if sums.give_up():
                     continue
                 kept = self._without_failing(trials, plan, references)
                 if len(kept) == len(trials):
                     raise
                 trials = kept
                 continue
-            if deviation is None and at_sums:
-                at_sums = False  # once is enough
-                bent = self._bent_calls(trials[0], plan)
-                if bent:
-                    inner = inner | bent
-                    continue
             if deviation is None:
+                if sums.find(trials[0], plan):
+                    continue
                 break
-            if bent:  # histories at its sums do not suit the model
-                inner, bent = inner - bent, set()
+            if sums.give_up():
                 continue
             call = plan.calls.get(deviation.name)
             if call is not None and call.num_propagations > 1 and deviation.name not in inner:
@@ -385,24 +381,6 @@ class _Tryout:
                     got="edges or edge weights that it changes at random in training",
                     fix="Set the layer's own dropout to 0 and use autoscale(..., edge_dropout=p).",
                 )
-
-    def _bent_calls(self, trial: Trial, plan: Plan) -> set[str]:
-        """The calls whose output is not linear in what they aggregate, apart from those that depend on no slot."""
-        known = trial.seen(plan.inner).reference.outputs
-        candidates = [
-            name
-            for name, call in plan.calls.items()
-            if plan.needs.get(name) and call.num_propagations and not call.nested and name not in plan.inner
-        ]
-        bent = set()
-        for name in candidates:
-            ends = [
-                trial.observe(plan.inner | {name}, shifted=(name, by)).reference.outputs[name] for by in (-1.0, 1.0)
-            ]
-            middle = (ends[0] + ends[1]) / 2
-            if not alike([middle], [known[name]]):
-                bent.add(name)
-        return bent
 
     # Shortcuts #######################################################################################################
 

@@ -82,16 +82,27 @@ def error_section(runs: Sequence[ReportedRun]) -> Section | None:
 
 def gradient_section(runs: Sequence[ReportedRun]) -> Section | None:
     """Distance of gradients from those of full batch."""
-    found = curves(runs, "Cosine with the exact gradient", partial(_gradient, name="cosine"), "cosine")
-    found += curves(runs, "Relative error of the gradient", partial(_gradient, name="relative_error"), "error")
-    rows = _last_layers(runs, "gradients", ("cosine", "relative_error"))
-    last = table(["weights", "run", "cosine", "relative error"], rows, caption="Gradients at the last measurement")
+    found = curves(runs, "Cosine with the exact gradient", partial(_gradient, path=("cosine",)), "cosine")
+    found += curves(runs, "Relative error of the gradient", partial(_gradient, path=("relative_error",)), "error")
+    compensated = partial(_gradient, path=("compensated", "cosine"))
+    found += curves(runs, "Cosine with the exact gradient, compensated", compensated, "cosine")
+    names = ("cosine", "norm_ratio", "relative_error")
+    rows = [
+        [str(each["layer"]), run.tag, how, *(short(finite(each.get(name)), 3) for name in names)]
+        for run in runs
+        for record in run.record.gradients[-1:]
+        for how, measured in (("plain", record), ("compensated", record.get("compensated") or {}))
+        for each in ({**measured, "layer": "all"}, *(measured.get("layers") or ()))
+        if measured
+    ]
+    heads = ["layer", "run", "steps", "cosine", "norm ratio", "relative error"]
+    last = table(heads, rows, caption="Gradients at the last measurement")
     how = (
         "The gradient over all batches, with the histories as they are, compared with that of full batch and the same "
-        "weights. Cosine 1 and error 0 mean that they are equal. No gradient flows through histories, so they may "
-        "differ even if the histories are fresh."
+        "weights. Cosine 1 and error 0 mean that they are equal. In plain steps no gradient flows through histories, "
+        "so they may differ even if the histories are fresh; compensated steps (--compensate gradient) let it go on."
     )
-    return plot_section("gradients", "Gradients", how, found, folded("Weight by weight", last) if rows else "")
+    return plot_section("gradients", "Gradients", how, found, folded("Layer by layer", last) if rows else "")
 
 
 def lipschitz_section(runs: Sequence[ReportedRun]) -> Section | None:
@@ -109,8 +120,8 @@ def lipschitz_section(runs: Sequence[ReportedRun]) -> Section | None:
     return plot_section("lipschitz", "Lipschitz constants", how, found, folded("Messages and updates", last))
 
 
-def _gradient(run: ReportedRun, name: str) -> list[Point]:
-    return run.curve((name,), run.record.gradients)
+def _gradient(run: ReportedRun, path: tuple[str, ...]) -> list[Point]:
+    return run.curve(path, run.record.gradients)
 
 
 def _layers(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

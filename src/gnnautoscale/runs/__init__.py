@@ -3,7 +3,7 @@
 This package does not know how the numbers were measured.
 """
 
-from gnnautoscale.runs.findings import explain
+from gnnautoscale.runs.findings import compensation_pays, explain
 from gnnautoscale.runs.folder import RUN, RunFolder, RunRecord, check_run_dir, free_folder, read_run
 from gnnautoscale.runs.result import Epoch, FitResult, jsonable
 
@@ -14,6 +14,7 @@ __all__ = [
     "RunFolder",
     "RunRecord",
     "check_run_dir",
+    "compensation_pays",
     "explain",
     "free_folder",
     "jsonable",

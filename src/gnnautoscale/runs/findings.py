@@ -17,6 +17,9 @@ OUTPUT_ERROR = 0.02
 SHRUNK = 0.5
 # A gradient that is off by half of its length still points within 30 degrees of the right direction.
 GRADIENT_ERROR = 0.5
+# Below a cosine of 0.95 the gradient points 18 degrees away from full batch's. Compensation pays if it takes back at
+# least half of what the cosine lacks.
+BORDER_COSINE, TAKEN_BACK = 0.95, 0.5
 # A quarter of a step's time is more than users are likely to gain by changing their model.
 WAITING_SHARE = 0.25
 # Work besides training; at a third, a run takes half as long again as it has to.
@@ -145,6 +148,8 @@ def _staleness(record: RunRecord) -> Finding | None:
 
 def _gradients(record: RunRecord) -> Finding | None:
     last = record.gradients[-1] if record.gradients else {}
+    if _option(record, "compensate") == "gradient":
+        last = last.get("compensated") or last
     error, cosine = last.get("relative_error"), last.get("cosine")
     if error is None or error <= GRADIENT_ERROR:
         return None
@@ -157,6 +162,33 @@ def _gradients(record: RunRecord) -> Finding | None:
         "Steps go in another direction than full batch, in part because a batch sees only its own training nodes.",
         "Use larger batches (--batch-size) or fewer parts, and refresh histories (--refresh-every epoch).",
         error / GRADIENT_ERROR,
+    )
+
+
+def compensation_pays(plain: float | None, compensated: float | None) -> bool:
+    """Whether a plain step's cosine with the full-batch gradient is clearly below 1, and a compensated one's nearer.
+
+    Example:
+        >>> compensation_pays(0.8, 0.95), compensation_pays(0.8, 0.85), compensation_pays(0.97, 1.0)
+        (True, False, False)
+    """
+    if plain is None or compensated is None or not plain < BORDER_COSINE:
+        return False
+    return 1.0 - compensated <= (1.0 - TAKEN_BACK) * (1.0 - plain)
+
+
+def _border(record: RunRecord) -> Finding | None:
+    last = record.gradients[-1] if record.gradients else {}
+    plain, compensated = last.get("cosine"), (last.get("compensated") or {}).get("cosine")
+    if plain is None or _option(record, "compensate") == "gradient" or not compensation_pays(plain, compensated):
+        return None
+    return Finding(
+        "border",
+        f"The gradient of plain steps has a cosine of {plain:.3f} to that of full batch; compensated at the border of "
+        f"batches it would have {compensated:.3f}.",
+        "Steps miss what flows through pulled rows.",
+        "Let the gradient go on beyond the border (--compensate gradient); it helps most where weights move slowly.",
+        (1.0 - plain) / (1.0 - BORDER_COSINE),
     )
 
 
@@ -386,6 +418,7 @@ _CHECKS: tuple[_Check, ...] = (
     _verification,
     _staleness,
     _gradients,
+    _border,
     _transfers,
     _loader,
     _tiny_batches,

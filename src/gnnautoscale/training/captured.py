@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale.attach import attached
+from gnnautoscale.attach import attached, refresh
 from gnnautoscale.exact import ExactPasses, Loss, forget_captured
 from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, HaloLoader, ReadyBatch
 from gnnautoscale.replay import WARM_UP, Placement, Replayer, on_training_stream
 from gnnautoscale.tasks import Task
-from gnnautoscale.training.feed import Feed, Item
+from gnnautoscale.training.feed import Feed, Item, plain_item
 from gnnautoscale.training.steps import Steps
 
 
@@ -85,7 +85,11 @@ class Engine(Steps):
             self._forget()
 
     def epoch(
-        self, loader: HaloLoader, most: int | None = None, after_step: Callable[[Item], None] | None = None
+        self,
+        loader: HaloLoader,
+        most: int | None = None,
+        after_step: Callable[[Item], None] | None = None,
+        before_step: Callable[[], None] | None = None,
     ) -> float:
         """Train for an epoch, or on its first ``most`` batches; waits for the mean loss over all targets.
 
@@ -95,7 +99,14 @@ class Engine(Steps):
         self._replayer.times = self.times
         # A step knows what it reads of a batch that comes back.
         batches = islice(loader.ready_batches(kept_with=()), most)
-        return self.train(self._feed.items(batches, loader.first_of_next_epoch), after_step)
+        return self.train(self._feed.items(batches, loader.first_of_next_epoch), after_step, before_step)
+
+    def refresh(self, batch: Data) -> None:
+        """Push fresh rows of a batch, and of compensated steps fresh gradients of these, without training on it."""
+        self._replayer.why_not = self._replayer.why_not or "batches are refreshed between steps"
+        item = plain_item(batch, self.task, self.device)
+        with self._autocast():
+            refresh(self._model, item.batch, loss=lambda out: self._losses(out, item)[1])
 
     def exact_epoch(self, loader: HaloLoader, after_step: Callable[[None], None], *, done: bool) -> float:
         """Train for one step with the gradient of the whole graph; returns the mean loss over all targets.

@@ -57,10 +57,15 @@ class Flow:
             self._written[batch.own] = step
         self._waiting.clear()
 
-    def refreshed(self) -> None:
-        """Note that all rows were written after the last step."""
+    def refreshed(self, info: BatchInfo | None = None) -> None:
+        """Note that the rows of a batch, or all of them, were written after the last step."""
         self._count()
-        self._written[:] = self.steps
+        self._written[slice(None) if info is None else self._parts(info).own] = self.steps
+
+    def oldest(self, count: int) -> list[int]:
+        """The parts whose rows were written longest ago, or never; of several, those with the lowest numbers."""
+        self._count()
+        return [int(part) for part in np.argsort(self._written, kind="stable")[:count]]
 
     def ages(self) -> Tensor:
         """The age of each node's rows in steps as the next step finds them, -1 if never written, ``[num_nodes]``."""

@@ -283,7 +283,8 @@ def _with_histories(
         per_target=per_target,
     )
     after = options.exact_after
-    strategy = HistoryStrategy(model, loaders, engine, exact_after=after, evaluate_parts=options.evaluate_parts)
+    parts, refreshes = options.evaluate_parts, options.refresh
+    strategy = HistoryStrategy(model, loaders, engine, exact_after=after, evaluate_parts=parts, refreshes=refreshes)
     if after < options.epochs:
         strategy.make_room_for_gradients()
     if options.compensate == "gradient":

@@ -116,6 +116,13 @@ class Optimization(OptionGroup):
 class Histories(OptionGroup):
     """How histories are stored and refreshed."""
 
+    refresh: int = option(
+        0,
+        "Number of batches to refresh before each step: fresh rows of the parts whose histories are oldest are pushed, "
+        'without training on them, and with compensate="gradient" fresh gradients of these rows.',
+        least=0,
+        needs_histories=True,
+    )
     refresh_every: Literal["never", "epoch"] | int = option(
         "never",
         'When to recompute all histories with the current weights: "never", after each "epoch", or after a number of '
@@ -252,6 +259,7 @@ class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output
                 )
         self._check_exact()
         self._check_compensation()
+        self._check_refresh()
         if self.mode == "sage":
             check_fan_out(self.fan_out)
         elif self.fan_out is not None:
@@ -283,6 +291,16 @@ class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output
         if self.compensate == "gradient" and self.lipschitz:
             got = f"lipschitz={self.lipschitz}"
             raise InputError("compensated steps run each layer once", got=got, fix="Leave the penalty out.")
+
+    def _check_refresh(self) -> None:
+        if not self.refresh:
+            return
+        if self.mode in ("full", "exact"):
+            got, fix = f"refresh={self.refresh}", "Leave it out, or choose another mode."
+            raise InputError(f"steps of mode {self.mode!r} find all rows fresh", got=got, fix=fix)
+        if self.batch_size == self.num_parts:
+            got = f"refresh={self.refresh} and all {self.num_parts} parts in one batch"
+            raise InputError("refresh needs several batches", got=got, fix="Leave it out, or lower batch_size.")
 
     @property
     def exact_after(self) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import LocalLipschitz
@@ -70,11 +70,18 @@ class Steps:
         finally:
             torch.set_float32_matmul_precision(before)
 
-    def train(self, items: Iterable[Item], after_step: Callable[[Item], None] | None = None) -> float:
+    def train(
+        self,
+        items: Iterable[Item],
+        after_step: Callable[[Item], None] | None = None,
+        before_step: Callable[[], None] | None = None,
+    ) -> float:
         """Train on batches; returns the mean loss over all targets, without the penalty."""
         try:
             items = iter(items)
             while (item := self._next(items)) is not None:
+                if before_step is not None:
+                    before_step()
                 self._run(item)
                 self._count += item.targets.size(0)
                 if self._trains_on(item):
@@ -122,19 +129,23 @@ class Steps:
             self._optimizer.zero_grad()
         with self._penalty if self._penalty is not None else nullcontext(), self._autocast():
             out = self._call(item.batch)
-        count = item.targets.size(0)
-        chosen = out if item.rows is None else out[item.rows]
-        loss = self.task.loss(chosen, item.targets) if count else chosen.sum()
+        loss, total = self._losses(out, item)
         if not loss.is_cuda and not bool(torch.isfinite(loss)):  # on a GPU the host would wait
             raise FloatingPointError(f"the loss is {float(loss.detach())}")
-        total = loss if self._per_target is None else loss * (self._per_target * count)
         if self._penalty is not None:
             total = total + self._penalty_weight * self._penalty.value()
         with torch.autograd.set_multithreading_enabled(False):  # nothing to do for a second thread
-            (total / self._accumulate if self._accumulate > 1 else total).backward()
+            torch.autograd.backward(total / self._accumulate if self._accumulate > 1 else total)
         if self._accumulate == 1:
             self._update()
-        self._total += loss.detach() * count
+        self._total += loss.detach() * item.targets.size(0)
+
+    def _losses(self, out: Any, item: Item) -> tuple[Tensor, Tensor]:
+        """The mean loss of a batch's targets, and what its step differentiates."""
+        count = item.targets.size(0)
+        chosen = out if item.rows is None else out[item.rows]
+        loss = self.task.loss(chosen, item.targets) if count else chosen.sum()
+        return loss, loss if self._per_target is None else loss * (self._per_target * count)
 
     def _update(self) -> None:
         """Step with the gradients that there are."""

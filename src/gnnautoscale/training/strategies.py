@@ -124,7 +124,8 @@ class HistoryStrategy(Strategy):
     """Trains an autoscaled model on batches with their halo: GAS, full batch and naive histories.
 
     After epoch ``exact_after`` an epoch is one step with the gradient of the whole graph. It evaluates and refreshes in
-    ``evaluate_parts`` batches, ``None`` for those of training.
+    ``evaluate_parts`` batches, ``None`` for those of training. Before each step on a batch, ``refreshes`` others are
+    refreshed: those of the parts whose rows are oldest.
     """
 
     def __init__(
@@ -135,10 +136,14 @@ class HistoryStrategy(Strategy):
         *,
         exact_after: int,
         evaluate_parts: int | None,
+        refreshes: int = 0,
     ) -> None:
         super().__init__(model, engine)
         self._exact_after = exact_after
         self._engine, self._loaders, self._loader = engine, loaders, loaders["train"]
+        self._refreshes = refreshes
+        if refreshes:
+            self._follow_rows()
         self._exact_loaders = loaders
         self.at_once = evaluate_parts == 1
         if evaluate_parts is not None:
@@ -155,7 +160,10 @@ class HistoryStrategy(Strategy):
     def watch(self) -> None:
         """See :meth:`Strategy.watch`."""
         super().watch()
-        if len(self._loader) > 1 and self._exact_after:
+        self._follow_rows()
+
+    def _follow_rows(self) -> None:
+        if self.flow is None and len(self._loader) > 1 and self._exact_after:
             self.flow = Flow(self._loader.labels)
 
     def measured(self) -> dict[str, Any]:
@@ -195,8 +203,16 @@ class HistoryStrategy(Strategy):
 
     def _train(self, number: int, most: int | None, after_step: Callable[[Item | None], None]) -> float:
         if number <= self._exact_after:
-            return self._engine.epoch(self._loader, most, after_step)
+            return self._engine.epoch(self._loader, most, after_step, self._refresh_oldest)
         return self._engine.exact_epoch(self._loader, after_step, done=self.done > 0)
+
+    def _refresh_oldest(self) -> None:
+        flow = self.flow
+        for _ in range(self._refreshes):
+            if flow is not None:
+                batch = self._loader.batch_of(flow.oldest(self._loader.batch_size))
+                self._engine.refresh(batch)
+                flow.refreshed(batch.edge_index.info)
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`Strategy.state_dict`."""

@@ -1,4 +1,4 @@
-"""Proposes how to train on a graph: number of parts, storage and precision of histories, and refresh.
+"""Proposes how to train on a graph: parts, storage and precision of histories, refresh, and compensation.
 
 ``docs/tune.md`` has the rules, and compares estimates with measurements.
 """
@@ -18,9 +18,10 @@ from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.history import Medium
 from gnnautoscale.models import build_model
+from gnnautoscale.runs import compensation_pays
 from gnnautoscale.tasks import Task, task_for
 from gnnautoscale.training import OPTIONS, FitOptions, HistoryDtype, Output
-from gnnautoscale.tuning.trials import Place, Trials, with_margin
+from gnnautoscale.tuning.trials import SECONDS, Place, Trials, with_margin
 
 # Fewer parts have smaller halos, so more parts must be faster by more than this.
 FASTER = 0.2
@@ -35,10 +36,12 @@ JOINED, SKEW, DRAWINGS = 10, 0.1, 4
 RISK = 1.0
 # Share that a refresh in every epoch may add to the time of an epoch with its evaluation.
 REFRESH_COST = 0.25
+# Passes over all batches, forward and backward, that it may take to compare gradients with full batch's.
+MOST_SWEEPS = 30
 
 _DECIDED = {
     *("mode", "num_parts", "batch_size", "partition", "drawings", "fan_out", "steps_per_epoch"),
-    *("refresh_every", "storage", "history_dtype", "evaluation", *options_of(Output)),
+    *("compensate", "refresh_every", "storage", "history_dtype", "evaluation", *options_of(Output)),
 }
 #: Options of ``fit`` that ``tune`` leaves to the user.
 PASSED = tuple(name for name in OPTIONS if name not in _DECIDED)
@@ -243,6 +246,7 @@ def _advise(trials: Trials) -> Advice:
         **dict.fromkeys(trials.batch_options(place), too_much),
     }
     options["refresh_every"], reasons["refresh_every"] = _refresh(chosen, place, trials)
+    options["compensate"], reasons["compensate"] = _compensate(options, chosen, place, trials)
     return Advice(options, {name: reasons[name] for name in options}, chosen, candidates, trials.budget)
 
 
@@ -328,6 +332,27 @@ def _refresh(chosen: Candidate, place: Place, trials: Trials) -> tuple[str, str]
     if cost > REFRESH_COST:
         return "never", f"{at_risk}, {RISK:g} or more, {measured}, more than {100 * REFRESH_COST:.0f} %"
     return "epoch", f"{at_risk}, {RISK:g} or more, {measured}"
+
+
+def _compensate(options: dict[str, Any], chosen: Candidate, place: Place, trials: Trials) -> tuple[str, str]:
+    """Whether to let gradients go on beyond the border of batches: if measurements say that they come closer."""
+    if trials.has_penalty:
+        return "none", "the local Lipschitz penalty runs layers twice, which compensated steps do not"
+    if not chosen.measured or MOST_SWEEPS * chosen.epoch_seconds > SECONDS:
+        return "none", "how gradients agree with full batch's would take too long to measure"
+    found = trials.agreement(options["num_parts"], options["batch_size"], place)
+    plain, compensated = found["cosine"], found["compensated"]
+    measured = f"the gradient of plain steps has a cosine of {plain:.3f} to full batch's (measured)"
+    if compensated is None:
+        return "none", f"{measured}, and compensated steps are refused: {found['why_not']}".rstrip(".")
+    measured += f", and compensated {compensated['cosine']:.3f}"
+    if not compensation_pays(plain, compensated["cosine"]):
+        return "none", measured
+    trial = trials.run(chosen.num_parts, place, compensate="gradient")
+    cost = f"{measured}; a step takes {trial.step_seconds / chosen.step_seconds:.1f} times as long (measured)"
+    if not trials.fits(trial.memory):
+        return "none", f"{cost}, and {amount(trial.memory)}, too much"
+    return "gradient", cost
 
 
 def amount(num_bytes: float) -> str:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import available_memory
-from gnnautoscale.attach import attached, autoscale, detach, is_autoscaled
+from gnnautoscale.analysis import GradientAgreement, diagnose
+from gnnautoscale.attach import attached, autoscale, detach, is_autoscaled, refresh
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import HaloLoader, connectivity, partition
+from gnnautoscale.graph import Graph, HaloLoader, connectivity, partition
 from gnnautoscale.history import Medium, choose_medium, codec_for
+from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task
 from gnnautoscale.training import OPTIONS, FitOptions, HistoryDtype, fit
 
@@ -125,6 +127,11 @@ class Trials:
         self._failed: set[int] = set()
 
     @property
+    def has_penalty(self) -> bool:
+        """Whether steps have the local Lipschitz penalty."""
+        return self._options.lipschitz > 0
+
+    @property
     def on_gpu(self) -> bool:
         """Whether trials run on a GPU."""
         return self._device.type == "cuda"
@@ -230,21 +237,42 @@ class Trials:
     def run(self, parts: int, place: Place, **changed: Any) -> Trial:
         """Train for a few epochs, with changed options of ``fit``; one part is full batch."""
         batches = self._batches(parts)
-        options = self._options.to_dict() | {name: OPTIONS[name].default for name in _LENGTH}
-        options |= {"mode": "full" if parts == 1 else "gas", "num_parts": parts}
-        options |= {"storage": place.storage, "history_dtype": place.history_dtype, **self.batch_options(place)}
-        options |= {"epochs": EPOCHS, "steps_per_epoch": batches, **changed}
-        model = self._model()
-        try:
-            result = fit(model, self._dataset, task=self._task, **options)
-        finally:
-            if is_autoscaled(model):
-                detach(model)  # frees the folder of histories
+        model, result = self._fit(parts, place, {"steps_per_epoch": batches, **changed})
+        detach(model)  # frees the folder of histories
         if result.peak_memory is None:
             raise InputError("trials need a system that reports the memory in use", got="none", fix="Use Linux.")
         step = min(epoch.seconds for epoch in result.epochs[1:]) / batches
         other = sum(result.seconds.get(name, 0.0) for name in ("evaluate", "refresh")) / EPOCHS
         return Trial(result.peak_memory, step, other)
+
+    def agreement(self, parts: int, together: int, place: Place) -> GradientAgreement:
+        """How the gradient of steps agrees with full batch's after a few epochs with batches of so many parts each.
+
+        Histories are exact, so that only the border of batches makes a difference.
+        """
+        model, _ = self._fit(parts, place, {"batch_size": together, "steps_per_epoch": STEPS})
+        try:
+            labels, both = self.cut(parts).labels, not Graph.of(self._graph).is_symmetric
+            loader = HaloLoader(self._graph, partition=labels, batch_size=together, bidirectional=both)
+            refresh(model, loader)
+            found = diagnose(model, loader, "gradients", task=self._task)["gradients"]
+            return cast(GradientAgreement, found)
+        finally:
+            detach(model)
+
+    def _fit(self, parts: int, place: Place, changed: dict[str, Any]) -> tuple[nn.Module, FitResult]:
+        """Train for a few epochs; returns the model, with histories, and the result."""
+        options = self._options.to_dict() | {name: OPTIONS[name].default for name in _LENGTH}
+        options |= {"mode": "full" if parts == 1 else "gas", "num_parts": parts}
+        options |= {"storage": place.storage, "history_dtype": place.history_dtype, **self.batch_options(place)}
+        options |= {"epochs": EPOCHS, **changed}
+        model = self._model()
+        try:
+            return model, fit(model, self._dataset, task=self._task, **options)
+        except BaseException:
+            if is_autoscaled(model):
+                detach(model)
+            raise
 
     def expect(self, parts: int, place: Place) -> Trial:
         """A measurement or an estimate: histories and kept batches are known, the rest grows with the batch."""

@@ -23,7 +23,9 @@ else:
 _DEPTH = {"train": 2, "connectivity": 1, "neighbourhood": 1, "step": 1}
 # Kinds whose results are times, which depend on the machine.
 _TIMED = ("neighbourhood", "step")
-_KEYS = {"kind", "seeds", "cells", "cells_of", "only", "variants", "train"}
+_KEYS = {"kind", "seeds", "cells", "cells_of", "models", "graphs", "only", "variants", "on_request", "train"}
+# How often a run is evaluated whose length is given in steps.
+_EVALUATIONS = 20
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Experiment:
     """An experiment of the paper, as in its configuration file.
 
     A job has the options ``train``, those of its cell, which may also set the number of seeds, and those of its
-    variant; later ones win. Options of a model are in a table of their own, ``model``.
+    variant; later ones win. Options of a model are in a table of their own, ``model``. A number of ``steps`` in place
+    of epochs is the same for all modes. Variants ``on_request`` run only if they are named.
     """
 
     name: str
@@ -67,20 +70,29 @@ class Experiment:
     cells: dict[str, dict[str, Any]]
     variants: dict[str, dict[str, Any]]
     train: dict[str, Any]
+    on_request: Sequence[str] = ()
 
-    def jobs(self, *, only: Sequence[str] = (), seeds: int | None = None, device: str = "cpu") -> list[Job]:
+    def jobs(
+        self,
+        *,
+        only: Sequence[str] = (),
+        seeds: int | None = None,
+        steps: int | None = None,
+        device: str = "cpu",
+    ) -> list[Job]:
         """All jobs, variant by variant of each cell.
 
         Args:
             only: Patterns such as ``"gcn.*"`` or ``"*.cora/full"`` for cells, or cells and variants; none for all.
             seeds: Number of seeds instead of the configuration's.
+            steps: Number of steps instead of the configuration's, which must have one.
             device: What computes, in words. It is part of the work where times are measured.
         """
         chosen = [
-            Job(cell, variant, seed, self._work(cell, variant, seed, device))
+            Job(cell, variant, seed, self._work(cell, variant, seed, device, steps))
             for cell, options in self.cells.items()
             for variant in self.variants
-            if _matches(cell, variant, only)
+            if _matches(cell, variant, only, by_name=variant in self.on_request)
             for seed in range(seeds if seeds is not None else options.get("seeds", self.seeds))
         ]
         if not chosen:
@@ -89,7 +101,7 @@ class Experiment:
             raise InputError(rule, got=", ".join(only) or f"{seeds} seeds", fix="Use * for any part of a name.")
         return chosen
 
-    def _work(self, cell: str, variant: str, seed: int, device: str) -> dict[str, Any]:
+    def _work(self, cell: str, variant: str, seed: int, device: str, steps: int | None) -> dict[str, Any]:
         options = {name: value for name, value in self.cells[cell].items() if name != "seeds"}
         changes = dict(self.variants[variant])
         if self.kind != "train":
@@ -98,6 +110,7 @@ class Experiment:
         model, dataset = cell.split(".")
         model_options = {**options.get("model", {}), **changes.pop("model", {})}
         train = {**self.train, **options.get("train", {}), **changes}
+        train = self._with_epochs(train, steps)
         unused = [name for name, modes in _OF_MODES.items() if train["mode"] not in modes]
         return {
             "kind": "train",
@@ -109,12 +122,27 @@ class Experiment:
             "seed": seed,
         }
 
+    def _with_epochs(self, train: dict[str, Any], steps: int | None) -> dict[str, Any]:
+        """The options with as many epochs as make up a number of steps, if they have one."""
+        train = dict(train)
+        given = train.pop("steps", None)
+        if given is None and steps is not None:
+            rule = "--steps belongs to experiments whose runs all take the same number of steps"
+            raise InputError(rule, got=self.name, fix="Leave it out.")
+        if given is None:
+            return train
+        at_once = train["mode"] in ("full", "exact")
+        batches = 1 if at_once else -(-train["num_parts"] // train["batch_size"])
+        epochs = max(1, (given if steps is None else steps) // batches)
+        return {**train, "epochs": epochs, "evaluate_every": max(1, epochs // _EVALUATIONS)}
+
 
 # Options that only these modes have or depend on. Other modes leave them out, so that jobs that differ in nothing else
 # are the same.
-_OF_BATCHES = ("num_parts", "batch_size", "partition", "steps_per_epoch", "refresh_every", "storage")
+_BATCHED = ("gas", "history", "cluster", "sage")
 _OF_MODES = {
-    **dict.fromkeys(_OF_BATCHES, ("gas", "history", "cluster", "sage")),
+    **dict.fromkeys(("num_parts", "batch_size", "partition", "storage"), (*_BATCHED, "exact")),
+    **dict.fromkeys(("steps_per_epoch", "refresh_every"), _BATCHED),
     "drawings": ("gas", "history"),
     "fan_out": ("sage",),
 }
@@ -137,10 +165,15 @@ def load_experiment(name: str) -> Experiment:
     if unknown:
         rule = f"{name}.toml may hold {', '.join(sorted(_KEYS))}"
         raise InputError(rule, got=", ".join(unknown), fix="Check the spelling.")
-    cells = read["cells"] if "cells" in read else _read(read["cells_of"])["cells"]
-    flat, pattern = _leaves(cells, _DEPTH[read["kind"]]), read.get("only", "*")
+    if "models" in read:
+        flat = _grid(read["models"], read["graphs"])
+    else:
+        cells = read["cells"] if "cells" in read else _read(read["cells_of"])["cells"]
+        flat = _leaves(cells, _DEPTH[read["kind"]])
+    pattern = read.get("only", "*")
     chosen = {cell: dict(options) for cell, options in flat if fnmatchcase(cell, pattern)}
-    return Experiment(name, read["kind"], read["seeds"], chosen, read["variants"], read.get("train", {}))
+    settings = chosen, read["variants"], read.get("train", {}), read.get("on_request", ())
+    return Experiment(name, read["kind"], read["seeds"], *settings)
 
 
 def published() -> dict[str, Any]:
@@ -164,6 +197,21 @@ def _leaves(tables: Mapping[str, Any], depth: int, prefix: str = "") -> Iterator
             yield from _leaves(value, depth - 1, f"{prefix}{name}.")
 
 
-def _matches(cell: str, variant: str, patterns: Sequence[str]) -> bool:
+def _grid(
+    models: Mapping[str, Mapping[str, Any]], graphs: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A cell for every model on every graph; options of the model win."""
+    for graph, below in graphs.items():
+        for model, above in models.items():
+            tables = dict.fromkeys([*below, *above])
+            yield f"{model}.{graph}", {name: {**below.get(name, {}), **above.get(name, {})} for name in tables}
+
+
+def _matches(cell: str, variant: str, patterns: Sequence[str], *, by_name: bool = False) -> bool:
+    """Whether a pattern chooses a variant of a cell; with ``by_name`` only one that names a variant without ``*``."""
+    if by_name:
+        patterns = [pattern for pattern in patterns if pattern.rpartition("/")[2] == variant]
+    elif not patterns:
+        return True
     names = (f"{cell}/{variant}" if "/" in pattern else cell for pattern in patterns)
-    return not patterns or any(map(fnmatchcase, names, patterns))
+    return any(map(fnmatchcase, names, patterns))

@@ -159,6 +159,10 @@ def _table7(found: Results, paper: _Published) -> Report:
     for variant, wanted in paper.items():
         values[variant] = {split: found.mean(cell, variant, "scores", split) for split in ("train", "val", "test")}
         rows.append([names[variant], *map(beside, values[variant].values(), wanted)])
+    for variant in ("gradient", "momentum"):  # on request
+        if found.of(cell, variant):
+            values[variant] = {split: found.mean(cell, variant, "scores", split) for split in ("train", "val", "test")}
+            rows.append([f"metis, compensate {variant}", *map(number, values[variant].values())])
     curves = _curves(found, names)
     title, heads = "A 4-layer GIN on CLUSTER (Table 7)", ["accuracy (%)", "train", "validation", "test"]
     notes = ["The paper's numbers are in brackets."]
@@ -234,7 +238,39 @@ def _wordnet(found: Results, paper: _Published) -> Report:
     return Report("WordNet 3.0, 117,659 nodes", heads, rows, notes, {"wordnet": values})
 
 
+def _compensation(found: Results, paper: _Published) -> Report:
+    names = {"full": "full batch", "exact": "exact steps", "gas": "GAS", "gradient": "GAS, gradient"}
+    names |= {"momentum": "GAS, momentum", "cluster": "Cluster-GCN", "sage": "GraphSAGE sampling"}
+    rows = []
+    values: dict[str, dict[str, dict[str, list[float]]]] = {}
+    differences: dict[str, list[float]] = {}
+    for cell in found.cells():
+        model, dataset = cell.split(".")
+        full = found.mean(cell, "full", "scores", "test")
+        for variant, name in names.items():
+            results = found.of(cell, variant)
+            if not results:
+                continue
+            tests = found.test_scores(cell, variant)
+            times = [1e3 * result["seconds"]["train"] / max(1, result["steps"]) for result in results]
+            values.setdefault(cell, {})[variant] = {"test": tests, "milliseconds": times}
+            points = statistics.mean(tests) - full
+            if variant != "full" and not math.isnan(points):
+                differences.setdefault(name, []).append(points)
+            known = "" if variant == "full" else number(points, sign=True)
+            rows.append([dataset, model, name, spread(tests), known, number(statistics.mean(times), 1)])
+    notes = [
+        f"{name}: mean difference to full batch {statistics.mean(points):+.2f} points, from {min(points):+.2f} to "
+        f"{max(points):+.2f}, over {len(points)} {'model and graph' if len(points) == 1 else 'models and graphs'}."
+        for name, points in differences.items()
+    ]
+    notes.append("All ways take the same number of steps. Time is that of a step, including waiting for batches.")
+    heads = ["graph", "model", "", "test accuracy (%)", "difference to full batch", "ms per step"]
+    return Report("What the border of batches costs", heads, rows, notes, {"compensation": values})
+
+
 _REPORTS: dict[str, Callable[[Results, _Published], Report]] = {
+    "compensation": _compensation,
     "figure3": _figure3,
     "figure4": _figure4,
     "table1": _table1,

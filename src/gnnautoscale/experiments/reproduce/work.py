@@ -83,11 +83,14 @@ def _load(name: str, root: str, split: int, options: tuple[tuple[str, Any], ...]
     given = dict(options)
     if "file" in given:
         return datasets.from_file(Path(root) / given.pop("file"), split=split, **given)
+    if given.pop("random_split", False):
+        data = datasets.load(name, root, **given).train
+        return Dataset.of(datasets.split_at_random(data, split), name)
     return datasets.load(name, root, split=split, **given)
 
 
 def _dataset(name: str, root: str, split: int, **options: Any) -> Dataset:
-    has_splits = name.startswith(("coauthor", "amazon", "wiki"))
+    has_splits = name.startswith(("coauthor", "amazon", "wiki")) or options.get("random_split", False)
     return _load(name, root, split if has_splits else 0, tuple(sorted(options.items())))
 
 

@@ -1,0 +1,224 @@
+"""How far the gradient of training steps agrees with that of full batch: plain, and compensated at the border."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
+
+from gnnautoscale._util import tensors_in
+from gnnautoscale.attach import CallModel, attached, device_of, refresh, to_model_device
+from gnnautoscale.data import Dataset
+from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.exact import ExactPasses, Loss
+from gnnautoscale.forward import GraphMemory, HistoryStore, Plan, StoreExchange
+from gnnautoscale.graph import HaloLoader
+from gnnautoscale.history import History
+from gnnautoscale.tasks import Task, task_for
+
+# Kept gradients are as they will be once a sweep changes the sum of all batches by less than this share. A model with
+# many layers takes many sweeps; it is measured after the last of these.
+_SETTLED, _MOST_SWEEPS = 1e-3, 20
+
+
+class Agreement(TypedDict):
+    """How a gradient compares with that of full batch.
+
+    Attributes:
+        cosine: The cosine of the angle between them.
+        norm_ratio: How many times as long as full batch's it is.
+        relative_error: The length of their difference, relative to full batch's.
+    """
+
+    cosine: float
+    norm_ratio: float
+    relative_error: float
+
+
+class LayerAgreement(Agreement):
+    """The same for the weights of one layer, by its name."""
+
+    layer: str
+
+
+class StepAgreement(Agreement):
+    """All weights together, and those of each layer in the order of the model."""
+
+    layers: list[LayerAgreement]
+
+
+class GradientAgreement(StepAgreement):
+    """Plain steps, and steps with ``compensate="gradient"`` on the same batches and histories.
+
+    Attributes:
+        compensated: These, with kept gradients of the current weights; ``None`` if the model does not allow it.
+        why_not: The reason then.
+        sweeps: Number of passes over all batches that have filled the histories of gradients.
+    """
+
+    compensated: StepAgreement | None
+    why_not: str | None
+    sweeps: int
+
+
+def gradient_agreement(
+    model: nn.Module, loader: HaloLoader, *, call: CallModel, task: Task | None = None
+) -> GradientAgreement:
+    """Compare the gradient of the mean loss over all targets, summed over all batches, with that of full batch.
+
+    The model keeps its weights, their gradients and its histories: compensated steps run on a copy of it.
+    """
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if not weights:
+        raise InputError("'gradients' needs weights", got="a model without any to train", fix="Leave gradients out.")
+    learned = task_for(Dataset.of(loader.data)) if task is None else task
+    learned.check(loader.data, ["train"])
+    loss, scaler = _mean_loss(learned, loader.data, device_of(model)), attached(model)
+    exchange = StoreExchange(HistoryStore(writes=False))
+    plain = _Sweep(model, list(weights.values()), loader, loss, call).run(lambda _: scaler.running(exchange))
+    with scaler.visiting(loader.graph, apart=True):
+        passes = ExactPasses(model, loader, call)
+        passes.forward()
+        found = passes.gradients(list(weights.values()), loss)
+    full = [
+        torch.zeros_like(total) if piece is None else piece.double() for total, piece in zip(plain, found, strict=True)
+    ]
+    owners = [_owner(model, name) for name in weights]
+    compensated, why_not, sweeps = None, None, 0
+    try:
+        gradient, sweeps = _compensated(model, list(weights), loader, loss, call)
+        compensated = _compared(owners, gradient, full)
+    except (InputError, UnsupportedModelError) as error:
+        why_not = str(error)
+    return {**_compared(owners, plain, full), "compensated": compensated, "why_not": why_not, "sweeps": sweeps}
+
+
+def _mean_loss(task: Task, data: Data, device: torch.device) -> Loss:
+    """The mean loss over all targets of a graph, as a sum over batches."""
+    count = task.targets_of_graph(data)[1].size(0)
+
+    def inputs(batch: Data) -> dict[str, Tensor]:
+        rows, targets = task.targets(batch)
+        found = {"targets": targets} if rows is None else {"targets": targets, "rows": rows}
+        return {name: value.to(device) for name, value in found.items()} if targets.size(0) else {}
+
+    def seeds(out: Any, given: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+        if not given:
+            return [], []
+        out = out[given["rows"]] if "rows" in given else out
+        return [given["targets"].size(0) / count * task.loss(out, given["targets"])], [None]
+
+    return Loss(inputs, seeds)
+
+
+class _Sweep:
+    """A training step's forward and backward pass on every batch."""
+
+    def __init__(
+        self, model: nn.Module, weights: Sequence[Tensor], loader: HaloLoader, loss: Loss, call: CallModel
+    ) -> None:
+        self._model, self._weights, self._loader = model, weights, loader
+        self._loss, self._call = loss, call
+
+    @torch.enable_grad()
+    def run(self, around: Callable[[Data], AbstractContextManager[None]] = lambda _: nullcontext()) -> list[Tensor]:
+        """The gradients of all batches, added up; each is computed in a context."""
+        sums = [torch.zeros_like(weight, dtype=torch.double) for weight in self._weights]
+        for batch in self._loader.in_order():
+            with around(batch):
+                out = self._call(self._model, to_model_device(batch, self._model))
+                losses, _ = self._loss.seeds(out, self._loss.inputs(batch))
+                # Targets of other batches may depend on the rows of one without any.
+                losses = losses or [0.0 * value.sum() for value in tensors_in(out)]
+                found = torch.autograd.grad(losses, list(self._weights), allow_unused=True)
+            for total, piece in zip(sums, found, strict=True):
+                total += 0.0 if piece is None else piece
+        return sums
+
+
+def _compensated(
+    model: nn.Module, names: Sequence[str], loader: HaloLoader, loss: Loss, call: CallModel
+) -> tuple[list[Tensor], int]:
+    """The gradients of compensated steps, added up, and how many sweeps have filled histories of gradients before."""
+    now, twin = attached(model).memory, attached(model).twin(loader.graph, "gradient")
+    own = dict(twin.named_parameters())
+    sweep, memory = _Sweep(twin, [own[name] for name in names], loader, loss, call), attached(twin).memory
+    refresh(twin, loader, call=call)
+    before, sweeps = sweep.run(), 1
+    while sweeps < _MOST_SWEEPS:
+        after, sweeps = sweep.run(), sweeps + 1
+        change, length = _length([a - b for a, b in zip(after, before, strict=True)]), _length(after)
+        before = after
+        if change <= _SETTLED * length:
+            break
+    device = device_of(model)
+    for batch in loader.in_order():
+        _take_rows(memory, now, attached(model).plan, batch, device)
+    return sweep.run(lambda batch: _undone(memory, batch, device)), sweeps
+
+
+def _take_rows(memory: GraphMemory, now: GraphMemory, plan: Plan | None, batch: Data, device: torch.device) -> None:
+    """Take over a batch's rows of histories as they are now, zero if never written.
+
+    Others, which the model has in no history as it is, stay exact.
+    """
+    place, source = memory.rows_of(batch.edge_index.info), now.rows_of(batch.edge_index.info)
+    for slot, history in memory.histories.items():
+        if slot in now.histories:
+            index = source.on(device)[: source.batch_size]
+            rows = now.histories[slot].pull(index, device=device, dtype=_exact_type(history))
+        elif plan is not None and slot in plan.live:
+            rows = torch.zeros(place.batch_size, history.width, device=device)
+        else:
+            continue
+        history.push(rows, place.on(device)[: place.batch_size], place.runs)
+
+
+@contextmanager
+def _undone(memory: GraphMemory, batch: Data, device: torch.device) -> Iterator[None]:
+    """Undo what a step writes, so that every batch is computed as if it came next."""
+    place = memory.rows_of(batch.edge_index.info)
+    index = place.on(device)[: place.batch_size]
+    kept = (*memory.histories.values(), *memory.last_gradients.values())
+    before = [history.pull(index, device=device, dtype=_exact_type(history)) for history in kept]
+    yield
+    memory.settle()
+    for history, rows in zip(kept, before, strict=True):
+        history.push(rows, index, place.runs)
+
+
+def _exact_type(history: History) -> torch.dtype:
+    """A type that rows of a history come back in as they are."""
+    return torch.float64 if history.dtype == torch.float64 else torch.float32
+
+
+def _owner(model: nn.Module, weight: str) -> str:
+    """The layer that a weight belongs to: the outermost one that passes messages, or else its own module."""
+    *path, _ = weight.split(".")
+    parts = [".".join(path[:end]) for end in range(1, len(path) + 1)]
+    layers = (part for part in parts if isinstance(model.get_submodule(part), MessagePassing))
+    return next(layers, ".".join(path) or weight)
+
+
+def _compared(owners: Sequence[str], ours: Sequence[Tensor], full: Sequence[Tensor]) -> StepAgreement:
+    def of(layer: str | None) -> Agreement:
+        chosen = [number for number, owner in enumerate(owners) if layer in (None, owner)]
+        a, b = (torch.cat([gradients[number].flatten() for number in chosen]) for gradients in (ours, full))
+        length, wanted, error = float(a.norm()), float(b.norm()), float((a - b).norm())
+        return {
+            "cosine": float(a @ b) / (length * wanted) if length * wanted else math.nan,
+            "norm_ratio": length / wanted if wanted else math.nan,
+            "relative_error": error / wanted if wanted else math.nan,
+        }
+
+    return {**of(None), "layers": [{"layer": layer, **of(layer)} for layer in dict.fromkeys(owners)]}
+
+
+def _length(gradients: Sequence[Tensor]) -> float:
+    return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
