@@ -1,19 +1,21 @@
 """Training steps that make up for the border of a batch.
 
-In a plain step the halo's rows are constants, so the gradient ends there. A step with :class:`GradientExchange` also
-computes the halo's rows, as far as their neighbours are in batch and halo, and differentiates through them:
+In a plain step the halo's rows are as old as their batches' last steps, and constants, so the gradient ends there. A
+step with :class:`GradientExchange` also computes the halo's rows, as far as their neighbours are in batch and halo, and
+differentiates through them:
 
 * Forward, the rows of a slot are cut off from what they were computed from. The model goes on with the batch's rows and
-  with the halo's rows as the history has them, not with those computed here, which miss neighbours.
+  with the halo's rows between the history's, which lag behind, and those computed here, which miss neighbours.
 * Backward, slots come in reverse order. The gradient of the batch's rows is complete by then, and is kept for other
-  batches. That of the halo's rows is what their own batches have kept. Together they flow on to the slots before.
-  Kept gradients lag behind. They count as much as those of the batch's own rows have proved right, where both are
-  known; the rest is what arrives at the halo's rows in this step.
+  batches. That of the halo's rows lies between what their own batches have kept, which lags behind, and what arrives
+  in this step, which misses neighbours. At the last slots, where nothing arrives, what was kept moves on with the rows.
+  Together they flow on to the slots before.
 * Weights get their gradient from the batch's own rows, so that each node counts once in an epoch.
 
-A history's row and its kept gradient belong to the whole graph, and a sum over neighbours is linear in each of them.
-So with fixed weights, once nothing is stale any more, the batches' gradients add up to that of the whole graph wherever
-slots lie behind layers that are linear in their messages.
+How far something lags behind is known of the batch's own rows (:func:`between`). If weights do not move nothing does,
+and a history's row and its kept gradient belong to the whole graph. A sum over neighbours is linear in each of them. So
+once nothing is stale any more the batches' gradients add up to that of the whole graph wherever slots lie behind layers
+that are linear in their messages.
 """
 
 from __future__ import annotations
@@ -46,11 +48,16 @@ def step_exchange(compensate: Compensation, *, begins: bool = True) -> StepExcha
 
 @dataclass(eq=False)
 class _Stage:
-    """A slot in a pass: the rows that were computed, and those that the model went on with."""
+    """A slot in a pass: the rows that were computed, those that the model went on with, and how far these have moved.
+
+    They are known to have ``moved`` since the last step on their nodes' batches only at slots that no other slot is
+    computed from.
+    """
 
     slot: str
     out: Tensor
     rows: Tensor
+    moved: Tensor | None
 
 
 class GradientExchange(StepExchange):
@@ -59,8 +66,8 @@ class GradientExchange(StepExchange):
     _stages: list[_Stage] | None = None
 
     def plan_for(self, session: Session) -> Plan:
-        """The first slots depend on no others: no gradient flows on from there, so the halo's rows are not needed."""
-        return session.plan.closed_above if _goes_beyond(session) else session.plan
+        """All layers compute the halo's rows too."""
+        return session.plan.closed if _goes_beyond(session) else session.plan
 
     def begin(self, session: Session) -> None:
         """See :meth:`StepExchange.begin`."""
@@ -82,15 +89,24 @@ class GradientExchange(StepExchange):
             return super().at_slot(session, slot, compute)
         out = compute()
         session.check_rows(slot, out)
-        if slot in session.plan.live:
-            rows = self._exchange(session, slot, session.own(out.detach()))
-        else:
-            rows = session.widened(out.detach())
+        rows, moved = self._rows_between(session, slot, out.detach())
         if not out.requires_grad:
             return rows
-        stage = _Stage(slot, out, rows.detach().requires_grad_())
+        stage = _Stage(slot, out, rows.requires_grad_(), None if slot in session.plan.live else moved)
         self._stages.append(stage)
         return stage.rows.clone()  # which a model may write into, unlike a leaf
+
+    def _rows_between(self, session: Session, slot: str, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Push the batch's rows; returns them with the halo's, and how far all of them are from the history's."""
+        memory, own = session.memory, session.own(out)
+        place, halo = memory.rows_of(session.info), slice(own.size(0), None)
+        memory.settle()  # so that the batch's rows of its last step are there
+        history = memory.history(slot, session.plan, session.device)
+        index = place.on(session.device)[: place.batch_size]
+        before = history.pull(index, device=session.device, dtype=own.dtype).view(own.shape)
+        known = self._exchange(session, slot, own)
+        found = between(known[halo], out[halo], before, own)
+        return torch.cat([own, found]), torch.cat([own - before, found - known[halo]])
 
     def output(self, session: Session, out: Any) -> Any:
         """Connect the output to the weights that it was computed with."""
@@ -124,26 +140,25 @@ class _Backward:
             stage, gradient = stages.pop(), arrived.pop()
             gradient = torch.zeros_like(stage.rows) if gradient is None else gradient
             both, own = self._exchange(stage, gradient)
-            if both.size(0) == own.size(0):
-                self._differentiate([stage.out], (own,), arrived, total)
-            else:
+            if both.size(0) > own.size(0):
                 self._differentiate([stage.out], (both,), arrived, None)
-                self._differentiate([stage.out], (_padded(own, both),), None, total)
+            self._differentiate([stage.out], (_padded(own, stage.out),), None, total)
         return total.values
 
     def _exchange(self, stage: _Stage, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the gradients of the batch's rows; returns them with those of the halo's rows, and alone."""
         session = self._session
         own = session.own(gradient)
-        if stage.out.size(0) == own.size(0):
+        if not session.plan.needs[stage.slot]:  # nothing flows on from there
             return own, own
         place = session.memory.rows_of(session.info)
-        index = place.on(session.device)
+        index, halo = place.on(session.device), slice(place.batch_size, None)
         history = session.memory.last_gradient(stage.slot, session.plan, session.device)
         kept = history.pull(index, device=session.device, dtype=own.dtype).view(-1, *own.shape[1:])
         history.push(as_matrix(own), index[: place.batch_size], place.runs)
-        arrived, trust = gradient[place.batch_size :], _trust(session.own(kept), own)
-        return torch.cat([own, arrived.lerp(kept[place.batch_size :], trust)]), own
+        if stage.moved is None:
+            return torch.cat([own, between(kept[halo], gradient[halo], session.own(kept), own)]), own
+        return torch.cat([own, _moved_on(kept, own, stage.moved)[halo]]), own
 
     def _differentiate(
         self, outputs: list[Tensor], gradients: tuple[Tensor, ...], arrived: _Sums | None, total: _Sums | None
@@ -251,13 +266,42 @@ def _share_at_hand(info: BatchInfo) -> Tensor:
     return torch.where(degree > 0, found / degree.clamp(min=1), 1.0).to(info.device)
 
 
-def _trust(kept: Tensor, now: Tensor) -> Tensor:
-    """How far to trust kept gradients, from 0 to 1: less by the relative change of those kept of the batch's own rows.
+def between(kept: Tensor, partial: Tensor, before: Tensor, now: Tensor) -> Tensor:
+    """Rows between those that were kept and those that miss neighbours, by how wrong both seem to be.
 
-    It is 1 if nothing changes, and 0 as long as nothing is kept.
+    Rows that were kept are as stale as those kept ``before`` of the batch, whose rows of ``now`` are known. A row that
+    is further than that from the partial one differs from it by missing neighbours. So it moves by the ratio of the two
+    squared distances, as in Stein's estimator: all the way if it may be that stale, and not at all if nothing is.
+
+    Args:
+        kept: Rows of the halo, ``[num_halo, ...]``.
+        partial: The same rows, computed from some of their neighbours, ``[num_halo, ...]``.
+        before: What was kept of the batch's rows, ``[batch_size, ...]``.
+        now: The batch's rows, ``[batch_size, ...]``.
+
+    Example:
+        >>> kept, partial = torch.tensor([[0.0], [0.0]]), torch.tensor([[0.5], [2.0]])
+        >>> between(kept, partial, before=torch.zeros(3, 1), now=torch.ones(3, 1)).squeeze(1)
+        tensor([0.5000, 0.5000])
     """
-    change: Tensor = torch.linalg.vector_norm(now - kept) / torch.linalg.vector_norm(now).clamp(min=1e-30)
-    return (1.0 - change).clamp(min=0.0)
+    stale = as_matrix(now - before).square().sum(1).mean()
+    apart = as_matrix(partial - kept).square().sum(1)
+    share = (stale / apart.clamp(min=torch.finfo(apart.dtype).tiny)).clamp(max=1.0)
+    return kept + _as_rows(share, kept) * (partial - kept)
+
+
+def _moved_on(kept: Tensor, now: Tensor, moved: Tensor) -> Tensor:
+    """Kept gradients of rows that have moved since, ``[num_rows, ...]``.
+
+    A loss that bends makes them change with their rows. By how much, the batch's own rows tell on average. Rows without
+    a gradient have no part in the loss.
+    """
+    size = now.size(0)
+    matters = _as_rows((as_matrix(kept) != 0).any(1), kept)
+    step = moved[:size] * matters[:size] * _as_rows((as_matrix(now) != 0).any(1), now)
+    squared = step.square().sum().clamp(min=torch.finfo(step.dtype).tiny)
+    curvature = ((now - kept[:size]) * step).sum() / squared
+    return kept + curvature.clamp(min=0.0) * moved * matters
 
 
 def _goes_beyond(session: Session) -> bool:
@@ -274,9 +318,9 @@ def _check_halo(info: BatchInfo) -> None:
         )
 
 
-def _padded(own: Tensor, both: Tensor) -> Tensor:
-    """The batch's rows, followed by zeros."""
-    return torch.cat([own, torch.zeros_like(both[own.size(0) :])])
+def _padded(own: Tensor, out: Tensor) -> Tensor:
+    """The batch's rows, followed by as many zeros as there are other rows."""
+    return own if own.size(0) == out.size(0) else torch.cat([own, torch.zeros_like(out[own.size(0) :])])
 
 
 def _as_rows(values: Tensor, rows: Tensor) -> Tensor:

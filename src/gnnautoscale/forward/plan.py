@@ -134,26 +134,14 @@ class Plan:
     @cached_property
     def closed(self) -> Plan:
         """The same plan for passes that compute the halo's rows too."""
-        return self._closing(set(self.calls))
-
-    @cached_property
-    def closed_above(self) -> Plan:
-        """The same plan for passes that compute the halo's rows too at slots that are computed from other ones."""
-        first = {slot for slot, needed in self.needs.items() if not needed}
-        return self._closing({name for name, call in self.calls.items() if not self._slots(name, call) <= first})
-
-    def _closing(self, names: set[str]) -> Plan:
         calls = {
-            name: replace(call, closed=True, shortcuts=call.shortcuts - {"pair", "short"}) if name in names else call
+            name: replace(call, closed=True, shortcuts=call.shortcuts - {"pair", "short"})
             for name, call in self.calls.items()
         }
         for call in calls.values():
-            if call.closed and call.like is not None:
+            if call.like is not None:
                 call.like = call.like[0], calls[call.like[0]]
         return replace(self, calls=calls, short_tail=False)
-
-    def _slots(self, name: str, call: LayerCall) -> set[str]:
-        return {f"{name}/{number}" for number in range(call.num_propagations)} if name in self.inner else {name}
 
     @cached_property
     def levels(self) -> list[frozenset[str]]:
