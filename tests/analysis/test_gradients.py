@@ -130,7 +130,7 @@ def test_compensated_steps_agree_with_full_batch_if_histories_are_exact(
     name: str, attachment: Any, graph: Data
 ) -> None:
     model = MODELS[name]()
-    loader = trained(model, graph, compensate=attachment)
+    loader = trained(model, graph, lr=0.01, compensate=attachment)
     gas.refresh(model, loader)
     found = diagnose(model, loader, "gradients")["gradients"]
     assert found["relative_error"] > 1e-2
