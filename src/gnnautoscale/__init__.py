@@ -19,6 +19,7 @@ from gnnautoscale.exact import exact_forward
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.replay import capture
 from gnnautoscale.runs import FitResult
+from gnnautoscale.tasks import LinkLoader
 from gnnautoscale.training import fit
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "FitResult",
     "HaloLoader",
     "InputError",
+    "LinkLoader",
     "LocalLipschitz",
     "ScalableGNN",
     "StaleHistoryWarning",

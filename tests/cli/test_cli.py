@@ -945,3 +945,89 @@ def test_features_come_from_a_file_of_their_own(tmp_path: Path) -> None:
     ]
     expected = answer("train", "--data", whole, *FAST)["runs"][0]
     assert answer("train", *apart, *FAST)["runs"][0]["scores"] == expected["scores"]
+
+
+# Tasks and metrics ###################################################################################################
+
+
+def test_a_regression_from_a_file(tmp_path: Path) -> None:
+    graph = generate.communities(40, degree=4.0, num_features=4, num_classes=3)
+    file = archive(tmp_path / "graph.npz", y=graph.x.sum(1))
+    model = tmp_path / "model.pt"
+    flags: list[str | Path] = ["--data", file, *FAST, "--metric", "mae", "--run-dir", tmp_path / "run", "--save", model]
+    (run,) = answer("train", *flags)["runs"]
+    assert (run["metric"], run["higher_is_better"], run["percent"]) == ("MAE", False, False)
+    facts = answer("infer", model, "--data", file, "--metric", "MAE", "--output", tmp_path / "out.npz")
+    assert facts["MAE test"] == pytest.approx(run["scores"]["test"], rel=1e-4)
+    assert np.load(tmp_path / "out.npz")["values"].shape == (40, 1)
+    assert answer("data", "--data", file)["targets"] == 1
+    done("report", tmp_path / "run", "--output", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "Scores (MAE) belong to the epoch" in page
+    assert "MAE, %" not in page
+
+
+def test_a_metric_and_weights_by_name() -> None:
+    (run,) = answer("train", *TINY, *FAST, "--metric", "macro-f1", "--class-weight", "balanced")["runs"]
+    assert run["metric"] == "macro-F1"
+    message = refused("train", *TINY, *FAST, "--metric", "rmse")
+    assert message.startswith("a metric of classes is one of accuracy, balanced-accuracy")
+    assert "task must be one of classification, regression" in refused("train", *TINY, *FAST, "--task", "nothing")
+
+
+def test_classes_as_numbers(tmp_path: Path) -> None:
+    (run,) = answer("train", "--data", archive(tmp_path / "graph.npz"), *FAST, "--task", "regression")["runs"]
+    assert run["metric"] == "RMSE"
+
+
+# Links ###############################################################################################################
+
+
+@pytest.mark.parametrize("decoder", ["dot", "bilinear"])
+def test_links_are_trained_scored_and_asked_for(tmp_path: Path, decoder: str) -> None:
+    model, out = tmp_path / "model.pt", tmp_path / "out.npz"
+    data = [*TINY, "--task", "link", "--decoder", decoder, "--width", "8", "--metric", "mrr"]
+    (run,) = answer("train", *data, *FAST, "--batch-size", "2", "--save", model, "--run-dir", tmp_path / "run")["runs"]
+    assert run["metric"] == "MRR"
+    pairs = tmp_path / "pairs.csv"
+    pairs.write_text("source,target\n0,1\n5,2\n")
+    asked: list[str | Path] = ["--pairs", pairs, "--partners-of", "3,14", "--top", "4", "--output", out]
+    facts = answer("infer", model, *data, *asked)
+    assert facts["MRR test"] == pytest.approx(run["scores"]["test"], abs=1e-4)
+    found = np.load(out)
+    assert found["embeddings"].shape == (60, 8)
+    assert found["pair_scores"].shape == (2,)
+    assert found["partners"].shape == found["partner_scores"].shape == (2, 4)
+    if decoder == "dot":
+        rows = found["embeddings"]
+        np.testing.assert_allclose(found["pair_scores"], (rows[[0, 5]] * rows[[1, 2]]).sum(1), rtol=1e-4, atol=1e-5)
+    done("report", tmp_path / "run", "--output", tmp_path / "page.html")
+    np.save(tmp_path / "pairs.npy", np.array([[0, 1], [5, 2]]))
+    answer("infer", model, *data, "--pairs", tmp_path / "pairs.npy", "--output", out)
+    np.testing.assert_array_equal(np.load(out)["pair_scores"], found["pair_scores"])
+
+
+def test_links_of_a_file_with_splits(tmp_path: Path) -> None:
+    graph = generate.communities(40, degree=4.0, num_features=4, num_classes=3)
+    ends = graph.edge_index.sort(dim=0).values
+    split = torch.tensor([-1, 0, 0, 1, 2])[(7 * ends[0] + 3 * ends[1]) % 5]
+    file = archive(tmp_path / "graph.npz", edge_split=split)
+    (run,) = answer("train", "--data", file, "--task", "link", *FAST, "--batch-size", "2", "--metric", "hits@5")["runs"]
+    assert run["metric"] == "Hits@5"
+    assert answer("train", "--data", file, *FAST)["runs"][0]["metric"] == "accuracy"
+
+
+def test_links_refused(tmp_path: Path) -> None:
+    model = tmp_path / "model.pt"
+    link = [*TINY, "--task", "link"]
+    done("train", *link, *FAST, "--batch-size", "2", "--save", model, "--reconstruct")
+    assert "--decoder belong to --task link" in refused("train", *TINY, *FAST, "--decoder", "dot")
+    assert "go to a file" in refused("infer", model, *link, "--partners-of", "3")
+    output: list[str | Path] = ["--output", tmp_path / "out.npz"]
+    assert "numbers of nodes" in refused("infer", model, *link, "--partners-of", "a", *output)
+    assert "node must be from 0 to 59" in refused("infer", model, *link, "--partners-of", "60", *output)
+    (tmp_path / "pairs.csv").write_text("from,to\n0,1\n")
+    assert "source and target" in refused("infer", model, *link, "--pairs", tmp_path / "pairs.csv", *output)
+    assert "a graph with the features" in refused("infer", model, *link, "--decoder", "bilinear")
+    message = refused("train", "--data", "cluster", "--graphs", "2", *FAST, "--task", "link")
+    assert message.startswith("links are split in one graph with edges of one kind, but got several graphs")

@@ -111,7 +111,7 @@ def test_undirected(tmp_path: Path) -> None:
         ({"y": [0, 1]}, "y must have one row for each of the 3 nodes"),
         ({"y": 1}, "y must have one row for each of the 3 nodes"),
         ({"y": ["a", "b", "c"]}, "y must be numbers"),
-        ({"split": [0, 1, 3]}, "split must be 0, 1 or 2"),
+        ({"split": [0, 1, 4]}, r"split must be 0 \(training\).* but got 4"),
         ({"split": [0, 1]}, "train_mask must have one row for each of the 3 nodes"),
         ({"train_mask": [1, 0, 0]}, "either split or all three masks"),
         ({"train_mask": [5, 0, 0], "val_mask": [0, 0, 0], "test_mask": [0, 0, 0]}, "train_mask must be True or False"),
@@ -254,9 +254,67 @@ def test_parquet(tmp_path: Path) -> None:
     assert read_graph(named, edges=text(tmp_path / "e.csv", "source,target\nv,u\n")).edge_index.tolist() == [[1], [0]]
 
 
+def test_empty_cells_are_unknown_targets_and_nodes_in_no_split(tmp_path: Path) -> None:
+    edges = text(tmp_path / "e.csv", "source,target\n")
+    for nodes in (
+        text(tmp_path / "n.csv", "a,y,split\n1,2,train\n1,,\n1,nan,none\n"),
+        parquet(tmp_path / "n.parquet", a=[1, 1, 1], y=[2, None, None], split=["train", None, "none"]),
+    ):
+        data = read_graph(nodes, edges=edges)
+        assert (data.y.tolist(), data.y.dtype) == ([2, -1, -1], torch.int64)
+        assert data.train_mask.tolist() == [True, False, False]
+        assert not (data.val_mask | data.test_mask).any()
+    for nodes in (
+        text(tmp_path / "n.csv", "a,y\n1,2.5\n1,\n"),
+        parquet(tmp_path / "n.parquet", a=[1, 1], y=[2.5, None]),
+    ):
+        y = read_graph(nodes, edges=edges).y
+        assert (float(y[0]), bool(y[1].isnan())) == (2.5, True)
+
+
+@pytest.mark.parametrize("none", [3, -1])
+def test_nodes_in_no_split(tmp_path: Path, none: int) -> None:
+    data = read_graph(saved(tmp_path, split=np.array([0, none, 2])))
+    masks = torch.stack([data.train_mask, data.val_mask, data.test_mask])
+    assert masks.tolist() == [[True, False, False], [False] * 3, [False, False, True]]
+
+
+def test_edges_have_splits_as_well(tmp_path: Path) -> None:
+    nodes = text(tmp_path / "n.csv", "a\n1\n1\n1\n1\n1\n")
+    edges = text(tmp_path / "e.csv", "source,target,split\n0,1,none\n1,2,train\n2,3,val\n3,4,test\n")
+    data = read_graph(nodes, edges=edges, undirected=True)
+    assert "edge_attr" not in data
+    assert sorted(zip(*data.edge_index.tolist(), data.edge_split.tolist(), strict=True))[:3] == [
+        (0, 1, -1),
+        (1, 0, -1),
+        (1, 2, 0),
+    ]
+    dataset = Dataset.of(data).split_links()
+    graphs = dataset.train, dataset.val, dataset.test
+    assert [graph.num_edges for graph in graphs] == [2, 4, 6]
+    assert [graph.edge_label_index.tolist() for graph in graphs] == [[[1], [2]], [[2], [3]], [[3], [4]]]
+    assert Dataset.of(data).split_links(disjoint=0.0).train.num_edges == 4
+    with pytest.raises(InputError, match=r"edge_split must be 0 \(training\)"):
+        read_graph(saved(tmp_path, edge_split=[0, 7]))
+    with pytest.raises(InputError, match=r"edge_split must be \[2\]"):
+        Dataset.of(read_graph(saved(tmp_path, edge_split=[0]))).split_links()
+
+
+def test_typed_edges_with_splits(tmp_path: Path) -> None:
+    data = read_graph(saved(tmp_path, edge_split=[0, 2], edge_type=[4, 5]))
+    dataset = Dataset.of(data).split_links()
+    assert dataset.train.edge_label_type.tolist() == [4]
+    assert dataset.test.edge_label_type.tolist() == [5]
+    assert dataset.test.edge_type.tolist() == [4]
+
+
+def test_yes_or_no_stays_bool(tmp_path: Path) -> None:
+    assert read_graph(saved(tmp_path, y=np.array([True, False, True]))).y.dtype == torch.bool
+
+
 def test_parquet_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edges = text(tmp_path / "e.csv", "source,target\n")
-    with pytest.raises(InputError, match="a value in every cell, but got 1 without"):
+    with pytest.raises(InputError, match="a value in every cell, except of y, label, split, but got 1 without"):
         read_graph(parquet(tmp_path / "n.parquet", y=[0, 1], a=[1.0, None]), edges=edges)
     with pytest.raises(InputError, match="a must be numbers"):
         read_graph(parquet(tmp_path / "n.parquet", y=[0, 1], a=["u", "v"]), edges=edges)

@@ -13,7 +13,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.tasks import NodeClassification, task_for
+from gnnautoscale.tasks import NodeClassification, NodeRegression, Task, task_for
 
 EVERYWHERE = torch.ones(4, dtype=torch.bool)
 
@@ -141,6 +141,165 @@ def test_skew_of_classes() -> None:
     assert task.skew(several, torch.tensor([0, 0, 1, 1])) == pytest.approx(2 / 3 - 1 / 2)
 
 
+# Binary, numbers, weights and unknown targets ########################################################################
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("y", "kind", "outputs", "metric"),
+    [
+        (torch.tensor([True, False]), NodeClassification, 1, "accuracy"),
+        (torch.tensor([1.0, NAN]), NodeClassification, 1, "accuracy"),
+        (torch.tensor([0, -1]), NodeClassification, 1, "accuracy"),
+        (torch.tensor([[1.0, NAN], [0.0, 1.0]]), NodeClassification, 2, "micro-F1"),
+        (torch.tensor([0.5, NAN]), NodeRegression, 1, "RMSE"),
+        (torch.tensor([[0.5, 2.0, NAN], [1.0, 0.0, 1.0]]), NodeRegression, 3, "RMSE"),
+    ],
+)
+def test_the_targets_say_which_task(y: Tensor, kind: type[Task], outputs: int, metric: str) -> None:
+    task = task_for(Dataset.of(labelled(y)))
+    assert (type(task), task.num_outputs, task.metric) == (kind, outputs, metric)
+
+
+def test_a_name_says_which_task() -> None:
+    assert isinstance(task_for(Dataset.of(labelled(torch.tensor([1, 5]))), "regression"), NodeRegression)
+    with pytest.raises(InputError, match="a task is one of classification, regression"):
+        task_for(Dataset.of(labelled(torch.tensor([1, 5]))), "clustering")
+    with pytest.raises(InputError, match="y must be integers from 0"):
+        task_for(Dataset.of(labelled(torch.tensor([0.5, 5]))), "classification")
+
+
+@pytest.mark.parametrize("y", [torch.tensor([1, 0, 1]), torch.tensor([1.0, 0, 1]), torch.tensor([True, False, True])])
+def test_yes_or_no(y: Tensor) -> None:
+    data, task = labelled(y, train_mask=torch.tensor([True] * 3)), NodeClassification(1)
+    task.check(data, ["train"])
+    out = torch.tensor([[2.0], [-1.0], [-3.0]])
+    rows, targets = task.targets_of_graph(data)
+    assert rows is None
+    expected = F.binary_cross_entropy_with_logits(out[:, 0], torch.tensor([1.0, 0, 1]))
+    torch.testing.assert_close(task.loss(out, targets), expected)
+    assert task.score(out, data, "train") == pytest.approx(100 * 2 / 3)
+    assert task.predictions(out)["classes"].tolist() == [True, False, False]
+    assert task.describe(Dataset.of(data))["classes"] == 2
+    assert task.skew(data, torch.tensor([0, 1, 0])) == pytest.approx((2 * (1 / 3) + 2 / 3) / 3)
+
+
+def test_several_numbers() -> None:
+    y = torch.tensor([[1.0, NAN], [NAN, NAN], [3.0, 5.0]])
+    data, task = labelled(y, train_mask=torch.tensor([True] * 3)), NodeRegression(2, metric="mae")
+    task.check(data, ["train"])
+    rows, targets = task.targets_of_graph(data)
+    assert rows is not None
+    assert rows.tolist() == [0, 2]
+    out = torch.tensor([[2.0, 100.0], [7.0, 7.0], [3.0, 4.0]], requires_grad=True)
+    loss = task.loss(out[rows], targets)
+    # The first node has one known number, off by 1, and the last one two, off by 0 and 1.
+    assert float(loss.detach()) == pytest.approx((1 + (0 + 1) / 2) / 2)
+    (slope,) = torch.autograd.grad(loss, out)
+    assert torch.equal(slope[0, 1:], torch.zeros(1))
+    assert torch.equal(slope[1], torch.zeros(2))
+    assert task.score(out.detach(), data, "train") == pytest.approx((1 + 0 + 1) / 3)
+    assert not task.higher_is_better
+    assert task.predictions(out)["values"] is out
+
+
+def test_a_single_number_may_be_an_integer() -> None:
+    data, task = labelled(torch.tensor([3, 5]), train_mask=torch.tensor([True, True])), NodeRegression()
+    task.check(data, ["train"])
+    _, targets = task.targets_of_graph(data)
+    assert float(task.loss(torch.tensor([[3.0], [7.0]]), targets)) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("task", "y"),
+    [
+        (NodeClassification(3), torch.tensor([2, -1, 0, -1])),
+        (NodeClassification(2, multilabel=True), torch.tensor([[0.0, NAN], [NAN, NAN], [1.0, 0], [NAN, NAN]])),
+        (NodeRegression(), torch.tensor([2.5, NAN, 0.5, NAN])),
+    ],
+)
+def test_nodes_without_a_target_are_neither_trained_on_nor_scored(task: Task, y: Tensor) -> None:
+    data = labelled(y, train_mask=EVERYWHERE, val_mask=torch.tensor([False, True, False, False]))
+    task.check(data, ["train"])
+    rows, targets = task.targets_of_graph(data)
+    assert rows is not None
+    assert (rows.tolist(), targets.size(0)) == ([0, 2], 2)
+    out = torch.randn(4, task.num_outputs)
+    before = task.score(out, data, "train")
+    out[1] = out[3] = 1e6
+    assert task.score(out, data, "train") == before
+    assert math.isnan(task.score(out, data, "val"))
+    with pytest.raises(InputError, match="val_mask must hold at least one node whose target is known"):
+        task.check(data, ["val"])
+
+
+def test_labels_that_are_unknown_have_no_part_in_the_loss() -> None:
+    out = torch.tensor([[2.0, -1.0], [0.5, 3.0]])
+    targets = torch.tensor([[1.0, NAN], [0.0, 1.0]])
+    each = F.binary_cross_entropy_with_logits(out, targets.nan_to_num(), reduction="none")
+    expected = (each[0, 0] + each[1].mean()) / 2
+    torch.testing.assert_close(NodeClassification(2, multilabel=True).loss(out, targets), expected)
+
+
+def test_weights_of_classes() -> None:
+    out, y = torch.randn(4, 2), torch.tensor([0, 0, 0, 1])
+    task = NodeClassification(2, class_weight=torch.tensor([0.5, 3.0]))
+    each = F.cross_entropy(out, y, reduction="none")
+    torch.testing.assert_close(task.loss(out, y), (each * torch.tensor([0.5, 0.5, 0.5, 3.0])).mean())
+    labels = torch.tensor([[True, False], [False, True]])
+    weighted = NodeClassification(2, multilabel=True, class_weight=torch.tensor([2.0, 5.0]))
+    expected = F.binary_cross_entropy_with_logits(out[:2], labels.float(), pos_weight=torch.tensor([2.0, 5.0]))
+    torch.testing.assert_close(weighted.loss(out[:2], labels), expected)
+
+
+def test_balanced_weights() -> None:
+    y, mask = torch.tensor([0, 0, 0, 1, 1, -1]), torch.tensor([True, True, True, True, False, True])
+    data = labelled(y, train_mask=mask)
+    task = NodeClassification(3).bound_to(Dataset.of(data), metric=None, class_weight="balanced")
+    out = torch.randn(4, 3)
+    # With PyTorch's division by the sum of weights, or without it: nodes weigh 1 on average.
+    expected = F.cross_entropy(out, y[:4], weight=torch.tensor([1.0, 3.0, 1.0]))
+    torch.testing.assert_close(task.loss(out, y[:4]), expected)
+    labels = labelled(torch.tensor([[1.0], [0.0], [0.0], [NAN]]), train_mask=EVERYWHERE)
+    one = NodeClassification(1, multilabel=True)
+    balanced = one.bound_to(Dataset.of(labels), metric=None, class_weight="balanced")
+    expected = F.binary_cross_entropy_with_logits(out[:3, :1], labels.y[:3], pos_weight=torch.tensor([2.0]))
+    torch.testing.assert_close(balanced.loss(out[:3, :1], labels.y[:3]), expected)
+
+
+@pytest.mark.parametrize("weight", [[1.0, 2.0], torch.ones(3), torch.tensor([1.0, -1.0]), torch.tensor([1.0, NAN])])
+def test_odd_weights_are_refused(weight: Any) -> None:
+    with pytest.raises(InputError, match=r"class_weight must be positive numbers, \[2\]"):
+        NodeClassification(2, class_weight=weight)
+
+
+def test_a_regression_has_no_classes_to_weigh() -> None:
+    with pytest.raises(InputError, match="class_weight belongs to classification"):
+        NodeRegression().bound_to(Dataset.of(good()), metric=None, class_weight="balanced")
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (torch.tensor([0.5, math.inf, 0]), "y must be numbers"),
+        (torch.tensor([True, False, True]), "y must be numbers"),
+        (torch.ones(3, 2), "y must hold 1 numbers per node, as the task says"),
+        (torch.ones(2), "y must be numbers"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(y: Tensor, message: str) -> None:
+    data = good()
+    data.y = y
+    with pytest.raises(InputError, match=message):
+        NodeRegression().check(data, ["train"])
+
+
+def test_outputs_of_a_regression() -> None:
+    with pytest.raises(InputError, match="a tensor of 2 numbers per node, one for each target"):
+        NodeRegression(2).loss(torch.zeros(3, 1), torch.zeros(3, 2))
+
+
 # What is refused #####################################################################################################
 
 
@@ -155,9 +314,9 @@ def good() -> Data:
         ("y", torch.eye(3).to_sparse(), "y must be a dense tensor"),
         ("y", torch.tensor([0, 1]), r"integers from 0, \[3\].* but got int64 \[2\]"),
         ("y", torch.tensor(1), r"integers from 0, \[3\]"),
-        ("y", torch.tensor([0, -1, 1]), "from -1 to 1"),
+        ("y", torch.tensor([0, -2, 1]), "from -2 to 1"),
         ("y", torch.tensor([0.5, 1, 0]), "y must be integers"),
-        ("y", torch.tensor([True, False, True]), "y must be integers"),
+        ("y", torch.tensor([True, False, True]), "y must hold 2 classes, as the task says"),
         ("y", torch.tensor([[0], [1], [1]]), r"y.squeeze\(1\)"),
         ("y", torch.tensor([[0.5], [1], [1]]), "from 0.5 to 1.0"),
         ("y", torch.tensor([0, 1, 2]), "y must hold 2 classes, as the task says"),

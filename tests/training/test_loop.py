@@ -1169,7 +1169,7 @@ def _with(name: str, make: Callable[[Data], Any]) -> Callable[[Data], None]:
         (_with("x", lambda data: data.x.masked_fill(data.x > 0, math.nan)), "^x must be finite"),
         (_with("x", lambda data: data.x.masked_fill(data.x > 0, math.inf)), "^x must be finite"),
         (_with("x", lambda data: data.x.long()), "^x must be floating"),
-        (_with("y", lambda data: data.y - 1), "^y must"),
+        (_with("y", lambda data: data.y - 2), "^y must"),
         (_with("y", lambda data: data.y[:40]), "^y must"),
         (_with("edge_index", lambda data: data.edge_index + 1), "^edge_index must"),
         (_with("edge_weight", lambda data: torch.ones(3)), "^edge_weight must"),

@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -23,19 +24,20 @@ from gnnautoscale.attach import infer as run_inference
 from gnnautoscale.cli import bench
 from gnnautoscale.cli.advice import TUNE, explain, tune
 from gnnautoscale.cli.demo import demo
-from gnnautoscale.cli.display import Json, epochs_shown, megabytes, percent, print_json, print_table, say, working
+from gnnautoscale.cli.display import Json, epochs_shown, megabytes, print_json, print_table, say, score_text, working
 from gnnautoscale.cli.expressiveness import expressiveness
+from gnnautoscale.cli.links import asked_pairs, load_task
 from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
 from gnnautoscale.cli.saved import load_model, save_model
-from gnnautoscale.cli.schema import DATA, MODEL, PARTITION, TRAIN, chosen, load_dataset, with_options
+from gnnautoscale.cli.schema import DATA, INFER, MODEL, PARTITION, TRAIN, chosen, load_dataset, with_options
 from gnnautoscale.data import datasets
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader, connectivity
 from gnnautoscale.graph import partition as cut
 from gnnautoscale.models import build_model, check_model_options
 from gnnautoscale.runs import FitResult, free_folder
-from gnnautoscale.tasks import task_for
+from gnnautoscale.tasks import Task, task_for
 from gnnautoscale.training import OPTIONS, FitOptions, fit, latest_checkpoint, open_checkpoint, pick_device
 
 _LONG_TO_CUT = 5_000_000  # edges; more take longer than two seconds
@@ -68,27 +70,29 @@ def train(
     training = FitOptions.of({**given, "run_dir": None if options["run_dir"] == "none" else "runs"})
     results: list[FitResult] = []
     model: nn.Module | None = None
+    task: Task
     for run in range(options["runs"]):
         with nullcontext() if quiet else working(f"loading {options['data']}"):
-            dataset = load_dataset({**options, "split": options["split"] + run})
+            dataset, task = load_task(options, options["split"] + run)
         seed = training.seed + run
         torch.manual_seed(seed)
-        model = build_model(model_name, dataset.train, task_for(dataset).num_outputs, **built)
+        model = build_model(model_name, dataset.train, task.num_outputs, **built)
         if run == 0 and "edge_attr" in dataset.train and not quiet:
             say("note: none of these models uses edge features (edge_attr)")
         title = f"{dataset.name} {model_name} {training.mode} seed {seed}"
         slow = ["partition"] if dataset.train.num_edges > _LONG_TO_CUT else []
-        with epochs_shown(title, training.epochs, quiet=quiet, at_once=slow) as show:
+        chosen_task = task.bound_to(dataset, metric=training.metric, class_weight=training.class_weight)
+        with epochs_shown(title, training.epochs, quiet=quiet, at_once=slow, percent=chosen_task.percent) as show:
             try:
                 run_dir = _run_dir(options, f"{dataset.name}-{model_name}-{training.mode}-seed{seed}", seed)
                 settings = {**given, "seed": seed, "run_dir": run_dir}
-                results.append(fit(model, dataset, callback=show.epoch, on_phase=show.phase, **settings))
+                results.append(fit(model, dataset, task=task, callback=show.epoch, on_phase=show.phase, **settings))
             except KeyboardInterrupt:
                 if training.checkpoint_dir is None:
                     raise
                 _say_how_to_resume(training.checkpoint_dir)
     if save is not None and model is not None:
-        save_model(save, model, options={"model": model_name, **built})
+        save_model(save, model, {"model": model_name, **built}, task.module)
     if json:
         print_json({"options": options, "runs": [result.to_dict() for result in results]})
     else:
@@ -155,16 +159,22 @@ def infer(
     num_parts: Annotated[int, typer.Option(help="Number of batches to compute in.")] = 8,
     device: Annotated[str, typer.Option(help=OPTIONS["device"].help)] = "auto",
     output: Annotated[Path | None, typer.Option(help="File for predictions, as .npz.")] = None,
+    pairs: Annotated[Path | None, typer.Option(help="Table of pairs to score, for --task link.")] = None,
+    partners_of: Annotated[str | None, typer.Option(help="Nodes whose best new partners to find, like 3,14.")] = None,
+    top: Annotated[int, typer.Option(help="Number of partners.")] = 10,
     json: Json = False,
 ) -> None:
     """Run a trained model on all nodes of a graph, exactly, in batches."""
     device = pick_device(device)
     OPTIONS["num_parts"].check(num_parts)
     _check_target("--output", output)
+    if output is None and not (pairs is None and partners_of is None):
+        fix = "Add --output, a file to write them to."
+        raise InputError("scores of pairs and partners go to a file", got="none", fix=fix)
     with working(f"loading {options['data']}"):
-        dataset = load_dataset(options)
-    task, graph = task_for(dataset), dataset.test
-    trained = load_model(model, graph, task.num_outputs).to(device)
+        dataset, task = load_task(options, options["split"])
+    task, graph = task.bound_to(dataset, metric=options["metric"], class_weight="none"), dataset.test
+    trained = load_model(model, graph, task.num_outputs, task.module).to(device)
     scaled = autoscale(trained, graph, storage="host")
     start = time.perf_counter()
     with working("partition", long=graph.num_edges > _LONG_TO_CUT):
@@ -176,7 +186,8 @@ def infer(
     for split in splits:
         facts[f"{task.metric} {split}"] = task.score(out, graph, split)
     if output is not None:
-        arrays: dict[str, Any] = {name: value.numpy() for name, value in task.predictions(out).items()}
+        asked = asked_pairs(task, out, pairs, partners_of, top)
+        arrays: dict[str, Any] = {name: value.numpy() for name, value in {**task.predictions(out), **asked}.items()}
         write_atomically(output, lambda stream: np.savez(stream, **arrays), rule="--output must be writable")
     _show_facts(f"{options['data']} · {model.name}", facts, json)
 
@@ -206,7 +217,7 @@ app.command()(report)
 app.command()(expressiveness)
 app.command()(with_options(TRAIN, train))
 app.command()(with_options(PARTITION, partition))
-app.command()(with_options(DATA, infer))
+app.command()(with_options(INFER, infer))
 app.command()(with_options(DATA, data))
 app.command()(with_options(TUNE, tune))
 app.command()(explain)
@@ -248,7 +259,7 @@ def _show_results(title: str, results: list[FitResult]) -> None:
     rows = [
         [
             str(result.options["seed"]),
-            *(percent(value) for value in result.scores.values()),
+            *(score_text(value, percent=result.percent) for value in result.scores.values()),
             str(result.best_epoch),
             str(result.steps),
             f"{sum(result.seconds.values()):.1f}",
@@ -258,7 +269,8 @@ def _show_results(title: str, results: list[FitResult]) -> None:
     ]
     if len(results) > 1:
         scores = [[result.scores[split] for result in results] for split in results[0].scores]
-        spread = [f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}" for values in scores]
+        text = partial(score_text, percent=results[0].percent)
+        spread = [f"{text(statistics.mean(values))} ± {text(statistics.stdev(values))}" for values in scores]
         total = sum(sum(result.seconds.values()) for result in results)
         rows.append(["mean", *spread, "", "", f"{total / len(results):.1f}", ""])
     print_table(title, columns, rows)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gnnautoscale.cli.display import Json, megabytes, percent, print_json, print_table, say
+from gnnautoscale.cli.display import Json, megabytes, print_json, print_table, say, score_text
 from gnnautoscale.errors import InputError
 
 _BATCHES = 10
@@ -34,8 +34,8 @@ def demo(
         [
             [
                 _MODES[mode],
-                percent(result["scores"]["test"]),
-                percent(result["scores"]["train"]),
+                score_text(result["scores"]["test"]),
+                score_text(result["scores"]["train"]),
                 str(result["steps"]),
                 f"{result['seconds']['train']:.1f}",
                 megabytes(result["peak_memory"]),

@@ -110,10 +110,12 @@ def working(phase: str, *, long: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def epochs_shown(title: str, epochs: int, *, quiet: bool, at_once: Collection[str] = ()) -> Iterator[Display]:
+def epochs_shown(
+    title: str, epochs: int, *, quiet: bool, at_once: Collection[str] = (), percent: bool = True
+) -> Iterator[Display]:
     """Show the progress of training on the error stream: epochs, and pieces of work that take longer than two seconds.
 
-    Pieces in ``at_once`` are shown from their beginning.
+    Pieces in ``at_once`` are shown from their beginning. Scores are in percent, or plain numbers.
     """
     if quiet:
         yield Display(lambda _: None, lambda _: None)
@@ -123,7 +125,7 @@ def epochs_shown(title: str, epochs: int, *, quiet: bool, at_once: Collection[st
 
         def line(epoch: Epoch) -> None:
             if epoch.number % every == 0 or epoch.number in (1, epochs):
-                _print_line(f"{title}: epoch {epoch.number}/{epochs} {_state(epoch)}")
+                _print_line(f"{title}: epoch {epoch.number}/{epochs} {_state(epoch, percent)}")
 
         def tell_once(name: str) -> None:
             if name not in told:
@@ -144,7 +146,7 @@ def epochs_shown(title: str, epochs: int, *, quiet: bool, at_once: Collection[st
 
             def advance(epoch: Epoch) -> None:
                 nonlocal state
-                state = _state(epoch) if epoch.scores or not state else state
+                state = _state(epoch, percent) if epoch.scores or not state else state
                 progress.update(task, completed=epoch.number, state=state)
 
             phases = Phases(lambda name: progress.update(task, phase=name, refresh=True), at_once)
@@ -154,9 +156,9 @@ def epochs_shown(title: str, epochs: int, *, quiet: bool, at_once: Collection[st
                 phases("")
 
 
-def percent(value: float) -> str:
-    """A score for a table."""
-    return "-" if math.isnan(value) else f"{value:.2f}"
+def score_text(value: float, *, percent: bool = True) -> str:
+    """A score for a table, with two decimals if it is in percent."""
+    return "-" if math.isnan(value) else f"{value:.2f}" if percent else f"{value:.4g}"
 
 
 def megabytes(value: int | None) -> str:
@@ -168,6 +170,6 @@ def _print_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _state(epoch: Epoch) -> str:
-    scores = " ".join(f"{split} {percent(value)}" for split, value in epoch.scores.items())
+def _state(epoch: Epoch, percent: bool) -> str:
+    scores = " ".join(f"{split} {score_text(value, percent=percent)}" for split, value in epoch.scores.items())
     return f"loss {epoch.loss:.4f} {scores}".strip()

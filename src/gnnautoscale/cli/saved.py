@@ -17,15 +17,21 @@ from gnnautoscale.models import build_model
 _FORMAT = "gnnautoscale model 1"
 
 
-def save_model(path: Path, model: nn.Module, options: dict[str, Any]) -> None:
-    """Write a model's weights and its options, with its name as ``"model"``."""
-    weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
-    content = {"format": _FORMAT, "options": options, "weights": weights}
+def save_model(path: Path, model: nn.Module, options: dict[str, Any], decoder: nn.Module | None = None) -> None:
+    """Write the weights of a model and of a decoder, and the model's options, with its name as ``"model"``."""
+    weights, others = (
+        {name: value.detach().cpu() for name, value in module.state_dict().items()} if module is not None else None
+        for module in (model, decoder)
+    )
+    content = {"format": _FORMAT, "options": options, "weights": weights, "decoder": others}
     write_atomically(path, lambda stream: torch.save(content, stream), rule="the model's file must be writable")
 
 
-def load_model(path: Path, data: Data, num_outputs: int) -> nn.Module:
-    """Build a model that :func:`save_model` wrote for a graph with the same features, and load its weights."""
+def load_model(path: Path, data: Data, num_outputs: int, decoder: nn.Module | None = None) -> nn.Module:
+    """Build a model that :func:`save_model` wrote for a graph with the same features, and load its weights.
+
+    The given decoder, if any, gets its weights as well.
+    """
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
         if saved["format"] != _FORMAT:
@@ -42,10 +48,12 @@ def load_model(path: Path, data: Data, num_outputs: int) -> nn.Module:
     model = build_model(name, data, num_outputs, **options)
     try:
         model.load_state_dict(weights)
+        if decoder is not None:
+            decoder.load_state_dict(saved.get("decoder") or {})
     except RuntimeError:
         raise InputError(
-            "a saved model needs a graph with the features and classes that it was trained on",
-            got=f"{data.num_features} features and {num_outputs} classes",
-            fix="Use the data of its training, or train it again.",
+            "a saved model needs a graph with the features and classes, and the decoder, that it was trained with",
+            got=f"{data.num_features} features and {num_outputs} classes or outputs",
+            fix="Use the data and the options of its training, or train it again.",
         ) from None
     return model

@@ -15,6 +15,7 @@ from gnnautoscale._util import Option, OptionGroup, check_names, option, options
 from gnnautoscale.data import Dataset, datasets
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import MODELS, model_options
+from gnnautoscale.tasks import DecoderName, TaskName
 from gnnautoscale.training import OPTIONS
 
 if sys.version_info >= (3, 11):
@@ -54,6 +55,17 @@ class Generators(OptionGroup):
     homophily: float | None = option(None, "Share of edges inside a community.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Links(OptionGroup):
+    """Options of link prediction."""
+
+    decoder: DecoderName | None = option(None, "Decoder of links: dot, bilinear or distmult; dot by default.")
+    width: int | None = option(None, "Number of outputs per node that links are decoded from; 64 by default.", least=1)
+    negatives: int | None = option(None, "Number of pairs without an edge drawn for each edge; 1 by default.", least=1)
+    candidates: int | None = option(None, "Number of nodes drawn for each rank; by default all nodes.", least=1)
+    reconstruct: bool | None = option(None, "Train on the edges that pass messages, as graph autoencoders do.")
+
+
 def _of_models() -> dict[str, Option]:
     """The options of all models together; what is not given is left to the model."""
     found = {"model": Option("model", str, "gcn", f"One of {', '.join(MODELS)}.", "Model")}
@@ -65,10 +77,17 @@ def _of_models() -> dict[str, Option]:
 
 DATA = [each for group in (Data, Files, Generators) for each in options_of(group).values()]
 MODEL = list(_of_models().values())
+TASK = [
+    Option(
+        "task", TaskName | None, None, f"What to predict: {', '.join(get_args(TaskName))}; else what fits y.", "Data"
+    ),
+    *options_of(Links).values(),
+]
 TRAIN = [
-    *(*DATA, *MODEL, *OPTIONS.values()),
+    *(*DATA, *TASK, *MODEL, *OPTIONS.values()),
     Option("runs", int, 1, "Number of runs, each with the next seed.", "Runs", least=1),
 ]
+INFER = [*DATA, *TASK, OPTIONS["metric"]]
 PARTITION = [*DATA, *(OPTIONS[name] for name in ("num_parts", "partition", "seed", "cache_dir"))]
 
 

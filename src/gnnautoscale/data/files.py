@@ -30,11 +30,12 @@ _Array = npt.NDArray[Any]
 
 MASKS = ("train_mask", "val_mask", "test_mask")
 EDGE_LEVEL = ("edge_weight", "edge_attr", "edge_type")
-PLAIN = ("edge_index", "x", "y", *MASKS, *EDGE_LEVEL)
+PLAIN = ("edge_index", "x", "y", *MASKS, *EDGE_LEVEL, "edge_split")
 SPARSE = ("x_indptr", "x_indices", "x_shape")
 ARCHIVE = (*PLAIN, "split", *SPARSE, "x_data")
 TABLES = (".csv", ".parquet")
 NOT_FEATURES = ("id", "y", "label", "split")
+MAY_BE_EMPTY = ("y", "label", "split")
 TEXT = (*NOT_FEATURES, "source", "target")
 
 # The parts of a pickled `Data`: PyG registers `Data` itself with `torch.load`, but not these.
@@ -143,10 +144,19 @@ def _parquet(path: Path) -> dict[str, _Array]:
         fix = "Run: pip install 'gnnautoscale[parquet]'"
         raise InputError("Parquet files need pyarrow", got="an environment without it", fix=fix) from error
     table = parquet.read_table(path)
-    missing = sum(table[name].null_count for name in table.column_names)
-    _need(missing == 0, f"{path} must have a value in every cell", f"{missing} without", "Fill them in.")
-    columns = {name: table[name].to_numpy() for name in table.column_names}
+    missing = sum(table[name].null_count for name in table.column_names if name not in MAY_BE_EMPTY)
+    rule = f"{path} must have a value in every cell, except of {', '.join(MAY_BE_EMPTY)}"
+    _need(missing == 0, rule, f"{missing} without", "Fill them in.")
+    columns = {name: _filled(table[name]).to_numpy() for name in table.column_names}
     return {name: column.astype(str) if column.dtype.kind == "O" else column for name, column in columns.items()}
+
+
+def _filled(column: Any) -> Any:
+    """A column in which empty cells read as unknown: -1 beside integers, no text beside text, else NaN."""
+    kind = str(column.type)
+    if not column.null_count or kind == "double":
+        return column
+    return column.fill_null(-1 if "int" in kind else "" if "string" in kind else float("nan"))
 
 
 def _known(path: Path, found: Iterable[str], known: tuple[str, ...]) -> list[str]:
@@ -171,13 +181,14 @@ def _tables(nodes: dict[str, _Array], edges: dict[str, _Array]) -> dict[str, _Ar
     arrays["x"] = np.stack([_floats(name, nodes[name]) for name in features], axis=1)
     if targets:
         arrays["y"] = _numbers(targets[0], nodes[targets[0]])
-    if "split" in nodes:
-        split = nodes["split"].astype(str)
-        names = [split == name for name in ("train", "val", "test")]
-        arrays["split"] = _integers("split", np.select(names, ["0", "1", "2"], split))
+    for name, table in (("split", nodes), ("edge_split", edges)):
+        if "split" in table:
+            split = table["split"].astype(str)
+            words = [split == word for word in ("train", "val", "test", "none", "")]
+            arrays[name] = _integers("split", np.select(words, ["0", "1", "2", "-1", "-1"], split))
     if "weight" in edges:
         arrays["edge_weight"] = edges["weight"]
-    attributes = [_floats(name, edges[name]) for name in edges if name not in ("source", "target", "weight")]
+    attributes = [_floats(name, edges[name]) for name in edges if name not in ("source", "target", "weight", "split")]
     if attributes:
         arrays["edge_attr"] = np.stack(attributes, axis=1)
     return arrays
@@ -224,15 +235,20 @@ def _assemble(arrays: dict[str, _Array], max_features: int | None) -> Data:
     one = len(masks) == 0 or (len(masks) == 3 and "split" not in arrays)
     _need(one, "a split is either split or all three masks", ", ".join(arrays), "Give one of them, or none.")
     convert = {"edge_index": _integers, "edge_type": _integers, "split": _integers, "y": _numbers}
+    convert["edge_split"] = _integers
     convert |= {"x": _floats, "edge_weight": _floats, "edge_attr": _floats}
     values = {name: to(name, arrays[name]) for name, to in convert.items() if name in arrays}
     values["x"] = values["x"][..., :max_features]
     for name in masks:
         _need(bool(np.isin(arrays[name], (0, 1)).all()), f"{name} must be True or False", "others", "Save it as bool.")
         values[name] = arrays[name].astype(np.bool_)
+    for name in ("split", "edge_split"):
+        if name in values:
+            rule = f"{name} must be 0 (training), 1 (validation), 2 (test), or 3 or -1 (none)"
+            others = np.unique(values[name][~np.isin(values[name], (-1, 0, 1, 2, 3))])
+            _need(others.size == 0, rule, ", ".join(map(str, others[:3])), "Use one of these.")
     if "split" in values:
         split = values.pop("split")
-        _need(bool(np.isin(split, (0, 1, 2)).all()), "split must be 0, 1 or 2", "other values", "0 is for training.")
         values |= {name: split == number for number, name in enumerate(MASKS)}
     return Data(**{name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in values.items()})
 
@@ -256,7 +272,7 @@ def _dense(arrays: dict[str, _Array], max_features: int | None) -> _Array:
 
 def _both_ways(data: Data) -> Data:
     """Add the reverse of every edge; of several edges from one node to another, keep the first."""
-    attributes = {name: data[name] for name in EDGE_LEVEL if name in data}
+    attributes = {name: data[name] for name in (*EDGE_LEVEL, "edge_split") if name in data}
     # Checked without x, which is read only once, when all is assembled.
     Graph(Data(edge_index=data.edge_index, num_nodes=data.x.size(0) if data.x.dim() else 0, **attributes))
     edge_index = torch.cat([data.edge_index, data.edge_index.flip(0)], dim=1)
@@ -284,15 +300,21 @@ def _floats(name: str, column: _Array) -> _Array:
 
 
 def _numbers(name: str, column: _Array) -> _Array:
-    """Convert targets: one integer per node to int64, everything else to float32."""
+    """Convert targets: one integer per node to int64, yes or no to bool, everything else to float32.
+
+    What is empty in a table is unknown: -1 beside integers, else NaN.
+    """
     if column.dtype.kind == "U":
+        empty = np.isin(np.char.lower(column), ("", "nan"))
         try:
-            return _integers(name, column)
+            return _integers(name, np.where(empty, "-1", column))
         except InputError:
             try:
-                column = column.astype(np.float64)
+                column = np.where(empty, "nan", column).astype(np.float64)
             except ValueError as error:
                 raise InputError(f"{name} must be numbers", got=str(error), fix="Number the classes from 0.") from error
+    if column.dtype.kind == "b":
+        return column
     return column.astype(np.int64) if column.ndim == 1 and column.dtype.kind in "iu" else _floats(name, column)
 
 

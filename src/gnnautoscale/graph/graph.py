@@ -173,6 +173,8 @@ class Graph:
         return found
 
 
+# Further targets of link prediction: splits of edges, relations of pairs, and PyG's triplets.
+_LINK_TARGETS = ("edge_split", "edge_label_type", "src_index", "dst_pos_index", "dst_neg_index")
 # Attributes that must have one row per edge; any other is one of edges if it happens to.
 _EDGE_LEVEL = ("edge_weight", "edge_attr", "edge_type")
 
@@ -184,9 +186,10 @@ def rows_of(data: Data, name: str) -> Literal["node", "edge"] | None:
     """Whether an attribute is a tensor with a row for every node or every edge, in the dimension ``__cat_dim__`` says.
 
     Two kinds of tensors have another number of rows, even if it is that of the nodes or edges by chance: the targets of
-    link prediction, ``edge_label_index`` and ``edge_label``, and in a ``Batch`` where each of its graphs begins.
+    link prediction, like ``edge_label_index`` and ``edge_label``, and in a ``Batch`` where each of its graphs begins.
     """
     target = "edge_label_index" in name or (name.endswith("edge_label") and f"{name}_index" in data)
+    target = target or name in _LINK_TARGETS
     if target or not isinstance(data[name], Tensor) or is_start(data, name):
         return None
     return "node" if data.is_node_attr(name) else "edge" if data.is_edge_attr(name) else None

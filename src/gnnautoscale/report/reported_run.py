@@ -17,7 +17,7 @@ from gnnautoscale.runs import RunRecord, read_run
 
 # Options that say where files are, and nothing about what is computed.
 _PATHS = ("run_dir", "checkpoint_dir", "resume", "history_dir", "cache_dir")
-_UNITS = ("nodes", "edges", "features", "classes")
+_UNITS = ("nodes", "edges", "features", "classes", "targets")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class ReportedRun:
             return self.record.result
         epochs = self.record.epochs
         scored = [epoch for epoch in epochs if finite((epoch.get("scores") or {}).get("val")) is not None]
-        best = max(scored, key=lambda epoch: epoch["scores"]["val"], default={})
+        choose = max if self._about_score.get("higher_is_better", True) else min
+        best = choose(scored, key=lambda epoch: epoch["scores"]["val"], default={})
         memory = [epoch["memory"] for epoch in epochs if finite(epoch.get("memory")) is not None]
         return {
             "scores": best.get("scores") or {},
@@ -75,6 +76,16 @@ class ReportedRun:
     def metric(self) -> str:
         """The name of the score."""
         return str(self.result.get("metric") or "score")
+
+    @property
+    def percent(self) -> bool:
+        """Whether the score is in percent."""
+        return bool(self._about_score.get("percent", True))
+
+    @property
+    def _about_score(self) -> dict[str, Any]:
+        about: dict[str, Any] = self.record.run.get("score") or {}
+        return about
 
     def score(self, split: str) -> float | None:
         """The score of the best epoch on a split, if known."""
@@ -135,7 +146,9 @@ class ReportedRun:
         peak, histories = finite(result.get("peak_memory")), finite(result.get("history_bytes"))
         halo = finite(result.get("connectivity"))
         seconds = [finite(value) or 0.0 for value in (result.get("seconds") or {}).values()]
-        scores = {f"{split} score": score_text(self.score(split)) for split in ("test", "val", "train")}
+        scores = {
+            f"{split} score": score_text(self.score(split), percent=self.percent) for split in ("test", "val", "train")
+        }
         return {
             **scores,
             "best epoch": f"{short(finite(result.get('best_epoch')))} of {len(self.record.epochs):,}",
@@ -183,6 +196,6 @@ def words(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def score_text(value: float | None) -> str:
-    """A score in percent."""
-    return "-" if value is None else f"{value:.2f}"
+def score_text(value: float | None, *, percent: bool = True, sign: str = "") -> str:
+    """A score, with two decimals if it is in percent, and with its sign if that is ``"+"``."""
+    return "-" if value is None else f"{value:{sign}.2f}" if percent else f"{value:{sign}.4g}"

@@ -38,8 +38,9 @@ def numbers_section(runs: Sequence[ReportedRun]) -> Section:
     metric = ", ".join(sorted({run.metric for run in runs if run.record.result is not None})) or "as trained"
     names = [name for name in numbers[0] if any(its[name] != "-" for its in numbers)]
     how = (
-        f"Scores ({metric}) are in percent, and belong to the epoch with the best validation score. The time per epoch "
-        "is the median, and covers training only. Fewer halo nodes per batch node mean less to pull and smaller errors."
+        f"Scores ({metric}) {'are in percent, and ' if all(run.percent for run in runs) else ''}belong to the epoch "
+        "with the best validation score. The time per epoch is the median, and covers training only. Fewer halo nodes "
+        "per batch node mean less to pull and smaller errors."
     )
     if len(runs) == 1:
         shown = definitions([(name, numbers[0][name]) for name in names], kind="tiles")
@@ -60,9 +61,9 @@ def comparison_section(runs: Sequence[ReportedRun]) -> Section | None:
     known = [at for at in range(len(names)) if at < len(changed) or any(its[at] != "-" for _, its in columns)]
     columns = [(name, [its[at] for at in known]) for name, its in columns]
     how = (
-        f"Settings that differ, and their results, relative to {first.tag}: scores as differences in percentage "
-        "points, times and memory as ratios. Runs also differ by chance: compare several seeds before you trust a "
-        "small difference."
+        f"Settings that differ, and their results, relative to {first.tag}: scores as "
+        f"differences{' in percentage points' if first.percent else ''}, times and memory as ratios. Runs also differ "
+        "by chance: compare several seeds before you trust a small difference."
     )
     body = [paragraph(how)]
     groups = _groups(runs)
@@ -73,7 +74,7 @@ def comparison_section(runs: Sequence[ReportedRun]) -> Section | None:
                 ", ".join(run.tag for run in group),
                 group[0].facts()["data set"].split(",")[0],
                 *_pick(settings, group[0].options).values(),
-                *(_mean_score([run.score(split) for run in group]) for split in ("test", "val")),
+                *(_mean_score(group, split) for split in ("test", "val")),
             ]
             for group in groups
         ]
@@ -97,11 +98,12 @@ def _groups(runs: Sequence[ReportedRun]) -> list[list[ReportedRun]]:
     return list(groups.values())
 
 
-def _mean_score(scores: Sequence[float | None]) -> str:
-    values = [score for score in scores if score is not None]
+def _mean_score(runs: Sequence[ReportedRun], split: str) -> str:
+    values, percent = [score for run in runs if (score := run.score(split)) is not None], runs[0].percent
     if len(values) < 2:
-        return score_text(values[0] if values else None)
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
+        return score_text(values[0] if values else None, percent=percent)
+    mean, spread = (score_text(each(values), percent=percent) for each in (statistics.mean, statistics.stdev))
+    return f"{mean} ± {spread}"
 
 
 def _results(run: ReportedRun, first: ReportedRun) -> list[str]:
@@ -109,7 +111,10 @@ def _results(run: ReportedRun, first: ReportedRun) -> list[str]:
     found = []
     for split in ("test", "val"):
         score, base = run.score(split), first.score(split)
-        found.append(score_text(score) if run is first or score is None or base is None else f"{score - base:+.2f}")
+        if run is first or score is None or base is None:
+            found.append(score_text(score, percent=run.percent))
+        else:
+            found.append(score_text(score - base, percent=run.percent, sign="+"))
     for (amount, text), (base, _) in zip(_amounts(run), _amounts(first), strict=True):
         if amount == 0:
             found.append("none")

@@ -53,15 +53,17 @@ def learning_section(runs: Sequence[ReportedRun]) -> Section | None:
     """Loss and scores by epoch, or by step if epochs of some runs have far more steps than those of others."""
     over = "epoch" if alike(runs) else "steps"
     metrics = {run.metric for run in runs if run.record.result is not None}
-    y_title = f"{metrics.pop()}, %" if len(metrics) == 1 else "score, %"
+    unit = ", %" if all(run.percent for run in runs) else ""
+    y_title = f"{metrics.pop() if len(metrics) == 1 else 'score'}{unit}"
     found = curves(runs, "Training loss", partial(ReportedRun.curve, path=("loss",), over=over), "loss", over=over)
     for split, name in (("train", "Training"), ("val", "Validation"), ("test", "Test")):
         points = partial(ReportedRun.curve, path=("scores", split), over=over)
-        found += curves(runs, f"{name} score", points, y_title, over=over, floor=score_floor)
+        begin = {"floor": score_floor} if unit else {}  # errors begin high, and matter there
+        found += curves(runs, f"{name} score", points, y_title, over=over, **begin)
     how = (
-        "The loss should fall and level off. If the validation score falls while the training score still rises, the "
-        "model memorizes its training nodes; a run keeps the weights of its best validation score. If the first scores "
-        "are far below the others, the axis begins above them."
+        "The loss should fall and level off. If the validation score worsens while the training score still improves, "
+        "the model memorizes its training nodes; a run keeps the weights of its best validation score. If the first "
+        "scores are far below the others, the axis begins above them."
     )
     return plot_section("learning", "Learning curves", how, found)
 

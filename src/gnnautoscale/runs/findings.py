@@ -327,7 +327,7 @@ def _connectivity(record: RunRecord) -> Finding | None:
 def _fit_to_training_nodes(record: RunRecord) -> Finding | None:
     scores = (record.result or {}).get("scores") or {}
     train, val = scores.get("train"), scores.get("val")
-    if train is None or val is None:
+    if train is None or val is None or not (record.run.get("score") or {}).get("percent", True):
         return None
     gap, (best, count) = train - val, _best(record)
     if gap > OVERFITTING:

@@ -32,7 +32,8 @@ class RunRecord:
 
     Attributes:
         path: The folder.
-        run: Description of the run: ``"title"``, ``"options"``, ``"data"``, ``"model"``, ``"parts"`` and more.
+        run: Description of the run: ``"title"``, ``"options"``, ``"data"``, ``"model"``, ``"score"``, ``"parts"`` and
+            more.
         epochs: Loss, scores, times and transfers of each epoch.
         staleness: All measurements of the histories' errors.
         gradients: All measurements of the gradients' errors.

@@ -36,6 +36,8 @@ class FitResult:
         best_epoch: The epoch with the best validation score; the model has its weights.
         scores: Scores of that epoch on ``"train"``, ``"val"`` and ``"test"``.
         metric: Name of the score, such as ``"accuracy"``.
+        higher_is_better: Whether larger scores are better.
+        percent: Whether scores are in percent.
         steps: Number of optimizer steps.
         seconds: Time spent on ``"partition"``, ``"train"``, ``"refresh"``, ``"evaluate"``, ``"checkpoint"`` and
             ``"verify"``.
@@ -62,6 +64,8 @@ class FitResult:
     how: str = ""
     storage: str = ""
     verification: Verification | None = None
+    higher_is_better: bool = True
+    percent: bool = True
 
     @property
     def evaluations_since_best(self) -> int:

@@ -4,7 +4,28 @@ A task is one object: targets, loss, score, evaluation, and what the data must h
 steps run.
 """
 
-from gnnautoscale.tasks.node import NodeClassification, task_for
-from gnnautoscale.tasks.task import Task
+from gnnautoscale.tasks.decoders import Bilinear, Decoder, DecoderName, DistMult, Dot
+from gnnautoscale.tasks.link import LinkPrediction
+from gnnautoscale.tasks.link_loader import LinkLoader
+from gnnautoscale.tasks.metrics import METRICS
+from gnnautoscale.tasks.naming import TaskName, task_for
+from gnnautoscale.tasks.node import NodeClassification, NodeRegression
+from gnnautoscale.tasks.task import ClassWeight, Task, check_task
 
-__all__ = ["NodeClassification", "Task", "task_for"]
+__all__ = [
+    "METRICS",
+    "Bilinear",
+    "ClassWeight",
+    "Decoder",
+    "DecoderName",
+    "DistMult",
+    "Dot",
+    "LinkLoader",
+    "LinkPrediction",
+    "NodeClassification",
+    "NodeRegression",
+    "Task",
+    "TaskName",
+    "check_task",
+    "task_for",
+]

@@ -1,8 +1,10 @@
-"""Node classification: one class, or several labels, per node."""
+"""Node tasks: one class, several labels, yes or no, or numbers for each node."""
 
 from __future__ import annotations
 
+import copy
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,19 +15,113 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.tasks.task import Task
+from gnnautoscale.tasks.metrics import Kind, metric_named
+from gnnautoscale.tasks.task import ClassWeight, Task
+
+SPLITS = ("train", "val", "test")
 
 
-class NodeClassification(Task):
-    """Predict the class of each node, or which of several labels it has.
+class NodeTask(Task):
+    """Predict something for each node: ``y``, and a mask ``[num_nodes]`` (bool) for each split.
 
-    The data hold ``y``, either classes ``[num_nodes]`` (integers from 0) or labels ``[num_nodes, num_classes]`` (0 or
-    1, as bool or float), and a mask ``[num_nodes]`` (bool) for each split. Classes are trained with cross entropy and
-    scored by accuracy; labels are trained with binary cross entropy and scored by micro-F1. Scores are in percent.
+    A node may be in no split. Nodes without a known target are never trained on or scored, whatever the masks say.
+    """
+
+    scores_anywhere = True
+
+    def __init__(self, num_outputs: int, kind: Kind, metric: str) -> None:
+        self.num_outputs, self.kind = num_outputs, kind
+        self._choose(metric)
+
+    def _choose(self, metric: str) -> None:
+        self._metric = metric_named(metric, self.kind)
+        self.metric, self.higher_is_better = self._metric.name, self._metric.higher_is_better
+        self.percent = self._metric.percent
+
+    def bound_to(self, dataset: Dataset, *, metric: str | None, class_weight: ClassWeight) -> Task:
+        """See :meth:`Task.bound_to`."""
+        changed = copy.copy(self)
+        if metric is not None:
+            changed._choose(metric)
+        if class_weight != "none":
+            changed._balance(dataset)
+        return changed
+
+    def _balance(self, dataset: Dataset) -> None:
+        fix = "Leave class_weight out."
+        raise InputError("class_weight belongs to classification", got="it with a regression", fix=fix)
+
+    @abstractmethod
+    def check_targets(self, data: Data) -> None:
+        """Refuse ``y`` of the wrong form."""
+
+    def check(self, data: Data, splits: Sequence[str]) -> None:
+        """Refuse targets or masks of the wrong form, and splits without targets."""
+        self.check_targets(data)
+        for name in (f"{split}_mask" for split in SPLITS):
+            mask = data.get(name)
+            if mask is not None:
+                form = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (data.num_nodes,)
+                need(form, f"{name} must be bool, [{data.num_nodes}]", mask, "Give each node one True or False.")
+        for split in splits:
+            mask = data.get(f"{split}_mask")
+            fix = f"Set data.{split}_mask to a bool tensor that is True for the {split} nodes."
+            need(mask is not None and bool(mask.any()), f"{split}_mask must hold at least one node", None, fix)
+            if not bool((mask & known_rows(data.y)).any()):
+                rule = f"{split}_mask must hold at least one node whose target is known"
+                raise InputError(rule, got="only unknown ones", fix="Fill them in, or choose other nodes.")
+
+    def targets(self, batch: Data) -> tuple[Tensor | None, Tensor]:
+        """Select the training nodes whose targets are known."""
+        own = batch.batch_size
+        y = batch.y[:own]
+        rows = (batch.train_mask[:own] & known_rows(y)).nonzero().squeeze(1)
+        y = self._typed(y)
+        return (None, y) if rows.numel() == own else (rows, y[rows])
+
+    @abstractmethod
+    def _typed(self, y: Tensor) -> Tensor:
+        """Targets as the loss takes them: classes ``[n]`` as int64, others ``[n, num_outputs]``."""
+
+    def score(self, out: Tensor, data: Data, split: str) -> float:
+        """Score a split by the task's metric."""
+        mask = data.get(f"{split}_mask")
+        if mask is None:
+            return math.nan
+        rows = (mask & known_rows(data.y)).nonzero().squeeze(1)
+        if not rows.numel():
+            return math.nan
+        return self._metric(out[rows.to(out.device)], self._typed(data.y[rows.to(data.y.device)]).to(out.device))
+
+    def identity(self, data: Data) -> tuple[Tensor | None, ...]:
+        """The targets and the masks."""
+        return data.y, *(data.get(f"{split}_mask") for split in SPLITS)
+
+    def describe(self, dataset: Dataset) -> dict[str, Any]:
+        """Number of nodes in each split."""
+        masks = {split: graph.get(f"{split}_mask") for graph, splits in dataset.graphs() for split in splits}
+        return {f"{split} nodes in split": 0 if mask is None else int(mask.sum()) for split, mask in masks.items()}
+
+
+class NodeClassification(NodeTask):
+    """Predict the class of each node, which of several labels it has, or whether it is of one kind.
+
+    Each node may be in no split, or have no known target. ``y`` is one of
+
+    * classes ``[num_nodes]``, integers from 0, and -1 if unknown: cross entropy, scored by accuracy;
+    * labels ``[num_nodes, num_classes]``, 0 or 1 as bool or float, and NaN if unknown: binary cross entropy, scored by
+      micro-F1. A node's loss is the mean over its known labels;
+    * yes or no ``[num_nodes]``, with ``num_classes=1``: 0 or 1 as bool, float or integer: as one label, scored by
+      accuracy. The model has one output.
 
     Args:
         num_classes: Number of classes, or of labels.
         multilabel: Whether a node can have several labels.
+        metric: The score: ``"accuracy"``, ``"balanced-accuracy"``, ``"micro-F1"``, ``"macro-F1"``, ``"ROC-AUC"`` or
+            ``"average-precision"``, in percent. The last two are means over labels, or over classes, each against the
+            rest; of two classes they score the second.
+        class_weight: A weight for each class, ``[num_classes]``: the loss is the mean over nodes of their loss times
+            the weight of their class. For labels it is the weight of those that are there.
 
     Example:
         >>> task = NodeClassification(2)
@@ -35,87 +131,108 @@ class NodeClassification(Task):
         50.0
     """
 
-    scores_anywhere = True
-
-    def __init__(self, num_classes: int, *, multilabel: bool = False) -> None:
-        self.num_outputs = num_classes
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        multilabel: bool = False,
+        metric: str | None = None,
+        class_weight: Tensor | None = None,
+    ) -> None:
         self.multilabel = multilabel
-        self.metric = "micro-F1" if multilabel else "accuracy"
+        labels = multilabel or num_classes == 1
+        super().__init__(
+            num_classes, "labels" if labels else "classes", metric or ("micro-F1" if multilabel else "accuracy")
+        )
+        self._weigh(class_weight)
+
+    def _weigh(self, weight: Tensor | None) -> None:
+        if weight is not None:
+            fits = isinstance(weight, Tensor) and weight.shape == (self.num_outputs,) and weight.is_floating_point()
+            rule = f"class_weight must be positive numbers, [{self.num_outputs}]"
+            need(fits, rule, weight, "Give each class one weight.")
+            need(bool((torch.isfinite(weight) & (weight > 0)).all()), rule, weight, "Give each class one weight.")
+        # On each device once, since a captured step cannot wait for a copy.
+        self._weights = {} if weight is None else {weight.device: weight.detach()}
 
     @staticmethod
     def of(dataset: Dataset) -> NodeClassification:
-        """The task that the labels of a data set pose."""
+        """The task that the classes or labels of a data set pose."""
         for graph, _ in dataset.graphs():
-            _check_labels(graph)
-        return NodeClassification(dataset.num_classes, multilabel=dataset.train.y.dim() == 2)
+            _check_classes(graph)
+        y = dataset.train.y
+        if y.dim() == 1 and kind_of(y) == "labels":
+            return NodeClassification(1)
+        return NodeClassification(dataset.num_classes, multilabel=y.dim() == 2)
 
-    def check(self, data: Data, splits: Sequence[str]) -> None:
-        """Refuse labels or masks of the wrong form, and empty splits."""
-        _check_labels(data)
-        fits = (data.y.dim() == 2) == self.multilabel
-        found = data.y.size(1) if data.y.dim() == 2 else int(data.y.max()) + 1
+    def _balance(self, dataset: Dataset) -> None:
+        """Weigh classes so that all have the same sum of weights over training nodes, and nodes 1 on average.
+
+        Of each label, nodes that have it get the weight of those that do not.
+        """
+        graph = dataset.train
+        y = self._typed(graph.y[graph.train_mask & known_rows(graph.y)])
+        if self.kind == "labels":
+            there = torch.nansum(y.float(), dim=0)
+            count = (~torch.isnan(y.float())).sum(dim=0)
+            self._weigh((count - there).clamp(min=1) / there.clamp(min=1))
+        else:
+            counts = torch.bincount(y, minlength=self.num_outputs).float()
+            self._weigh(y.numel() / ((counts > 0).sum() * counts.clamp(min=1)))
+
+    def check_targets(self, data: Data) -> None:
+        """Refuse ``y`` that does not hold as many classes or labels as the task says."""
+        _check_classes(data)
+        y = data.y
+        if self.num_outputs == 1 and not self.multilabel:
+            fits = y.numel() == data.num_nodes and bool(((y == 0) | (y == 1) | ~_known(y)).all())
+            need(fits, f"y must be 0 or 1, [{data.num_nodes}], as the task says", y, _OTHER_TASK)
+            return
+        fits = (y.dim() == 2) == self.multilabel and (self.multilabel or not _is_label_like(y))
+        found = y.size(1) if y.dim() == 2 else int(y.max()) + 1
         fits = fits and (found == self.num_outputs if self.multilabel else found <= self.num_outputs)
         rule = f"y must hold {self.num_outputs} {'labels' if self.multilabel else 'classes'}, as the task says"
-        _need(fits, rule, data.y, "Leave task out to take the one that fits the data.")
-        for name in ("train_mask", "val_mask", "test_mask"):
-            mask = data.get(name)
-            if mask is not None:
-                form = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (data.num_nodes,)
-                _need(form, f"{name} must be bool, [{data.num_nodes}]", mask, "Give each node one True or False.")
-        for split in splits:
-            mask = data.get(f"{split}_mask")
-            fix = f"Set data.{split}_mask to a bool tensor that is True for the {split} nodes."
-            _need(mask is not None and bool(mask.any()), f"{split}_mask must hold at least one node", None, fix)
+        need(fits, rule, y, _OTHER_TASK)
 
-    def targets(self, batch: Data) -> tuple[Tensor | None, Tensor]:
-        """Select the training nodes, with their classes as int64 or their labels as they are."""
-        own = batch.batch_size
-        y = batch.y[:own] if self.multilabel else batch.y[:own].long()
-        rows = batch.train_mask[:own].nonzero().squeeze(1)
-        return (None, y) if rows.numel() == own else (rows, y[rows])
+    def _typed(self, y: Tensor) -> Tensor:
+        if self.kind == "classes":
+            return y.long()
+        return _as_column(y) if y.dim() == 1 else y
 
     def loss(self, out: Any, targets: Tensor) -> Tensor:
-        """Cross entropy over classes, or over each label by itself."""
+        """Cross entropy over classes, or over each known label by itself."""
         width = out.size(1) if isinstance(out, Tensor) and out.dim() == 2 else 0
         # A class that no node of this graph has does no harm.
-        if width < self.num_outputs or (self.multilabel and width > self.num_outputs):
-            raise InputError(
-                f"the model must return a tensor of {self.num_outputs} scores per node, one for each class",
-                got=f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__,
-                fix="Give its last layer as many outputs as there are classes.",
-            )
+        if width < self.num_outputs or (self.kind == "labels" and width > self.num_outputs):
+            raise wrong_outputs(out, f"{self.num_outputs} scores per node, one for each class", "classes")
         out = out.to(torch.promote_types(out.dtype, torch.float32))
-        if not self.multilabel:
-            return F.cross_entropy(out, targets)
-        return F.binary_cross_entropy_with_logits(out, targets.to(out.dtype))
+        weight = self._weight_on(out)
+        if self.kind == "classes":
+            losses = F.cross_entropy(out, targets, reduction="none" if weight is not None else "mean")
+            return losses if weight is None else (losses * weight[targets]).mean()
+        if not targets.is_floating_point():
+            return F.binary_cross_entropy_with_logits(out, targets.to(out.dtype), pos_weight=weight)
+        wanted = targets.to(out.dtype)
+        losses = F.binary_cross_entropy_with_logits(out, wanted.nan_to_num(), pos_weight=weight, reduction="none")
+        return mean_of_known(losses, wanted)
 
-    def score(self, out: Tensor, data: Data, split: str) -> float:
-        """Accuracy of classes, or micro-averaged F1 of labels, in percent."""
-        mask = data.get(f"{split}_mask")
-        if mask is None or not bool(mask.any()):
-            return math.nan
-        rows = mask.nonzero().squeeze(1)
-        out, y = out[rows.to(out.device)], data.y[rows].to(out.device)
-        if not self.multilabel:
-            return 100.0 * float((out.argmax(dim=-1) == y).double().mean())
-        predicted, wanted = out > 0, y > 0.5
-        both = int((predicted & wanted).sum())
-        either = int(predicted.sum()) + int(wanted.sum())
-        return 100.0 * 2 * both / either if either else math.nan
-
-    def identity(self, data: Data) -> tuple[Tensor | None, ...]:
-        """The labels and the masks."""
-        return data.y, *(data.get(f"{split}_mask") for split in ("train", "val", "test"))
+    def _weight_on(self, out: Tensor) -> Tensor | None:
+        if not self._weights:
+            return None
+        if out.device not in self._weights:
+            self._weights[out.device] = next(iter(self._weights.values())).to(out.device)
+        return self._weights[out.device].to(out.dtype)
 
     def describe(self, dataset: Dataset) -> dict[str, Any]:
         """Number of classes, and number of nodes in each split."""
-        masks = {split: graph.get(f"{split}_mask") for graph, splits in dataset.graphs() for split in splits}
-        nodes = {f"{split} nodes in split": 0 if mask is None else int(mask.sum()) for split, mask in masks.items()}
-        return {"classes": self.num_outputs, "multi-label": self.multilabel, **nodes}
+        classes = 2 if self.num_outputs == 1 and not self.multilabel else self.num_outputs
+        return {"classes": classes, "multi-label": self.multilabel, **super().describe(dataset)}
 
     def predictions(self, out: Tensor) -> dict[str, Tensor]:
         """The scores, and the class of each node or whether it has each label."""
-        return {"scores": out, "classes": out > 0 if self.multilabel else out.argmax(dim=1)}
+        if self.kind == "classes":
+            return {"scores": out, "classes": out.argmax(dim=1)}
+        return {"scores": out, "classes": out > 0 if self.multilabel else out[:, 0] > 0}
 
     def skew(self, data: Data, parts: Tensor) -> float:
         """Total variation between the classes of a part and of the graph, the mean over training nodes.
@@ -126,47 +243,158 @@ class NodeClassification(Task):
             >>> task.skew(data, torch.tensor([0, 0, 1, 1])), task.skew(data, torch.tensor([0, 1, 0, 1]))
             (0.5, 0.0)
         """
-        mask = data.train_mask.cpu()
+        mask = (data.train_mask & known_rows(data.y)).cpu()
         y, num_parts = data.y.cpu()[mask], int(parts.max()) + 1
         if self.multilabel:
             counts = torch.zeros(num_parts, self.num_outputs, dtype=torch.double)
-            counts.index_add_(0, parts[mask], y.double())
+            counts.index_add_(0, parts[mask], y.double().nan_to_num())
         else:
-            place = parts[mask] * self.num_outputs + y
-            counts = torch.bincount(place, minlength=num_parts * self.num_outputs).view(num_parts, -1).double()
+            classes = max(self.num_outputs, 2)
+            place = parts[mask] * classes + y.flatten().long()
+            counts = torch.bincount(place, minlength=num_parts * classes).view(num_parts, -1).double()
         sizes = counts.sum(dim=1)
         shares = counts / sizes.clamp(min=1).unsqueeze(1)
         apart = 0.5 * (shares - counts.sum(dim=0) / sizes.sum().clamp(min=1)).abs().sum(dim=1)
         return float((apart * sizes).sum() / sizes.sum().clamp(min=1))
 
 
-def task_for(dataset: Dataset) -> Task:
-    """The task that fits the targets of a data set: node classification.
+class NodeRegression(NodeTask):
+    """Predict a number, or several, for each node.
+
+    The data hold ``y``, ``[num_nodes]`` or ``[num_nodes, num_targets]``, with NaN where a number is unknown, and masks
+    as in :class:`NodeClassification`. The loss is the squared error, the mean over nodes of the mean over their known
+    numbers.
+
+    Args:
+        num_targets: How many numbers a node has.
+        metric: The score: ``"RMSE"`` or ``"MAE"`` over all numbers, where less is better, or ``"R2"``, the mean over
+            targets.
 
     Example:
-        >>> task_for(Dataset.of(Data(x=torch.eye(2), y=torch.tensor([0, 1])))).metric
-        'accuracy'
+        >>> task, everywhere = NodeRegression(metric="MAE"), torch.tensor([True, True])
+        >>> data = Data(x=torch.eye(2), y=torch.tensor([1.0, 2.0]), test_mask=everywhere)
+        >>> task.score(torch.tensor([[1.5], [2.0]]), data, "test")
+        0.25
     """
-    return NodeClassification.of(dataset)
+
+    def __init__(self, num_targets: int = 1, *, metric: str | None = None) -> None:
+        super().__init__(num_targets, "numbers", metric or "RMSE")
+
+    @staticmethod
+    def of(dataset: Dataset) -> NodeRegression:
+        """The task that the numbers of a data set pose."""
+        for graph, _ in dataset.graphs():
+            _check_numbers(graph)
+        y = dataset.train.y
+        return NodeRegression(1 if y.dim() == 1 else y.size(1))
+
+    def check_targets(self, data: Data) -> None:
+        """Refuse ``y`` that does not hold as many numbers as the task says."""
+        _check_numbers(data)
+        fits = (1 if data.y.dim() == 1 else data.y.size(1)) == self.num_outputs
+        need(fits, f"y must hold {self.num_outputs} numbers per node, as the task says", data.y, _OTHER_TASK)
+
+    def _typed(self, y: Tensor) -> Tensor:
+        return _as_column(y if y.is_floating_point() else y.float()) if y.dim() == 1 else y
+
+    def loss(self, out: Any, targets: Tensor) -> Tensor:
+        """Squared error of known numbers."""
+        if not isinstance(out, Tensor) or out.dim() != 2 or out.size(1) != self.num_outputs:
+            raise wrong_outputs(out, f"{self.num_outputs} numbers per node, one for each target", "targets")
+        out = out.to(torch.promote_types(out.dtype, torch.float32))
+        wanted = targets.to(out.dtype)
+        return mean_of_known(F.mse_loss(out, wanted.nan_to_num(), reduction="none"), wanted)
+
+    def describe(self, dataset: Dataset) -> dict[str, Any]:
+        """Number of targets, and number of nodes in each split."""
+        return {"targets": self.num_outputs, **super().describe(dataset)}
+
+    def predictions(self, out: Tensor) -> dict[str, Tensor]:
+        """The numbers."""
+        return {"values": out}
 
 
-def _check_labels(data: Data) -> None:
-    y, num_nodes = data.get("y"), data.num_nodes
-    _need(isinstance(y, Tensor) and y.layout == torch.strided, "y must be a dense tensor", y, "Set data.y to one.")
-    integers = not y.is_floating_point() and y.dtype != torch.bool
-    classes = y.shape == (num_nodes,) and integers and bool((y >= 0).all())
-    labels = y.dim() == 2 and y.size(0) == num_nodes and not integers and bool(((y == 0) | (y == 1)).all())
-    _need(
+# Targets #############################################################################################################
+
+_OTHER_TASK = "Leave task out to take the one that fits the data."
+
+
+def kind_of(y: Tensor) -> Kind:
+    """What targets are: integers are classes, 0 and 1 as bool or float are labels, other floats are numbers.
+
+    Example:
+        >>> kind_of(torch.tensor([0, 2])), kind_of(torch.tensor([0.0, 1.0])), kind_of(torch.tensor([0.5]))
+        ('classes', 'labels', 'numbers')
+    """
+    if not _is_label_like(y):
+        return "classes"
+    return "labels" if bool(((y == 0) | (y == 1) | ~_known(y)).all()) else "numbers"
+
+
+def known_rows(y: Tensor) -> Tensor:
+    """Which nodes have a known target, at least one of several, ``[num_nodes]``."""
+    known = _known(y)
+    return known if known.dim() == 1 else known.any(dim=1)
+
+
+def mean_of_known(losses: Tensor, targets: Tensor) -> Tensor:
+    """The mean over nodes of the mean of their losses where targets are not NaN, both ``[n, num_outputs]``."""
+    known = ~torch.isnan(targets)
+    # Each row has a known target; none of these operations waits for a GPU.
+    return ((losses * known).sum(dim=1) / known.sum(dim=1)).mean()
+
+
+def wrong_outputs(out: Any, what: str, each: str) -> InputError:
+    """The error of a model with outputs of another form."""
+    got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+    fix = f"Give its last layer as many outputs as there are {each}."
+    return InputError(f"the model must return a tensor of {what}", got=got, fix=fix)
+
+
+def need(holds: bool, rule: str, value: object, fix: str) -> None:
+    """Refuse a value, described by its form, unless a rule holds."""
+    if not holds:
+        raise InputError(rule, got=_form(value), fix=fix)
+
+
+def _known(y: Tensor) -> Tensor:
+    if y.is_floating_point():
+        return ~torch.isnan(y)
+    return torch.ones_like(y, dtype=torch.bool) if y.dtype == torch.bool else y >= 0
+
+
+def _is_label_like(y: Tensor) -> bool:
+    return y.is_floating_point() or y.dtype == torch.bool
+
+
+def _as_column(y: Tensor) -> Tensor:
+    return y.unsqueeze(1)
+
+
+def _check_dense(data: Data) -> Tensor:
+    y: Tensor = data.get("y")
+    need(isinstance(y, Tensor) and y.layout == torch.strided, "y must be a dense tensor", y, "Set data.y to one.")
+    return y
+
+
+def _check_classes(data: Data) -> None:
+    y, num_nodes = _check_dense(data), data.num_nodes
+    label_like = _is_label_like(y)
+    classes = y.shape == (num_nodes,) and not label_like and bool((y >= -1).all())
+    labels = y.dim() in (1, 2) and y.size(0) == num_nodes and label_like and kind_of(y) == "labels"
+    need(
         classes or labels,
         f"y must be integers from 0, [{num_nodes}], or 0 and 1 as bool or float, [{num_nodes}, labels]",
         y,
-        "Give each node one row, classes from 0; use y.squeeze(1) if y is [nodes, 1].",
+        "Give each node one row, classes from 0 (-1 and NaN if unknown); use y.squeeze(1) if y is [nodes, 1].",
     )
 
 
-def _need(holds: bool, rule: str, value: object, fix: str) -> None:
-    if not holds:
-        raise InputError(rule, got=_form(value), fix=fix)
+def _check_numbers(data: Data) -> None:
+    y, num_nodes = _check_dense(data), data.num_nodes
+    fits = y.dim() in (1, 2) and y.size(0) == num_nodes and y.dtype != torch.bool and not y.is_complex()
+    rule = f"y must be numbers, [{num_nodes}] or [{num_nodes}, targets]"
+    need(fits and not bool(torch.isinf(y).any()), rule, y, "Give each node one row; NaN stands for unknown.")
 
 
 def _form(value: object) -> str:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.data import Dataset
+from gnnautoscale.errors import InputError
+from gnnautoscale.graph import HaloLoader
+
+#: Whether classes count as often as they occur, or all the same.
+ClassWeight = Literal["none", "balanced"]
 
 
 class Task(ABC):
     """What a model learns and how it is judged. A task of your own needs ``targets``, ``loss`` and ``score``.
 
     Example:
-        >>> class Regression(Task):
-        ...     metric = "negative error"
+        >>> class Deviation(Task):
+        ...     metric, higher_is_better = "largest error", False
         ...
         ...     def targets(self, batch):
         ...         rows = batch.train_mask[: batch.batch_size].nonzero().squeeze(1)
@@ -29,16 +34,24 @@ class Task(ABC):
         ...
         ...     def score(self, out, data, split):
         ...         mask = data[f"{split}_mask"]
-        ...         return -float((out.squeeze(1) - data.y)[mask].abs().mean())
+        ...         return float((out.squeeze(1) - data.y)[mask].abs().max())
         >>> mask = torch.tensor([True, False])
-        >>> Regression().targets_of_graph(Data(x=torch.ones(2, 1), y=torch.tensor([0.5, 2.0]), train_mask=mask))
+        >>> Deviation().targets_of_graph(Data(x=torch.ones(2, 1), y=torch.tensor([0.5, 2.0]), train_mask=mask))
         (tensor([0]), tensor([0.5000]))
     """
 
-    #: Name of the score. Larger scores are better.
+    #: Name of the score.
     metric: str = "score"
+    #: Whether larger scores are better; it decides about the best epoch.
+    higher_is_better: bool = True
+    #: Whether scores are in percent.
+    percent: bool = False
     #: Number of outputs per node that a model needs.
     num_outputs: int = 1
+    #: What is trained besides the model, such as a decoder of links.
+    module: nn.Module | None = None
+    #: Whether the loss of a batch needs nothing but the batch, so that the mean over batches is that of the graph.
+    separable: bool = True
     #: Whether :meth:`score` also takes outputs on a GPU, which saves the time to copy them.
     scores_anywhere: bool = False
 
@@ -78,6 +91,17 @@ class Task(ABC):
             The score, or NaN if the split is empty.
         """
 
+    def prepare(self, loader: HaloLoader) -> None:  # noqa: B027 - a task may need nothing
+        """Meet the loader of the training graph before the first step; refuse batches that do not serve the task."""
+
+    def see(self, out: Any, nodes: Tensor) -> None:  # noqa: B027 - a task may need nothing
+        """Take note of a training step's output before its loss.
+
+        Args:
+            out: The model's output for the batch's own nodes, ``[batch_size, num_outputs]``.
+            nodes: Which nodes of the graph they are, ``[batch_size]``.
+        """
+
     def targets_of_graph(self, data: Data) -> tuple[Tensor | None, Tensor]:
         """Select what to train on in a whole graph, as :meth:`targets` does in a batch."""
         whole = Data.from_dict(dict(data))
@@ -112,6 +136,26 @@ class Task(ABC):
         """Measure how far the targets of ``parts``, ``[num_nodes]``, are from the graph's, from 0 (not at all) to 1."""
         return 0.0
 
+    def bound_to(self, dataset: Dataset, *, metric: str | None, class_weight: ClassWeight) -> Task:
+        """The task as a data set poses it, with these options of :func:`gnnautoscale.fit`.
+
+        A task of your own refuses the options. What it has to know about all splits, it can learn here.
+        """
+        if metric is not None or class_weight != "none":
+            raise InputError(
+                "metric and class_weight belong to tasks that know them",
+                got=f"one of them with a {type(self).__name__}",
+                fix="Leave them out: the task has its own score and its own loss.",
+            )
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold for training to go on with the same numbers, besides :attr:`module`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:  # noqa: B027 - likewise
+        """Continue from a checkpoint, on a device."""
+
     def evaluate(self, dataset: Dataset, output: Callable[[str], Tensor]) -> dict[str, float]:
         """Score all splits; ``output`` returns the model's output for all nodes of a split's graph, once per graph."""
         scores: dict[str, float] = {}
@@ -119,5 +163,34 @@ class Task(ABC):
             out = output(splits[0])
             if not bool(torch.isfinite(out).all()):
                 raise FloatingPointError("the model's outputs are not finite any more")
-            scores |= {split: self.score(out, graph, split) for split in splits}
+            scores |= {split: self._checked_score(self.score(out, graph, split)) for split in splits}
         return scores
+
+    def _checked_score(self, score: object) -> float:
+        if isinstance(score, (int, float)) or (isinstance(score, Tensor) and score.numel() == 1):
+            return float(score)
+        got = f"a tensor of shape {tuple(score.shape)}" if isinstance(score, Tensor) else f"a {type(score).__name__}"
+        raise InputError(f"{type(self).__name__}.score must return a number", got=got, fix="Return a float.")
+
+
+def check_task(task: object, data: Data) -> Task:
+    """Refuse what is no task, and a task whose selection of rows and targets does not fit the graph."""
+    if not isinstance(task, Task):
+        raise InputError(
+            "task must be a name or an object of a class derived from gnnautoscale.tasks.Task",
+            got=f"a {type(task).__name__}",
+            fix="Derive it, with the methods targets, loss and score.",
+        )
+    name = f"{type(task).__name__}.targets"
+    selected = task.targets_of_graph(data)
+    fix = "Return the rows of nodes (or None for all) and a tensor with their targets."
+    if not (isinstance(selected, tuple) and len(selected) == 2 and isinstance(selected[1], Tensor)):
+        raise InputError(f"{name} must return rows and targets", got=f"a {type(selected).__name__}", fix=fix)
+    rows, targets = selected
+    form = rows is None or (isinstance(rows, Tensor) and rows.dtype == torch.long and rows.dim() == 1)
+    if not form or (rows is not None and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < data.num_nodes):
+        got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
+        raise InputError(f"rows of {name} must be indices of the batch's own nodes, int64", got=got, fix=fix)
+    if targets.dim() == 0:
+        raise InputError(f"targets of {name} must have a row each", got="a single number", fix=fix)
+    return task

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import attached, refresh
-from gnnautoscale.exact import ExactPasses, Loss, forget_captured
+from gnnautoscale.exact import ExactPasses, Loss, exact_forward, forget_captured
 from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, HaloLoader, ReadyBatch
 from gnnautoscale.replay import WARM_UP, Placement, Replayer, on_training_stream
@@ -126,6 +126,9 @@ class Engine(Steps):
         self._replayer.forget()
         self._feed.clear()
         self._forget_whole()
+        if not self.task.separable:
+            self._exact_step_at_once(loader)
+            return
         _, targets = self.task.targets_of_graph(loader.data)
         count = targets.size(0)
 
@@ -150,6 +153,21 @@ class Engine(Steps):
         self._optimizer.zero_grad()
         passes.backward(loss)
         self.exact_how = passes.how
+        if not math.isfinite(self._total):
+            raise FloatingPointError(f"the loss is {float(self._total)}")
+        self._update()
+        self.steps, self._count = self.steps + 1, 1
+
+    def _exact_step_at_once(self, loader: HaloLoader) -> None:
+        """An exact step whose loss takes the outputs of all nodes together."""
+        rows, targets = self.task.targets_of_graph(loader.data)
+        self._optimizer.zero_grad()
+        out = exact_forward(self._model, loader, device=self.device)
+        self.task.see(out, torch.arange(loader.graph.num_nodes, device=self.device))
+        loss = self.task.loss(out if rows is None else out[rows.to(self.device)], targets.to(self.device))
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._total += loss.detach()
+        self.exact_how = "uncaptured, since the loss takes all outputs together"
         if not math.isfinite(self._total):
             raise FloatingPointError(f"the loss is {float(self._total)}")
         self._update()

@@ -161,6 +161,7 @@ def describe_run(
             "features": dataset.num_features,
             **task.describe(dataset),
         },
+        "score": {"metric": task.metric, "higher_is_better": task.higher_is_better, "percent": task.percent},
         "model": {"name": type(model).__name__, "parameters": sum(weight.numel() for weight in model.parameters())},
         "versions": versions(),
         "machine": describe_machine(options["device"]),

@@ -21,7 +21,7 @@ from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder, check_run_dir
-from gnnautoscale.tasks import Task, task_for
+from gnnautoscale.tasks import Task, TaskName, check_task, task_for
 from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.checkpoint import Checkpoint
 from gnnautoscale.training.clock import Clock
@@ -49,9 +49,9 @@ from gnnautoscale.training.strategies import (
 
 def fit(  # noqa: D417 - the options are filled in below
     model: nn.Module,
-    data: Data | Dataset,
+    data: Data | Dataset | tuple[Data, Data, Data],
     *,
-    task: Task | None = None,
+    task: Task | TaskName | None = None,
     callback: Callable[[Epoch], None] | None = None,
     on_phase: Callable[[str], None] | None = None,
     **options: Any,
@@ -61,9 +61,10 @@ def fit(  # noqa: D417 - the options are filled in below
     Args:
         model: Any module of PyG layers that returns one row of outputs per node. It is autoscaled, unless the mode
             has no histories.
-        data: The graph, with ``x`` and what the task needs, or a data set.
-        task: What to learn and how to score it; by default the one that fits the data: node classification, which
-            needs ``y`` and masks.
+        data: The graph, with ``x`` and what the task needs; one for each split, as ``RandomLinkSplit`` makes them; or a
+            data set.
+        task: What to learn and how to score it: an object, or ``"classification"`` or ``"regression"`` of nodes, which
+            need ``y`` and masks, or ``"link"``. By default the one of nodes that fits ``y``.
         {options}
         callback: Called after each epoch.
         on_phase: Called with the name of the work that runs from now on ("partition", "train", "evaluate", ...), and
@@ -85,10 +86,14 @@ def fit(  # noqa: D417 - the options are filled in below
         raise InputError(
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
         )
-    dataset = data if isinstance(data, Dataset) else Dataset.of(data)
+    dataset = data if isinstance(data, Dataset) else Dataset.of(data) if isinstance(data, Data) else _of_splits(data)
     dataset.check()
-    task = task_for(dataset) if task is None else task
-    task.check_dataset(dataset)
+    task = task_for(dataset, task) if task is None or isinstance(task, str) else task
+    if isinstance(task, Task):
+        task.check_dataset(dataset)
+        task = task.bound_to(dataset, metric=given.metric, class_weight=given.class_weight)
+    task = check_task(task, dataset.train)
+    _check_inseparable(task, given)
     if given.evaluation == "histories" and dataset.inductive:
         raise InputError(
             "evaluation from histories needs the validation nodes in the training graph",
@@ -109,6 +114,35 @@ fit.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 describe_arguments(fit, {name: option.help for name, option in OPTIONS.items()})
 
 
+def _of_splits(data: Any) -> Dataset:
+    if not isinstance(data, (tuple, list)) or len(data) != 3 or not all(isinstance(each, Data) for each in data):
+        got = f"{len(data)} items" if isinstance(data, (tuple, list)) else type(data).__name__
+        rule = "data must be a torch_geometric.data.Data, three of them for training, validation and test, or a Dataset"
+        raise InputError(rule, got=got, fix="Pass one of these.")
+    return Dataset("data", *data)
+
+
+def _check_inseparable(task: Task, options: FitOptions) -> None:
+    """Refuse what needs a loss of each batch by itself, if the task has none."""
+    if task.separable:
+        return
+    refused = {
+        "mode": options.mode if not options.has_histories else None,
+        "compensate": options.compensate if options.compensate == "gradient" else None,
+        "lipschitz": options.lipschitz or None,
+        "diagnose": "gradients" if "gradients" in options.diagnose else None,
+    }
+    exact = options.exact_after < options.epochs
+    refused["precision"] = options.precision if exact and options.precision == "bfloat16" else None
+    for name, value in refused.items():
+        if value is not None:
+            raise InputError(
+                f"{type(task).__name__} has no loss of a batch by itself, which {name}={value!r} needs",
+                got="both",
+                fix=f"Leave {name} out.",
+            )
+
+
 def _train(
     model: nn.Module,
     dataset: Dataset,
@@ -126,10 +160,17 @@ def _train(
         check_run_dir(Path(options.run_dir))
 
     torch.manual_seed(options.seed)
-    result = FitResult(metric=task.metric, options=given.to_dict())
+    result = FitResult(
+        metric=task.metric,
+        options=given.to_dict(),
+        higher_is_better=task.higher_is_better,
+        percent=task.percent,
+    )
     clock = Clock(result.seconds, device, on_phase)
-    optimizer = make_optimizer(model.to(device), options)
-    rate = LearningRate(optimizer, options.schedule, options.epochs)
+    learner = model if task.module is None else nn.ModuleDict({"model": model, "task": task.module})
+    learner.to(device)
+    optimizer = make_optimizer(model, options, also=task.module)
+    rate = LearningRate(optimizer, options.schedule, options.epochs, higher_is_better=task.higher_is_better)
     strategy: Strategy
     loader: HaloLoader | None = None
     if options.has_histories:
@@ -137,8 +178,10 @@ def _train(
         with clock("partition"):
             loaders = halo_loaders(dataset, options, labels)
         loader = loaders["train"]
+        if options.exact_after:
+            task.prepare(loader)
         if checkpoint is not None:
-            check_same_run(checkpoint, given, data_key(loader, task), model)
+            check_same_run(checkpoint, given, data_key(loader, task), learner)
         strategy = _with_histories(model, dataset, loaders, optimizer, task, options)
     else:
         with clock("partition"):
@@ -146,7 +189,7 @@ def _train(
         strategy = SubgraphStrategy(model, subgraphs, dataset, optimizer, task, options)
     if options.run_dir is not None:
         strategy.watch()
-    run = RunState(model, optimizer, rate, strategy, result, device)
+    run = RunState(learner, task, optimizer, rate, strategy, result, device)
     on_failure = ExitStack()
     on_failure.callback(strategy.give_up)
     with (
@@ -158,7 +201,7 @@ def _train(
     ):
         if checkpoint is not None:
             run.load(checkpoint)
-        journal = files.enter_context(_open_journal(given, dataset, task, run, loader, checkpoint))
+        journal = files.enter_context(_open_journal(given, dataset, task, model, run, loader, checkpoint))
 
         def save() -> None:
             if folder is not None:
@@ -186,9 +229,10 @@ def _train(
                 return task.evaluate(dataset, partial(strategy.output, evaluation=how))
 
         def keep_if_best(epoch: Epoch) -> None:
-            if epoch.scores and not epoch.scores["val"] <= result.scores.get("val", -math.inf):
+            sign = 1 if task.higher_is_better else -1
+            if epoch.scores and not sign * epoch.scores["val"] <= sign * result.scores.get("val", -sign * math.inf):
                 result.best_epoch, result.scores = epoch.number, epoch.scores
-                run.best_weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+                run.best_weights = {name: value.detach().clone() for name, value in learner.state_dict().items()}
 
         def diagnose(epoch: int, *, last: bool) -> None:
             if journal.is_due(epoch, last=last, trained=clock.total("train")):
@@ -202,7 +246,7 @@ def _train(
         while not is_done():
             number = len(result.epochs) + 1
             is_last = number == options.epochs
-            model.train()
+            learner.train()
             learning_rate = float(optimizer.param_groups[0]["lr"])
             start = clock.total("train")
             with explained(strategy, number, options):
@@ -235,7 +279,7 @@ def _train(
             keep_if_best(result.epochs[-1])
         strategy.describe(result)
         on_failure.pop_all()
-    model.load_state_dict(run.best_weights)
+    learner.load_state_dict(run.best_weights)
     result.peak_memory = peak.num_bytes
     journal.finish(result)  # even if something happens to what follows
     if options.verify:
@@ -298,6 +342,7 @@ def _open_journal(
     options: FitOptions,
     dataset: Dataset,
     task: Task,
+    model: nn.Module,
     run: RunState,
     loader: HaloLoader | None,
     checkpoint: Checkpoint | None,
@@ -305,7 +350,7 @@ def _open_journal(
     """Open the run's folder, if it has one: a new one, or that of the run that a checkpoint resumes."""
     folder, board, epochs = None, None, run.result.epochs
     if options.run_dir is not None:
-        path, about = Path(options.run_dir), describe_run(options.to_dict(), dataset, task, run.model, loader)
+        path, about = Path(options.run_dir), describe_run(options.to_dict(), dataset, task, model, loader)
         if checkpoint is not None and (path / RUN).exists():
             folder = RunFolder.reopen(path, about, epoch=len(epochs), free=options.may_change())
         else:
@@ -314,4 +359,4 @@ def _open_journal(
                 folder.append(epoch_record(epoch))
         board = Board(folder.path, len(epochs) + 1) if options.tensorboard else None
     what, every = options.diagnose, options.diagnose_every
-    return Journal(folder, run.strategy, run.model, loader, task, what=what, every=every, board=board)
+    return Journal(folder, run.strategy, model, loader, task, what=what, every=every, board=board)

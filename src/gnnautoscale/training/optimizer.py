@@ -12,12 +12,16 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale.training.options import Optimization, Schedule
 
 
-def make_optimizer(model: nn.Module, options: Optimization) -> torch.optim.Optimizer:
-    """Adam with the two weight-decay groups of the paper's experiments; its steps on a GPU can be captured."""
+def make_optimizer(model: nn.Module, options: Optimization, *, also: nn.Module | None = None) -> torch.optim.Optimizer:
+    """Adam with the two weight-decay groups of the paper's experiments; its steps on a GPU can be captured.
+
+    What is ``also`` trained counts among the other weights.
+    """
     named = getattr(model, "decayed_modules", None)
     modules = named() if named else [module for module in model.modules() if isinstance(module, MessagePassing)]
     first = {id(weight): weight for module in modules for weight in module.parameters()}
     rest = [weight for weight in model.parameters() if id(weight) not in first]
+    rest += [] if also is None else list(also.parameters())
     groups: list[dict[str, Any]] = [
         {"params": weights, "weight_decay": options.weight_decay if own is None else own}
         for weights, own in ((list(first.values()), options.weight_decay_conv), (rest, options.weight_decay_other))
@@ -34,11 +38,17 @@ def make_optimizer(model: nn.Module, options: Optimization) -> torch.optim.Optim
 class LearningRate:
     """Updates the learning rate after each epoch, see the option ``schedule``."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, epochs: int) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, schedule: Schedule, epochs: int, *, higher_is_better: bool = True
+    ) -> None:
         self._scheduler: lr_scheduler.ReduceLROnPlateau | lr_scheduler.CosineAnnealingLR | None = None
         if schedule == "plateau":
             self._scheduler = lr_scheduler.ReduceLROnPlateau(
-                optimizer, mode="max", factor=0.5, patience=9, threshold=0.0
+                optimizer,
+                mode="max" if higher_is_better else "min",
+                factor=0.5,
+                patience=9,
+                threshold=0.0,
             )
         elif schedule == "cosine":
             self._scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)

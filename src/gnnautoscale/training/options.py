@@ -19,6 +19,7 @@ from gnnautoscale.forward import Compensation
 from gnnautoscale.graph import Partitioner, check_fan_out
 from gnnautoscale.history import Storage, check_storage
 from gnnautoscale.replay import Placement
+from gnnautoscale.tasks import METRICS, ClassWeight
 from gnnautoscale.training.steps import Precision
 
 Mode = Literal["gas", "full", "exact", "history", "cluster", "sage"]
@@ -108,6 +109,10 @@ class Optimization(OptionGroup):
         'targets; or "momentum", where histories of the halo move towards what the batch knows of them.',
         needs_histories=True,
     )
+    class_weight: ClassWeight = option(
+        "none",
+        'How classes count in the loss of a classification: "none", as often as they occur, or "balanced", all alike.',
+    )
     edge_dropout: float = option(0.0, "Share of edges dropped in each step.", least=0, below=1, needs_histories=True)
     seed: int = option(0, "Seed of everything random.", least=0)
 
@@ -151,6 +156,9 @@ class Evaluation(OptionGroup):
         "exact",
         '"exact" inference, which leaves the histories alone, or "histories": the last layer on top of the histories.',
         needs_histories=True,
+    )
+    metric: str | None = option(
+        None, f"The score: {', '.join(each.name for each in METRICS)}; by default the one that the task prefers."
     )
     evaluate_every: int = option(1, "Number of epochs between evaluations.", least=1)
     evaluate_parts: int | None = option(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gnnautoscale._util import random_states, set_random_states
 from gnnautoscale.errors import InputError
 from gnnautoscale.runs import Epoch, FitResult
+from gnnautoscale.tasks import Task
 from gnnautoscale.training.checkpoint import (
     Checkpoint,
     latest_checkpoint,
@@ -33,9 +34,13 @@ _SAME_DATA = "Use the data of the first run."
 
 @dataclass
 class RunState:
-    """Everything that changes during a training run; ``batches`` counts those of all epochs."""
+    """Everything that changes during a training run; ``batches`` counts those of all epochs.
+
+    ``model`` also has what the task trains besides it.
+    """
 
     model: nn.Module
+    task: Task
     optimizer: torch.optim.Optimizer
     rate: LearningRate
     strategy: Strategy
@@ -60,6 +65,7 @@ class RunState:
             "rate": self.rate.state_dict(),
             "random": random_states(self.device),
             "strategy": self.strategy.state_dict(),
+            "task": self.task.state_dict(),
         }
         return save_checkpoint(folder, self.batches, state)
 
@@ -80,6 +86,7 @@ class RunState:
                 group["lr"] = rate.copy_(group["lr"])
         self.rate.load_state_dict(state["rate"])
         self.strategy.load_state_dict(state["strategy"], self.device)
+        self.task.load_state_dict(state.get("task", {}), self.device)
         set_random_states(state["random"], self.device)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import LocalLipschitz
+from gnnautoscale.errors import InputError
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.feed import Item
 from gnnautoscale.transfer import Times
@@ -48,6 +49,7 @@ class Steps:
         self._grad_norm, self._penalty, self._penalty_weight = grad_norm, penalty, penalty_weight
         self._precision: Precision = precision
         self._accumulate, self._per_target = accumulate, per_target
+        self._weights = [*model.parameters(), *(() if task.module is None else task.module.parameters())]
         # How many batches have added to the gradients since the last step of the optimizer.
         self._added = 0
         self.device = device
@@ -102,7 +104,7 @@ class Steps:
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint, also in the middle of an epoch."""
         state = {"steps": self.steps, "total": self._total, "count": self._count, "added": self._added}
-        gradients = [weight.grad for weight in self._model.parameters()] if self._added else []
+        gradients = [weight.grad for weight in self._weights] if self._added else []
         return {**state, "gradients": gradients}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,7 +112,7 @@ class Steps:
         self.steps, self._count = state["steps"], state["count"]
         self._total.copy_(state["total"])
         self._added = state["added"]
-        for weight, gradient in zip(self._model.parameters(), state["gradients"], strict=False):
+        for weight, gradient in zip(self._weights, state["gradients"], strict=False):
             weight.grad = None if gradient is None else gradient.to(weight)
 
     def _run(self, item: Item) -> None:
@@ -123,12 +125,13 @@ class Steps:
         if not self._trains_on(item):
             # Nothing to learn, but histories move on.
             with torch.no_grad(), self._autocast():
-                self._call(item.batch)
+                self._show(self._call(item.batch), item.batch)
             return
         if self._accumulate == 1:
             self._optimizer.zero_grad()
         with self._penalty if self._penalty is not None else nullcontext(), self._autocast():
             out = self._call(item.batch)
+        self._show(out, item.batch)
         loss, total = self._losses(out, item)
         if not loss.is_cuda and not bool(torch.isfinite(loss)):  # on a GPU the host would wait
             raise FloatingPointError(f"the loss is {float(loss.detach())}")
@@ -145,12 +148,24 @@ class Steps:
         count = item.targets.size(0)
         chosen = out if item.rows is None else out[item.rows]
         loss = self.task.loss(chosen, item.targets) if count else chosen.sum()
+        self._check_loss(loss)
         return loss, loss if self._per_target is None else loss * (self._per_target * count)
+
+    def _show(self, out: Any, batch: Data) -> None:
+        """Show the output to a task that wants to see it."""
+        if type(self.task).see is not Task.see:
+            self.task.see(out, batch.n_id[: batch["batch_size"]])
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, Tensor) or loss.dim():
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            rule = f"{type(self.task).__name__}.loss must return a tensor of one number"
+            raise InputError(rule, got=got, fix="Return the mean over the targets.")
 
     def _update(self) -> None:
         """Step with the gradients that there are."""
         if self._grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._grad_norm)
+            nn.utils.clip_grad_norm_(self._weights, self._grad_norm)
         self._optimizer.step()
 
     def _update_if_due(self, *, at_last: bool = False) -> None:
@@ -159,7 +174,7 @@ class Steps:
             return
         if self._accumulate > 1:
             if self._added < self._accumulate:
-                gradients = [weight.grad for weight in self._model.parameters() if weight.grad is not None]
+                gradients = [weight.grad for weight in self._weights if weight.grad is not None]
                 torch._foreach_mul_(gradients, self._accumulate / self._added)
             self._update()
             # In place: captured steps add to these very tensors.

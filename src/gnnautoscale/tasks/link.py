@@ -1,0 +1,403 @@
+"""Link prediction: which pairs of nodes have an edge.
+
+A batch scores all edges that touch its nodes. The row of an end outside the batch comes from a history of the model's
+output and is a constant; the batch of that end sees the pair as well, with the roles exchanged. So over an epoch each
+edge contributes the gradients of both of its ends, as in full batch.
+
+Pairs without an edge are scored only where both ends are in the batch, and weighted by how rarely they meet. A constant
+row would not do: the model would learn to move away from where all rows have been a moment ago, faster and faster.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.data import Dataset
+from gnnautoscale.errors import InputError
+from gnnautoscale.graph import HaloLoader
+from gnnautoscale.tasks.decoders import DecoderName, make_decoder
+from gnnautoscale.tasks.metrics import average_precision, roc_auc
+from gnnautoscale.tasks.pairs import EdgeKind, Meetings, Pairs, check_leaks, known_keys
+from gnnautoscale.tasks.ranking import KnownEdges, best_partners, pair_scores, ranks
+from gnnautoscale.tasks.task import ClassWeight, Task
+
+# Edges of the training split that are ranked after an epoch; there may be many, and they decide nothing.
+_MOST_RANKED = 10_000
+# Drawn candidates and negatives are the same in every evaluation.
+_SEED = 0
+
+
+class LinkPrediction(Task):
+    """Predict which pairs of nodes have an edge.
+
+    It takes graphs as PyG's ``RandomLinkSplit`` makes them, one for each split: ``edge_index`` are the edges that pass
+    messages, and pairs to score are ``edge_label_index``, ``[2, num_pairs]``, with ``edge_label``, ``[num_pairs]``,
+    above 0 for an edge, 0 for none, all edges if left out; or PyG's triplets ``src_index``, ``dst_pos_index`` and
+    ``dst_neg_index``. Typed edges have ``edge_type``, and pairs ``edge_label_type``, ``[num_pairs]``, of triplets
+    ``[num_positives]``; the reverse of a relation may be a relation with as many added to its number. No positive may
+    be an edge that passes messages.
+
+    The loss is binary cross entropy over pairs. Where the training data hold no negatives, they are drawn in each step:
+    two nodes of the batch, or for typed edges a positive with one end replaced; known edges are left out. Weights make
+    up for nodes of different parts that meet rarely, so that negatives stand for all pairs of the graph. Batches must
+    therefore consist of several parts.
+
+    Args:
+        decoder: Scores pairs: ``"dot"``, ``"bilinear"``, ``"distmult"`` for typed edges, or a module that takes rows of
+            sources and targets, and relations if there are any, and returns ``[num_pairs]``. It is trained with the
+            model.
+        metric: ``"ROC-AUC"`` or ``"average-precision"`` of positives against negatives, which are drawn if the data
+            hold none; ``"MRR"`` or ``"Hits@k"`` for any ``k``: where the target of a positive stands among nodes that
+            are no known targets of its source; of typed edges also the source among sources; of the training split
+            10,000 positives at most. All in percent.
+        negatives: Number of negatives to draw for each positive in training; by default none if the data hold some,
+            else one.
+        candidates: Number of nodes to draw for each rank; by default the negatives of triplets, or all nodes.
+        reconstruct: Whether training positives may be edges that pass messages, as in graph autoencoders.
+        width: Number of outputs of models that are built by name, and of the decoders that need to know it.
+
+    Example:
+        >>> from torch_geometric.datasets import KarateClub
+        >>> from torch_geometric.nn import GCN
+        >>> from torch_geometric.transforms import RandomLinkSplit
+        >>> import gnnautoscale as gas
+        >>> split = RandomLinkSplit(is_undirected=True, disjoint_train_ratio=0.3, add_negative_train_samples=False)
+        >>> model, task = GCN(34, 16, num_layers=2), LinkPrediction("bilinear", width=16)
+        >>> result = gas.fit(model, split(KarateClub()[0]), task=task, num_parts=8, batch_size=4, epochs=2)
+        >>> result.metric
+        'ROC-AUC'
+    """
+
+    percent = True
+    scores_anywhere = True
+    separable = False
+
+    def __init__(
+        self,
+        decoder: DecoderName | nn.Module = "dot",
+        *,
+        metric: str = "ROC-AUC",
+        negatives: int | None = None,
+        candidates: int | None = None,
+        reconstruct: bool = False,
+        width: int = 64,
+    ) -> None:
+        for name, value in (("negatives", negatives), ("candidates", candidates), ("width", width)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise InputError(f"{name} must be an integer of at least 1", got=repr(value), fix="Change it.")
+        self.module = decoder if isinstance(decoder, nn.Module) else None
+        self._named, self.num_outputs = decoder if isinstance(decoder, str) else "", width
+        self._negatives, self._candidates, self.reconstruct = negatives, candidates, reconstruct
+        self._choose(metric)
+        self._known = self._back = self._trained = KnownEdges(torch.empty(0, dtype=torch.long), 1)
+        self._pairs: Pairs | None = None
+        self._num_relations: int | None = None
+        # The last known output of each node, ``[num_nodes, width]``; of the batch that is trained on, its own nodes,
+        # and the place of each node in it or -1, ``[num_nodes]``.
+        self._outputs, self._own, self._placed = torch.empty(0, 0), torch.empty(0), torch.empty(0)
+        self._seen: ref[Tensor] | None = None
+        self._meetings = Meetings(torch.empty(0), 1.0)
+
+    def _choose(self, metric: str) -> None:
+        plain = metric.lower().replace("_", "-").replace(" ", "-")
+        names = {"roc-auc": "ROC-AUC", "auc": "ROC-AUC", "average-precision": "average-precision", "mrr": "MRR"}
+        hits = re.fullmatch(r"hits@([1-9]\d*)", plain)
+        if hits is None and plain not in names:
+            rule = "a metric of links is ROC-AUC, average-precision, MRR or Hits@k"
+            raise InputError(rule, got=repr(metric), fix="Choose one of these.")
+        self._most = None if hits is None else int(hits[1])
+        self.metric = names[plain] if hits is None else f"Hits@{self._most}"
+
+    # Data ############################################################################################################
+
+    def check_dataset(self, dataset: Dataset) -> None:
+        """Refuse graphs without pairs to score, and pairs that a model has seen."""
+        if not dataset.train is not dataset.val is not dataset.test is not dataset.train:
+            raise InputError(
+                "link prediction needs a graph for each split",
+                got="one graph for several",
+                fix="Pass the three that torch_geometric.transforms.RandomLinkSplit(...)(data) returns.",
+            )
+        if len({graph.num_nodes for graph, _ in dataset.graphs()}) > 1:
+            sizes = ", ".join(str(graph.num_nodes) for graph, _ in dataset.graphs())
+            raise InputError(
+                "the graphs of link prediction have the same nodes", got=f"{sizes} nodes", fix="Split edges only."
+            )
+        for graph, splits in dataset.graphs():
+            self.check(graph, splits)
+        check_leaks(dataset, _edges_of(dataset), reconstruct=self.reconstruct)
+
+    def check(self, data: Data, splits: Sequence[str]) -> None:
+        """Refuse a graph without positives."""
+        if not bool(Pairs.of(data).label.any()):
+            rule = f"the {splits[0]} split needs at least one pair that is an edge"
+            raise InputError(rule, got="none", fix="Set edge_label above 0 for edges.")
+
+    def bound_to(self, dataset: Dataset, *, metric: str | None, class_weight: ClassWeight) -> Task:
+        """See :meth:`Task.bound_to`; a decoder that was named is made."""
+        if class_weight != "none":
+            got, fix = f"class_weight={class_weight!r}", "Change the number of negatives instead."
+            raise InputError("link prediction has no classes to weigh", got=got, fix=fix)
+        if metric is not None:
+            self._choose(metric)
+        edges = _edges_of(dataset)
+        self._num_relations = edges.num_relations
+        if self.module is None:
+            self.module = make_decoder(self._named, self._num_relations, self.num_outputs)
+        self._pairs = Pairs.of(dataset.train)
+        self._meetings = Meetings(torch.zeros(self._pairs.num_nodes, dtype=torch.long), 1.0)
+        count, graphs = self._pairs.num_nodes, [graph for graph, _ in dataset.graphs()]
+        self._known, self._back = (
+            KnownEdges(torch.cat([known_keys(graph, edges, backwards=way) for graph in graphs]), count)
+            for way in (False, True)
+        )
+        # Training may know the training graph only.
+        self._trained = KnownEdges(known_keys(dataset.train, edges), count)
+        self._outputs, self._seen = torch.empty(0, 0), None
+        return self
+
+    def identity(self, data: Data) -> tuple[Tensor | None, ...]:
+        """The pairs of the graph."""
+        pairs = Pairs.of(data)
+        return pairs.ends, pairs.label, pairs.relation
+
+    def describe(self, dataset: Dataset) -> dict[str, Any]:
+        """Number of positives of each split, and of relations."""
+        counts = {
+            f"{split} positives": int(Pairs.of(graph).label.sum())
+            for graph, splits in dataset.graphs()
+            for split in splits
+        }
+        relations = _edges_of(dataset).num_relations
+        return counts if relations is None else {"relations": relations, **counts}
+
+    # Training ########################################################################################################
+
+    def targets(self, batch: Data) -> tuple[Tensor | None, Tensor]:
+        """Select the pairs that touch the batch's nodes: source, target, label and relation, ``[num_pairs, 4]``."""
+        pairs, n_id = self._training_pairs, batch.n_id
+        found = pairs.touching(n_id[: batch.batch_size].cpu().as_subclass(Tensor))
+        relation = torch.zeros_like(found) if pairs.relation is None else pairs.relation[found]
+        return None, torch.stack([*pairs.ends[:, found], pairs.label[found].long(), relation], dim=1).to(n_id.device)
+
+    @property
+    def _training_pairs(self) -> Pairs:
+        if self._pairs is None:
+            fix = "Train with gnnautoscale.fit, or call bound_to first."
+            raise InputError("link prediction must know its data set", got="none", fix=fix)
+        return self._pairs
+
+    def prepare(self, loader: HaloLoader) -> None:
+        """See :meth:`Task.prepare`."""
+        self._meetings = Meetings.of(loader)
+
+    def see(self, out: Tensor, nodes: Tensor) -> None:
+        """Remember the output of the batch's own nodes, and where they are in it."""
+        if not isinstance(out, Tensor) or out.dim() != 2:
+            got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            rule = "the model must return a tensor of one row per node"
+            raise InputError(rule, got=got, fix="Return the last layer's output as it is.")
+        count, nodes = self._training_pairs.num_nodes, nodes.as_subclass(Tensor).long()
+        if not self._outputs.numel():
+            self._outputs = torch.zeros(count, out.size(1), dtype=out.dtype, device=out.device)
+        if self._placed.numel() != count:
+            self._placed = torch.empty(count, dtype=torch.long, device=out.device)
+        if self._meetings.labels.device != out.device:
+            self._meetings = replace(self._meetings, labels=self._meetings.labels.to(out.device))
+        self._outputs[nodes] = out.detach().to(self._outputs.dtype)
+        self._placed.fill_(-1)
+        self._placed[nodes] = torch.arange(nodes.numel(), device=out.device)
+        self._own, self._seen = nodes, ref(out)
+
+    def loss(self, out: Any, targets: Tensor) -> Tensor:
+        """Binary cross entropy of given and drawn pairs, the weighted mean.
+
+        An edge with one end outside is seen by two batches. Each of them counts it half, and its own end double, so
+        that a decoder learns from each edge once.
+        """
+        if self._seen is None or self._seen() is not out or not isinstance(out, Tensor):
+            rule = "the loss of links follows the batch that the model has just seen"
+            raise InputError(rule, got="other outputs", fix="Leave out what computes gradients on its own (diagnose).")
+        source, target, label, relation = targets.unbind(dim=1)
+        place, edge = self._placed, label > 0
+        across = (place[source] < 0) | (place[target] < 0)
+        # Edges in two batches count half in each; others only where both ends are, for all who do not meet.
+        others = self._weight(source, target).masked_fill(across, 0.0)
+        weight, wanted = torch.where(edge, torch.where(across, 0.5, 1.0), others), label.float()
+        if self._draws:
+            given = source, target, relation, weight, across
+            drawn = self._draw(source, target, relation, weight * edge)
+            source, target, relation, weight, across = (torch.cat(both) for both in zip(given, drawn, strict=True))
+            wanted = F.pad(wanted, (0, weight.numel() - wanted.numel()))
+        scores = self._scores(out, source, target, relation, across)
+        losses = F.binary_cross_entropy_with_logits(scores.float(), wanted, reduction="none")
+        return (losses * weight).sum() / weight.sum().clamp(min=1e-12)
+
+    @property
+    def _draws(self) -> int:
+        """How many negatives to draw for each positive."""
+        if self._negatives is not None:
+            return self._negatives
+        return 1 if self._training_pairs.are_edges else 0
+
+    def _draw(self, source: Tensor, target: Tensor, relation: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        """Draw negatives for pairs with weights, ``[draws * num_pairs]``: source, target, relation, weight, and False.
+
+        Together they weigh as much as the pairs, times the number of draws. The host reads no value here, so that a GPU
+        can capture it: what turns out to be an edge, and what is drawn for pairs without weight, weighs nothing.
+        """
+        own, total = self._own, weight.sum() * self._draws
+        source, target, relation, weight = (each.repeat(self._draws) for each in (source, target, relation, weight))
+        first, second = (own[torch.randint(own.numel(), source.shape, device=source.device)] for _ in range(2))
+        if self._num_relations is not None:
+            backwards = torch.rand(source.shape, device=source.device) < 0.5
+            source_in, target_in = self._placed[source] >= 0, self._placed[target] >= 0
+            backwards = torch.where(source_in & target_in, backwards, target_in)
+            first, second = torch.where(backwards, first, source), torch.where(backwards, target, second)
+        kind = None if self._num_relations is None else relation
+        real = ~self._trained.contain(first, second, kind) & (first != second) & (weight > 0)
+        drawn = self._weight(first, second) * real
+        if self._num_relations is not None:
+            drawn = drawn * weight  # an edge that two batches see has one negative, not two
+        drawn = drawn * (total / drawn.sum().clamp(min=1e-12))
+        return first, second, relation, drawn, torch.zeros_like(real)
+
+    def _weight(self, source: Tensor, target: Tensor) -> Tensor:
+        """What pairs inside the batch stand for, ``[num_pairs]``; only for themselves if it holds all nodes."""
+        if self._own.numel() == self._training_pairs.num_nodes:
+            return torch.ones(source.shape, device=source.device)
+        return self._meetings.weight(source, target)
+
+    def _scores(self, out: Tensor, source: Tensor, target: Tensor, relation: Tensor, doubled: Tensor) -> Tensor:
+        """Scores of pairs, some of which have twice the gradient of their rows."""
+        rows = []
+        for end in (source, target):
+            at = self._placed[end]
+            near = out[at.clamp(min=0)]
+            near = near + doubled.unsqueeze(1) * (near - near.detach())  # adds nothing but the gradient
+            rows.append(torch.where(at.unsqueeze(1) >= 0, near, self._outputs[end].to(out.dtype)))
+        scores: Tensor = self._made()(*rows, *(() if self._num_relations is None else (relation,)))
+        return scores
+
+    # Evaluation ######################################################################################################
+
+    @torch.no_grad()
+    def score(self, out: Tensor, data: Data, split: str) -> float:
+        """Score the pairs of a graph, in percent; chunks of pairs are in memory at a time."""
+        pairs, decoder = Pairs.of(data), self._made().eval()
+        positives = pairs.positives
+        if not positives.ends.size(1):
+            return math.nan
+        generator = torch.Generator().manual_seed(_SEED)
+        if self.metric in ("ROC-AUC", "average-precision"):
+            ends, label, relation = pairs.ends, pairs.label, pairs.relation
+            if bool(label.all()):
+                ends, label, relation = self._with_negatives(pairs, generator)
+            measure = roc_auc if self.metric == "ROC-AUC" else average_precision
+            return 100.0 * measure(pair_scores(decoder, out, ends, relation), label)
+        others = pairs.others
+        if split == "train" and positives.ends.size(1) > _MOST_RANKED:
+            chosen = torch.linspace(0, positives.ends.size(1) - 1, _MOST_RANKED).long()
+            positives, others = positives.at(chosen), None if others is None else others[chosen]
+        shape = (positives.ends.size(1), self._candidates or 0)
+        drawn = torch.randint(pairs.num_nodes, shape, generator=generator) if self._candidates else others
+        found = [ranks(decoder, out, positives, self._known, drawn)]
+        if self._num_relations is not None and pairs.others is None:
+            drawn = torch.randint(pairs.num_nodes, shape, generator=generator) if self._candidates else None
+            found.append(ranks(decoder, out, positives, self._back, drawn, backwards=True))
+        places = torch.cat(found)
+        if self._most is not None:
+            return 100.0 * float((places <= self._most).double().mean())
+        return 100.0 * float((1 / places).mean())
+
+    def _with_negatives(self, pairs: Pairs, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The positives, and as many pairs of random nodes without a known edge, or a few less."""
+        drawn = torch.randint(pairs.num_nodes, pairs.ends.shape, generator=generator)
+        kept = ~self._known.contain(drawn[0], drawn[1], pairs.relation) & (drawn[0] != drawn[1])
+        ends = torch.cat([pairs.ends, drawn[:, kept]], dim=1)
+        relation = None if pairs.relation is None else torch.cat([pairs.relation, pairs.relation[kept]])
+        return ends, torch.arange(ends.size(1)) < pairs.ends.size(1), relation
+
+    def _made(self) -> nn.Module:
+        if self.module is None:
+            fix = "Train with gnnautoscale.fit, or call bound_to first."
+            raise InputError("a decoder that is named is made for a data set", got="none", fix=fix)
+        return self.module
+
+    @torch.no_grad()
+    def scores(self, out: Tensor, pairs: Tensor, relation: Tensor | None = None) -> Tensor:
+        """Score any pairs of nodes.
+
+        Args:
+            out: The model's output for all nodes, ``[num_nodes, width]``, such as :func:`gnnautoscale.infer` returns.
+            pairs: Sources and targets, ``[2, num_pairs]``.
+            relation: Their relations, ``[num_pairs]``, if edges are typed.
+
+        Returns:
+            Scores, ``[num_pairs]``; above 0 the model believes in an edge.
+
+        Example:
+            >>> from gnnautoscale.tasks import Dot
+            >>> LinkPrediction(Dot()).scores(torch.eye(3), torch.tensor([[0, 0], [0, 1]]))
+            tensor([1., 0.])
+        """
+        named = {"edge_label_index": pairs, "edge_label_type": relation, "edge_type": relation}
+        given = {name: value for name, value in named.items() if value is not None}
+        checked = Pairs.of(Data(num_nodes=out.size(0), **given))
+        return pair_scores(self._made().eval(), out, checked.ends, checked.relation)
+
+    @torch.no_grad()
+    def partners(
+        self, out: Tensor, node: int, count: int, *, relation: int | None = None, new: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """The nodes that a node has most likely an edge to.
+
+        Args:
+            out: The model's output for all nodes, ``[num_nodes, width]``.
+            node: The source.
+            count: How many targets.
+            relation: The type of edges, if they have one.
+            new: Whether to leave out edges that the data set has.
+
+        Returns:
+            The targets and their scores, best first, both ``[count]``, or fewer if there are no more.
+
+        Example:
+            >>> rows = torch.tensor([[1.0], [2.0], [-1.0], [3.0]])
+            >>> from gnnautoscale.tasks import Dot
+            >>> LinkPrediction(Dot()).partners(rows, node=0, count=2)
+            (tensor([3, 1]), tensor([3., 2.]))
+        """
+        if not 0 <= node < out.size(0):
+            fix = "Check the numbering."
+            raise InputError(f"node must be from 0 to {out.size(0) - 1}", got=str(node), fix=fix)
+        return best_partners(self._made().eval(), out, node, relation, count, self._known if new else None)
+
+    def predictions(self, out: Tensor) -> dict[str, Tensor]:
+        """The rows that decoders score; see :meth:`scores` and :meth:`partners` for what they make of these."""
+        return {"embeddings": out}
+
+    # Checkpoints #####################################################################################################
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last known outputs."""
+        return {"outputs": self._outputs} if self._outputs.numel() else {}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Continue from a checkpoint."""
+        if "outputs" in state:
+            self._outputs = state["outputs"].to(device)
+
+
+def _edges_of(dataset: Dataset) -> EdgeKind:
+    return EdgeKind.of([graph for graph, _ in dataset.graphs()])
