@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale.attach.autoscaler import Autoscaler, attached
+from gnnautoscale.attach.autoscaler import Autoscaler, attached, memory_for
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import Compensation, GraphMemory
-from gnnautoscale.graph import Graph
+from gnnautoscale.graph import Graph, TypedGraph
 from gnnautoscale.history import Storage, codec_for
 
 M = TypeVar("M", bound=nn.Module)
@@ -20,7 +20,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def autoscale(
     model: M,
-    data: Data | int,
+    data: Data | HeteroData | int,
     *,
     storage: Storage = "device",
     dtype: torch.dtype | None = None,
@@ -38,7 +38,7 @@ def autoscale(
 
     Args:
         model: The model; it is returned.
-        data: The training graph, or its number of nodes.
+        data: The training graph, plain or heterogeneous, or the number of nodes of a plain one.
         storage: Where histories live: ``"device"`` or ``"host"`` memory, ``"disk"``, or ``"auto"`` for the first of
             these with enough room.
         dtype: Type of the histories: a floating-point type, or ``torch.int8`` or ``torch.float8_e4m3fn`` with a scale
@@ -69,7 +69,7 @@ def autoscale(
         raise InputError(
             "edge_dropout must be at least 0 and below 1", got=f"{edge_dropout}", fix="Pass the share of edges to drop."
         )
-    if not isinstance(data, Data) and (isinstance(data, bool) or not isinstance(data, int) or data < 1):
+    if not isinstance(data, (Data, HeteroData)) and (isinstance(data, bool) or not isinstance(data, int) or data < 1):
         raise InputError(
             "autoscale takes the graph or its number of nodes", got=repr(data), fix="Pass data or data.num_nodes."
         )
@@ -79,11 +79,19 @@ def autoscale(
             got=repr(compensate),
             fix="Leave it out for the paper's steps.",
         )
-    graph = Graph.of(data) if isinstance(data, Data) else None
-    num_nodes = data if graph is None else graph.num_nodes
     # Rows that a step moves must not be pulled ahead of it.
-    memory = GraphMemory(graph, num_nodes, storage, dtype, history_dir, overlap=compensate != "momentum")
-    key = None if graph is None else graph.key
+    overlap, key = compensate != "momentum", None
+    if isinstance(data, int):
+        memory: Any = GraphMemory(None, data, storage, dtype, history_dir, overlap=overlap)
+    else:
+        if isinstance(data, HeteroData) and (edge_dropout or compensate != "none"):
+            raise InputError(
+                "edge_dropout and compensate are for plain graphs",
+                got=f"{edge_dropout=}, {compensate=} with a HeteroData",
+                fix="Leave them out, or convert the graph with to_homogeneous().",
+            )
+        graph = TypedGraph.of(data) if isinstance(data, HeteroData) else Graph.of(data)
+        memory, key = memory_for(graph, storage, dtype, history_dir, overlap=overlap), graph.key
     Autoscaler(model, memory, key, edge_dropout=edge_dropout, compensate=compensate)
     return model
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -41,13 +41,17 @@ from gnnautoscale.forward import (
     Observer,
     Plan,
     Session,
+    TypedMemory,
+    TypedPlan,
+    TypedSession,
     Watch,
     describe,
     has_hooks,
     held_tensors,
     step_exchange,
 )
-from gnnautoscale.graph import BatchInfo, BatchTensor, Graph
+from gnnautoscale.graph import BatchTensor, Graph, TypedGraph, TypedInfo
+from gnnautoscale.history import Storage
 from gnnautoscale.planner import graph_form, make_plan, skips_at_random, still_holds
 
 M = TypeVar("M", bound=nn.Module)
@@ -87,7 +91,7 @@ class Autoscaler:
     def __init__(
         self,
         model: nn.Module,
-        memory: GraphMemory,
+        memory: Any,
         key: str | None,
         *,
         edge_dropout: float = 0.0,
@@ -113,7 +117,7 @@ class Autoscaler:
         self._others: dict[str, GraphMemory] = {}
         self._visited: tuple[str, GraphMemory] | None = None
         # The batch of the last training step, the versions of weights, and the inputs.
-        self._last_inputs: tuple[BatchInfo | None, int, list[ref[Tensor]]] = None, 0, []
+        self._last_inputs: tuple[Any, int, list[ref[Tensor]]] = None, 0, []
         self._signature = inspect.signature(model.forward)
         self._model = model
         self._hooks = Hooks(model, partial(self._forward, model))
@@ -161,28 +165,38 @@ class Autoscaler:
         self._step_plan = plan if passes.trains else self._step_plan
         # A model without weights runs where its arguments are.
         device = next((value.device for value in (*self._weights, *tensors_in(arguments))), info.device)
-        session = Session(
-            info,
-            plan,
-            memory,
-            device,
-            passes.exchange,
-            normalize=passes.normalize,
-            observers=passes.observers,
-            edge_dropout=self.edge_dropout if passes.trains and model.training else 0.0,
-            input_gradients=passes.input_gradients or (passes.trains and needs_input_gradients(arguments)),
-        )
+        session: Session
+        if isinstance(info, TypedInfo):
+            if passes.observers:
+                raise UnsupportedModelError(
+                    "on a heterogeneous graph nothing can watch the layers of a model",
+                    got=type(passes.observers[0]).__name__,
+                    fix="Leave it out, or convert the graph with to_homogeneous().",
+                )
+            session = TypedSession(info, cast(TypedPlan, plan), memory, device, passes.exchange, normalize=passes.normalize)
+        else:
+            session = Session(
+                info,
+                plan,
+                memory,
+                device,
+                passes.exchange,
+                normalize=passes.normalize,
+                observers=passes.observers,
+                edge_dropout=self.edge_dropout if passes.trains and model.training else 0.0,
+                input_gradients=passes.input_gradients or (passes.trains and needs_input_gradients(arguments)),
+            )
         self.num_passes += 1
         if passes.trains:
             self._compare_inputs(info, arguments)
         session.begin()
         out = self._hooks.run(session, arguments)
-        skipped = session.unseen_calls()
+        skipped = [] if isinstance(info, TypedInfo) else session.unseen_calls()
         if skipped and model.training and skips_at_random(plan, skipped, self._hooks, info, self._bound(arguments)):
             plan.optional.update(skipped)
         return session.finish(out)
 
-    def _compare_inputs(self, info: BatchInfo, arguments: Arguments) -> None:
+    def _compare_inputs(self, info: Any, arguments: Arguments) -> None:
         """Warn if the model runs twice on a batch with different inputs, since histories have room for one."""
         versions = sum(weight._version for weight in self._weights)
         plain = [value for value in tensors_in(arguments) if not isinstance(value, BatchTensor)]
@@ -200,7 +214,7 @@ class Autoscaler:
                 stacklevel=6,
             )
 
-    def _plan_for(self, info: BatchInfo, arguments: Arguments) -> Plan:
+    def _plan_for(self, info: Any, arguments: Arguments) -> Plan:
         """The plan for the model as it is now, called with these arguments; made if there is none."""
         situation = self._situation(info, arguments)
         if self.plan is not None and situation == self._planned_for:
@@ -208,7 +222,7 @@ class Autoscaler:
         plan = self._plans.pop(situation, None)
         if plan is None:
             alike = (known for other, known in self._plans.items() if other.structure == situation.structure)
-            similar = next(alike, None)
+            similar = None if isinstance(info, TypedInfo) else next(alike, None)
             plan = None if similar is None else similar.copy()
             if plan is None or not still_holds(plan, self._hooks, info, self._bound(arguments)):
                 plan = make_plan(
@@ -228,10 +242,11 @@ class Autoscaler:
         self.plan, self._planned_for = plan, situation
         return plan
 
-    def _situation(self, info: BatchInfo, arguments: Arguments) -> _Situation:
+    def _situation(self, info: Any, arguments: Arguments) -> _Situation:
         model, given = self.form, form_of_arguments(info, arguments)
         kinds = frozenset({(weight.dtype, weight.device.type) for weight in self._weights})
-        structure = model.structure, model.mode, given.structure, graph_form(info.graph), kinds
+        form = tuple(info.edges) if isinstance(info, TypedInfo) else graph_form(info.graph)
+        structure = model.structure, model.mode, given.structure, form, kinds
         read = tuple(float(weighted_sum(value)) for value in self._values_read())
         return _Situation(structure, (model.numbers, given.numbers, read))
 
@@ -326,7 +341,7 @@ class Autoscaler:
 
     # Graphs ##########################################################################################################
 
-    def memory_of(self, graph: Graph) -> GraphMemory:
+    def memory_of(self, graph: Any) -> Any:
         """The histories of the training graph, or of another one that is being evaluated."""
         self._identify(graph)
         if self._visited is not None and graph.key == self._visited[0]:
@@ -358,7 +373,7 @@ class Autoscaler:
             raise
 
     @contextmanager
-    def visiting(self, graph: Graph, *, apart: bool) -> Iterator[GraphMemory]:
+    def visiting(self, graph: Any, *, apart: bool) -> Iterator[Any]:
         """Evaluate a graph; yields the histories to use, temporary ones unless it is the training graph itself.
 
         Those of the training graph are temporary too if ``apart``.
@@ -369,7 +384,7 @@ class Autoscaler:
         else:
             known = self._others.pop(graph.key, None)
             mine = self.memory
-            known = known or GraphMemory(graph, graph.num_nodes, mine.medium or mine.storage, mine.dtype, mine.folder)
+            known = known or memory_for(graph, mine.medium or mine.storage, mine.dtype, mine.folder)
             self._others = {**dict(list(self._others.items())[1 - _MOST_OTHERS :]), graph.key: known}
             memory = known.apart(graph, device_of(self._model))
         before, self._visited = self._visited, (graph.key, memory)
@@ -377,6 +392,20 @@ class Autoscaler:
             yield memory
         finally:
             self._visited = before
+
+
+def memory_for(
+    graph: Graph | TypedGraph,
+    storage: Storage,
+    dtype: torch.dtype | None,
+    folder: Any = None,
+    *,
+    overlap: bool = True,
+) -> Any:
+    """Room for the histories of a graph."""
+    if isinstance(graph, TypedGraph):
+        return TypedMemory(graph, storage, dtype, folder, overlap=overlap)
+    return GraphMemory(graph, graph.num_nodes, storage, dtype, folder, overlap=overlap)
 
 
 def _check_model(model: nn.Module) -> None:

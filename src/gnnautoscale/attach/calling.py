@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward import Arguments, Form, form_of_values, has_rows, own_attribute
-from gnnautoscale.graph import BatchInfo, BatchTensor
+from gnnautoscale.forward import Arguments, Form, attributes_of, form_of_values, has_rows, own_attribute
+from gnnautoscale.graph import BatchInfo, BatchTensor, TypedInfo
 
 #: Calls a model with a batch.
 CallModel = Callable[[nn.Module, Data], Any]
@@ -36,11 +36,20 @@ def device_of(model: nn.Module) -> torch.device:
 def to_model_device(batch: Data, model: nn.Module) -> Data:
     """Move a batch to the model's device, if the model has weights."""
     device = next((weight.device for weight in model.parameters()), None)
+    if isinstance(batch, HeteroData):
+        return batch if device is None else batch.to(str(device))
     there = device is None or device == getattr(getattr(batch.edge_index, "info", None), "device", None) != _HOST
     return batch if there else batch.to(str(device))
 
 
-def find_batch(arguments: Arguments) -> BatchInfo:
+def info_of(batch: Data | HeteroData) -> Any:
+    """Where a batch of a loader lies in its graph."""
+    if isinstance(batch, HeteroData):
+        return batch[batch.edge_types[0]].edge_index.info.typed
+    return batch.edge_index.info
+
+
+def find_batch(arguments: Arguments) -> Any:
     """The batch among a call's arguments, which are checked."""
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         raise UnsupportedModelError(
@@ -49,9 +58,10 @@ def find_batch(arguments: Arguments) -> BatchInfo:
             fix="Call the model outside of it and use torch.autograd.grad; or gas.detach(model) first.",
         )
     own = [value for value in tensors_in(arguments) if isinstance(value, BatchTensor)]
-    found = [value.info for value in own if value.attribute == "edge_index"]
-    edges = [batch.edge_index for batch in _batches_in(arguments)]
-    found += [value.info for value in edges if isinstance(value, BatchTensor)]
+    edges = [value for value in own if value.attribute == "edge_index"]
+    edges += [store.edge_index for batch in _batches_in(arguments) for store in batch.edge_stores]
+    infos = [value.info for value in edges if isinstance(value, BatchTensor)]
+    found: list[Any] = [info if info.typed is None else info.typed for info in infos]
     if not found:
         raise InputError(
             "an autoscaled model must be called with a batch of a HaloLoader",
@@ -74,14 +84,21 @@ def weighted_sum(tensor: Tensor) -> Tensor:
     return values.dot(torch.linspace(1.0, 2.0, values.numel(), dtype=torch.double, device=values.device))
 
 
-def form_of_arguments(info: BatchInfo, arguments: Arguments) -> Form:
+def form_of_arguments(info: BatchInfo | TypedInfo, arguments: Arguments) -> Form:
     """What a plan depends on in a call's arguments; numbers that count the batch's rows are alike in all batches."""
     numbers: list[Any] = []
     return Form(_described(info, arguments, numbers), tuple(numbers))
 
 
 # Not a closure, which would refer to itself and keep the batch alive until garbage is collected.
-def _described(info: BatchInfo, value: Any, numbers: list[Any]) -> Hashable:
+def _described(info: Any, value: Any, numbers: list[Any]) -> Hashable:
+    if isinstance(info, TypedInfo) and isinstance(value, Tensor):
+        return value.dtype, value.shape[1:], *attributes_of(info, value)
+    if isinstance(value, HeteroData):
+        stores = (*value.node_items(), *value.edge_items())
+        return tuple(
+            (kind, name, _described(info, item, numbers)) for kind, store in stores for name, item in store.items()
+        )
     if isinstance(value, BatchTensor):
         return own_attribute(info, value), value.attribute, value.dtype
     if isinstance(value, Tensor):
@@ -92,23 +109,33 @@ def _described(info: BatchInfo, value: Any, numbers: list[Any]) -> Hashable:
         return type(value), *[_described(info, item, numbers) for item in value]
     if isinstance(value, dict):
         return *value, *[_described(info, item, numbers) for item in value.values()]
-    if type(value) is int and value in (info.num_rows, info.batch_size, info.num_edges):
+    if (
+        type(value) is int
+        and not isinstance(info, TypedInfo)
+        and value
+        in (
+            info.num_rows,
+            info.batch_size,
+            info.num_edges,
+        )
+    ):
         return "count"
     form = form_of_values(value)
     numbers.extend(form.numbers)
     return form.structure
 
 
-def _check_dense(arguments: Arguments, info: BatchInfo) -> None:
+def _check_dense(arguments: Arguments, info: BatchInfo | TypedInfo) -> None:
     """Refuse sparse rows of nodes or edges, since histories could not replace some of them."""
     named = [(f"argument {place}", value) for place, value in enumerate(arguments[0], 1)] + [*arguments[1].items()]
     for batch in _batches_in(arguments):
-        named += [(f"batch.{name}", value) for name, value in batch]
+        named += [(f"batch.{name}", value) for store in batch.stores for name, value in store.items()]
+    counts = None if isinstance(info, TypedInfo) else (info.num_rows, info.num_edges)
     for name, value in named:
         for tensor in tensors_in(value):
             if isinstance(tensor, BatchTensor) or tensor.layout == torch.strided:
                 continue
-            if has_rows(tensor, info.num_rows, info.num_edges):
+            if counts is None or has_rows(tensor, *counts):
                 raise InputError(
                     "an autoscaled model takes dense rows of nodes and edges",
                     got=f"{tensor.layout} for {name}",
@@ -118,16 +145,19 @@ def _check_dense(arguments: Arguments, info: BatchInfo) -> None:
 
 def needs_input_gradients(arguments: Arguments) -> bool:
     """Whether an argument of a call, or a tensor of a batch among them, needs a gradient."""
-    tensors = [value for batch in _batches_in(arguments) for _, value in batch if isinstance(value, Tensor)]
+    stores = [store for batch in _batches_in(arguments) for store in batch.stores]
+    tensors = [value for store in stores for value in store.values() if isinstance(value, Tensor)]
     return any(value.requires_grad for value in (*tensors_in(arguments), *tensors))
 
 
-def _batches_in(arguments: Arguments) -> list[Data]:
-    return [value for value in (*arguments[0], *arguments[1].values()) if isinstance(value, Data)]
+def _batches_in(arguments: Arguments) -> list[Any]:
+    return [value for value in (*arguments[0], *arguments[1].values()) if isinstance(value, (Data, HeteroData))]
 
 
 def unpack_batch(signature: inspect.Signature, model: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Turn ``model(batch)`` into the arguments of the model's forward, unless that takes the batch itself."""
+    if len(args) == 1 and isinstance(args[0], HeteroData):
+        return _unpack_typed(signature, args[0], kwargs)
     if len(args) != 1 or not isinstance(args[0], Data):
         return args, kwargs
     batch = args[0]
@@ -158,4 +188,23 @@ def unpack_batch(signature: inspect.Signature, model: str, args: tuple[Any, ...]
     rows = batch.num_nodes, batch.edge_index.size(1)
     known = [parameter.name for parameter in parameters if parameter.name in named]
     chosen = {name: named[name] for name in known if name in (*required, *edges) or has_rows(named[name], *rows)}
+    return (), {**chosen, **kwargs}
+
+
+def _unpack_typed(signature: inspect.Signature, batch: HeteroData, kwargs: dict[str, Any]) -> Arguments:
+    """Turn ``model(batch)`` into dictionaries by type, such as ``x_dict``, if the model's forward asks for these."""
+    names = [name for name in signature.parameters if name.endswith("_dict") and name not in kwargs]
+    if not names:
+        return (batch,), kwargs
+    chosen = {}
+    for name in names:
+        found = batch.collect(name.removesuffix("_dict"), allow_empty=True)
+        if not found and signature.parameters[name].default is inspect.Parameter.empty:
+            raise InputError(
+                f"for model(batch), the batch must have {name.removesuffix('_dict')} of some type, for {name}",
+                got="none",
+                fix="Store it in data, or pass the arguments one by one.",
+            )
+        if found:
+            chosen[name] = found
     return (), {**chosen, **kwargs}

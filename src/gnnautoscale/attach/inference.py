@@ -13,15 +13,21 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in
 from gnnautoscale.attach.autoscaler import Autoscaler, attached
-from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, to_model_device, weighted_sum
+from gnnautoscale.attach.calling import (
+    CallModel,
+    call_with_batch,
+    device_of,
+    info_of,
+    to_model_device,
+    weighted_sum,
+)
 from gnnautoscale.errors import InputError, StaleHistoryWarning
 from gnnautoscale.forward import (
     ExchangePolicy,
-    GraphMemory,
     HistoryStore,
     Plan,
     PlanOnly,
@@ -30,11 +36,12 @@ from gnnautoscale.forward import (
     StoreExchange,
     StreamedStore,
     SweepExchange,
+    TypedPlan,
     evaluating,
     run_pass,
     step_exchange,
 )
-from gnnautoscale.graph import BatchInfo, BatchTensor, Graph, HaloLoader, check_nodes
+from gnnautoscale.graph import BatchInfo, BatchTensor, Graph, HaloLoader, TypedGraph, check_nodes
 
 # A graph that comes without a loader is cut into parts of about this size, or not at all if it is smaller.
 _PART_NODES, _PART_EDGES = 100_000, 1_000_000
@@ -46,32 +53,38 @@ _SPARE, _COPIES, _MOST_TOGETHER = 1 / 64, 6, 16
 _LOADERS: WeakKeyDictionary[Autoscaler, list[HaloLoader]] = WeakKeyDictionary()
 
 
-def loader_for(model: nn.Module, graph: HaloLoader | Data) -> HaloLoader:
+def loader_for(model: nn.Module, graph: HaloLoader | Data | HeteroData) -> HaloLoader:
     """The given loader, or one made for a graph, which is kept for later calls with the same graph and model."""
     if isinstance(graph, HaloLoader):
         return graph
     kept = _LOADERS.setdefault(attached(model), [])
-    if not isinstance(graph, Data):
+    if not isinstance(graph, (Data, HeteroData)):
         raise InputError(
-            "the graph must be a torch_geometric.data.Data or a HaloLoader",
+            "the graph must be a torch_geometric.data.Data, a HeteroData or a HaloLoader",
             got=type(graph).__name__,
             fix="Pass data, or gas.HaloLoader(data, num_parts=...).",
         )
-    now = Graph.of(graph)
+    typed = isinstance(graph, HeteroData)
+    now: Any = TypedGraph.of(graph) if typed else Graph.of(graph)
     for loader in kept:
         if loader.data is graph and loader.graph.num_nodes == now.num_nodes:
             return loader
     num_parts = math.ceil(max(now.num_nodes / _PART_NODES, now.edge_index.size(1) / _PART_EDGES))
     num_parts = min(num_parts, now.num_nodes)
     # Any model may take its batches, and those of a large graph are cut again rather than held in memory.
-    made = HaloLoader(graph, num_parts, bidirectional=not now.is_symmetric, keep=num_parts == 1)
+    bidirectional = not typed and not now.is_symmetric
+    made = HaloLoader(graph, num_parts, bidirectional=bidirectional, keep=num_parts == 1)
     kept[:] = [*(loader for loader in kept if loader.data is not graph), made][-_MOST_LOADERS:]
     return made
 
 
 @torch.no_grad()
 def infer(
-    model: nn.Module, loader: HaloLoader | Data, *, call: CallModel = call_with_batch, update_histories: bool = True
+    model: nn.Module,
+    loader: HaloLoader | Data | HeteroData,
+    *,
+    call: CallModel = call_with_batch,
+    update_histories: bool = True,
 ) -> Any:
     """Run a model on all nodes of a graph, exactly, one batch at a time.
 
@@ -87,7 +100,8 @@ def infer(
             second set is used, and training continues as if nothing had happened.
 
     Returns:
-        The model's output in host memory, one row per node in the order of the data, ``[num_nodes, ...]``.
+        The model's output in host memory, one row per node in the order of the data, ``[num_nodes, ...]``. On a
+        heterogeneous graph each tensor has one row for each node of its type.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -107,7 +121,7 @@ def infer(
 def infer_on(
     device: torch.device,
     model: nn.Module,
-    loader: HaloLoader | Data,
+    loader: HaloLoader | Data | HeteroData,
     *,
     call: CallModel = call_with_batch,
     update_histories: bool = True,
@@ -138,7 +152,7 @@ def infer_from_histories(model: nn.Module, loader: HaloLoader, *, call: CallMode
 @torch.no_grad()
 def refresh(
     model: nn.Module,
-    loader: HaloLoader | Data,
+    loader: HaloLoader | Data | HeteroData,
     *,
     call: CallModel = call_with_batch,
     loss: Callable[[Any], Tensor] | None = None,
@@ -167,7 +181,7 @@ def refresh(
         >>> for batch in loader:
         ...     gas.refresh(model, loader.batch_of([0]))  # another batch's rows, before a step on this one
     """
-    if isinstance(loader, Data) and isinstance(loader.edge_index, BatchTensor):
+    if isinstance(loader, (Data, HeteroData)) and isinstance(loader.edge_stores[0].edge_index, BatchTensor):
         _refresh_batch(model, loader, call, loss)
         return
     if loss is not None:
@@ -185,9 +199,10 @@ def refresh(
         memory.mark_written_by(weights_checksum(model))
 
 
-def _refresh_batch(model: nn.Module, batch: Data, call: CallModel, loss: Callable[[Any], Tensor] | None) -> None:
-    scaler, info = attached(model), batch.edge_index.info
-    whole = info.batch_size == scaler.memory.num_nodes  # whose rows no other batch pulls, but predictions do
+def _refresh_batch(model: nn.Module, batch: Any, call: CallModel, loss: Callable[[Any], Tensor] | None) -> None:
+    scaler, info = attached(model), info_of(batch)
+    # Of a whole graph no other batch pulls rows, but predictions do.
+    whole = info.holds_all_nodes
     exchange = StepExchange(push_all=True) if whole else step_exchange(scaler.compensate)
     goes_back = loss is not None and scaler.compensate == "gradient" and not whole
     with evaluating(model), scaler.running(exchange), torch.set_grad_enabled(goes_back):
@@ -198,7 +213,13 @@ def _refresh_batch(model: nn.Module, batch: Data, call: CallModel, loss: Callabl
 
 
 @torch.no_grad()
-def predict(model: nn.Module, loader: HaloLoader | Data, nodes: Tensor, *, call: CallModel = call_with_batch) -> Any:
+def predict(
+    model: nn.Module,
+    loader: HaloLoader | Data | HeteroData,
+    nodes: Tensor | dict[str, Tensor],
+    *,
+    call: CallModel = call_with_batch,
+) -> Any:
     """Run a model's last layer for some nodes, from the histories.
 
     The cost depends on the number of nodes and neighbours, not on the depth of the model or the size of the graph. The
@@ -208,7 +229,7 @@ def predict(model: nn.Module, loader: HaloLoader | Data, nodes: Tensor, *, call:
     Args:
         model: An autoscaled model; it runs in evaluation mode.
         loader: A loader of the training graph; or that graph itself, see :func:`infer`.
-        nodes: Node indices, ``[count]``.
+        nodes: Node indices, ``[count]``; on a heterogeneous graph a dictionary of them, by type.
         call: Calls the model with a batch, if ``model(batch)`` does not fit.
 
     Returns:
@@ -227,10 +248,11 @@ def predict(model: nn.Module, loader: HaloLoader | Data, nodes: Tensor, *, call:
     """
     scaler, loader = attached(model), loader_for(model, loader)
     graph = loader.follow()
-    nodes = check_nodes(nodes, graph.num_nodes)
     memory = scaler.memory_of(graph)
-    distinct, position = torch.unique(nodes, return_inverse=True)
-    batch = to_model_device(loader.batch_for(distinct), model)
+    given = _by_type(nodes, graph)
+    unique = {kind: torch.unique(each, return_inverse=True) for kind, each in given.items()}
+    distinct = {kind: found[0] for kind, found in unique.items()}
+    batch = to_model_device(loader.batch_for(distinct if isinstance(graph, TypedGraph) else distinct[""]), model)
     with evaluating(model):
         plan = plan_of(model, loader, call)
         if plan.live - memory.histories.keys():
@@ -248,7 +270,25 @@ def predict(model: nn.Module, loader: HaloLoader | Data, nodes: Tensor, *, call:
             )
         with scaler.running(SweepExchange(None)):
             out = _run_once(model, batch, call)
-    return map_tensors(lambda rows: rows[position.to(rows.device)], out)
+    kinds = iter(plan.output_kinds if isinstance(plan, TypedPlan) else [""] * len(tensors_in(out)))
+    none = torch.empty(0, dtype=torch.long)
+
+    def chosen(rows: Tensor) -> Tensor:
+        position = unique.get(next(kinds), (none, none))[1]
+        return rows[position.to(rows.device)]
+
+    return map_tensors(chosen, out)
+
+
+def _by_type(nodes: Any, graph: Graph | TypedGraph) -> dict[str, Tensor]:
+    """Checked nodes by type; a plain graph has one type, without a name."""
+    if not isinstance(graph, TypedGraph):
+        return {"": check_nodes(nodes, graph.num_nodes)}
+    if not isinstance(nodes, dict) or not nodes or not nodes.keys() <= graph.counts.keys():
+        got = f"{list(nodes)}" if isinstance(nodes, dict) else type(nodes).__name__
+        rule = f"nodes of a heterogeneous graph are a dictionary by type ({', '.join(graph.counts)})"
+        raise InputError(rule, got=got, fix="Pass {type: indices}.")
+    return {kind: check_nodes(each, graph.counts[kind]) for kind, each in nodes.items()}
 
 
 def weights_checksum(model: nn.Module) -> list[float]:
@@ -265,10 +305,10 @@ def plan_of(model: nn.Module, loader: HaloLoader, call: CallModel = call_with_ba
     return cast(Plan, scaler.plan)
 
 
-def _batches_together(model: nn.Module, loader: HaloLoader, call: CallModel, memory: GraphMemory) -> int:
+def _batches_together(model: nn.Module, loader: HaloLoader, call: CallModel, memory: Any) -> int:
     """How many batches to sweep over at once: several if a GPU has memory for all histories, and some to spare."""
     device = device_of(model)
-    if device.type != "cuda" or memory.medium != "device":
+    if device.type != "cuda" or memory.medium != "device" or isinstance(loader.graph, TypedGraph):
         return 1
     plan, info = plan_of(model, loader, call), loader.any_batch(device).edge_index.info
     tables = (*plan.rows.values(), *loader.graph.features.values())
@@ -307,9 +347,9 @@ def collect(
 
     It is gathered on a device, by default the host. So many batches are one ``together``.
     """
-    outputs = Outputs(loader.graph.num_nodes, device or torch.device("cpu"))
-    with attached(model).running(exchange), outputs:
-        scaler = attached(model)
+    scaler = attached(model)
+    outputs = Outputs(loader, scaler, device or torch.device("cpu"))
+    with scaler.running(exchange), outputs:
         only = scaler.needed_attributes() if call is call_with_batch else None
         for batch in loader.in_order(device_of(model), only=only, together=together):
             outputs.add(batch, _run_once(model, batch, call))
@@ -319,23 +359,33 @@ def collect(
 class Outputs(AbstractContextManager["Outputs"]):
     """Gathers the outputs of batches; a GPU's are written to host memory while it goes on."""
 
-    def __init__(self, num_nodes: int, device: torch.device) -> None:
-        self._num_nodes, self._device = num_nodes, device
+    def __init__(self, loader: HaloLoader, scaler: Autoscaler, device: torch.device) -> None:
+        self._graph, self._scaler, self._device = loader.graph, scaler, device
         self._thread = ThreadPoolExecutor(1, "outputs")
         self._writes: list[Future[None]] = []
         #: The output of all nodes.
         self.result: Any = None
 
-    def add(self, batch: Data, out: Any) -> None:
+    def _spaces(self, batch: Any, out: Any) -> list[tuple[BatchInfo, BatchTensor, int]]:
+        """For each tensor of an output: where the batch's nodes of its type lie, which they are, and how many exist."""
+        info = info_of(batch)
+        if isinstance(self._scaler.plan, TypedPlan):
+            kinds = self._scaler.plan.output_kinds
+            return [(info.nodes[kind], batch[kind].n_id, self._graph.counts[kind]) for kind in kinds]
+        return [(info, batch.n_id, self._graph.num_nodes)] * len(tensors_in(out))
+
+    def add(self, batch: Any, out: Any) -> None:
         """Add the output of a batch's own nodes."""
+        spaces = self._spaces(batch, out) if out is not None else []
         if self.result is None:
+            counts = iter(spaces)
             self.result = map_tensors(
-                lambda rows: rows.new_empty((self._num_nodes, *rows.shape[1:]), device=self._device), out
+                lambda rows: rows.new_empty((next(counts)[2], *rows.shape[1:]), device=self._device), out
             )
-        info: BatchInfo = batch.edge_index.info
-        for whole, rows in zip(tensors_in(self.result), tensors_in(out), strict=True):
+        results = zip(tensors_in(self.result), tensors_in(out), spaces, strict=True)
+        for whole, rows, (info, n_id, _) in results:
             if rows.device == whole.device:
-                nodes = info.nodes if rows.device.type == "cpu" else batch.n_id.plain[: info.batch_size]
+                nodes = info.nodes if rows.device.type == "cpu" else n_id.plain[: info.batch_size]
                 whole.index_copy_(0, nodes, rows)
             else:
                 staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)

@@ -61,7 +61,7 @@ def exact_forward(
     loader = loader_for(model, loader)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     passes = ExactPasses(model, loader, call)
-    outputs = Outputs(loader.graph.num_nodes, torch.device(device))
+    outputs = Outputs(loader, attached(model), torch.device(device))
     with torch.no_grad(), outputs:
         passes.forward(outputs.add)
     flat = [*tensors_in(outputs.result)]

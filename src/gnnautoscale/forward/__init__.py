@@ -36,6 +36,7 @@ from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
 from gnnautoscale.forward.record import ArgumentKind, Arguments, EdgeRecord, describe, has_rows
 from gnnautoscale.forward.session import Normalize, Session, check_layout, evaluating
 from gnnautoscale.forward.sweep import SweepExchange
+from gnnautoscale.forward.typed import TypedMemory, TypedPlan, TypedSession, attributes_of, relations_of
 from gnnautoscale.forward.watch import OVERRIDES, Attribute, Form, Watch, form_of_values, held_tensors
 
 __all__ = [
@@ -74,9 +75,13 @@ __all__ = [
     "StoreExchange",
     "StreamedStore",
     "SweepExchange",
+    "TypedMemory",
+    "TypedPlan",
+    "TypedSession",
     "Watch",
     "WholeGraphNorms",
     "as_matrix",
+    "attributes_of",
     "check_layout",
     "copy_model",
     "describe",
@@ -86,6 +91,7 @@ __all__ = [
     "has_rows",
     "held_tensors",
     "own_attribute",
+    "relations_of",
     "run_pass",
     "running_session",
     "step_exchange",

@@ -306,7 +306,7 @@ def _moved_on(kept: Tensor, now: Tensor, moved: Tensor) -> Tensor:
 
 def _goes_beyond(session: Session) -> bool:
     """Whether a pass trains on a part of the graph."""
-    return torch.is_grad_enabled() and session.info.batch_size < session.memory.num_nodes
+    return torch.is_grad_enabled() and not session.holds_all_nodes
 
 
 def _check_halo(info: BatchInfo) -> None:

@@ -34,6 +34,10 @@ class ExchangePolicy(ABC):
         """Called before the model runs."""
         return
 
+    def computes(self, session: Session, slot: str) -> bool:
+        """Whether :meth:`at_slot` will need the rows of a slot."""
+        return True
+
     @abstractmethod
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """Called in place of the computation of a slot; returns the rows that the model continues with.
@@ -59,7 +63,7 @@ class _SlotExchange(ExchangePolicy):
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """Push the batch's rows and return them, followed by the halo's."""
         out = compute()
-        alone = session.info.batch_size == session.memory.num_nodes and not self._push_all
+        alone = session.holds_all_nodes and not self._push_all
         if alone or slot not in session.plan.live:
             return session.widened(out)
         session.check_rows(slot, out)

@@ -198,6 +198,11 @@ class Session:
     # Used by policies and observers ##################################################################################
 
     @property
+    def holds_all_nodes(self) -> bool:
+        """Whether the batch is the whole graph, so that no other batch pulls its rows."""
+        return self.info.batch_size == self.memory.num_nodes
+
+    @property
     def repeats(self) -> bool:
         """Whether an observer repeats layers."""
         return bool(self._repeaters)
@@ -233,7 +238,7 @@ class Session:
         """Normalize all rows by the statistics of the batch's own rows."""
         if not norms.uses_own_statistics(norm):
             return run(x)
-        if not norm.training and self.info.batch_size < self.memory.num_nodes:
+        if not norm.training and not self.holds_all_nodes:
             norms.warn_of_batch_statistics()
         if self.repeating:
             run = partial(norms.normalize_untracked, norm)

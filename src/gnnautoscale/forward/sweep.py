@@ -30,7 +30,7 @@ class SweepExchange(ExchangePolicy):
             session.memory.settle()  # nothing moves while a pass is captured
         self._sort(session)
         session.memory.prepare_edges(session.info.upcoming, session.plan.calls, gradients=torch.is_grad_enabled())
-        self._store.look_ahead(session, self._done & self._needed)
+        self._store.look_ahead(session, self._done & self._needed & session.plan.live)
 
     def _sort(self, session: Session) -> None:
         """Sort the slots into read, computed and skipped ones."""
@@ -41,13 +41,17 @@ class SweepExchange(ExchangePolicy):
         depth = plan.levels.index(level) if level is not None else len(plan.levels)
         self._done: frozenset[str] = frozenset().union(*plan.levels[:depth])
 
+    def computes(self, session: Session, slot: str) -> bool:
+        """See :meth:`ExchangePolicy.computes`."""
+        later = self._level is not None and slot in session.plan.needs and slot not in self._level
+        holds_missing = any(missing.startswith(f"{slot}>") for missing in self._missing)
+        return slot not in self._done and (not later or holds_missing)
+
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """Read, compute and write, or skip a slot."""
         if slot in self._done and slot in self._needed:
             return self._store.read(session, slot, slice(None), _zeros(session, slot, 0))
-        later = self._level is not None and slot in session.plan.needs and slot not in self._level
-        holds_missing = any(missing.startswith(f"{slot}>") for missing in self._missing)
-        if slot in self._done or (later and not holds_missing):
+        if not self.computes(session, slot):
             return self.skipped(session, slot)
         out = compute()
         if slot not in self._missing:

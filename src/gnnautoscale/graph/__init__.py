@@ -13,6 +13,7 @@ from gnnautoscale.graph.hashing import fingerprint
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.graph.partitioning import Partitioner, connectivity, partition
 from gnnautoscale.graph.ready import ReadyBatch, tagged_copies
+from gnnautoscale.graph.typed import EdgeType, TypedGraph, TypedInfo
 from gnnautoscale.graph.unread import UnreadRows
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ClusterLoader",
     "EdgeCut",
     "EdgeTable",
+    "EdgeType",
     "Graph",
     "HaloLoader",
     "Partitioner",
@@ -28,6 +30,8 @@ __all__ = [
     "RowOrder",
     "SampleLoader",
     "Subgraphs",
+    "TypedGraph",
+    "TypedInfo",
     "UnreadRows",
     "assembly_stream",
     "check_fan_out",

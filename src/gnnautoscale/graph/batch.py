@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +16,9 @@ from gnnautoscale._util import for_later
 from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph
 from gnnautoscale.kernels import Halo, OwnRows
+
+if TYPE_CHECKING:
+    from gnnautoscale.graph.typed import TypedInfo
 
 T = TypeVar("T")
 
@@ -49,6 +52,8 @@ class BatchInfo:
     bidirectional: bool = field(default=False, init=False)
     #: How many batches of the loader come back; 0 if this one does not.
     recurring: int = field(default=0, init=False)
+    #: The batch of several types that this one is a type of; ``None`` in a plain graph.
+    typed: TypedInfo | None = field(default=None, init=False, repr=False)
     _derived: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
     _placed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     _upcoming: BatchInfo | None = field(default=None, init=False, repr=False)
@@ -67,6 +72,11 @@ class BatchInfo:
     def batch_size(self) -> int:
         """Number of rows that are the batch's own nodes."""
         return self.own.size
+
+    @property
+    def holds_all_nodes(self) -> bool:
+        """Whether the batch is the whole graph."""
+        return self.batch_size == self.graph.num_nodes
 
     @property
     def num_halo(self) -> int:

@@ -81,6 +81,7 @@ class EdgeTable:
         edge_index: The edges between nodes, ``[2, num_edges]``, in host memory.
         order: The order of rows.
         target_row: Which row of ``edge_index`` holds the targets.
+        source_order: The order of the sources' rows, if these are nodes of another type than the targets.
 
     Example:
         >>> table = EdgeTable(torch.tensor([[0, 1, 2], [2, 0, 2]]), RowOrder(torch.tensor([2, 0, 1])))
@@ -88,8 +89,10 @@ class EdgeTable:
         ([0, 2, 3, 3], [1, 0, 2], [0, 2, 1])
     """
 
-    def __init__(self, edge_index: Tensor, order: RowOrder, target_row: int = 1) -> None:
-        self.target_row, self.order = target_row, order
+    def __init__(
+        self, edge_index: Tensor, order: RowOrder, target_row: int = 1, *, source_order: RowOrder | None = None
+    ) -> None:
+        self.target_row, self.order, self.source_order = target_row, order, source_order or order
         num_rows, num_edges = order.nodes.numel(), edge_index.size(1)
         rows = index_dtype(num_rows)
         target = order.rows(edge_index[target_row]).to(rows)
@@ -103,7 +106,8 @@ class EdgeTable:
             self.edge = torch.arange(num_edges, dtype=edges)
         self.ptr: Tensor = torch._convert_indices_from_coo_to_csr(target, num_rows).long()
         del target
-        self.source = order.rows(edge_index[1 - target_row].index_select(0, self.edge)).to(rows)
+        sources = self.source_order.rows(edge_index[1 - target_row].index_select(0, self.edge))
+        self.source = sources.to(index_dtype(self.source_order.nodes.numel()))
         self._edge_index: Callable[[], Tensor | None] | None = ref(edge_index)
         self._pinned: Pinned | None = None
         #: Who else prepares something for a batch of this table that a GPU assembles, and how.
@@ -116,7 +120,7 @@ class EdgeTable:
         """
         num_rows, own = self.order.nodes.numel(), None if self._edge_index is None else self._edge_index()
         num_edges, nodes = edge_index.size(1) - num_rows, torch.arange(num_rows)
-        if own is None or self.target_row != 1 or num_edges != own.size(1):
+        if own is None or self.target_row != 1 or num_edges != own.size(1) or self.source_order is not self.order:
             return None
         if not all(torch.equal(ends, nodes) for ends in edge_index[:, num_edges:]):
             return None
@@ -146,7 +150,7 @@ class EdgeTable:
     def edge_index(self) -> Tensor:
         """The edges between nodes, in the order of the table, ``[2, num_edges]``."""
         target = self.order.nodes_at(torch.repeat_interleave(self.ptr.diff()))
-        ends = [self.order.nodes_at(self.source.long()), target]
+        ends = [self.source_order.nodes_at(self.source.long()), target]
         return torch.stack(ends if self.target_row == 1 else ends[::-1])
 
     def has_same_edges(self, other: EdgeTable) -> bool:
@@ -156,8 +160,8 @@ class EdgeTable:
 
     @cached_property
     def numbers(self) -> RowNumbers:
-        """Numbers rows of the table."""
-        return RowNumbers(self.order.nodes.numel())
+        """Numbers the rows that edges come from."""
+        return RowNumbers(self.source_order.nodes.numel())
 
     def cut(self, own: OwnRows) -> EdgeCut:
         """The edges into a batch's own rows."""

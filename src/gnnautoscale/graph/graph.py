@@ -57,7 +57,7 @@ class Graph:
         tensors = {name: value for name, value in data if isinstance(value, Tensor) and not value.is_inference()}
         self._writes = {name: (value, value._version) for name, value in tensors.items()}
         self._inputs = [name for name in ("edge_index", *_inputs(data)) if name in tensors]
-        self._rows = [*self._inputs, *(name for name in tensors if _is_label(name))]
+        self._rows = [*self._inputs, *(name for name in tensors if is_label(name))]
 
     @staticmethod
     def of(data: Data) -> Graph:
@@ -203,10 +203,11 @@ def is_start(data: Data, name: str) -> bool:
 def _inputs(data: Data) -> list[str]:
     """The tensors with a row for every node or edge that histories depend on: all but edges, labels and masks."""
     levels = {name: rows_of(data, name) for name, _ in data if name != "edge_index"}
-    return [name for name, level in levels.items() if level == "edge" or (level == "node" and not _is_label(name))]
+    return [name for name, level in levels.items() if level == "edge" or (level == "node" and not is_label(name))]
 
 
-def _is_label(name: str) -> bool:
+def is_label(name: str) -> bool:
+    """Whether an attribute is a target or a mask, by its name."""
     return name == "y" or name.startswith("y_") or name.endswith("_mask")
 
 
@@ -263,7 +264,7 @@ def _check_attributes(data: Data, num_nodes: int, names: Iterable[str]) -> None:
             raise InputError(f"{name} must be a dense tensor", got=str(value.layout), fix=fix)
         rows = num_nodes if of_nodes else data.num_edges
         # Labels and masks may have their nodes in another dimension; models need rows of features.
-        dim = data.__cat_dim__(name, value) if _is_label(name) else 0
+        dim = data.__cat_dim__(name, value) if is_label(name) else 0
         if (of_nodes or of_edges) and (value.dim() == 0 or not isinstance(dim, int) or value.size(dim) != rows):
             kind = "node" if of_nodes else "edge"
             rule = f"{name} must have one row for each of the {rows} {kind}s"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.assemble import Assembly, BatchBuilder, PartGroup, build_each
@@ -20,6 +20,7 @@ from gnnautoscale.graph.graph import Graph, check_distinct_nodes
 from gnnautoscale.graph.partitioning import PARTITIONERS, Partitioner, check_labels, connectivity
 from gnnautoscale.graph.partitioning import partition as cut
 from gnnautoscale.graph.ready import ReadyBatch, in_pinned_memory, in_turn, tagged_copies
+from gnnautoscale.graph.typed import TypedBuilder, TypedGraph, joined_labels
 from gnnautoscale.kernels import Halo
 
 _HOST = torch.device("cpu")
@@ -41,7 +42,7 @@ class HaloLoader:
             behind PyTorch's back, through numpy or ``tensor.data``, go unnoticed.
         num_parts: Number of parts to cut into. Not needed when ``partition`` gives the labels.
         partition: How to cut: ``"metis"``, ``"kaminpar"`` or ``"random"``, as :func:`gnnautoscale.partition` does, or
-            the part of each node as integers ``[num_nodes]``.
+            the part of each node as integers ``[num_nodes]``, in a dictionary by type for a heterogeneous graph.
         batch_size: Number of parts in a batch.
         shuffle: Draw parts into batches at random, anew for each epoch.
         drawings: Draw this many times only, then reuse these drawings at random. Their batches recur, so the loader
@@ -70,7 +71,7 @@ class HaloLoader:
         data: Data,
         num_parts: int | None = None,
         *,
-        partition: Partitioner | Tensor = "metis",
+        partition: Partitioner | Tensor | dict[str, Tensor] = "metis",
         batch_size: int = 1,
         shuffle: bool = False,
         drawings: int | None = None,
@@ -81,10 +82,9 @@ class HaloLoader:
         keep: bool = True,
         cache_dir: str | None = None,
     ) -> None:
-        if not isinstance(data, Data):
-            rule = "HaloLoader takes one graph as torch_geometric.data.Data"
-            fix = "Convert a heterogeneous graph with to_homogeneous(); join several with Batch.from_data_list."
-            raise InputError(rule, got=type(data).__name__, fix=fix)
+        if not isinstance(data, (Data, HeteroData)):
+            rule = "HaloLoader takes one graph as torch_geometric.data.Data or HeteroData"
+            raise InputError(rule, got=type(data).__name__, fix="Join several with Batch.from_data_list.")
         counts = isinstance(batch_size, int) and isinstance(num_workers, int)
         if not counts or batch_size < 1 or num_workers < 0:
             rule = "batch_size must be an integer of at least 1 and num_workers at least 0"
@@ -97,9 +97,12 @@ class HaloLoader:
         if self.device.type == "cuda" and num_workers:
             rule = "workers build batches in host memory"
             raise InputError(rule, got=f"{num_workers=} and {device=}", fix="Leave one of the two out.")
+        typed = isinstance(data, HeteroData)
+        if typed and num_workers:
+            raise InputError("a heterogeneous graph takes no workers", got=f"{num_workers=}", fix="Leave it out.")
         self.data = data
         #: The graph as it was when batches were last asked for.
-        self.graph = Graph.of(data)
+        self.graph: Any = TypedGraph.of(data) if typed else Graph.of(data)
         self.labels = _labels(self.graph, num_parts, partition, seed, cache_dir)
         self.num_parts = int(self.labels.max()) + 1
         if batch_size > self.num_parts:
@@ -109,7 +112,8 @@ class HaloLoader:
         self.num_workers, self.keep, self.bidirectional, self.seed = num_workers, keep, bidirectional, seed
         order = self.labels.argsort(stable=True)
         starts = [0, *torch.bincount(self.labels).cumsum(0).tolist()]
-        self._builder = BatchBuilder(self.graph, RowOrder(order), starts, bidirectional)
+        build: Any = TypedBuilder if typed else BatchBuilder
+        self._builder: Any = build(self.graph, RowOrder(order), starts, bidirectional)
         self._generator = torch.Generator().manual_seed(seed)
         # Seeds the workers, so that they do not touch the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
@@ -126,9 +130,9 @@ class HaloLoader:
         return -(-self.num_parts // self.batch_size)
 
     def __iter__(self) -> Iterator[Data]:
-        return tagged_copies(self.ready_batches())
+        return self._handed_out(self.ready_batches(), self.device)
 
-    def follow(self) -> Graph:
+    def follow(self) -> Any:
         """Take over what changed in ``data`` since batches were last asked for; returns the graph of those to come.
 
         Every epoch begins with it. An epoch that is under way goes on with the tensors that it began with.
@@ -211,7 +215,8 @@ class HaloLoader:
     def nodes_of(self, parts: PartGroup) -> Tensor:
         """The nodes of some parts, part by part, ``[num_nodes_in_parts]``."""
         builder = self._builder
-        return builder.table.order.nodes_at(builder.own_rows(parts).index)
+        nodes: Tensor = builder.table.order.nodes_at(builder.own_rows(parts).index)
+        return nodes
 
     @property
     def is_fixed(self) -> bool:
@@ -228,7 +233,8 @@ class HaloLoader:
     @property
     def row_order(self) -> RowOrder:
         """The order in which tables and histories keep the rows of this loader's nodes."""
-        return self._builder.table.order
+        order: RowOrder = self._builder.table.order
+        return order
 
     def in_order(
         self,
@@ -253,15 +259,15 @@ class HaloLoader:
         self.follow()
         groups = self._grouped(torch.arange(self.num_parts), together)
         there = device or self.device
-        return tagged_copies(
-            self._batches(groups, keep=self.keep, device=there, only=only, kept_with=only, unread=unread)
-        )
+        batches = self._batches(groups, keep=self.keep, device=there, only=only, kept_with=only, unread=unread)
+        return self._handed_out(batches, there)
 
     def any_batch(self, device: torch.device | None = None) -> Data:
         """One of the batches of a sweep, on the given device, by default on that of the loader."""
         self.follow()
         group = self._grouped(torch.arange(self.num_parts))[0]
-        return next(tagged_copies(self._batches([group], keep=self.keep, device=device or self.device)))
+        there = device or self.device
+        return next(self._handed_out(self._batches([group], keep=self.keep, device=there), there))
 
     def batch_of(self, parts: Iterable[int]) -> Data:
         """The batch of some parts, with their halo.
@@ -276,7 +282,8 @@ class HaloLoader:
         # Parts that are batches of their own come back; other groups may not.
         keep = self.is_fixed and self.batch_size == 1
         group = tuple(sorted(parts))
-        return next(tagged_copies(self._batches([group], keep=keep, device=self.device, num_workers=0)))
+        batches = self._batches([group], keep=keep, device=self.device, num_workers=0)
+        return next(self._handed_out(batches, self.device))
 
     def _batches(
         self,
@@ -290,11 +297,32 @@ class HaloLoader:
         unread: bool = False,
     ) -> Iterator[ReadyBatch]:
         # What belongs to the graph as it is now, since another iteration may follow a change in the meantime.
+        if isinstance(self._builder, TypedBuilder):
+            return self._typed(self._builder, self._ready, groups, keep)
         if device.type == "cuda":
             state = self._builder, self._ready, self._halos
             return in_turn(self._assembling(*state, groups, keep, device, only, kept_with, unread), device)
         workers = self.num_workers if num_workers is None else num_workers
         return self._built(self._builder, self._ready, groups, keep, workers)
+
+    def _handed_out(self, batches: Iterator[ReadyBatch], device: torch.device) -> Iterator[Any]:
+        """Copies of the batches for the user; those of several types are built in host memory."""
+        copies = tagged_copies(batches)
+        moved = isinstance(self._builder, TypedBuilder) and device.type != "cpu"
+        return (batch.to(device) for batch in copies) if moved else copies
+
+    def _typed(
+        self, builder: TypedBuilder, kept: dict[PartGroup, ReadyBatch], groups: list[PartGroup], keep: bool
+    ) -> Iterator[ReadyBatch]:
+        """Batches of several types."""
+        for group in groups:
+            ready = kept.get(group)
+            if ready is None or not ready.intact():
+                builder.graph.check_unwritten(labels=True)
+                ready = builder.build(builder.own_rows(group), (self._identity, group) if keep else None)
+            if keep:
+                kept[group] = ready
+            yield ready
 
     def _built(
         self,
@@ -374,11 +402,11 @@ class HaloLoader:
         """Halo nodes per batch node, averaged over the parts (the paper's inter-/intra-connectivity ratio)."""
         return float(connectivity(self.graph.edge_index, self.labels).mean())
 
-    def batch_for(self, nodes: Tensor) -> Data:
+    def batch_for(self, nodes: Any) -> Any:
         """The batch of the given nodes, in their order, with their halo.
 
         Args:
-            nodes: Distinct node indices, ``[batch_size]``.
+            nodes: Distinct node indices, ``[batch_size]``; of a heterogeneous graph a dictionary of them, by type.
 
         Example:
             >>> from torch_geometric.datasets import KarateClub
@@ -387,6 +415,9 @@ class HaloLoader:
             tensor([3, 0])
         """
         graph = self.follow()
+        if isinstance(self._builder, TypedBuilder):
+            chosen = {kind: check_distinct_nodes(given, graph.counts[kind]) for kind, given in nodes.items()}
+            return self._builder.build(self._builder.rows_of(chosen)).tagged_copy()
         nodes = check_distinct_nodes(nodes, graph.num_nodes)
         batch, info = self._builder.start(self._builder.rows_of(nodes), _HOST).finish()
         return self._ready_batch(batch, info, graph).tagged_copy()
@@ -438,7 +469,11 @@ def _groups(flat: tuple[Tensor, Tensor]) -> list[PartGroup]:
     return [tuple(group.tolist()) for group in torch.split(parts, sizes.tolist())] if sizes.numel() else []
 
 
-def _labels(graph: Graph, num_parts: int | None, partition: Any, seed: int, cache_dir: str | None) -> Tensor:
+def _labels(
+    graph: Graph | TypedGraph, num_parts: int | None, partition: Any, seed: int, cache_dir: str | None
+) -> Tensor:
+    if isinstance(partition, dict) and isinstance(graph, TypedGraph):
+        partition = joined_labels(graph, partition)
     if isinstance(partition, Tensor):
         labels = check_labels(partition, graph.num_nodes)
         if num_parts is not None and num_parts != int(labels.max()) + 1:

@@ -23,7 +23,8 @@ class ReadyBatch:
     """A built batch, which the loader may yield many times; it may lack some attributes of the graph."""
 
     def __init__(self, batch: Data, info: BatchInfo, lacks: Collection[str] = ()) -> None:
-        self._batch, self.info, self._lacks = batch, info, frozenset(lacks)
+        self._batch, self._lacks = batch, frozenset(lacks)
+        self.info = info
         self._write_counts = write_counts(batch)
 
     def has(self, names: Collection[str] | None) -> bool:

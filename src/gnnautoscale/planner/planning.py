@@ -29,7 +29,7 @@ from gnnautoscale.forward import (
     describe,
     evaluating,
 )
-from gnnautoscale.graph import BatchInfo
+from gnnautoscale.graph import BatchInfo, TypedInfo
 from gnnautoscale.planner.bent_sums import BentSums
 from gnnautoscale.planner.blame import DeviationError, LayerError, explained, keeps_state, random_evaluation
 from gnnautoscale.planner.comparison import alike
@@ -37,6 +37,7 @@ from gnnautoscale.planner.merging import merged
 from gnnautoscale.planner.rehearsal import Observation, Reference, Rehearsal
 from gnnautoscale.planner.trial import Attempt, Trial
 from gnnautoscale.planner.trial_graph import TrialGraph, TrialSetup, setups_for
+from gnnautoscale.planner.typed import initialize_lazy_weights, make_typed_plan
 from gnnautoscale.planner.understudy import MOST_COPIED, Understudy, initialize_like, seed_everything
 
 # How often a model that skips layers at random is tried, to see all of them.
@@ -44,7 +45,7 @@ _MOST_SEEDS = 32
 
 
 def make_plan(
-    hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, explicit: bool, at_sums: bool = False
+    hooks: Hooks, info: BatchInfo | TypedInfo, arguments: BoundArguments, *, explicit: bool, at_sums: bool = False
 ) -> Plan:
     """Make the plan of a model with hooks from a call with a batch, and check that batches agree with the whole graph.
 
@@ -54,7 +55,13 @@ def make_plan(
     """
     with hooks.lifted() as model:
         if any(is_lazy(weight) for weight in model.parameters()):
-            _initialize_lazy_weights(model, hooks, info, arguments, explicit=explicit)
+            if isinstance(info, TypedInfo):
+                initialize_lazy_weights(model, info, arguments, device_of(model, info))
+            else:
+                _initialize_lazy_weights(model, hooks, info, arguments, explicit=explicit)
+    if isinstance(info, TypedInfo):
+        with _undisturbed_trial(hooks, info) as device:
+            return make_typed_plan(hooks.bare_copy(share_above=MOST_COPIED), info, arguments, device)
     with _undisturbed_trial(hooks, info) as device:
         return _Tryout(hooks.bare_copy(share_above=MOST_COPIED), info, arguments, device, explicit).plan(at_sums)
 
@@ -73,10 +80,15 @@ def skips_at_random(plan: Plan, calls: list[str], hooks: Hooks, info: BatchInfo,
         )
 
 
+def device_of(model: nn.Module, info: BatchInfo | TypedInfo) -> torch.device:
+    """Where the model runs."""
+    return next((value.device for value in model.parameters()), info.device)
+
+
 @contextmanager
-def _undisturbed_trial(hooks: Hooks, info: BatchInfo) -> Iterator[torch.device]:
+def _undisturbed_trial(hooks: Hooks, info: BatchInfo | TypedInfo) -> Iterator[torch.device]:
     with hooks.lifted() as model:
-        device = next((value.device for value in model.parameters()), info.device)
+        device = device_of(model, info)
     with (
         undisturbed(device),
         torch.autocast(device.type, enabled=False),

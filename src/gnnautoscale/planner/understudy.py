@@ -96,6 +96,14 @@ class Understudy:
         with _default_dtype(self.dtype), expected_randomness(level) if certain else nullcontext():
             return hooks.run(session, arguments)
 
+    def run_plain(self, arguments: Arguments, device: torch.device) -> Any:
+        """Run a copy without hooks, which random numbers are the same constants for."""
+        model = copy_model(self._original, share_above=0)
+        seed_everything(0, device)
+        certain = any(module.training for module in model.modules())
+        with _default_dtype(self.dtype), expected_randomness(0.5) if certain else nullcontext():
+            return model(*arguments[0], **arguments[1])
+
 
 def seed_everything(seed: int, device: torch.device) -> None:
     """Seed everything random on the host and on a device; whoever calls this restores the states."""

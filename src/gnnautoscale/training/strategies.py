@@ -155,7 +155,8 @@ class HistoryStrategy(Strategy):
 
     @property
     def _memory(self) -> GraphMemory:
-        return attached(self._model).memory
+        memory: GraphMemory = attached(self._model).memory
+        return memory
 
     def watch(self) -> None:
         """See :meth:`Strategy.watch`."""

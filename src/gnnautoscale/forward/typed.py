@@ -1,0 +1,384 @@
+"""A forward pass over a batch of several types of nodes and edges.
+
+A heterogeneous graph has a plain one for each type: rows of a type have histories of their own, in a
+:class:`GraphMemory`, and a :class:`Session` of their own, which policies exchange them through. What is common to all
+types is here: which type a layer's rows have, and when they are exchanged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
+
+from gnnautoscale._util import map_tensors, tensors_in
+from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, RecordedEdges, Values
+from gnnautoscale.forward.exchange import ExchangePolicy
+from gnnautoscale.forward.memory import GraphMemory
+from gnnautoscale.forward.pending import PendingRows, exchanged
+from gnnautoscale.forward.plan import LayerCall, Plan
+from gnnautoscale.forward.record import Arguments, EdgeRecord, Recorder, describe, has_rows
+from gnnautoscale.forward.session import Normalize, Session, check_layout
+from gnnautoscale.graph import BatchTensor, EdgeType, TypedGraph, TypedInfo
+from gnnautoscale.history import Folder, History, Storage
+
+
+@dataclass
+class TypedPlan(Plan):
+    """The plan of a model on a heterogeneous graph.
+
+    Attributes:
+        kinds: The type of nodes that each slot has rows of.
+        slot_of: The slot that a layer call's rows become a part of.
+        call_rows: For each of these calls an empty tensor with the shape and type of its rows.
+        norm_kinds: The type of nodes that each call of a batch norm sees.
+        output_kinds: The type of nodes of each tensor of the output.
+    """
+
+    kinds: dict[str, str] = field(default_factory=dict)
+    slot_of: dict[str, str] = field(default_factory=dict)
+    call_rows: dict[str, Tensor] = field(default_factory=dict)
+    norm_kinds: dict[str, str] = field(default_factory=dict)
+    output_kinds: list[str] = field(default_factory=list)
+
+    def of_kind(self, kind: str) -> Plan:
+        """The same plan, whose histories are those of one type of nodes."""
+        made = replace(self)
+        made.__dict__["live"] = frozenset(slot for slot in self.live if self.kinds[slot] == kind)
+        made.__dict__["levels"] = self.levels
+        return made
+
+
+class TypedMemory:
+    """The histories of each type of nodes, and the records of layer calls by type of edges; see :class:`GraphMemory`.
+
+    Attributes:
+        kinds: The histories of each type of nodes.
+    """
+
+    def __init__(
+        self,
+        graph: TypedGraph,
+        storage: Storage,
+        dtype: torch.dtype | None,
+        folder: Folder | str | Path | None = None,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        self.storage, self.dtype, self.num_nodes, self._counts = storage, dtype, graph.num_nodes, graph.counts
+        if isinstance(folder, (str, Path)) and storage in ("disk", "auto"):
+            folder = Folder(Path(folder))
+        self.kinds = {
+            kind: GraphMemory(None, max(count, 1), storage, dtype, folder, overlap=overlap)
+            for kind, count in graph.counts.items()
+        }
+        self._recorders = {kind: Recorder(relation) for kind, relation in graph.relations.items() if kind[0] == kind[2]}
+
+    def record(
+        self, kind: EdgeType, call: str, layer: MessagePassing, known: LayerCall, arguments: Arguments
+    ) -> list[EdgeRecord]:
+        """The records of a layer call on edges between nodes of one type."""
+        return self._recorders[kind].of_call(call, layer, known, arguments)
+
+    @property
+    def histories(self) -> dict[str, History]:
+        """All histories, by slot."""
+        return {slot: history for memory in self.kinds.values() for slot, history in memory.histories.items()}
+
+    @property
+    def medium(self) -> Any:
+        """Where histories live, once that is decided."""
+        return next(iter(self.kinds.values())).medium
+
+    @property
+    def why(self) -> str:
+        """Why they live there, in words."""
+        return next(iter(self.kinds.values())).why
+
+    @property
+    def folder(self) -> Folder | None:
+        """The folder of histories on disk."""
+        return next(iter(self.kinds.values())).folder
+
+    def settle(self) -> None:
+        """See :meth:`GraphMemory.settle`."""
+        for memory in self.kinds.values():
+            memory.settle()
+
+    def release(self) -> None:
+        """See :meth:`GraphMemory.release`."""
+        for memory in self.kinds.values():
+            memory.release()
+
+    def mark_written_by(self, checksum: list[float]) -> None:
+        """See :meth:`GraphMemory.mark_written_by`."""
+        for memory in self.kinds.values():
+            memory.mark_written_by(checksum)
+
+    def is_written_by(self, checksum: list[float]) -> bool:
+        """See :meth:`GraphMemory.is_written_by`."""
+        return all(memory.is_written_by(checksum) for memory in self.kinds.values() if memory.histories)
+
+    def reserve_another_set(self) -> None:
+        """See :meth:`GraphMemory.reserve_another_set`."""
+        for memory in self.kinds.values():
+            memory.reserve_another_set()
+
+    def apart(self, graph: TypedGraph, device: torch.device) -> TypedMemory:
+        """See :meth:`GraphMemory.apart`."""
+        made = TypedMemory(graph, self.medium or self.storage, self.dtype, self.folder, overlap=False)
+        if graph.counts == self._counts:
+            made._recorders = self._recorders
+        return made
+
+
+@dataclass(eq=False)
+class TypedEdges(EdgeSource):
+    """Gives layers on edges between nodes of one type recorded ones, and others the batch's own, which are complete.
+
+    A layer that derives something from the edges of several types, or from those between nodes of different types, is
+    right if it only looks at the edges into each node; a trial tells.
+    """
+
+    info: TypedInfo
+    plan: TypedPlan
+    memory: TypedMemory
+    device: torch.device
+    _recorded: dict[EdgeType, RecordedEdges] = field(default_factory=dict)
+    # The type of edges that a layer call has records of.
+    _kind_of: dict[str, EdgeType] = field(default_factory=dict)
+
+    def start(self, call: str, layer: MessagePassing, arguments: Arguments) -> tuple[LayerCall, list[EdgeRecord]]:
+        """See :meth:`EdgeSource.start`; refuses a call that differs from the plan."""
+        planned = self.plan.calls.get(call)
+        if planned is None or planned.attributes != attributes_of(self.info, arguments):
+            raise UnsupportedModelError(
+                f"{describe(call, layer)} must be called the same way every time, with the batch's own edges",
+                got="arguments that differ from the first forward pass, or edges or edge attributes that were modified",
+                fix="Pass the edges of a batch as they are.",
+            )
+        relations = relations_of(self.info, arguments)
+        if len(relations) != 1 or relations[0][0] != relations[0][2] or not planned.edge_names:
+            return planned, []
+        self._kind_of[call] = relations[0]
+        return planned, self.memory.record(relations[0], call, layer, planned, arguments)
+
+    def replace(self, active: ActiveLayer, edge_index: Tensor, values: Values) -> tuple[Tensor, Values]:
+        """See :meth:`EdgeSource.replace`."""
+        if not active.records:
+            active.num_edge_calls += 1
+            return edge_index, values
+        kind = self._kind_of[active.name]
+        if kind not in self._recorded:
+            info, memory = self.info.edges[kind], self.memory.kinds[kind[2]]
+            self._recorded[kind] = RecordedEdges(info, self.plan, memory, self.device, 0.0, input_gradients=True)
+        return self._recorded[kind].replace(active, edge_index, values)
+
+
+class TypedSession(Session):
+    """A forward pass over one batch of several types; see :class:`Session`."""
+
+    info: TypedInfo  # type: ignore[assignment]
+    plan: TypedPlan
+    memory: TypedMemory  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        info: TypedInfo,
+        plan: TypedPlan,
+        memory: TypedMemory,
+        device: torch.device,
+        exchange: ExchangePolicy,
+        *,
+        edges: EdgeSource | None = None,
+        normalize: Normalize | None = None,
+    ) -> None:
+        edges = edges or TypedEdges(info, plan, memory, device)
+        super().__init__(info, plan, memory, device, exchange, edges=edges, normalize=normalize)  # type: ignore[arg-type]
+        #: A session for each type of nodes.
+        self.kinds = {kind: KindSession(self, kind, exchange, normalize) for kind in info.nodes}
+        self._slots: Counter[str] = Counter()
+        self._norms: Counter[str] = Counter()
+        # The type of nodes that each layer in progress computes rows of, if that is one.
+        self._targets: list[str | None] = []
+
+    def begin(self) -> None:
+        """Start the pass."""
+        for kind in self.kinds.values():
+            kind.begin()
+
+    def layer(self, layer: MessagePassing, name: str, run: Callable[..., Any], arguments: Arguments) -> Any:
+        """Run a message-passing layer; its rows are pending, unless its propagations are slots."""
+        return super().layer(layer, name, run, map_tensors(exchanged, arguments))
+
+    def _run_layer(self, call: str, layer: MessagePassing, run: Callable[..., Any], arguments: Arguments) -> Any:
+        planned, records = self._edges.start(call, layer, arguments)
+        relations = relations_of(self.info, arguments)
+        ends = {kind[2] if layer.flow == "source_to_target" else kind[0] for kind in relations}
+        target = next(iter(ends)) if len(relations) == 1 else None
+        args, kwargs = map_tensors(_untagged, arguments)
+        slot = self.plan.slot_of.get(call)
+        if slot is not None and target is not None and not self._exchange.computes(self.kinds[target], slot):
+            like = self.plan.call_rows[call]
+            out: Any = like.new_zeros((self.info.nodes[target].num_rows, *like.shape[1:]), device=self.device)
+            return self._pending(call, target, out)
+        self.active.append(ActiveLayer(call, layer, records, planned))
+        self._targets.append(target)
+        try:
+            out = run(*args, **kwargs)
+        finally:
+            active = self.active.pop()
+            self._targets.pop()
+        self._edges.finish(active)
+        if self.active:  # the layer around this one knows what to do with its rows
+            return out
+        if isinstance(out, Tensor) and target is not None:
+            return self._pending(call, target, out)
+        if isinstance(out, dict) and out.keys() <= self.info.nodes.keys():
+            return {kind: rows if rows is None else self._pending(call, kind, rows) for kind, rows in out.items()}
+        raise UnsupportedModelError(
+            f"{describe(call, layer)} must return rows of the type of nodes that its edges point to, or a dictionary "
+            "with rows of several types",
+            got=type(out).__name__,
+            fix="Call it with the edges of one type, or return a dictionary by type.",
+        )
+
+    def _pending(self, call: str, kind: str, rows: Tensor) -> Tensor:
+        info = self.info.nodes[kind]
+        if not has_rows(rows, info.num_rows):
+            got = f"shape {tuple(rows.shape)}"
+            rule = f"'{call}' must return one row for each of the {info.num_rows} {kind!r} nodes of batch and halo"
+            raise UnsupportedModelError(rule, got=got, fix="Call it with all rows of batch[...].x.")
+        if call in self.plan.inner:
+            return rows
+        return PendingRows.of(rows, self._exchange_pending, kind, (call,))
+
+    def _exchange_pending(self, kind: str, calls: tuple[str, ...], rows: Tensor) -> Tensor:
+        """Exchange rows of a type that some layer calls have computed together."""
+        slot = self._numbered(self._slots, _slot_name(kind, calls))
+        self.note_slot(slot, kind, calls)
+        out: Tensor = self._exchange.at_slot(self.kinds[kind], slot, lambda: rows)
+        return out
+
+    def note_slot(self, slot: str, kind: str, calls: tuple[str, ...]) -> None:
+        """Called before a slot's rows are exchanged."""
+        if slot not in self.plan.needs:
+            raise UnsupportedModelError(
+                "an autoscaled model combines the rows of its layers in the same way in every forward pass",
+                got=f"rows of {', '.join(map(repr, calls))} that are used by themselves, unlike when it was tried",
+                fix="Combine the same layers every time: without edges a layer adds nothing.",
+            )
+
+    def slot(self, slot: str, compute: Callable[[], Any]) -> Any:
+        """Exchange the rows of a propagation inside of a layer."""
+        target = self._targets[-1]
+        if target is None:
+            raise UnsupportedModelError(
+                "a layer that propagates several times does so along edges of one type",
+                got=f"several types in '{slot}'",
+                fix="Use one layer for each type of edges, as HeteroConv does.",
+            )
+        self.note_slot(slot, target, (slot,))
+        return self._exchange.at_slot(self.kinds[target], slot, compute)
+
+    def batch_norm(self, name: str, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run a batch norm on rows of the type of nodes that it saw when the model was tried."""
+        x = exchanged(x)
+        kind = self.norm_kind(self._numbered(self._norms, name), x)
+        return run(x) if kind is None else self.kinds[kind].batch_norm(name, norm, run, x)
+
+    def norm_kind(self, call: str, x: Tensor) -> str | None:
+        """The type of nodes of the rows that a norm sees; ``None`` if they are no nodes' rows."""
+        return self.plan.norm_kinds.get(call)
+
+    def finish(self, out: Any) -> Any:
+        """End the pass and return the output rows of the batch."""
+        for kind in self.kinds.values():
+            self._exchange.end(kind)
+        if unseen := self.unseen_calls():
+            raise UnsupportedModelError(
+                "an autoscaled model calls the same layers in every forward pass",
+                got=f"a pass without '{unseen[0]}', which ran when the model was tried",
+                fix="Call every layer every time: without edges it adds nothing to its messages.",
+            )
+        kinds = iter(self.plan.output_kinds)
+
+        def cut(value: Tensor) -> Tensor:
+            check_layout(value)
+            kind = next(kinds, None)
+            if kind is None or not has_rows(value, self.info.nodes[kind].num_rows):
+                raise UnsupportedModelError(
+                    "an autoscaled model returns one row per node, of the same types every time",
+                    got=f"an output of shape {tuple(value.shape)}",
+                    fix="Return node-level outputs from the model.",
+                )
+            value = value.plain if isinstance(value, PendingRows) else value
+            return self.kinds[kind].own(value)
+
+        return map_tensors(cut, out)
+
+    @staticmethod
+    def _numbered(counts: Counter[str], name: str) -> str:
+        counts[name] += 1
+        return name if counts[name] == 1 else f"{name}#{counts[name]}"
+
+
+class KindSession(Session):
+    """The part of a pass that concerns one type of nodes."""
+
+    def __init__(self, whole: TypedSession, kind: str, exchange: ExchangePolicy, normalize: Normalize | None) -> None:
+        info, memory = whole.info.nodes[kind], whole.memory.kinds[kind]
+        plan = whole.plan.of_kind(kind)
+        super().__init__(info, plan, memory, whole.device, exchange, normalize=normalize)
+        self.whole, self.kind = whole, kind
+
+    @property
+    def holds_all_nodes(self) -> bool:
+        """Whether the batch has all nodes of all types."""
+        return self.whole.info.holds_all_nodes
+
+
+def relations_of(info: TypedInfo, arguments: Any) -> list[EdgeType]:
+    """The types of the batch's edges among a call's arguments."""
+    tagged = [value for value in tensors_in(arguments) if isinstance(value, BatchTensor)]
+    edges = {id(value.info) for value in tagged if value.attribute.endswith("edge_index")}
+    return [kind for kind, of in info.edges.items() if id(of) in edges]
+
+
+def attributes_of(info: TypedInfo, arguments: Any) -> list[str | None]:
+    """The names of the batch's attributes that the tensors among arguments are, with their types."""
+    names: list[str | None] = []
+    kinds: Mapping[int, Any] = {id(of): kind for kind, of in (*info.nodes.items(), *info.edges.items())}
+    for value in tensors_in(arguments):
+        if not isinstance(value, BatchTensor):
+            names.append(None)
+            continue
+        if value.info.typed is not info:
+            raise InputError(
+                "all arguments of a call must come from the same batch",
+                got=f"{value.attribute} of another batch",
+                fix="Pass the attributes of one batch of one HaloLoader.",
+            )
+        own = value.is_original and not value.requires_grad
+        names.append(f"{value.attribute} of {kinds[id(value.info)]}" if own else None)
+    return names
+
+
+def _slot_name(kind: str, calls: tuple[str, ...]) -> str:
+    """What layer calls have in common, and the type of nodes."""
+    parts = zip(*(call.split(".") for call in calls), strict=False)
+    shared = ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, parts))
+    return f"{shared} to {kind}" if shared else f"to {kind}"
+
+
+def _untagged(value: Tensor) -> Tensor:
+    return value.plain if isinstance(value, BatchTensor) else value

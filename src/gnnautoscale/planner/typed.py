@@ -1,0 +1,460 @@
+"""Makes the plan of a model on a heterogeneous graph, and checks it on small graphs with the same types.
+
+A copy of the model runs on each of them three times: without histories or hooks; as a whole, which shows where its
+slots are; and in batches whose histories hold the exact rows, as steps and as sweeps. All must agree, at every slot and
+in the output.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import BoundArguments
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
+
+from gnnautoscale._util import leaves_of, map_tensors, tensors_in
+from gnnautoscale.errors import UnsupportedModelError
+from gnnautoscale.forward import (
+    ActiveLayer,
+    ArgumentKind,
+    Arguments,
+    EdgeRecord,
+    EdgeSource,
+    ExchangePolicy,
+    LayerCall,
+    Plan,
+    RowStore,
+    Session,
+    StoreExchange,
+    SweepExchange,
+    TypedMemory,
+    TypedPlan,
+    TypedSession,
+    attributes_of,
+    copy_model,
+    has_rows,
+    relations_of,
+    run_pass,
+    uses_own_statistics,
+)
+from gnnautoscale.graph import BatchTensor, EdgeType, HaloLoader, TypedInfo
+from gnnautoscale.planner.comparison import tolerances
+from gnnautoscale.planner.trial_graph import disturb
+from gnnautoscale.planner.understudy import Understudy, initialize_like
+
+# The smallest number of nodes of a type in each trial graph. Types and edges have different numbers, which tell rows
+# apart.
+_SIZES = (11, 41)
+_PARTS = 3
+
+
+def make_typed_plan(model: nn.Module, info: TypedInfo, arguments: BoundArguments, device: torch.device) -> TypedPlan:
+    """The plan of a model, given a copy of it and a call with a batch; see :func:`make_plan`."""
+    failure: Exception | None = None
+    for dtype in (torch.float64, None):  # in double precision, where rounding hides nothing, if the model runs in it
+        actor = Understudy(model, dtype)
+        try:
+            graphs = [_TrialGraph(info, arguments, device, size, dtype) for size in _SIZES]
+            wanted = [graph.run_plain(actor) for graph in graphs]
+        except Exception as error:
+            failure = error
+            continue
+        return _planned(graphs, actor, wanted)
+    raise UnsupportedModelError(
+        "before a model is trained, a copy of it must run on small graphs with the types of yours",
+        got=f"{type(failure).__name__}: {failure}",
+        fix="If the model needs more than a batch has, such as rows of all nodes, look these up by batch[...].n_id.",
+    ) from failure
+
+
+def initialize_lazy_weights(model: nn.Module, info: TypedInfo, arguments: BoundArguments, device: torch.device) -> None:
+    """Draw lazy weights from the user's own random state, as the first run would."""
+    copied = copy_model(model)
+    with torch.no_grad():
+        state = torch.get_rng_state()
+        graph = _TrialGraph(info, arguments, device, _SIZES[0], None)
+        torch.set_rng_state(state)
+        args, kwargs = map_tensors(_untagged, graph.arguments(graph.whole))
+        copied(*args, **kwargs)
+    if any(is_lazy(weight) for weight in model.parameters()):
+        initialize_like(model, copied)
+
+
+def _planned(graphs: list[_TrialGraph], actor: Understudy, wanted: list[list[Tensor]]) -> TypedPlan:
+    inner = frozenset[str]()
+    while True:
+        seen = [_Observation(graph, actor, inner) for graph in graphs]
+        for observed, plain in zip(seen, wanted, strict=True):
+            if not all(_same(got, want) for got, want in zip(observed.outputs, plain, strict=True)):
+                raise _refused("the model's output", "rows of layers that are combined in a way that is not followed")
+        plan = _merged([observed.plan for observed in seen])
+        deviation: _DeviationError | None = None
+        for graph, observed in zip(graphs, seen, strict=True):
+            deviation = deviation or graph.rehearse(actor, plan, observed)
+        if deviation is None:
+            plan.end_trial()
+            return plan
+        calls = [call for call, slot in plan.slot_of.items() if slot == deviation.slot]
+        several = {call for call in calls if plan.calls[call].num_propagations > 1} - inner
+        if not several:
+            raise _refused(
+                deviation.slot,
+                "other rows in a batch than on the whole graph: something looks beyond the edges into a node, as "
+                "HANConv's attention between relations does, or degrees of nodes of another type",
+            )
+        inner |= several
+
+
+def _merged(plans: list[TypedPlan]) -> TypedPlan:
+    first = replace(plans[0])  # a copy, since the observing pass has looked at what was not known yet
+    for other in plans[1:]:
+        same = other.needs.keys() == first.needs.keys() and list(other.calls) == list(first.calls)
+        if not same or other.kinds != first.kinds or other.output_kinds != first.output_kinds:
+            raise _refused("the model", "layers that depend on the graph")
+        for slot, needed in other.needs.items():
+            first.needs[slot] |= needed
+        for name, call in other.calls.items():
+            known = first.calls[name]
+            known.edge_names = [a & b for a, b in zip(known.edge_names, call.edge_names, strict=True)]
+    return first
+
+
+def _refused(where: str, got: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"an autoscaled model computes '{where}' in batches as on the whole graph",
+        got=got,
+        fix="Replace what looks beyond a node's neighbours, or train full batch with the plain model.",
+    )
+
+
+class _DeviationError(Exception):
+    """Rows of a slot, or outputs, that differ from those of the whole graph."""
+
+    def __init__(self, slot: str) -> None:
+        super().__init__(slot)
+        self.slot = slot
+
+
+class _TrialGraph:
+    """A small graph with the types, attributes and arguments of a real batch, as a whole and in parts."""
+
+    def __init__(
+        self, info: TypedInfo, call: BoundArguments, device: torch.device, size: int, dtype: torch.dtype | None
+    ) -> None:
+        self.device, self._info, self._call, self._dtype = device, info, call, dtype
+        generator = torch.Generator().manual_seed(size)
+        data = HeteroData()
+        counts = {kind: size + 3 * number for number, kind in enumerate(info.nodes)}
+        for kind, count in counts.items():
+            data[kind].num_nodes = count
+        parts = {kind: torch.arange(count) * _PARTS // count for kind, count in counts.items()}
+        used = set(counts.values())
+        for number, relation in enumerate(info.edges):
+            data[relation].edge_index = _edges(counts[relation[0]], counts[relation[2]], used, generator)
+            if size != _SIZES[0] and number % 2:  # a part without edges of this type
+                into = parts[relation[2]][data[relation].edge_index[1]]
+                data[relation].edge_index = data[relation].edge_index[:, into != number % _PARTS]
+            count = data[relation].edge_index.size(1)
+            for name, value in info.edges[relation].graph.edge_attributes.items():
+                data[relation][name] = self._sample(value, count)
+        self._names: dict[int, tuple[str, str]] = {}
+        for parameter, value in call.arguments.items():
+            self._add(data, parameter, value, None)
+        self.whole = next(
+            iter(HaloLoader(data, partition={kind: torch.zeros_like(part) for kind, part in parts.items()}))
+        )
+        self.parts = HaloLoader(data, partition=parts, bidirectional=True)
+        self.memory = TypedMemory(self.parts.graph, "device", None)
+
+    def _add(self, data: HeteroData, name: str, value: Any, kind: str | None) -> None:
+        """Add rows like those among the arguments; a dictionary by type says whose they are, or else their number."""
+        if isinstance(value, HeteroData):
+            for other, store in value.node_items():
+                for each, rows in store.items():
+                    if isinstance(rows, Tensor) and not isinstance(rows, BatchTensor):
+                        self._add(data, each, rows, other)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                self._add(data, name, item, key if isinstance(key, str) and key in self._info.nodes else kind)
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                self._add(data, name, item, kind)
+        elif isinstance(value, Tensor) and not isinstance(value, BatchTensor):
+            named = [kind] if kind is not None else list(self._info.nodes)
+            fitting = [each for each in named if has_rows(value, self._info.nodes[each].num_rows)]
+            if fitting:
+                place = f"{name} {len(self._names)}" if kind is None or name in data[fitting[0]] else name
+                data[fitting[0]][place] = self._sample(value, data[fitting[0]].num_nodes)
+                self._names[id(value)] = fitting[0], place
+
+    def _sample(self, value: Tensor, count: int) -> Tensor:
+        """Rows like the given ones, ``[count, ...]``, in host memory."""
+        value = value.detach().cpu()
+        shape = (count, *value.shape[1:])
+        if not value.is_floating_point():
+            return value[torch.arange(count) % value.size(0)] if value.size(0) else value.new_zeros(shape)
+        if not value.size(0):
+            return torch.randn(shape).to(self._dtype or value.dtype)
+        flat = value.reshape(value.size(0), -1)
+        own: Tensor = flat.gather(0, torch.randint(value.size(0), (count, flat.size(1)))).view(shape)
+        own = own * (0.5 + torch.rand(shape).to(own)) + 0.1 * torch.randn(shape).to(own)
+        return own.to(self._dtype or own.dtype)
+
+    def arguments(self, batch: HeteroData) -> Arguments:
+        """The call's arguments, taken from a batch of the trial graph."""
+        batch = batch.clone().to(str(self.device))
+
+        def recast(value: Any) -> Any:
+            if isinstance(value, BatchTensor):
+                kind = _kind_of(self._info, value)
+                found = batch[kind][value.attribute]
+                # A node may index a table of the real graph's size, which can be smaller than the trial graph.
+                return found % max(self._info.graph.counts[kind], 1) if value.attribute == "n_id" else found
+            if isinstance(value, Tensor):
+                name = self._names.get(id(value))
+                if name is not None:
+                    return batch[name[0]][name[1]]
+                return disturb(value.detach()).to(self._dtype or value.dtype) if value.is_floating_point() else value
+            if isinstance(value, HeteroData):
+                for kind, count in self._info.graph.counts.items():
+                    batch[kind].n_id = batch[kind].n_id % max(count, 1)
+                return batch
+            if isinstance(value, (tuple, list)):
+                return type(value)(recast(item) for item in value)
+            if isinstance(value, dict):
+                return {key: recast(item) for key, item in value.items()}
+            return value
+
+        return recast(self._call.args), recast(self._call.kwargs)
+
+    def run_plain(self, actor: Understudy) -> list[Tensor]:
+        """What the model computes of the whole graph without hooks."""
+        args, kwargs = map_tensors(_untagged, self.arguments(self.whole))
+        with torch.no_grad():
+            return [value.detach().clone() for value in tensors_in(actor.run_plain((args, kwargs), self.device))]
+
+    def rehearse(self, actor: Understudy, plan: TypedPlan, seen: _Observation) -> _DeviationError | None:
+        """Run the parts with exact histories, as steps and as sweeps; returns the first deviation."""
+        try:
+            for batch in self.parts:
+                info = batch[next(iter(self._info.edges))].edge_index.info.typed
+                ways: list[Callable[[RowStore], ExchangePolicy]] = [
+                    StoreExchange,
+                    *(partial(SweepExchange, level) for level in (*plan.levels, None)),
+                ]
+                for way in ways:
+                    actor.reset()
+                    rehearsal = _Rehearsal(self, seen)
+                    policy = way(rehearsal)
+                    session = TypedSession(info, plan, self.memory, self.device, policy, normalize=rehearsal.normalize)
+                    session.begin()
+                    arguments = self.arguments(batch)
+                    with torch.no_grad():
+                        out = run_pass(partial(actor.run, session, arguments))
+                    if out is not None:
+                        rehearsal.check_output(session, session.finish(out))
+        except _DeviationError as deviation:
+            return deviation.with_traceback(None)
+        return None
+
+
+@dataclass
+class _Reference:
+    """What a whole trial graph gives: rows of slots, outputs, and the statistics of batch norms."""
+
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    statistics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+class _ObservingSession(TypedSession):
+    """A pass that shows where a model has slots."""
+
+    def note_slot(self, slot: str, kind: str, calls: tuple[str, ...]) -> None:
+        """Write the slot down."""
+        self.plan.kinds[slot] = kind
+        for call in calls:
+            if call in self.plan.slot_of:
+                self.plan.slot_of[call] = ""  # its rows are in several slots
+            else:
+                self.plan.slot_of[call] = slot
+
+    def norm_kind(self, call: str, x: Tensor) -> str | None:
+        """Tell the type by the number of rows."""
+        kind = next((kind for kind, of in self.info.nodes.items() if of.num_rows == x.size(0)), None)
+        if kind is not None and not self.is_aggregating:
+            self.plan.norm_kinds[call] = kind
+        return self.plan.norm_kinds.get(call)
+
+    def _pending(self, call: str, kind: str, rows: Tensor) -> Tensor:
+        self.plan.call_rows[call] = rows.detach()[:0]
+        return super()._pending(call, kind, rows)
+
+
+class _Observation(ExchangePolicy, EdgeSource):
+    """Runs a whole trial graph, as one batch, on its own edges and fills in a plan."""
+
+    def __init__(self, graph: _TrialGraph, actor: Understudy, inner: frozenset[str]) -> None:
+        batch = graph.whole
+        self._info: TypedInfo = batch[batch.edge_types[0]].edge_index.info.typed
+        self.plan, self.reference = TypedPlan(inner=set(inner)), _Reference()
+        self._slot_of: dict[int, str] = {}
+        self._leaves: list[Tensor] = []
+        self._norms: Counter[str] = Counter()
+        session = _ObservingSession(
+            self._info, self.plan, graph.memory, graph.device, self, edges=self, normalize=self._normalize
+        )
+        actor.reset()
+        with torch.enable_grad():
+            out = actor.run(session, graph.arguments(batch))
+        self.plan.needs[Plan.OUTPUT] = self._sources(out)
+        self.plan.slot_of = {call: slot for call, slot in self.plan.slot_of.items() if slot}
+        plain = map_tensors(lambda value: value.plain if hasattr(value, "plain") else value, out)
+        #: The model's output for the whole graph.
+        self.outputs = [value.detach().clone() for value in tensors_in(plain)]
+        self.plan.output_kinds = [self._kind(value) for value in self.outputs]
+        for name in self.plan.norm_kinds:
+            self.plan.node_norms.add(name.split("#")[0])
+
+    def _kind(self, value: Tensor) -> str:
+        for kind, of in self._info.nodes.items():
+            if has_rows(value, of.num_rows):
+                return kind
+        raise UnsupportedModelError(
+            "an autoscaled model returns one row per node of a type",
+            got=f"an output of shape {tuple(value.shape)}",
+            fix="Return node-level outputs from the model and pool or pair them outside it.",
+        )
+
+    def _sources(self, out: Any) -> frozenset[str]:
+        values = map_tensors(lambda value: value.plain if hasattr(value, "plain") else value, out)
+        return frozenset(self._slot_of[id(leaf)] for leaf in leaves_of(tensors_in(values)) if id(leaf) in self._slot_of)
+
+    def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
+        """Note the slot and what it is computed from."""
+        out = compute()
+        session.check_rows(slot, out)
+        self.plan.needs[slot] = self._sources(out)
+        self.plan.rows[slot] = out.detach()[:0]
+        self.reference.rows[slot] = out.detach().clone()
+        leaf = out.detach().requires_grad_()
+        self._leaves.append(leaf)
+        self._slot_of[id(leaf)] = slot
+        return leaf.clone()  # autograd forbids in-place changes of the leaf itself
+
+    def start(self, call: str, layer: MessagePassing, arguments: Arguments) -> tuple[LayerCall, list[EdgeRecord]]:
+        """Add a call to the plan, with what is known about its arguments."""
+        attributes, relations = attributes_of(self._info, arguments), relations_of(self._info, arguments)
+        if not relations:
+            raise UnsupportedModelError(
+                f"'{call}' must get the batch's own edges",
+                got="other edges, or none",
+                fix="Pass batch[...].edge_index, or batch.edge_index_dict, as it is.",
+            )
+        kinds: list[ArgumentKind] = []
+        for value, attribute in zip(tensors_in(arguments), attributes, strict=True):
+            kinds.append("own" if attribute is not None else self._argument_kind(value, relations[0]))
+        nested = any(isinstance(module, MessagePassing) for module in layer.modules() if module is not layer)
+        return self.plan.calls.setdefault(call, LayerCall(kinds, attributes, nested=nested)), []
+
+    def _argument_kind(self, value: Tensor, relation: EdgeType) -> ArgumentKind:
+        if has_rows(value, self._info.nodes[relation[2]].num_rows):
+            return "node"
+        return "edge" if has_rows(value, self._info.edges[relation].num_edges) else "other"
+
+    def replace(self, active: ActiveLayer, edge_index: Tensor, values: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Keep the edges; note which values belong to edges."""
+        active.num_edge_calls += 1
+        active.call.num_propagations = active.num_propagations
+        names = (name for name, value in values.items() if has_rows(value, edge_index.size(1)))
+        active.call.edge_names.append(frozenset(names))
+        return edge_index, values
+
+    def _normalize(
+        self, session: Session, name: str, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        if not uses_own_statistics(norm):
+            return run(x)
+        with torch.no_grad():
+            variance, mean = torch.var_mean(x, dim=[0, *range(2, x.dim())], correction=0)
+        self._norms[name] += 1
+        self.reference.statistics[f"{name}#{self._norms[name]}"] = mean, variance
+        return F.batch_norm(x, mean, variance, norm.weight, norm.bias, False, 0.0, norm.eps)
+
+
+class _Rehearsal(RowStore):
+    """Compares a batch of a trial graph, whose histories hold the exact rows, with the whole graph."""
+
+    def __init__(self, graph: _TrialGraph, seen: _Observation) -> None:
+        self._reference, self._outputs = seen.reference, seen.outputs
+        self._norms: Counter[str] = Counter()
+
+    def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
+        """See :meth:`RowStore.read`."""
+        return self._reference.rows[slot][session.info.n_id[which].to(session.device)]
+
+    def write(self, session: Session, slot: str, rows: Tensor) -> None:
+        """See :meth:`RowStore.write`."""
+        if not _same(rows, self._reference.rows[slot][session.info.nodes.to(session.device)]):
+            raise _DeviationError(slot)
+
+    def check_output(self, session: TypedSession, out: Any) -> None:
+        """Compare the output of a batch."""
+        for value, whole, kind in zip(tensors_in(out), self._outputs, session.plan.output_kinds, strict=True):
+            if not _same(value, whole[session.info.nodes[kind].nodes.to(whole.device)]):
+                raise _DeviationError(Plan.OUTPUT)
+
+    def normalize(
+        self, session: Session, name: str, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        """Normalize by the whole graph's statistics: in a batch they differ, which is known and accepted."""
+        if not uses_own_statistics(norm):
+            return run(x)
+        self._norms[name] += 1
+        known = self._reference.statistics.get(f"{name}#{self._norms[name]}")
+        if known is None:
+            return session.by_own_statistics(name, norm, run, x)
+        return F.batch_norm(x, *known, norm.weight, norm.bias, False, 0.0, norm.eps)
+
+
+def _edges(sources: int, targets: int, used: set[int], generator: torch.Generator) -> Tensor:
+    """Random edges sorted by target, ``[2, num_edges]``, of which there are a number that nothing else has."""
+    near = torch.arange(targets) * sources // targets
+    count = targets + max(targets // 3, 4)
+    while count + targets in used or count in used:
+        count += 1
+    used.add(count + targets)
+    target = torch.cat([torch.arange(targets), torch.randint(targets, (count,), generator=generator)])
+    step = torch.randint(-3, 4, target.shape, generator=generator)
+    edges = torch.stack([(near[target] + step) % sources, target])
+    ordered: Tensor = edges[:, edges[1].argsort(stable=True)]
+    return ordered
+
+
+def _kind_of(info: TypedInfo, value: BatchTensor) -> Any:
+    return next(kind for kind, of in (*info.nodes.items(), *info.edges.items()) if of is value.info)
+
+
+def _same(got: Tensor, want: Tensor) -> bool:
+    """Whether rows agree up to rounding, column by column."""
+    if got.shape != want.shape:
+        return False
+    got, size = got.double(), want.double().nan_to_num().abs()
+    relative, least = tolerances(want.dtype)
+    if not size.numel():
+        return True
+    bound = relative * size.amax(0) + least * size.max().clamp(min=1e-6)
+    return bool(((got - want.double()).abs() <= bound).logical_or(got.isnan() & want.isnan()).all())
+
+
+def _untagged(value: Tensor) -> Tensor:
+    return value.plain if isinstance(value, BatchTensor) else value
