@@ -173,7 +173,9 @@ class Autoscaler:
                     got=type(passes.observers[0]).__name__,
                     fix="Leave it out, or convert the graph with to_homogeneous().",
                 )
-            session = TypedSession(info, cast(TypedPlan, plan), memory, device, passes.exchange, normalize=passes.normalize)
+            session = TypedSession(
+                info, cast(TypedPlan, plan), memory, device, passes.exchange, normalize=passes.normalize
+            )
         else:
             session = Session(
                 info,

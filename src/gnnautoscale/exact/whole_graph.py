@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in
-from gnnautoscale.attach import CallModel, Outputs, call_with_batch, loader_for
+from gnnautoscale.attach import CallModel, Outputs, attached, call_with_batch, loader_for
 from gnnautoscale.errors import InputError
 from gnnautoscale.exact.loss import given_gradients
 from gnnautoscale.exact.passes import ExactPasses

@@ -302,6 +302,7 @@ class TypedSession(Session):
 
     def finish(self, out: Any) -> Any:
         """End the pass and return the output rows of the batch."""
+        out = map_tensors(exchanged, out)
         for kind in self.kinds.values():
             self._exchange.end(kind)
         if unseen := self.unseen_calls():
@@ -321,7 +322,6 @@ class TypedSession(Session):
                     got=f"an output of shape {tuple(value.shape)}",
                     fix="Return node-level outputs from the model.",
                 )
-            value = value.plain if isinstance(value, PendingRows) else value
             return self.kinds[kind].own(value)
 
         return map_tensors(cut, out)

@@ -42,6 +42,7 @@ from gnnautoscale.forward import (
     TypedSession,
     attributes_of,
     copy_model,
+    exchanged,
     has_rows,
     relations_of,
     run_pass,
@@ -104,8 +105,7 @@ def _planned(graphs: list[_TrialGraph], actor: Understudy, wanted: list[list[Ten
         if deviation is None:
             plan.end_trial()
             return plan
-        calls = [call for call, slot in plan.slot_of.items() if slot == deviation.slot]
-        several = {call for call in calls if plan.calls[call].num_propagations > 1} - inner
+        several = {name for name, call in plan.calls.items() if call.num_propagations > 1 and _is_of_one(call)} - inner
         if not several:
             raise _refused(
                 deviation.slot,
@@ -315,12 +315,11 @@ class _Observation(ExchangePolicy, EdgeSource):
         )
         actor.reset()
         with torch.enable_grad():
-            out = actor.run(session, graph.arguments(batch))
+            out = map_tensors(exchanged, actor.run(session, graph.arguments(batch)))
         self.plan.needs[Plan.OUTPUT] = self._sources(out)
         self.plan.slot_of = {call: slot for call, slot in self.plan.slot_of.items() if slot}
-        plain = map_tensors(lambda value: value.plain if hasattr(value, "plain") else value, out)
         #: The model's output for the whole graph.
-        self.outputs = [value.detach().clone() for value in tensors_in(plain)]
+        self.outputs = [value.detach().clone() for value in tensors_in(out)]
         self.plan.output_kinds = [self._kind(value) for value in self.outputs]
         for name in self.plan.norm_kinds:
             self.plan.node_norms.add(name.split("#")[0])
@@ -336,8 +335,7 @@ class _Observation(ExchangePolicy, EdgeSource):
         )
 
     def _sources(self, out: Any) -> frozenset[str]:
-        values = map_tensors(lambda value: value.plain if hasattr(value, "plain") else value, out)
-        return frozenset(self._slot_of[id(leaf)] for leaf in leaves_of(tensors_in(values)) if id(leaf) in self._slot_of)
+        return frozenset(self._slot_of[id(leaf)] for leaf in leaves_of(tensors_in(out)) if id(leaf) in self._slot_of)
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """Note the slot and what it is computed from."""
@@ -438,6 +436,11 @@ def _edges(sources: int, targets: int, used: set[int], generator: torch.Generato
     edges = torch.stack([(near[target] + step) % sources, target])
     ordered: Tensor = edges[:, edges[1].argsort(stable=True)]
     return ordered
+
+
+def _is_of_one(call: LayerCall) -> bool:
+    """Whether a layer call gets the edges of one type."""
+    return sum(name is not None and name.startswith("edge_index") for name in call.attributes) == 1
 
 
 def _kind_of(info: TypedInfo, value: BatchTensor) -> Any:

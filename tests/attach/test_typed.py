@@ -1,0 +1,170 @@
+"""Models on heterogeneous graphs, against plain PyG on the whole graph."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric import nn as pyg  # type: ignore[import-untyped]
+from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
+
+import gnnautoscale as gas
+from gnnautoscale._util import tensors_in
+from gnnautoscale.attach.autoscaler import attached
+from gnnautoscale.attach.calling import unpack_batch
+from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.forward import TypedPlan
+from support.typed import GRAPH, KINDS, MODELS, RELATIONS, WIDTH, Attending, Stacked, typed_graph
+
+# PyG's own, about the venues.
+pytestmark = pytest.mark.filterwarnings("ignore:There exist node types:UserWarning")
+
+
+def made(name: str) -> nn.Module:
+    """A model with all its weights."""
+    torch.manual_seed(1)
+    model = MODELS[name]().double().eval()
+    with torch.no_grad():
+        run(model, GRAPH)
+    return model
+
+
+def run(model: nn.Module, data: HeteroData) -> list[Tensor]:
+    """The outputs of a plain model for a whole graph."""
+    data = copy.copy(data)
+    for kind in data.node_types:
+        data[kind].n_id = torch.arange(data[kind].num_nodes)
+    args, kwargs = unpack_batch(inspect.signature(model.forward), "the model", (data,), {})
+    return tensors_in(model(*args, **kwargs))
+
+
+def assert_same(got: list[Tensor], want: list[Tensor], tolerance: float = 1e-10) -> None:
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert one.shape == other.shape
+        assert float((one - other).abs().max()) <= tolerance * float(other.abs().max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_exact(name: str) -> None:
+    """Inference, predictions, and batches once weights are fixed; and one part has the gradients of full batch."""
+    model, data = made(name), typed_graph(3)
+    want = [value.detach() for value in run(model, data)]
+    plain = copy.deepcopy(model)
+    gas.autoscale(model, data, storage="host")
+    loader = gas.HaloLoader(data, 5, partition="random", batch_size=2)
+    first = sweep(model, loader, want)
+    assert any(float((one - other).abs().max()) > 1e-6 for one, other in zip(first, want, strict=True))
+    assert_same(tensors_in(gas.infer(model, loader, update_histories=False)), want)
+    for _ in range(6):
+        last = sweep(model, loader, want)
+    assert_same(last, want)
+    gas.refresh(model, data)
+    nodes = {"paper": torch.tensor([7, 3, 7]), "author": torch.tensor([2])}
+    found = tensors_in(gas.predict(model, loader, nodes))
+    assert_same(found, [rows[nodes[kind]] for rows, kind in zip(want, output_kinds(model), strict=True)])
+
+    batch = next(iter(gas.HaloLoader(data, 1)))
+    model.train()
+    model(batch)  # makes another plan
+    for other, outputs in ((model, lambda: tensors_in(model(batch))), (plain.train(), lambda: run(plain, data))):
+        other.load_state_dict(plain.state_dict())  # also averages of norms
+        torch.manual_seed(7)
+        loss_of(outputs()).backward()  # type: ignore[no-untyped-call]
+    zeros = [torch.zeros_like(weight) for weight in plain.parameters()]
+    expected = [
+        zero if weight.grad is None else weight.grad for weight, zero in zip(plain.parameters(), zeros, strict=False)
+    ]
+    largest = max(float(gradient.abs().max()) for gradient in expected)
+    for weight, gradient, zero in zip(model.parameters(), expected, zeros, strict=True):
+        got = zero if weight.grad is None else weight.grad
+        assert float((got - gradient).abs().max()) <= 1e-10 * largest
+
+
+def output_kinds(model: nn.Module) -> list[str]:
+    plan = attached(model).plan
+    assert isinstance(plan, TypedPlan)
+    return plan.output_kinds
+
+
+def sweep(model: nn.Module, loader: gas.HaloLoader, like: list[Tensor]) -> list[Tensor]:
+    """The outputs of all batches."""
+    found = [torch.full_like(value, torch.nan) for value in like]
+    with torch.no_grad():
+        for batch in loader:
+            out = tensors_in(model(batch))
+            for whole, rows, kind in zip(found, out, output_kinds(model), strict=True):
+                whole[batch[kind].n_id[: batch[kind].batch_size]] = rows
+    return found
+
+
+def loss_of(outputs: list[Tensor]) -> Tensor:
+    total = torch.zeros((), dtype=torch.double)
+    for value in outputs:
+        factors = torch.linspace(-1.0, 2.0, value.numel(), dtype=torch.double).view_as(value)
+        total = total + (value * factors).sum()
+    return total
+
+
+def test_combined_rows_have_one_history() -> None:
+    model = made("SAGE sum")
+    gas.autoscale(model, GRAPH)
+    gas.refresh(model, gas.HaloLoader(GRAPH, 4))
+    found = {slot: history.num_nodes for slot, history in attached(model).memory.histories.items()}
+    assert found == {
+        "convs.0.convs.<paper___written_by___author> to author": 30,
+        "convs.0.convs to paper": 40,  # the sum of five relations
+        "convs.0.convs.<paper___mentions___term> to term": 12,
+    }
+
+
+def test_attention_between_relations_is_refused() -> None:
+    model = Attending(lambda: pyg.HANConv(WIDTH, WIDTH, (KINDS, RELATIONS), heads=2)).double().eval()
+    with torch.no_grad():
+        run(model, GRAPH)
+    gas.autoscale(model, GRAPH)
+    with pytest.raises(UnsupportedModelError, match=r"convs\.0 to .*HANConv's attention"):
+        model(next(iter(gas.HaloLoader(GRAPH, 4))))
+
+
+def test_lazy_weights_are_those_of_the_plain_model() -> None:
+    torch.manual_seed(3)
+    plain = Stacked(lambda _: pyg.SAGEConv((-1, -1), WIDTH)).double()
+    lazy = copy.deepcopy(plain)
+    torch.manual_seed(4)
+    with torch.no_grad():
+        run(plain, GRAPH)
+    gas.autoscale(lazy, GRAPH)
+    torch.manual_seed(4)
+    lazy(next(iter(gas.HaloLoader(GRAPH, 4))))
+    for got, want in zip(lazy.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_training_with_stale_histories_learns() -> None:
+    torch.manual_seed(0)
+    model, data = MODELS["SAGE sum"]().double(), typed_graph(6)
+    data["paper"].y = (data["paper"].x[:, 0] > 0).long()
+    gas.autoscale(model, data)
+    loader = gas.HaloLoader(data, 6, batch_size=2, shuffle=True)
+    model(next(iter(loader)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(30):
+        for batch in loader:
+            out, size = model(batch), batch["paper"].batch_size
+            loss = nn.functional.cross_entropy(out, batch["paper"].y[:size])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    right = gas.infer(model, loader).argmax(1) == data["paper"].y
+    assert float(right.double().mean()) > 0.95
+
+
+@pytest.mark.parametrize("options", [{"compensate": "gradient"}, {"edge_dropout": 0.2}])
+def test_what_plain_graphs_have_alone_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="plain graphs"):
+        gas.autoscale(made("SAGE sum"), GRAPH, **options)
