@@ -77,7 +77,7 @@ def test_models_are_exact(name: str) -> None:
         loss_of(outputs()).backward()  # type: ignore[no-untyped-call]
     zeros = [torch.zeros_like(weight) for weight in plain.parameters()]
     expected = [
-        zero if weight.grad is None else weight.grad for weight, zero in zip(plain.parameters(), zeros, strict=False)
+        zero if weight.grad is None else weight.grad for weight, zero in zip(plain.parameters(), zeros, strict=True)
     ]
     largest = max(float(gradient.abs().max()) for gradient in expected)
     for weight, gradient, zero in zip(model.parameters(), expected, zeros, strict=True):

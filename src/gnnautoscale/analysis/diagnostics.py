@@ -24,7 +24,14 @@ from gnnautoscale._util import map_tensors, tensors_in, undisturbed
 from gnnautoscale.analysis.bounds import LayerConstants, LayerErrors, MessageEdges, measure, theorem1_by_node
 from gnnautoscale.analysis.gradients import gradient_agreement
 from gnnautoscale.analysis.lipschitz import jacobian_norm, lipschitz_constant
-from gnnautoscale.attach import CallModel, attached, call_with_batch, device_of, to_model_device
+from gnnautoscale.attach import (
+    CallModel,
+    attached,
+    attached_to_plain_graph,
+    call_with_batch,
+    device_of,
+    to_model_device,
+)
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import HistoryStore, LayerRun, Observer, Plan, StoreExchange, evaluating
 from gnnautoscale.graph import HaloLoader
@@ -96,6 +103,7 @@ def diagnose(
         "lipschitz": _lipschitz,
     }
     found: dict[str, dict[str, Any]] = {}
+    attached_to_plain_graph(model, "diagnose")
     with _nothing_changed(model):
         for name in names:
             start = time.perf_counter()

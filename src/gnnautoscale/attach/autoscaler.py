@@ -451,6 +451,18 @@ def attached(model: nn.Module) -> Autoscaler:
     return found
 
 
+def attached_to_plain_graph(model: nn.Module, what: str) -> Autoscaler:
+    """The autoscaler of a model on a graph with one type of nodes, which ``what`` needs."""
+    scaler = attached(model)
+    if isinstance(scaler.memory, TypedMemory):
+        raise InputError(
+            f"{what} needs a plain graph",
+            got="a model on a heterogeneous one",
+            fix="Leave it out, or convert the graph with to_homogeneous() and use layers with edge types (RGCNConv).",
+        )
+    return scaler
+
+
 def is_autoscaled(model: nn.Module) -> bool:
     """Whether the model has histories."""
     return isinstance(getattr(model, "_autoscaler", None), Autoscaler)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale.attach.autoscaler import attached
+from gnnautoscale.attach.autoscaler import attached, attached_to_plain_graph
 from gnnautoscale.attach.calling import CallModel, call_with_batch, to_model_device
 from gnnautoscale.attach.inference import weights_checksum
 from gnnautoscale.attach.scalable import ScalableGNN
@@ -76,7 +76,7 @@ def grow(model: nn.Module, loader: HaloLoader, data: Data, *, call: CallModel = 
         >>> gas.predict(model, loader, torch.tensor([10])).shape
         torch.Size([1, 2])
     """
-    scaler = attached(model)
+    scaler = attached_to_plain_graph(model, "grow")
     before = scaler.memory_of(loader.graph)
     _check_old(loader.graph, scaler.key)
     graph = _check_grown(loader.graph, data)

@@ -18,7 +18,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in, undisturbed
-from gnnautoscale.attach.autoscaler import attached
+from gnnautoscale.attach.autoscaler import attached, attached_to_plain_graph
 from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, to_model_device
 from gnnautoscale.attach.inference import infer, plan_of, sweep
 from gnnautoscale.attach.recomputation import Mode, Recomputation, Rows
@@ -142,6 +142,7 @@ def verify(
         >>> found.exact, found.nodes, found.how
         (True, 10, 'the whole graph')
     """
+    attached_to_plain_graph(model, "verify")
     if not isinstance(loader, HaloLoader):
         raise InputError(
             "verify takes a HaloLoader", got=type(loader).__name__, fix="Pass HaloLoader(data, num_parts=...)."

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in
-from gnnautoscale.attach import CallModel, Outputs, attached, call_with_batch, loader_for
+from gnnautoscale.attach import CallModel, Outputs, attached_to_plain_graph, call_with_batch, loader_for
 from gnnautoscale.errors import InputError
 from gnnautoscale.exact.loss import given_gradients
 from gnnautoscale.exact.passes import ExactPasses
@@ -58,10 +58,10 @@ def exact_forward(
         >>> all(weight.grad is not None for weight in model.parameters())
         True
     """
-    loader = loader_for(model, loader)
+    scaler, loader = attached_to_plain_graph(model, "exact_forward"), loader_for(model, loader)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     passes = ExactPasses(model, loader, call)
-    outputs = Outputs(loader, attached(model), torch.device(device))
+    outputs = Outputs(loader, scaler, torch.device(device))
     with torch.no_grad(), outputs:
         passes.forward(outputs.add)
     flat = [*tensors_in(outputs.result)]

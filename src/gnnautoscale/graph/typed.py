@@ -155,7 +155,13 @@ class TypedGraph:
         store = self.data[kind]
         most = max(self.counts[source], self.counts[target], 1)
         data = Data(edge_index=store.get("edge_index"), num_nodes=most)
-        graph = Graph(data)  # refuses edges of another form before their attributes are looked at
+        try:
+            graph = Graph(data)  # before attributes are looked at
+        except InputError as error:
+            fix = f"Correct data[{kind!r}]."
+            raise InputError(
+                f"edges {kind!r} must be those of a graph", got=f"this: {error}".rstrip("."), fix=fix
+            ) from error
         for row, end in zip(graph.edge_index, (source, target), strict=True):
             high = int(row.max()) if row.numel() else -1
             if high >= self.counts[end]:

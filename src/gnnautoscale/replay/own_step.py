@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors
 from gnnautoscale.attach import attached, device_of
@@ -52,7 +52,7 @@ class OwnStep:
 
     def __call__(self, batch: Data) -> Any:
         """Run the step on a batch; returns what it returns, with tensors that need no gradient."""
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or isinstance(batch, HeteroData):
             return map_tensors(torch.Tensor.detach, self._step(batch))
         with on_training_stream(self._device):
             form = self._form()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import attached
+from gnnautoscale.forward import TypedMemory
 from gnnautoscale.graph import BatchInfo
 from gnnautoscale.replay.graphs import GraphPool, watching
 from gnnautoscale.replay.packing import Package, Packer, Placement
@@ -76,6 +77,8 @@ class Replayer:
             return "compensated steps look at the halo's edges on the host"
         if self._device.type != "cuda":
             return "there is no GPU"
+        if isinstance(self._scaler.memory, TypedMemory):
+            return "the graph is heterogeneous"
         if self._scaler.edge_dropout:
             return "edge dropout changes the number of edges in every step"
         return None

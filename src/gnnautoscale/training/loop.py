@@ -118,7 +118,8 @@ def _of_splits(data: Any) -> Dataset:
     if not isinstance(data, (tuple, list)) or len(data) != 3 or not all(isinstance(each, Data) for each in data):
         got = f"{len(data)} items" if isinstance(data, (tuple, list)) else type(data).__name__
         rule = "data must be a torch_geometric.data.Data, three of them for training, validation and test, or a Dataset"
-        raise InputError(rule, got=got, fix="Pass one of these.")
+        fix = "Pass one of these; train on a HeteroData in a loop of your own, with HaloLoader and autoscale."
+        raise InputError(rule, got=got, fix=fix)
     return Dataset("data", *data)
 
 
