@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -86,9 +86,7 @@ def test_models_are_exact(name: str) -> None:
 
 
 def output_kinds(model: nn.Module) -> list[str]:
-    plan = attached(model).plan
-    assert isinstance(plan, TypedPlan)
-    return plan.output_kinds
+    return cast(TypedPlan, attached(model).plan).output_kinds
 
 
 def sweep(model: nn.Module, loader: gas.HaloLoader, like: list[Tensor]) -> list[Tensor]:
@@ -147,7 +145,7 @@ def test_lazy_weights_are_those_of_the_plain_model() -> None:
 
 def test_training_with_stale_histories_learns() -> None:
     torch.manual_seed(0)
-    model, data = MODELS["SAGE sum"]().double(), typed_graph(6)
+    model, data = MODELS["SAGE sum"](), typed_graph(6).apply(lambda x: x.float() if x.is_floating_point() else x)
     data["paper"].y = (data["paper"].x[:, 0] > 0).long()
     gas.autoscale(model, data)
     loader = gas.HaloLoader(data, 6, batch_size=2, shuffle=True)
@@ -160,8 +158,34 @@ def test_training_with_stale_histories_learns() -> None:
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
+    assert {history.dtype for history in attached(model).memory.histories.values()} == {torch.float32}
     right = gas.infer(model, loader).argmax(1) == data["paper"].y
     assert float(right.double().mean()) > 0.95
+
+
+@pytest.mark.parametrize("name", ["SAGE sum", "looping"])
+def test_all_batches_have_one_plan(name: str) -> None:
+    model = made(name)
+    gas.autoscale(model, GRAPH)
+    plans = []
+    for batch in gas.HaloLoader(GRAPH, 4):
+        model(batch)
+        plans.append(attached(model).plan)
+    assert all(plan is plans[0] for plan in plans)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["device", "host"])
+@pytest.mark.parametrize("name", ["SAGE sum", "GCN", "HGT", "looping", "residual"])
+def test_a_gpu_computes_the_same(name: str, storage: Any) -> None:
+    model, data = made(name), typed_graph(3)
+    want = [value.detach() for value in run(model, data)]
+    gas.autoscale(model.to("cuda"), data, storage=storage)
+    loader = gas.HaloLoader(data, 5, partition="random", batch_size=2, device="cuda")
+    assert_same(tensors_in(gas.infer(model, loader, update_histories=False)), want, 1e-9)
+    for _ in range(6):
+        last = sweep(model, loader, [value.to("cuda") for value in want])
+    assert_same([value.cpu() for value in last], want, 1e-9)
 
 
 @pytest.mark.parametrize("options", [{"compensate": "gradient"}, {"edge_dropout": 0.2}])

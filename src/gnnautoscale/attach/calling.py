@@ -21,6 +21,8 @@ CallModel = Callable[[nn.Module, Data], Any]
 
 
 _HOST = torch.device("cpu")
+# What differs from batch to batch.
+_COUNTS = ("batch_size", "num_nodes")
 
 
 def call_with_batch(model: nn.Module, batch: Data) -> Any:
@@ -93,12 +95,12 @@ def form_of_arguments(info: BatchInfo | TypedInfo, arguments: Arguments) -> Form
 # Not a closure, which would refer to itself and keep the batch alive until garbage is collected.
 def _described(info: Any, value: Any, numbers: list[Any]) -> Hashable:
     if isinstance(info, TypedInfo) and isinstance(value, Tensor):
-        return value.dtype, value.shape[1:], *attributes_of(info, value)
+        shape = None if isinstance(value, BatchTensor) else value.shape[1:]
+        return value.dtype, shape, *attributes_of(info, value)
     if isinstance(value, HeteroData):
         stores = (*value.node_items(), *value.edge_items())
-        return tuple(
-            (kind, name, _described(info, item, numbers)) for kind, store in stores for name, item in store.items()
-        )
+        items = [(kind, name, item) for kind, store in stores for name, item in store.items() if name not in _COUNTS]
+        return tuple((kind, name, _described(info, item, numbers)) for kind, name, item in items)
     if isinstance(value, BatchTensor):
         return own_attribute(info, value), value.attribute, value.dtype
     if isinstance(value, Tensor):

@@ -8,7 +8,7 @@ in the output.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import BoundArguments
@@ -70,7 +70,13 @@ def make_typed_plan(model: nn.Module, info: TypedInfo, arguments: BoundArguments
         except Exception as error:
             failure = error
             continue
-        return _planned(graphs, actor, wanted)
+        plan = _planned(graphs, actor, wanted)
+        if dtype is not None:  # histories have the types of the model itself
+            own = _Observation(
+                _TrialGraph(info, arguments, device, _SIZES[0], None), Understudy(model), plan.inner
+            ).plan
+            plan.rows, plan.call_rows = own.rows, own.call_rows
+        return plan
     raise UnsupportedModelError(
         "before a model is trained, a copy of it must run on small graphs with the types of yours",
         got=f"{type(failure).__name__}: {failure}",
@@ -303,7 +309,7 @@ class _ObservingSession(TypedSession):
 class _Observation(ExchangePolicy, EdgeSource):
     """Runs a whole trial graph, as one batch, on its own edges and fills in a plan."""
 
-    def __init__(self, graph: _TrialGraph, actor: Understudy, inner: frozenset[str]) -> None:
+    def __init__(self, graph: _TrialGraph, actor: Understudy, inner: Collection[str]) -> None:
         batch = graph.whole
         self._info: TypedInfo = batch[batch.edge_types[0]].edge_index.info.typed
         self.plan, self.reference = TypedPlan(inner=set(inner)), _Reference()
