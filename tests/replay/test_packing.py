@@ -107,6 +107,25 @@ def test_a_packed_batch_trains_as_it_did(name: str, placement: Placement) -> Non
             assert all(info.placed(record) is None for records in scaler.memory.records.values() for record in records)
 
 
+@pytest.mark.parametrize("name", ["gcn", "gat", "sage max"])
+def test_a_packed_batch_of_compensated_steps_trains_as_it_did(name: str) -> None:
+    data = undirected_graph(dtype=torch.float64)
+    model = gas.autoscale(MODELS[name]().double(), data, compensate="gradient")
+    scaler, batches = attached(model), ready_batches(data)
+    for _ in range(8):  # until nothing is stale
+        for ready in batches:
+            grads(model, model(ready.tagged_copy()))
+    packer = Packer(scaler, CPU, "device")
+    for ready in batches:
+        batch = ready.tagged_copy()
+        expected = grads(model, model(batch))
+        package = packer.pack(batch, {}, None, placed=True)
+        placed = [ready.info.placed(record.closed) for records in scaler.memory.records.values() for record in records]
+        assert all(edges is not None for edges in placed)
+        for one, other in zip(grads(model, model(package.batch)), expected, strict=True):
+            assert_same(one, other, 1e-12)
+
+
 def test_packages_stay_or_take_turns() -> None:
     data = undirected_graph()
     model = autoscaled("gcn", data)

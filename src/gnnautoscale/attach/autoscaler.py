@@ -162,7 +162,6 @@ class Autoscaler:
         info = find_batch(arguments)
         memory = self.memory_of(info.graph)
         plan, passes = self._plan_for(info, arguments), self._passes
-        self._step_plan = plan if passes.trains else self._step_plan
         # A model without weights runs where its arguments are.
         device = next((value.device for value in (*self._weights, *tensors_in(arguments))), info.device)
         session: Session
@@ -190,6 +189,7 @@ class Autoscaler:
             )
         self.num_passes += 1
         if passes.trains:
+            self._step_plan = session.plan  # which computes the halo's rows too in some steps
             self._compare_inputs(info, arguments)
         session.begin()
         out = self._hooks.run(session, arguments)

@@ -100,7 +100,7 @@ class GradientExchange(StepExchange):
         """Push the batch's rows; returns them with the halo's, and how far all of them are from the history's."""
         memory, own = session.memory, session.own(out)
         place, halo = memory.rows_of(session.info), slice(own.size(0), None)
-        memory.settle()  # so that the batch's rows of its last step are there
+        memory.transfer(session.device).finish_pushes()  # so that the batch's rows of its last step are there
         history = memory.history(slot, session.plan, session.device)
         index = place.on(session.device)[: place.batch_size]
         before = history.pull(index, device=session.device, dtype=own.dtype).view(own.shape)

@@ -104,7 +104,7 @@ class RecordedEdges(EdgeSource):
             if active.call.closed:
                 raise _uncompensated(active, "edges that the model derives itself")
             return self._drop_derived(active, position, edge_index, values)
-        record = active.records[position].closed if active.call.closed else active.records[position]
+        record = active.records[position].used_by(active.call)
         batch_edges = self._batch_edges(record, active)
         if batch_edges.kept is None and active.call.fuses(position, record.constants) and _can_fuse(active.layer):
             return self._fused(active, position, batch_edges, values)

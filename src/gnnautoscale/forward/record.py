@@ -76,8 +76,15 @@ class EdgeRecord:
             grouped = GroupedEdges(there.ptr, source, cut.longest, None, missing, layer)
             grouped.when_checked = partial(known.__setitem__, self, True)
         constants = {name: there.take(value) for name, value in self.constants.items()}
-        form = EdgeForm(table.target_row, info.batch_size, info.num_rows)
-        return BatchEdges(constants, form, grouped=grouped)
+        return BatchEdges(constants, self.form(info), grouped=grouped)
+
+    def form(self, info: BatchInfo) -> EdgeForm:
+        """Between which rows of a batch the edges are."""
+        return EdgeForm(self.edges.target_row, info.batch_size, info.num_rows)
+
+    def used_by(self, call: LayerCall | None) -> EdgeRecord:
+        """The record that a layer call cuts its edges from: this one, or the closed one."""
+        return self.closed if call is not None and call.closed else self
 
     @cached_property
     def closed(self) -> ClosedRecord:
@@ -102,19 +109,24 @@ class ClosedRecord(EdgeRecord):
     """
 
     def _cut(self, info: BatchInfo, layer: str) -> BatchEdges:
-        table, own, halo = self.edges, info.own, info.found.rows.cpu()
+        table, own, halo = self.edges, info.own, info.found.rows
         if table.order is not info.order:  # the record was made for another loader
             own, halo = OwnRows.of(table.order.rows(info.nodes).long()), table.order.rows(info.halo).long()
-        cut = table.cut(OwnRows.of(torch.cat([own.index, halo])))
-        there = cut.on(torch.device("cpu"))
-        source, target = table.numbers.locate(there.take(table.source), own, halo), there.target
-        missing = Count((source[: int(there.ptr[own.size])] < 0).sum())
-        source = torch.where(source < 0, target.to(source.dtype), source)
-        constants = {name: there.take(value) for name, value in self.constants.items()}
-        grouped = GroupedEdges(there.ptr, source, cut.longest, None, missing, layer)
-        return BatchEdges(constants, EdgeForm(table.target_row, info.num_rows, info.num_rows), grouped=grouped).to(
-            info.device
+        elif halo.is_cuda:
+            self._pin()
+        cut, longest = table.cut_at(torch.cat([own.on(halo.device), halo]))
+        source, _ = locate_and_count(table.numbers, cut.take(table.source), own, halo, count=False)
+        target, outside = cut.target, source < 0
+        missing = Count((outside & (target < own.size)).sum())
+        grouped = GroupedEdges(
+            cut.ptr, torch.where(outside, target.to(source.dtype), source), longest, None, missing, layer
         )
+        constants = {name: cut.take(value) for name, value in self.constants.items()}
+        return BatchEdges(constants, self.form(info), grouped=grouped)
+
+    def form(self, info: BatchInfo) -> EdgeForm:
+        """See :meth:`EdgeRecord.form`."""
+        return EdgeForm(self.edges.target_row, info.num_rows, info.num_rows)
 
 
 def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:
@@ -183,7 +195,8 @@ class Recorder:
         seen = set()
         for name, records in self.records.items():
             call = calls.get(name)
-            for position, record in enumerate(records):
+            for position, made in enumerate(records):
+                record = made.used_by(call)
                 fuses = call is not None and call.fuses(position, record.constants)
                 lazy = call is not None and "lazy" in call.shortcuts
                 weight = call.weight(position) if call is not None and fuses else None

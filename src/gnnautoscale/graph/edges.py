@@ -170,6 +170,28 @@ class EdgeTable:
             known = own.known[self] = EdgeCut(self._ptr, own)
         return known
 
+    def cut_at(self, rows: Tensor) -> tuple[EdgeCutOnDevice, int]:
+        """The edges into any rows, ``[count]``, in the order and on the device of these; the most into one of them.
+
+        The host waits for their number.
+
+        Example:
+            >>> table = EdgeTable(torch.tensor([[0, 1, 2], [2, 0, 2]]), RowOrder(torch.arange(3)))
+            >>> cut, longest = table.cut_at(torch.tensor([2, 1, 0]))
+            >>> cut.ptr.tolist(), cut.take(table.source).tolist(), longest
+            ([0, 2, 2, 3], [0, 2, 1], 2)
+        """
+        if rows.is_cuda and self._pinned is not None:
+            pinned = self._pinned.pin(self.ptr)
+            self.ptr = self.ptr if pinned is None else pinned
+        begin, end = (_taken(self.ptr, rows + after) for after in (0, 1))
+        degree = end - begin
+        ptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
+        count, longest = torch.stack([ptr[-1], degree.amax() if rows.numel() else ptr[-1]]).tolist()
+        within = torch.arange(count, device=rows.device)
+        positions = torch.repeat_interleave(begin - ptr[:-1], degree, output_size=count) + within
+        return EdgeCutOnDevice(rows.device, count, [], positions, ptr.to(index_dtype(count))), longest
+
     def pin(self) -> None:
         """Let a GPU read the table over the bus."""
         if self._pinned is None:
@@ -248,7 +270,7 @@ class EdgeCutOnDevice:
         On a CPU it may be a view. On a GPU the host does not wait if the table is in pinned memory.
         """
         if self._positions is not None:
-            return values[self._positions.to(values.device)].to(self._device)
+            return _taken(values, self._positions).to(self._device)
         pieces = [values[begin:end] for begin, end in self._pieces]
         if self._device.type == "cpu":
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else values[:0]
@@ -260,6 +282,13 @@ class EdgeCutOnDevice:
             out[place : place + piece.size(0)].copy_(piece, non_blocking=True)
             place += piece.size(0)
         return out
+
+
+def _taken(values: Tensor, index: Tensor) -> Tensor:
+    """Rows of a table in host memory, ``[count, ...]``, where the index is; a GPU reads pinned ones over the bus."""
+    if index.is_cuda and values.is_pinned() and triton_is_installed():
+        return WordTable(values).gather(index)
+    return values[index.to(values.device)].to(index.device)
 
 
 def _mixed(mask: Tensor, values: Tensor, others: Tensor) -> Tensor:

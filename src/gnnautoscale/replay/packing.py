@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import Autoscaler
-from gnnautoscale.forward import BatchEdges, EdgeForm, EdgeRecord
+from gnnautoscale.forward import BatchEdges, EdgeRecord
 from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, UnreadRows, hand_over, without_tensors
 from gnnautoscale.kernels import Adjacency
 
@@ -115,8 +115,8 @@ class Contents:
             for weight in weights:
                 named = {name[3]: value for name, value in views.items() if name[:3] == (record, "fused", weight)}
                 adjacencies[weight] = Adjacency.of(named, info.num_rows)
-            form = EdgeForm(record.edges.target_row, info.batch_size, info.num_rows)
-            info.place(record, BatchEdges(constants, form, edge_index=edge_index, adjacencies=adjacencies))
+            edges = BatchEdges(constants, record.form(info), edge_index=edge_index, adjacencies=adjacencies)
+            info.place(record, edges)
 
     def records(self) -> dict[EdgeRecord, tuple[frozenset[str | None], bool]]:
         """For each record the weights that layers fuse it with, and whether some layer needs its plain edges.
@@ -127,7 +127,8 @@ class Contents:
         scaler = self._scaler
         for name, records in scaler.memory.records.items():
             call = scaler.calls[name]
-            for position, record in enumerate(records):
+            for position, made in enumerate(records):
+                record = made.used_by(call)
                 weights, plain = found.get(record, (frozenset[str | None](), False))
                 # Dropout draws from plain edges.
                 if call.fuses(position, record.constants) and not scaler.edge_dropout:

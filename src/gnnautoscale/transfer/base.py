@@ -71,6 +71,10 @@ class Transfer(ABC):
         """Do the host's part after the step was run or replayed."""
         return
 
+    def finish_pushes(self) -> None:
+        """Let the step that has begun see the rows that earlier steps have pushed."""
+        return
+
     def settle(self) -> None:
         """Let everything that follows see all pushes, and forget what was pulled ahead."""
         return

@@ -95,6 +95,10 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
 
         self._written[side] = self._writer.submit(write)
 
+    def finish_pushes(self) -> None:
+        """See :meth:`Transfer.finish_pushes`."""
+        self._raise_failures()
+
     def settle(self) -> None:
         """See :meth:`Transfer.settle`."""
         self._following = None
