@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
-from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from conftest import CHANNELS, Counted, Stack, assert_same, call_whole, history_rows, odd_graph, undirected_graph, whole
@@ -389,12 +389,12 @@ def test_loaders_that_were_made_go_with_the_model() -> None:
     assert len(module._LOADERS) == before
 
 
-@pytest.mark.parametrize("graph", [None, torch.eye(3), HeteroData(), "cora", [undirected_graph()]])
+@pytest.mark.parametrize("graph", [None, torch.eye(3), "cora", [undirected_graph()]])
 def test_anything_else_is_refused(graph: Any) -> None:
     model, _, _, _ = scaled()
     uses = (gas.infer, gas.refresh, lambda model, graph: gas.predict(model, graph, torch.tensor([0])))
     for use in uses:
-        with pytest.raises(InputError, match=rf"Data or a HaloLoader, but got {type(graph).__name__}"):
+        with pytest.raises(InputError, match=rf"HeteroData or a HaloLoader, but got {type(graph).__name__}"):
             use(model, graph)
 
 

@@ -217,7 +217,7 @@ def test_few_records_of_a_call_are_kept() -> None:
 
 def test_edges_that_were_not_prepared_say_so() -> None:
     with pytest.raises(RuntimeError, match="prepared for layers that fuse only"):
-        _ = BatchEdges({}, EdgeForm(1, 0, 0)).edges
+        _ = BatchEdges({}, EdgeForm(1, 0, 0, 0)).edges
 
 
 @pytest.mark.parametrize("parts", [[0, 0, 1, 1], [1, 0, 0, 1]])

@@ -15,11 +15,12 @@ from gnnautoscale.kernels import Adjacency, Count, expand_targets
 
 
 class EdgeForm(NamedTuple):
-    """The row of an ``edge_index`` that holds targets, and the numbers of a batch's own rows and of all its rows."""
+    """The row of an ``edge_index`` with the targets; numbers of rows: own targets, all targets, and sources."""
 
     target_row: int
     num_targets: int
     num_rows: int
+    num_sources: int
 
 
 class BatchEdges:
@@ -84,18 +85,19 @@ class BatchEdges:
         if weight not in self._adjacencies:
             values = None if weight is None else self.constants[weight]
             if self._grouped is not None:
-                self._adjacencies[weight] = self._grouped.adjacency(values, self._form.num_rows)
+                self._adjacencies[weight] = self._grouped.adjacency(values, self._form.num_sources)
             else:
-                row, num_targets, num_rows = self._form
+                row, num_targets, _, num_sources = self._form
                 target, source = self.edges[row], self.edges[1 - row]
-                self._adjacencies[weight] = Adjacency.build(target, source, num_targets, num_rows, values)
+                self._adjacencies[weight] = Adjacency.build(target, source, num_targets, num_sources, values)
         return self._adjacencies[weight]
 
     def fuse(self, adjacency: Adjacency, *, widened: bool, grad_rows: int | None) -> FusedEdges:
         """Wrap one of the adjacencies for a layer; see :meth:`FusedEdges.of`."""
         key = id(adjacency), widened, grad_rows
         if key not in self._fused:
-            self._fused[key] = FusedEdges.of(adjacency, widened=widened, grad_rows=grad_rows)
+            num_targets = self._form.num_rows if widened else None
+            self._fused[key] = FusedEdges.of(adjacency, num_targets, grad_rows=grad_rows)
         return self._fused[key]
 
     def tensors(self) -> Iterator[Tensor]:
@@ -155,9 +157,9 @@ class GroupedEdges:
         self._missing = self.when_checked = None
         return self.source
 
-    def adjacency(self, weight: Tensor | None, num_rows: int) -> Adjacency:
+    def adjacency(self, weight: Tensor | None, num_sources: int) -> Adjacency:
         """These edges with weights, ``[num_edges]``, or without."""
-        return Adjacency(self.ptr, self.checked(), weight, num_rows, self._by_source, self._longest)
+        return Adjacency(self.ptr, self.checked(), weight, num_sources, self._by_source, self._longest)
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors."""

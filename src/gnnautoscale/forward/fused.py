@@ -23,14 +23,14 @@ class FusedEdges(EdgeIndex):  # type: ignore[misc]
     grad_rows: int | None
 
     @staticmethod
-    def of(adjacency: Adjacency, *, widened: bool = False, grad_rows: int | None = None) -> FusedEdges:
+    def of(adjacency: Adjacency, num_targets: int | None = None, *, grad_rows: int | None = None) -> FusedEdges:
         """Wrap an adjacency.
 
-        If ``widened``, products have as many rows as there are sources, and rows beyond the targets are zero. Only the
+        Products have ``num_targets`` rows, by default one for each of its targets; rows beyond these are zero. Only the
         first ``grad_rows`` sources need a gradient, by default all.
         """
         none = torch.empty(2, 0, dtype=torch.long, device=adjacency.ptr.device)
-        num_targets = adjacency.num_sources if widened else adjacency.num_targets
+        num_targets = adjacency.num_targets if num_targets is None else num_targets
         edges: FusedEdges = FusedEdges(none, sparse_size=(adjacency.num_sources, num_targets), sort_order="col")
         edges.adjacency, edges.num_targets, edges.grad_rows = adjacency, num_targets, grad_rows
         return edges

@@ -80,7 +80,7 @@ class EdgeRecord:
 
     def form(self, info: BatchInfo) -> EdgeForm:
         """Between which rows of a batch the edges are."""
-        return EdgeForm(self.edges.target_row, info.batch_size, info.num_rows)
+        return EdgeForm(self.edges.target_row, info.batch_size, info.num_rows, info.num_sources)
 
     def used_by(self, call: LayerCall | None) -> EdgeRecord:
         """The record that a layer call cuts its edges from: this one, or the closed one."""
@@ -126,7 +126,7 @@ class ClosedRecord(EdgeRecord):
 
     def form(self, info: BatchInfo) -> EdgeForm:
         """See :meth:`EdgeRecord.form`."""
-        return EdgeForm(self.edges.target_row, info.num_rows, info.num_rows)
+        return EdgeForm(self.edges.target_row, info.num_rows, info.num_rows, info.num_rows)
 
 
 def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:

@@ -13,7 +13,7 @@ from gnnautoscale.graph.hashing import fingerprint
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.graph.partitioning import Partitioner, connectivity, partition
 from gnnautoscale.graph.ready import ReadyBatch, tagged_copies
-from gnnautoscale.graph.typed import EdgeType, TypedGraph, TypedInfo
+from gnnautoscale.graph.typed_graph import EdgeType, TypedGraph, TypedInfo
 from gnnautoscale.graph.unread import UnreadRows
 
 __all__ = [

@@ -18,7 +18,7 @@ from gnnautoscale.graph.graph import Graph
 from gnnautoscale.kernels import Halo, OwnRows
 
 if TYPE_CHECKING:
-    from gnnautoscale.graph.typed import TypedInfo
+    from gnnautoscale.graph.typed_graph import TypedInfo
 
 T = TypeVar("T")
 
@@ -54,6 +54,8 @@ class BatchInfo:
     recurring: int = field(default=0, init=False)
     #: The batch of several types that this one is a type of; ``None`` in a plain graph.
     typed: TypedInfo | None = field(default=None, init=False, repr=False)
+    #: The rows that edges come from, if these are of another type of nodes than the batch's own.
+    sources: BatchInfo | None = field(default=None, init=False, repr=False)
     _derived: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
     _placed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     _upcoming: BatchInfo | None = field(default=None, init=False, repr=False)
@@ -87,6 +89,11 @@ class BatchInfo:
     def num_rows(self) -> int:
         """Number of nodes of batch and halo together."""
         return self.batch_size + self.num_halo
+
+    @property
+    def num_sources(self) -> int:
+        """Number of rows that edges may come from."""
+        return self.num_rows if self.sources is None else self.sources.num_rows
 
     @property
     def num_edges(self) -> int:

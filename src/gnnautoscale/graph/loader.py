@@ -20,7 +20,7 @@ from gnnautoscale.graph.graph import Graph, check_distinct_nodes
 from gnnautoscale.graph.partitioning import PARTITIONERS, Partitioner, check_labels, connectivity
 from gnnautoscale.graph.partitioning import partition as cut
 from gnnautoscale.graph.ready import ReadyBatch, in_pinned_memory, in_turn, tagged_copies
-from gnnautoscale.graph.typed import TypedBuilder, TypedGraph, joined_labels
+from gnnautoscale.graph.typed_graph import TypedBuilder, TypedGraph, joined_labels
 from gnnautoscale.kernels import Halo
 
 _HOST = torch.device("cpu")

@@ -37,7 +37,7 @@ from gnnautoscale.planner.merging import merged
 from gnnautoscale.planner.rehearsal import Observation, Reference, Rehearsal
 from gnnautoscale.planner.trial import Attempt, Trial
 from gnnautoscale.planner.trial_graph import TrialGraph, TrialSetup, setups_for
-from gnnautoscale.planner.typed import initialize_lazy_weights, make_typed_plan
+from gnnautoscale.planner.typed_planning import initialize_lazy_weights, make_typed_plan
 from gnnautoscale.planner.understudy import MOST_COPIED, Understudy, initialize_like, seed_everything
 
 # How often a model that skips layers at random is tried, to see all of them.

@@ -182,14 +182,7 @@ class Observation(ExchangePolicy, EdgeSource, Observer):
 
     def _possible_shortcuts(self, call: str, layer: MessagePassing, dense_after: bool) -> frozenset[Shortcut]:
         planned = self.plan.calls[call]
-
-        def depth(method: str) -> int:
-            """How far up in the layer's class hierarchy a method is defined."""
-            return next(i for i, cls in enumerate(type(layer).__mro__) if method in vars(cls))
-
-        # A subclass may override messages and forget the method that fuses them.
-        fuse = layer.fuse and depth("message_and_aggregate") <= min(depth("message"), depth("aggregate"))
-        shortcuts: set[Shortcut] = {"fused"} if fuse else {"lazy"}
+        shortcuts: set[Shortcut] = {"fused"} if may_fuse(layer) else {"lazy"}
         if call not in self.plan.inner and planned.num_propagations == 1:
             shortcuts |= {"short"}
             shortcuts |= {"pair"} if dense_after and sum("node" in kinds for kinds in self.kinds[call]) == 1 else set()
@@ -364,6 +357,17 @@ def watching(modules: Mapping[str, nn.Module], note: Callable[[str, nn.Module, A
             if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                 hooks.enter_context(module.register_forward_hook(partial(hook, name), with_kwargs=True))
         yield
+
+
+def may_fuse(layer: MessagePassing) -> bool:
+    """Whether a layer may aggregate its messages in one kernel."""
+
+    def depth(method: str) -> int:
+        """How far up in the layer's class hierarchy a method is defined."""
+        return next(i for i, cls in enumerate(type(layer).__mro__) if method in vars(cls))
+
+    # A subclass may override messages and forget the method that fuses them.
+    return layer.fuse and depth("message_and_aggregate") <= min(depth("message"), depth("aggregate"))
 
 
 def _norm_call(session: Session, name: str) -> str:

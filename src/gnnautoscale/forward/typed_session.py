@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from gnnautoscale.forward.pending import PendingRows, exchanged
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, EdgeRecord, Recorder, describe, has_rows
 from gnnautoscale.forward.session import Normalize, Session, check_layout
-from gnnautoscale.graph import BatchTensor, EdgeType, TypedGraph, TypedInfo
+from gnnautoscale.graph import BatchInfo, BatchTensor, EdgeTable, EdgeType, TypedGraph, TypedInfo
 from gnnautoscale.history import Folder, History, Storage
 
 
@@ -42,6 +43,7 @@ class TypedPlan(Plan):
         call_rows: For each of these calls an empty tensor with the shape and type of its rows.
         norm_kinds: The type of nodes that each call of a batch norm sees.
         output_kinds: The type of nodes of each tensor of the output.
+        unchanged: The layer calls that propagate once, over the edges that they get as they are.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
@@ -49,6 +51,7 @@ class TypedPlan(Plan):
     call_rows: dict[str, Tensor] = field(default_factory=dict)
     norm_kinds: dict[str, str] = field(default_factory=dict)
     output_kinds: list[str] = field(default_factory=list)
+    unchanged: set[str] = field(default_factory=set)
 
     def of_kind(self, kind: str) -> Plan:
         """The same plan, whose histories are those of one type of nodes."""
@@ -81,6 +84,7 @@ class TypedMemory:
             kind: GraphMemory(None, max(count, 1), storage, dtype, folder, overlap=overlap)
             for kind, count in graph.counts.items()
         }
+        self._as_is: WeakKeyDictionary[EdgeTable, EdgeRecord] = WeakKeyDictionary()
         self._recorders = {kind: Recorder(relation) for kind, relation in graph.relations.items() if kind[0] == kind[2]}
 
     def record(
@@ -88,6 +92,12 @@ class TypedMemory:
     ) -> list[EdgeRecord]:
         """The records of a layer call on edges between nodes of one type."""
         return self._recorders[kind].of_call(call, layer, known, arguments)
+
+    def record_as_is(self, info: BatchInfo) -> EdgeRecord:
+        """The record of a layer call that takes the edges of a type as they are."""
+        if info.table not in self._as_is:
+            self._as_is[info.table] = EdgeRecord(info.table, {})
+        return self._as_is[info.table]
 
     @property
     def histories(self) -> dict[str, History]:
@@ -146,7 +156,8 @@ class TypedEdges(EdgeSource):
     """Gives layers on edges between nodes of one type recorded ones, and others the batch's own, which are complete.
 
     A layer that derives something from the edges of several types, or from those between nodes of different types, is
-    right if it only looks at the edges into each node; a trial tells.
+    right if it only looks at the edges into each node; a trial tells. If it takes the latter as they are, they come in
+    a form that it can aggregate over in one kernel.
     """
 
     info: TypedInfo
@@ -167,10 +178,12 @@ class TypedEdges(EdgeSource):
                 fix="Pass the edges of a batch as they are.",
             )
         relations = relations_of(self.info, arguments)
-        if len(relations) != 1 or relations[0][0] != relations[0][2] or not planned.edge_names:
+        if len(relations) != 1 or not planned.edge_names:
             return planned, []
-        self._kind_of[call] = relations[0]
-        return planned, self.memory.record(relations[0], call, layer, planned, arguments)
+        kind = self._kind_of[call] = relations[0]
+        if kind[0] == kind[2]:
+            return planned, self.memory.record(kind, call, layer, planned, arguments)
+        return planned, [self.memory.record_as_is(self.info.edges[kind])] if call in self.plan.unchanged else []
 
     def replace(self, active: ActiveLayer, edge_index: Tensor, values: Values) -> tuple[Tensor, Values]:
         """See :meth:`EdgeSource.replace`."""

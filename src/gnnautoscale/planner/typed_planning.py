@@ -35,6 +35,7 @@ from gnnautoscale.forward import (
     Plan,
     RowStore,
     Session,
+    Shortcut,
     StoreExchange,
     SweepExchange,
     TypedMemory,
@@ -50,6 +51,7 @@ from gnnautoscale.forward import (
 )
 from gnnautoscale.graph import BatchTensor, EdgeType, HaloLoader, TypedInfo
 from gnnautoscale.planner.comparison import tolerances
+from gnnautoscale.planner.rehearsal import may_fuse
 from gnnautoscale.planner.trial_graph import disturb
 from gnnautoscale.planner.understudy import Understudy, initialize_like
 
@@ -109,6 +111,7 @@ def _planned(graphs: list[_TrialGraph], actor: Understudy, wanted: list[list[Ten
         for graph, observed in zip(graphs, seen, strict=True):
             deviation = deviation or graph.rehearse(actor, plan, observed)
         if deviation is None:
+            _fuse(plan, graphs, actor, seen)
             plan.end_trial()
             return plan
         several = {name for name, call in plan.calls.items() if call.num_propagations > 1 and _is_of_one(call)} - inner
@@ -119,6 +122,20 @@ def _planned(graphs: list[_TrialGraph], actor: Understudy, wanted: list[list[Ten
                 "HANConv's attention between relations does, or degrees of nodes of another type",
             )
         inner |= several
+
+
+def _fuse(plan: TypedPlan, graphs: list[_TrialGraph], actor: Understudy, seen: list[_Observation]) -> None:
+    """Let layers aggregate in one kernel, if nothing changes by that."""
+    before = {name: call.shortcuts for name, call in plan.calls.items()}
+    for call in plan.calls.values():
+        call.shortcuts = call.possible_shortcuts
+    try:
+        found = [graph.rehearse(actor, plan, observed) for graph, observed in zip(graphs, seen, strict=True)]
+    except Exception:
+        found = [_DeviationError(Plan.OUTPUT)]
+    if any(found):
+        for name, call in plan.calls.items():
+            call.shortcuts = before[name]
 
 
 def _merged(plans: list[TypedPlan]) -> TypedPlan:
@@ -132,6 +149,7 @@ def _merged(plans: list[TypedPlan]) -> TypedPlan:
         for name, call in other.calls.items():
             known = first.calls[name]
             known.edge_names = [a & b for a, b in zip(known.edge_names, call.edge_names, strict=True)]
+        first.unchanged &= other.unchanged
     return first
 
 
@@ -310,7 +328,8 @@ class _Observation(ExchangePolicy, EdgeSource):
     """Runs a whole trial graph, as one batch, on its own edges and fills in a plan."""
 
     def __init__(self, graph: _TrialGraph, actor: Understudy, inner: Collection[str]) -> None:
-        batch = graph.whole
+        self._batch = batch = graph.whole
+        self._relation: EdgeType | None = None
         self._info: TypedInfo = batch[batch.edge_types[0]].edge_index.info.typed
         self.plan, self.reference = TypedPlan(inner=set(inner)), _Reference()
         self._slot_of: dict[int, str] = {}
@@ -368,7 +387,10 @@ class _Observation(ExchangePolicy, EdgeSource):
         for value, attribute in zip(tensors_in(arguments), attributes, strict=True):
             kinds.append("own" if attribute is not None else self._argument_kind(value, relations[0]))
         nested = any(isinstance(module, MessagePassing) for module in layer.modules() if module is not layer)
-        return self.plan.calls.setdefault(call, LayerCall(kinds, attributes, nested=nested)), []
+        possible: frozenset[Shortcut] = frozenset({"fused"} if len(relations) == 1 and may_fuse(layer) else ())
+        made = LayerCall(kinds, attributes, nested=nested, possible_shortcuts=possible)
+        self._relation = relations[0] if len(relations) == 1 else None
+        return self.plan.calls.setdefault(call, made), []
 
     def _argument_kind(self, value: Tensor, relation: EdgeType) -> ArgumentKind:
         if has_rows(value, self._info.nodes[relation[2]].num_rows):
@@ -381,6 +403,11 @@ class _Observation(ExchangePolicy, EdgeSource):
         active.call.num_propagations = active.num_propagations
         names = (name for name, value in values.items() if has_rows(value, edge_index.size(1)))
         active.call.edge_names.append(frozenset(names))
+        own = None if self._relation is None else self._batch[self._relation].edge_index.plain
+        if own is not None and active.num_edge_calls == 1 and torch.equal(edge_index.cpu(), own):
+            self.plan.unchanged.add(active.name)
+        else:
+            self.plan.unchanged.discard(active.name)
         return edge_index, values
 
     def _normalize(

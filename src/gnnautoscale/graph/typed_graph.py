@@ -299,6 +299,7 @@ class TypedBuilder:
             found = Halo.of(of.found.rows, store.edge_index[0].int())
             table = self._tables[kind]
             edges[kind] = BatchInfo(graph.relations[kind], table, of.own, table.cut(of.own), found)
+            edges[kind].sources = infos[kind[0]]
         info = TypedInfo(graph, joined, infos, edges, key)
         for each in (*infos.values(), *edges.values()):
             each.typed, each.key, each.bidirectional = info, key, joined.bidirectional

@@ -120,6 +120,16 @@ def test_combined_rows_have_one_history() -> None:
     }
 
 
+@pytest.mark.parametrize(("name", "fused"), [("SAGE sum", 14), ("GraphConv", 14), ("GCN", 14), ("GAT", 0)])
+def test_layers_aggregate_in_one_kernel_where_they_can(name: str, fused: int) -> None:
+    model = made(name)
+    gas.autoscale(model, GRAPH)
+    model(next(iter(gas.HaloLoader(GRAPH, 4))))
+    calls = attached(model).calls
+    assert len(calls) == 14
+    assert sum("fused" in call.shortcuts for call in calls.values()) == fused
+
+
 def test_attention_between_relations_is_refused() -> None:
     model = Attending(lambda: pyg.HANConv(WIDTH, WIDTH, (KINDS, RELATIONS), heads=2)).double().eval()
     with torch.no_grad():
