@@ -33,6 +33,15 @@ NUM_CLASSES = {"README.md": 7, "docs/tune.md": 7}  # others have 4
 # What a page takes as given besides `gas`, `torch`, `F` and the reader's graph `data`.
 GIVEN = {
     "README.md": "nodes = torch.tensor([0, 7])",
+    "docs/hetero.md": """
+from torch_geometric.data import HeteroData
+hetero = HeteroData()
+hetero["author"].x, hetero["paper"].x = torch.randn(60, 8), data.x[:100]
+hetero["paper"].y, hetero["paper"].train_mask = data.y[:100], data.train_mask[:100]
+writes = torch.stack([torch.randint(60, (200,)), torch.randint(100, (200,))])
+hetero["author", "writes", "paper"].edge_index, hetero["paper", "by", "author"].edge_index = writes, writes.flip(0)
+hetero["paper", "cites", "paper"].edge_index = torch.randint(100, (2, 300))
+""",
     "docs/report.md": """
 from gnnautoscale.models import GCN
 for mode in ("gas", "full"):
