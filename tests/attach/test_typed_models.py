@@ -108,6 +108,19 @@ def loss_of(outputs: list[Tensor]) -> Tensor:
     return total
 
 
+def test_norms_of_types_with_one_node_in_a_batch_use_their_averages() -> None:
+    model, data = made("residual"), typed_graph(3)
+    gas.autoscale(model, data)
+    alone = {kind: torch.ones(data[kind].num_nodes, dtype=torch.long) for kind in KINDS}
+    alone["paper"][5] = alone["author"][:10] = 0  # one paper, and no terms
+    model.train()
+    before = {kind: model.norms[kind].running_mean.clone() for kind in ("author", "paper", "term")}  # type: ignore[index, union-attr]
+    out = model(next(iter(gas.HaloLoader(data, partition=alone))))
+    assert out["paper"].shape == (1, 3)
+    moved = {kind: not torch.equal(model.norms[kind].running_mean, mean) for kind, mean in before.items()}  # type: ignore[index, union-attr]
+    assert moved == {"author": True, "paper": False, "term": False}
+
+
 def test_combined_rows_have_one_history() -> None:
     model = made("SAGE sum")
     gas.autoscale(model, GRAPH)

@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
@@ -307,7 +308,13 @@ class TypedSession(Session):
         """Run a batch norm on rows of the type of nodes that it saw when the model was tried."""
         x = exchanged(x)
         kind = self.norm_kind(self._numbered(self._norms, name), x)
-        return run(x) if kind is None else self.kinds[kind].batch_norm(name, norm, run, x)
+        if kind is None:
+            return run(x)
+        if self.info.nodes[kind].batch_size < 2 and norm.running_mean is not None:
+            # A rare type may have no two nodes in a batch, which have no statistics.
+            weights = norm.running_mean, norm.running_var, norm.weight, norm.bias
+            return F.batch_norm(x, *weights, training=False, eps=norm.eps)
+        return self.kinds[kind].batch_norm(name, norm, run, x)
 
     def norm_kind(self, call: str, x: Tensor) -> str | None:
         """The type of nodes of the rows that a norm sees; ``None`` if they are no nodes' rows."""
