@@ -279,6 +279,18 @@ def test_nodes_in_no_split(tmp_path: Path, none: int) -> None:
     assert masks.tolist() == [[True, False, False], [False] * 3, [False, False, True]]
 
 
+def test_splits_may_be_words(tmp_path: Path) -> None:
+    data = read_graph(saved(tmp_path, split=np.array(["train", "none", "test"])))
+    masks = torch.stack([data.train_mask, data.val_mask, data.test_mask])
+    assert masks.tolist() == [[True, False, False], [False] * 3, [False, False, True]]
+
+
+def test_a_column_of_classes_stays_classes(tmp_path: Path) -> None:
+    """Not numbers, which would be regressed on without a word."""
+    assert read_graph(saved(tmp_path, y=np.array([[0], [2], [1]]))).y.dtype == torch.long
+    assert read_graph(saved(tmp_path, y=np.array([[0, 1], [1, 1], [1, 0]]))).y.dtype == torch.float
+
+
 def test_edges_have_splits_as_well(tmp_path: Path) -> None:
     nodes = text(tmp_path / "n.csv", "a\n1\n1\n1\n1\n1\n")
     edges = text(tmp_path / "e.csv", "source,target,split\n0,1,none\n1,2,train\n2,3,val\n3,4,test\n")
@@ -289,23 +301,24 @@ def test_edges_have_splits_as_well(tmp_path: Path) -> None:
         (1, 0, -1),
         (1, 2, 0),
     ]
-    dataset = Dataset.of(data).split_links()
-    graphs = dataset.train, dataset.val, dataset.test
-    assert [graph.num_edges for graph in graphs] == [2, 4, 6]
-    assert [graph.edge_label_index.tolist() for graph in graphs] == [[[1], [2]], [[2], [3]], [[3], [4]]]
-    assert Dataset.of(data).split_links(disjoint=0.0).train.num_edges == 4
     with pytest.raises(InputError, match=r"edge_split must be 0 \(training\)"):
         read_graph(saved(tmp_path, edge_split=[0, 7]))
-    with pytest.raises(InputError, match=r"edge_split must be \[2\]"):
-        Dataset.of(read_graph(saved(tmp_path, edge_split=[0]))).split_links()
 
 
-def test_typed_edges_with_splits(tmp_path: Path) -> None:
-    data = read_graph(saved(tmp_path, edge_split=[0, 2], edge_type=[4, 5]))
-    dataset = Dataset.of(data).split_links()
-    assert dataset.train.edge_label_type.tolist() == [4]
-    assert dataset.test.edge_label_type.tolist() == [5]
-    assert dataset.test.edge_type.tolist() == [4]
+def test_a_knowledge_graph(tmp_path: Path) -> None:
+    triples: dict[str, Any] = {"train": [[0, 0, 1], [1, 1, 2]], "valid": [[2, 0, 3]], "test": [[3, 1, 0]]}
+    file = tmp_path / "kg.npz"
+    np.savez(file, **triples, num_nodes=5)
+    data = read_graph(file)
+    assert (data.num_nodes, data.x.tolist()) == (5, [[1.0]] * 5)
+    assert data.edge_index.tolist() == [[0, 1, 2, 3], [1, 2, 3, 0]]
+    assert (data.edge_type.tolist(), data.edge_split.tolist()) == ([0, 1, 0, 1], [0, 0, 1, 2])
+    np.savez(file, **{**triples, "test": [[0, 1]]}, num_nodes=5)
+    with pytest.raises(InputError, match=r"triples must be \[n, 3\].* \[1, 2\]"):
+        read_graph(file)
+    np.savez(file, train=triples["train"], num_nodes=5)
+    with pytest.raises(InputError, match="a knowledge graph is train, valid, test and num_nodes"):
+        read_graph(file)
 
 
 def test_yes_or_no_stays_bool(tmp_path: Path) -> None:
@@ -357,7 +370,6 @@ def test_targets_keep_their_kind(tmp_path: Path) -> None:
         nodes = text(tmp_path / "n.csv", "a,y\n" + "".join(f"1,{line}\n" for line in content.split()))
         assert read_graph(nodes, edges=table).y.dtype == expected
     assert read_graph(saved(tmp_path, y=[0.5, 1, 2])).y.tolist() == [0.5, 1, 2]
-    assert read_graph(saved(tmp_path, y=[[0], [2], [1]])).y.dtype == torch.float32
     assert "y" not in read_graph(saved(tmp_path, y=None))
     assert "y" not in read_graph(text(tmp_path / "n.csv", "a\n1\n"), edges=table)
 

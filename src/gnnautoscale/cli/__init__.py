@@ -206,7 +206,8 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
     for prefix, graph in graphs.items():
         facts[f"{prefix}nodes"] = graph.num_nodes
         facts[f"{prefix}directed edges"] = graph.num_edges
-    facts |= {"features": dataset.num_features, **task_for(dataset).describe(dataset)}
+    described = task_for(dataset).describe(dataset) if "y" in dataset.train else {}  # edges may be all to predict
+    facts |= {"features": dataset.num_features, **described}
     _show_facts(options["data"], facts, json)
 
 

@@ -19,8 +19,8 @@ def load_task(options: dict[str, Any], split: int) -> tuple[Dataset, Task]:
     """The data set and the task that the options name; edges are split to be predicted if that is the task."""
     dataset, given = load_dataset({**options, "split": split}), chosen(Links, options)
     if options["task"] == "link":
-        disjoint = 0.0 if given.get("reconstruct") else 0.3
-        return dataset.split_links(split, disjoint=disjoint), LinkPrediction(**given)
+        disjoint, typed = 0.0 if given.get("reconstruct") else 0.3, given.get("decoder") == "distmult"
+        return dataset.split_links(split, disjoint=disjoint, typed=typed), LinkPrediction(**given)
     if given:
         names = ", ".join(f"--{name}" for name in given)
         raise InputError(f"{names} belong to --task link", got=f"--task {options['task']}", fix="Leave them out.")

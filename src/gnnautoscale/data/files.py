@@ -32,7 +32,8 @@ MASKS = ("train_mask", "val_mask", "test_mask")
 EDGE_LEVEL = ("edge_weight", "edge_attr", "edge_type")
 PLAIN = ("edge_index", "x", "y", *MASKS, *EDGE_LEVEL, "edge_split")
 SPARSE = ("x_indptr", "x_indices", "x_shape")
-ARCHIVE = (*PLAIN, "split", *SPARSE, "x_data")
+TRIPLES = ("train", "valid", "test")
+ARCHIVE = (*PLAIN, "split", *SPARSE, "x_data", *TRIPLES, "num_nodes")
 TABLES = (".csv", ".parquet")
 NOT_FEATURES = ("id", "y", "label", "split")
 MAY_BE_EMPTY = ("y", "label", "split")
@@ -181,11 +182,11 @@ def _tables(nodes: dict[str, _Array], edges: dict[str, _Array]) -> dict[str, _Ar
     arrays["x"] = np.stack([_floats(name, nodes[name]) for name in features], axis=1)
     if targets:
         arrays["y"] = _numbers(targets[0], nodes[targets[0]])
-    for name, table in (("split", nodes), ("edge_split", edges)):
-        if "split" in table:
-            split = table["split"].astype(str)
-            words = [split == word for word in ("train", "val", "test", "none", "")]
-            arrays[name] = _integers("split", np.select(words, ["0", "1", "2", "-1", "-1"], split))
+    arrays |= {
+        name: table["split"].astype(str)
+        for name, table in (("split", nodes), ("edge_split", edges))
+        if "split" in table
+    }
     if "weight" in edges:
         arrays["edge_weight"] = edges["weight"]
     attributes = [_floats(name, edges[name]) for name in edges if name not in ("source", "target", "weight", "split")]
@@ -225,6 +226,8 @@ def _places(ids: _Array, wanted: _Array) -> _Array:
 
 def _assemble(arrays: dict[str, _Array], max_features: int | None) -> Data:
     """Convert arrays to a ``Data`` of the library's types."""
+    if any(name in arrays for name in TRIPLES):
+        arrays = _of_triples(arrays)
     if any(name in arrays for name in (*SPARSE, "x_data")):
         complete = all(name in arrays for name in SPARSE) and "x" not in arrays
         _need(complete, f"sparse x is {', '.join(SPARSE)}", ", ".join(arrays), "Give all three, and no x.")
@@ -234,8 +237,7 @@ def _assemble(arrays: dict[str, _Array], max_features: int | None) -> Data:
     masks = [name for name in MASKS if name in arrays]
     one = len(masks) == 0 or (len(masks) == 3 and "split" not in arrays)
     _need(one, "a split is either split or all three masks", ", ".join(arrays), "Give one of them, or none.")
-    convert = {"edge_index": _integers, "edge_type": _integers, "split": _integers, "y": _numbers}
-    convert["edge_split"] = _integers
+    convert = {"edge_index": _integers, "edge_type": _integers, "y": _numbers, "split": _splits, "edge_split": _splits}
     convert |= {"x": _floats, "edge_weight": _floats, "edge_attr": _floats}
     values = {name: to(name, arrays[name]) for name, to in convert.items() if name in arrays}
     values["x"] = values["x"][..., :max_features]
@@ -251,6 +253,22 @@ def _assemble(arrays: dict[str, _Array], max_features: int | None) -> Data:
         split = values.pop("split")
         values |= {name: split == number for number, name in enumerate(MASKS)}
     return Data(**{name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in values.items()})
+
+
+def _of_triples(arrays: dict[str, _Array]) -> dict[str, _Array]:
+    """A knowledge graph, whose edges have types and splits, as the arrays of a graph; nodes have no features but 1."""
+    complete = set(TRIPLES) <= arrays.keys() and "num_nodes" in arrays and "edge_index" not in arrays
+    rule = f"a knowledge graph is {', '.join(TRIPLES)} and num_nodes"
+    _need(complete, rule, ", ".join(arrays), "Give all of them, and no edge_index.")
+    triples = [_integers(name, arrays.pop(name)) for name in TRIPLES]
+    form = all(each.ndim == 2 and each.shape[1] == 3 for each in triples)
+    shapes = ", ".join(str(list(each.shape)) for each in triples)
+    _need(form, "triples must be [n, 3]: source, relation, target", shapes, "Transpose them.")
+    source, relation, target = np.concatenate(triples).T
+    made = {"edge_index": np.stack([source, target]), "edge_type": relation}
+    made["edge_split"] = np.repeat([0, 1, 2], [len(each) for each in triples])
+    count = int(_integers("num_nodes", arrays.pop("num_nodes")))
+    return {"x": np.ones((count, 1), dtype=np.float32), **made, **arrays}
 
 
 def _dense(arrays: dict[str, _Array], max_features: int | None) -> _Array:
@@ -293,6 +311,14 @@ def _integers(name: str, column: _Array) -> _Array:
     raise InputError(f"{name} must be integers", got=f"type {column.dtype}", fix="Save them as int64.")
 
 
+def _splits(name: str, column: _Array) -> _Array:
+    """Convert splits to their numbers, if they are words."""
+    if column.dtype.kind != "U":
+        return _integers(name, column)
+    words = [column == word for word in ("train", "val", "test", "none", "")]
+    return _integers(name, np.select(words, ["0", "1", "2", "-1", "-1"], column))
+
+
 def _floats(name: str, column: _Array) -> _Array:
     _need(column.dtype.kind in "fiub", f"{name} must be numbers", f"type {column.dtype}", "Convert or drop it.")
     with np.errstate(over="ignore"):  # what is too large becomes infinite, which the checks refuse
@@ -300,7 +326,7 @@ def _floats(name: str, column: _Array) -> _Array:
 
 
 def _numbers(name: str, column: _Array) -> _Array:
-    """Convert targets: one integer per node to int64, yes or no to bool, everything else to float32.
+    """Convert targets: integers to int64, yes or no to bool, everything else to float32; several 0 and 1 as well.
 
     What is empty in a table is unknown: -1 beside integers, else NaN.
     """
@@ -315,7 +341,8 @@ def _numbers(name: str, column: _Array) -> _Array:
                 raise InputError(f"{name} must be numbers", got=str(error), fix="Number the classes from 0.") from error
     if column.dtype.kind == "b":
         return column
-    return column.astype(np.int64) if column.ndim == 1 and column.dtype.kind in "iu" else _floats(name, column)
+    labels = column.ndim > 1 and bool(np.isin(column, (0, 1)).all())
+    return column.astype(np.int64) if column.dtype.kind in "iu" and not labels else _floats(name, column)
 
 
 def _need(holds: bool, rule: str, got: str, fix: str) -> None:

@@ -12,7 +12,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import HaloLoader
+from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader
 
 #: Whether classes count as often as they occur, or all the same.
 ClassWeight = Literal["none", "balanced"]
@@ -91,8 +91,21 @@ class Task(ABC):
             The score, or NaN if the split is empty.
         """
 
-    def prepare(self, loader: HaloLoader) -> None:  # noqa: B027 - a task may need nothing
+    def prepare(self, loader: HaloLoader | ClusterLoader | SampleLoader) -> None:  # noqa: B027 - likewise
         """Meet the loader of the training graph before the first step; refuse batches that do not serve the task."""
+
+    def sampled(self, data: Data, fan_out: Sequence[int], num_batches: int, **options: Any) -> SampleLoader:
+        """The batches that neighbour sampling trains on: by default around the nodes that have targets.
+
+        Args:
+            data: The training graph.
+            fan_out: Number of neighbours per layer.
+            num_batches: Number of batches per epoch.
+            options: Further arguments of the loader.
+        """
+        rows, _ = self.targets_of_graph(data)
+        nodes = torch.arange(data.num_nodes) if rows is None else rows
+        return SampleLoader(data, nodes, fan_out, num_batches, **options)
 
     def see(self, out: Any, nodes: Tensor) -> None:  # noqa: B027 - a task may need nothing
         """Take note of a training step's output before its loss.

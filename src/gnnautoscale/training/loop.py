@@ -128,7 +128,6 @@ def _check_inseparable(task: Task, options: FitOptions) -> None:
     if task.separable:
         return
     refused = {
-        "mode": options.mode if not options.has_histories else None,
         "compensate": options.compensate if options.compensate == "gradient" else None,
         "lipschitz": options.lipschitz or None,
         "diagnose": "gradients" if "gradients" in options.diagnose else None,
@@ -187,6 +186,7 @@ def _train(
     else:
         with clock("partition"):
             subgraphs = subgraph_loader(dataset.train, task, options)
+        task.prepare(subgraphs)
         strategy = SubgraphStrategy(model, subgraphs, dataset, optimizer, task, options)
     if options.run_dir is not None:
         strategy.watch()

@@ -402,11 +402,9 @@ def halo_loaders(dataset: Dataset, options: FitOptions, labels: Tensor | None = 
 
 
 def subgraph_loader(graph: Data, task: Task, options: FitOptions) -> ClusterLoader | SampleLoader:
-    """A loader of joined parts, or with a fan-out of as many sampled neighbourhoods of the training nodes."""
+    """A loader of joined parts, or with a fan-out of as many sampled neighbourhoods of what the task trains on."""
     common: dict[str, Any] = {"seed": options.seed, "num_workers": options.num_workers}
     if options.fan_out is None:
         common |= {"partition": options.partition, "cache_dir": options.cache_dir}
         return ClusterLoader(graph, options.num_parts, batch_size=options.batch_size, shuffle=True, **common)
-    rows, _ = task.targets_of_graph(graph)
-    nodes = torch.arange(graph.num_nodes) if rows is None else rows
-    return SampleLoader(graph, nodes, options.fan_out, -(-options.num_parts // options.batch_size), **common)
+    return task.sampled(graph, options.fan_out, -(-options.num_parts // options.batch_size), **common)
