@@ -52,6 +52,8 @@ class Task(ABC):
     module: nn.Module | None = None
     #: Whether the loss of a batch needs nothing but the batch, so that the mean over batches is that of the graph.
     separable: bool = True
+    #: The modes without histories that the task can be trained in.
+    subgraph_modes: tuple[str, ...] = ("cluster", "sage")
     #: Whether :meth:`score` also takes outputs on a GPU, which saves the time to copy them.
     scores_anywhere: bool = False
 
@@ -94,6 +96,13 @@ class Task(ABC):
     def prepare(self, loader: HaloLoader) -> None:  # noqa: B027 - a task may need nothing
         """Meet the loader of the training graph before the first step; refuse batches that do not serve the task."""
 
+    def cut(self, data: Data, num_parts: int, batch_size: int, **how: Any) -> Tensor | None:
+        """The part of each node of a graph, ``[num_nodes]``, if the task has its own way to cut it.
+
+        ``how`` are the further arguments of :func:`gnnautoscale.graph.partition`.
+        """
+        return None
+
     def see(self, out: Any, nodes: Tensor) -> None:  # noqa: B027 - a task may need nothing
         """Take note of a training step's output before its loss.
 
@@ -128,8 +137,8 @@ class Task(ABC):
         """Describe the targets of a data set as plain values, for run folders and ``gas data``."""
         return {}
 
-    def predictions(self, out: Tensor) -> dict[str, Tensor]:
-        """Turn the model's output into named tensors for a file."""
+    def predictions(self, out: Tensor, data: Data) -> dict[str, Tensor]:
+        """Turn the model's output for all nodes of a graph into named tensors for a file."""
         return {"scores": out}
 
     def skew(self, data: Data, parts: Tensor) -> float:

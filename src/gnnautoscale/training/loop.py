@@ -17,9 +17,9 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import PeakMemory, describe_arguments
 from gnnautoscale.attach import LocalLipschitz, autoscale, is_autoscaled
-from gnnautoscale.data import Dataset
+from gnnautoscale.data import Dataset, holds_graphs, is_collection
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import HaloLoader
+from gnnautoscale.graph import ClusterLoader, HaloLoader
 from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder, check_run_dir
 from gnnautoscale.tasks import Task, TaskName, check_task, task_for
 from gnnautoscale.training.captured import Engine
@@ -49,7 +49,7 @@ from gnnautoscale.training.strategies import (
 
 def fit(  # noqa: D417 - the options are filled in below
     model: nn.Module,
-    data: Data | Dataset | tuple[Data, Data, Data],
+    data: Data | Dataset | tuple[Data, Data, Data] | tuple[list[Data], list[Data], list[Data]],
     *,
     task: Task | TaskName | None = None,
     callback: Callable[[Epoch], None] | None = None,
@@ -61,10 +61,10 @@ def fit(  # noqa: D417 - the options are filled in below
     Args:
         model: Any module of PyG layers that returns one row of outputs per node. It is autoscaled, unless the mode
             has no histories.
-        data: The graph, with ``x`` and what the task needs; one for each split, as ``RandomLinkSplit`` makes them; or a
-            data set.
+        data: The graph, with ``x`` and what the task needs; one for each split, as ``RandomLinkSplit`` makes them; a
+            list of graphs for each split, to predict something of each graph; or a data set.
         task: What to learn and how to score it: an object, or ``"classification"`` or ``"regression"`` of nodes, which
-            need ``y`` and masks, or ``"link"``. By default the one of nodes that fits ``y``.
+            need ``y`` and masks, ``"link"`` or ``"graph"``. By default the one that fits ``y``.
         {options}
         callback: Called after each epoch.
         on_phase: Called with the name of the work that runs from now on ("partition", "train", "evaluate", ...), and
@@ -86,7 +86,7 @@ def fit(  # noqa: D417 - the options are filled in below
         raise InputError(
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
         )
-    dataset = data if isinstance(data, Dataset) else Dataset.of(data) if isinstance(data, Data) else _of_splits(data)
+    dataset = data if isinstance(data, Dataset) else _dataset_of(data)
     dataset.check()
     task = task_for(dataset, task) if task is None or isinstance(task, str) else task
     if isinstance(task, Task):
@@ -114,20 +114,29 @@ fit.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 describe_arguments(fit, {name: option.help for name, option in OPTIONS.items()})
 
 
-def _of_splits(data: Any) -> Dataset:
+def _dataset_of(data: Any) -> Dataset:
+    if isinstance(data, Data):
+        return Dataset.of_graphs(data) if holds_graphs(data) else Dataset.of(data)
+    if isinstance(data, (tuple, list)) and len(data) == 3 and all(is_collection(each) for each in data):
+        return Dataset.of_graphs(data)
     if not isinstance(data, (tuple, list)) or len(data) != 3 or not all(isinstance(each, Data) for each in data):
         got = f"{len(data)} items" if isinstance(data, (tuple, list)) else type(data).__name__
-        rule = "data must be a torch_geometric.data.Data, three of them for training, validation and test, or a Dataset"
+        rule = "data must be a torch_geometric.data.Data, three of them (or three lists) for training, validation and test, or a Dataset"
         raise InputError(rule, got=got, fix="Pass one of these.")
     return Dataset("data", *data)
 
 
 def _check_inseparable(task: Task, options: FitOptions) -> None:
     """Refuse what needs a loss of each batch by itself, if the task has none."""
+    if not options.has_histories and options.mode not in task.subgraph_modes:
+        raise InputError(
+            f"{type(task).__name__} needs batches with what the mode {options.mode!r} drops",
+            got="both",
+            fix=f"Use another mode: {', '.join(('gas', 'full', 'exact', 'history', *task.subgraph_modes))}.",
+        )
     if task.separable:
         return
     refused = {
-        "mode": options.mode if not options.has_histories else None,
         "compensate": options.compensate if options.compensate == "gradient" else None,
         "lipschitz": options.lipschitz or None,
         "diagnose": "gradients" if "gradients" in options.diagnose else None,
@@ -176,7 +185,7 @@ def _train(
     if options.has_histories:
         labels = None if checkpoint is None else labels_of(checkpoint, dataset.train.num_nodes)
         with clock("partition"):
-            loaders = halo_loaders(dataset, options, labels)
+            loaders = halo_loaders(dataset, task, options, labels)
         loader = loaders["train"]
         if options.exact_after:
             task.prepare(loader)
@@ -186,6 +195,8 @@ def _train(
     else:
         with clock("partition"):
             subgraphs = subgraph_loader(dataset.train, task, options)
+        if isinstance(subgraphs, ClusterLoader):
+            task.prepare(subgraphs.parts)
         strategy = SubgraphStrategy(model, subgraphs, dataset, optimizer, task, options)
     if options.run_dir is not None:
         strategy.watch()

@@ -1,0 +1,126 @@
+"""Pooled rows of graphs, part by part: those of a batch's own nodes are fresh, others as they were last known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnnautoscale.tasks.readouts import Readout
+
+# Rows that are pooled at a time in inference.
+_CHUNK = 1 << 18
+
+
+class PooledParts:
+    """The partial results of a readout for each part of each graph.
+
+    A batch pools its own nodes, with gradients, and adds the last known results of the parts that are not in it, which
+    are constants. A row of the pooled result therefore has the gradient of the batch's own nodes only; over an epoch
+    each node is in one batch, so the gradients of all of them add up to that of the whole graph. What follows, the head, sees
+    a graph once in each batch that has nodes of it. The batch counts the graph by the share of its nodes, and the
+    gradient of the pooled row is divided by this share, so that both are right.
+
+    Args:
+        readout: What pools.
+        graph_id: The graph of each node, ``[num_nodes]``.
+        labels: The part of each node, ``[num_nodes]``.
+        stale_dropout: The share of last known results that are left out in training.
+    """
+
+    def __init__(self, readout: Readout, graph_id: Tensor, labels: Tensor, stale_dropout: float = 0.0) -> None:
+        self.readout, self._dropout = readout, stale_dropout
+        num_parts = int(labels.max()) + 1
+        # A piece is what a part has of a graph; pieces are numbered graph by graph.
+        found, piece = torch.unique(graph_id * num_parts + labels, return_inverse=True)
+        self._graph_id, self._piece = graph_id, piece.int()
+        self._sizes = torch.bincount(graph_id)
+        self._pieces = torch.bincount(found // num_parts)
+        self._first = self._pieces.cumsum(0) - self._pieces
+        self._num_pieces = found.numel()
+        # Of each piece, and at the end of none; made with the first batch, when the width is known.
+        self._known: Tensor | None = None
+        self._there: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def graphs_of(self, nodes: Tensor) -> Tensor:
+        """The graphs of some nodes, ``[num_nodes]`` in host memory, and all pieces of each of them.
+
+        Returns ``[num_graphs, 1 + most_pieces]``: the graph's number, and its pieces, padded with one of no nodes.
+        """
+        graphs: Tensor = torch.unique(self._graph_id[nodes])
+        pieces, first = self._pieces[graphs], self._first[graphs]
+        step = torch.arange(int(pieces.max()) if graphs.numel() else 0)
+        table = torch.where(step < pieces.unsqueeze(1), first.unsqueeze(1) + step, self._num_pieces)
+        return torch.cat([graphs.unsqueeze(1), table], dim=1)
+
+    def pool(self, out: Tensor, nodes: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Pool a batch; the host reads no value here, so that a GPU can capture it.
+
+        Args:
+            out: The model's output for the batch's own nodes, ``[batch_size, width]``.
+            nodes: Which nodes these are, ``[batch_size]``.
+            table: Graphs to pool and their pieces, see :meth:`graphs_of`.
+
+        Returns:
+            A row for each graph, ``[num_graphs, pooled_width]``, and the share of the graph's nodes that the batch has,
+            ``[num_graphs]``.
+        """
+        piece, place, sizes = self._on(out.device)
+        graphs, pieces = table[:, 0], table[:, 1:].flatten()
+        count, most = pieces.numel(), table.size(1) - 1
+        place.fill_(count)  # nodes of graphs that are not asked for
+        place[pieces] = torch.arange(count, device=out.device)
+        rows = out.to(torch.promote_types(out.dtype, torch.float32))
+        own = self.readout.partial(rows, place[piece[nodes].long()], count + 1)[:-1]
+        if self._known is None:
+            self._known = own.new_zeros(self._num_pieces + 1, own.size(1))
+        known, fresh = self._known[pieces].to(own.dtype), own[:, :1] > 0
+        self._known[pieces] = torch.where(fresh, own.detach(), known).to(self._known.dtype)
+        if self._dropout and self.readout.training:
+            known = known * (torch.rand(count, 1, device=out.device) >= self._dropout)
+        parts = torch.where(fresh, own, known).view(-1, most, own.size(1))
+        nodes_of = sizes[graphs]
+        share = own.detach()[:, 0].view(-1, most).sum(dim=1) / nodes_of.to(own.dtype)
+        pooled = self.readout.finish(self.readout.merge(parts), nodes_of)
+        # Adds nothing but the gradient.
+        pooled = pooled + (1 / share - 1).unsqueeze(1) * (pooled - pooled.detach())
+        return pooled, share
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """The piece of each node, a place for each piece and for none, and the nodes of each graph, on a device."""
+        if device not in self._there:
+            place = torch.zeros(self._num_pieces + 1, dtype=torch.long, device=device)
+            self._there[device] = self._piece.to(device), place, self._sizes.to(device)
+        return self._there[device]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known, for a checkpoint."""
+        return {} if self._known is None else {"pooled": self._known}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Continue from a checkpoint."""
+        self._known = state["pooled"].to(device) if "pooled" in state else None
+
+
+@torch.no_grad()
+def pool_exactly(readout: Readout, out: Tensor, graph_id: Tensor) -> Tensor:
+    """Pool the rows of all nodes, chunk by chunk, where the readout's weights are, or else the rows.
+
+    ``out`` is ``[num_nodes, width]`` and ``graph_id`` ``[num_nodes]``; returns ``[num_graphs, pooled_width]``.
+    """
+    device = device_of(readout, out.device)
+    sizes = torch.bincount(graph_id).to(device)
+    merged: Tensor | None = None
+    for rows, number in zip(out.split(_CHUNK), graph_id.split(_CHUNK), strict=True):
+        rows = rows.to(device, torch.promote_types(rows.dtype, torch.float32))
+        found = readout.partial(rows, number.to(device), sizes.numel())
+        merged = found if merged is None else readout.merge(torch.stack([merged, found], dim=1))
+    if merged is None:
+        return out.new_zeros(0, out.size(1))
+    return readout.finish(merged, sizes)
+
+
+def device_of(module: nn.Module, other: torch.device) -> torch.device:
+    """Where the weights of a module are, or another device if it has none."""
+    return next((weight.device for weight in module.parameters()), other)
