@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import MLP, aggr
+from torch_geometric.nn import MLP, aggr  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.tasks.pooling import PooledParts, pool_exactly
@@ -98,7 +98,9 @@ def test_batches_of_an_epoch_add_up_to_full_batch(aggregation: Any, groups: list
             own = rows[nodes].requires_grad_()
             found, share = pooled.pool(own, nodes, (table := pooled.graphs_of(nodes)))
             sizes = torch.bincount(GRAPH_ID)[table[:, 0]]
-            torch.testing.assert_close(share, torch.bincount(GRAPH_ID[nodes], minlength=4)[table[:, 0]] / sizes.double())
+            torch.testing.assert_close(
+                share, torch.bincount(GRAPH_ID[nodes], minlength=4)[table[:, 0]] / sizes.double()
+            )
             part = (head_loss(head, found) * share).sum() / 4
             of_rows, *of_weights = torch.autograd.grad(part, [own, *weights])
             total = total + part.detach()

@@ -244,17 +244,17 @@ def from_file(
     unknown) or numbers [N] or [N, T] (floats, NaN if unknown); and optionally a split: ``split`` [N] (0 training, 1
     validation, 2 test, 3 or -1 none of them), or ``train_mask``, ``val_mask`` and ``test_mask`` [N]. To predict edges,
     ``edge_split`` [E] says the same of them, where 3 and -1 are edges that only pass messages. Several graphs have
-    ``graph_id`` [N], or ``ptr`` [G + 1], the first node of each; with ``y`` and ``split`` of G rows, these are predicted.
-    ``node_tag`` [N] (integers) stands for ``x``, a column for each value. Other names are ignored; one that looks like a
-    typo (``edge_weights``) is refused.
+    ``graph_id`` [N], or ``ptr`` [G + 1], the first node of each; then ``y`` and ``split`` may be theirs, of G rows.
+    ``node_tag`` [N] (integers) stands for ``x``, a column for each value. Other names are ignored; one that looks like
+    a typo (``edge_weights``) is refused.
 
     ``.pt`` is a PyG ``Data`` with the same attributes (no sparse ``x``, no ``split``), saved with ``torch.save``.
 
     ``.csv`` and ``.parquet`` are a table of nodes and need ``edges``, a table of either kind. Nodes: ``id`` (integers
     or strings; the row number if left out), ``y`` or ``label`` (empty if unknown), ``split`` (train, val, test, none or
     empty, or numbers as above), ``graph`` (ids; then ``y`` and ``split`` are those of the node's graph); all other
-    columns are features, in order. Edges: ``source`` and ``target`` (ids), ``weight``, ``split`` as for nodes; all other
-    columns form ``edge_attr``.
+    columns are features, in order. Edges: ``source`` and ``target`` (ids), ``weight``, ``split`` as for nodes; all
+    other columns form ``edge_attr``.
 
     Args:
         path: The file; its suffix says which kind it is.

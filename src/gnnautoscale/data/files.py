@@ -270,12 +270,16 @@ def _mark_graphs(arrays: dict[str, _Array]) -> None:
     """Name what belongs to whole graphs, if the file holds several with a target for each; tags become features."""
     if "node_tag" in arrays:
         tag = _integers("node_tag", arrays.pop("node_tag"))
-        _need("x" not in arrays and tag.ndim == 1 and tag.min(initial=0) >= 0, "node_tag stands for x", "both", "Drop x.")
+        _need(
+            "x" not in arrays and tag.ndim == 1 and tag.min(initial=0) >= 0, "node_tag stands for x", "both", "Drop x."
+        )
         arrays["x"] = np.eye(int(tag.max(initial=0)) + 1, dtype=np.float32)[tag]
     if "ptr" in arrays:
         first = _integers("ptr", arrays.pop("ptr"))
         fits = first.ndim == 1 and first.size > 1 and first[0] == 0 and bool((np.diff(first) > 0).all())
-        _need(fits, "ptr must be the first node of each graph and the number of nodes", "others", "Let it ascend from 0.")
+        _need(
+            fits, "ptr must be the first node of each graph and the number of nodes", "others", "Let it ascend from 0."
+        )
         arrays["graph_id"] = np.repeat(np.arange(first.size - 1), np.diff(first))
     if "graph_id" in arrays and "y" in arrays:
         number = _integers("graph_id", arrays["graph_id"])

@@ -68,8 +68,9 @@ def partition_graphs(
         labels = groups[graph_id]
     shares = _shares(sizes[large], num_parts - count)
     of_edges = graph_id[edge_index[0]]
-    by_graph = graph_id.argsort(stable=True).split(sizes.tolist())
-    edges_by_graph = of_edges.argsort(stable=True).split(torch.bincount(of_edges, minlength=sizes.numel()).tolist())
+    edges_of = torch.bincount(of_edges, minlength=sizes.numel()).tolist()
+    by_graph = torch.split(graph_id.argsort(stable=True), sizes.tolist())
+    edges_by_graph = torch.split(of_edges.argsort(stable=True), edges_of)
     places = torch.empty_like(graph_id)
     for graph, pieces in zip(large.nonzero().squeeze(1).tolist(), shares.tolist(), strict=True):
         nodes = by_graph[graph]

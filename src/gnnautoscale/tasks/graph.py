@@ -40,7 +40,8 @@ class GraphPrediction(Task):
     Args:
         readout: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"softmax"``, ``"attention"``, or one of PyG's
             aggregations of these kinds. Its weights are trained with the model.
-        head: Predicts from pooled rows ``[num_graphs, width]``: ``"linear"``, ``"mlp"`` with one hidden layer, or a module.
+        head: Predicts from pooled rows ``[num_graphs, width]``: ``"linear"``, ``"mlp"`` with one hidden layer, or a
+            module.
         metric: The score, as for nodes; by default accuracy of classes, micro-F1 of labels, RMSE of numbers.
         width: Number of outputs of the model for each node.
         stale_dropout: Share of the last known parts that a training step leaves out (Cao et al., 2023).
@@ -49,10 +50,10 @@ class GraphPrediction(Task):
         >>> from torch_geometric.nn import GIN
         >>> import gnnautoscale as gas
         >>> ring = torch.stack([torch.arange(6), (torch.arange(6) + 1) % 6])
-        >>> line = ring[:, :5]
-        >>> graphs = [Data(x=torch.ones(6, 1), edge_index=(ring, line)[i % 2], y=torch.tensor([i % 2])) for i in range(30)]
+        >>> kinds = [Data(x=torch.ones(6, 1), edge_index=ring[:, : 6 - i], y=torch.tensor([i])) for i in (0, 1)]
         >>> task = GraphPrediction("mean", width=8)
-        >>> result = gas.fit(GIN(1, 8, num_layers=2), gas.Dataset.of_graphs(graphs), task=task, num_parts=6, epochs=2)
+        >>> data = gas.Dataset.of_graphs(kinds * 20)
+        >>> result = gas.fit(GIN(1, 8, num_layers=2), data, task=task, num_parts=6, epochs=2)
         >>> result.metric
         'accuracy'
     """
@@ -85,7 +86,8 @@ class GraphPrediction(Task):
         self._train: Data | None = None
         # The targets of training graphs, on each device once, since a captured step cannot wait for a copy.
         self._y: dict[torch.device, Tensor] = {}
-        self._own, self._seen = torch.empty(0), None
+        self._own = torch.empty(0)
+        self._seen: ref[Tensor] | None = None
 
     # Data ############################################################################################################
 
@@ -197,7 +199,7 @@ class GraphPrediction(Task):
 
     def loss(self, out: Any, targets: Tensor) -> Tensor:
         """The mean loss over graphs, each weighted by the share of its nodes that the batch has."""
-        if self._seen is None or self._seen() is not out:
+        if self._seen is None or self._seen() is not out or not isinstance(out, Tensor):
             rule = "the loss of graphs follows the batch that the model has just seen"
             raise InputError(rule, got="other outputs", fix="Leave out what computes gradients on its own (diagnose).")
         pooled, share = self._pieces.pool(out, self._own, targets)

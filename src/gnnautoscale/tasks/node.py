@@ -203,6 +203,7 @@ class NodeClassification(NodeTask):
         need(fits, rule, y, _OTHER_TASK)
 
     def typed(self, y: Tensor) -> Tensor:
+        """See :meth:`NodeTask.typed`."""
         if self.kind == "classes":
             return y.long()
         return _as_column(y) if y.dim() == 1 else y
@@ -301,6 +302,7 @@ class NodeRegression(NodeTask):
         need(fits, f"y must hold {self.num_outputs} numbers per node, as the task says", data.y, _OTHER_TASK)
 
     def typed(self, y: Tensor) -> Tensor:
+        """See :meth:`NodeTask.typed`."""
         return _as_column(y if y.is_floating_point() else y.float()) if y.dim() == 1 else y
 
     def losses(self, out: Any, targets: Tensor) -> Tensor:

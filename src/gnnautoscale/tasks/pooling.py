@@ -17,10 +17,9 @@ class PooledParts:
     """The partial results of a readout for each part of each graph.
 
     A batch pools its own nodes, with gradients, and adds the last known results of the parts that are not in it, which
-    are constants. A row of the pooled result therefore has the gradient of the batch's own nodes only; over an epoch
-    each node is in one batch, so the gradients of all of them add up to that of the whole graph. What follows, the head, sees
-    a graph once in each batch that has nodes of it. The batch counts the graph by the share of its nodes, and the
-    gradient of the pooled row is divided by this share, so that both are right.
+    are constants. Over an epoch each node is in one batch, so the gradients of all nodes add up to those of the whole
+    graph. What follows, the head, sees a graph once in each batch that has nodes of it. Therefore a batch counts a
+    graph by the share of its nodes, and the gradient of the pooled row is divided by this share.
 
     Args:
         readout: What pools.
@@ -112,7 +111,7 @@ def pool_exactly(readout: Readout, out: Tensor, graph_id: Tensor) -> Tensor:
     device = device_of(readout, out.device)
     sizes = torch.bincount(graph_id).to(device)
     merged: Tensor | None = None
-    for rows, number in zip(out.split(_CHUNK), graph_id.split(_CHUNK), strict=True):
+    for rows, number in zip(torch.split(out, _CHUNK), torch.split(graph_id, _CHUNK), strict=True):
         rows = rows.to(device, torch.promote_types(rows.dtype, torch.float32))
         found = readout.partial(rows, number.to(device), sizes.numel())
         merged = found if merged is None else readout.merge(torch.stack([merged, found], dim=1))

@@ -1,13 +1,14 @@
 """Readouts: from the rows of a graph's nodes to one row, part by part.
 
 A part of a graph is pooled by itself; what that gives is a *partial result*, one row with the number of nodes in its
-first column, and zeros if there are none. Partial results are merged, in any order, and finished to the pooled row. Merging can be
-differentiated, so that it does not matter which parts are constants.
+first column, and zeros if there are none. Partial results are merged, in any order, and finished to the pooled row. All
+of it can be differentiated, and some parts may be constants.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -48,7 +49,7 @@ class Readout(nn.Module, ABC):
 
 
 class _Sum(Readout):
-    """The sum; for nodes that no part has told about yet, it is extrapolated. The mean is that of all that are known."""
+    """The sum, extrapolated to nodes that no part has told about yet; or the mean of those that are known."""
 
     def __init__(self, *, mean: bool) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class _Weighted(Readout):
 
     def _merge(self, there: Tensor, parts: Tensor) -> tuple[Tensor, ...]:
         sizes = [self._gates, self._gates, parts.size(-1) - 2 * self._gates]
-        tops, weights, sums = parts.split(sizes, dim=-1)
+        tops, weights, sums = torch.split(parts, sizes, dim=-1)
         tops = tops.detach().masked_fill(~there, -torch.inf)
         top = tops.amax(dim=1)
         top = torch.where(top > -torch.inf, top, 0.0)
@@ -134,7 +135,8 @@ class _Weighted(Readout):
         return top, (scale * weights).sum(dim=1), (scale * sums).sum(dim=1)
 
     def _finish(self, merged: Tensor, known: Tensor, nodes: Tensor) -> Tensor:
-        _, weights, sums = merged.split([self._gates, self._gates, merged.size(1) - 2 * self._gates], dim=1)
+        sizes = [self._gates, self._gates, merged.size(1) - 2 * self._gates]
+        _, weights, sums = torch.split(merged, sizes, dim=1)
         return sums / torch.where(weights > 0, weights, 1.0)
 
 
@@ -160,7 +162,7 @@ def make_readout(given: object, width: int) -> Readout:
         given = named[given]()
     elif given == "attention":
         given = aggr.AttentionalAggregation(nn.Linear(width, 1))
-    made = {
+    made: dict[Any, Callable[[], Readout]] = {
         aggr.SumAggregation: lambda: _Sum(mean=False),
         aggr.MeanAggregation: lambda: _Sum(mean=True),
         aggr.MaxAggregation: lambda: _Extreme(largest=True),
@@ -170,8 +172,8 @@ def make_readout(given: object, width: int) -> Readout:
     }
     if type(given) not in made:
         raise InputError(
-            "a readout is sum, mean, max, min, softmax or attention, or one of PyG's aggregations of these kinds, since "
-            "these can be merged from parts of a graph",
+            "a readout is sum, mean, max, min, softmax or attention, or one of PyG's aggregations of these kinds, "
+            "which can be merged from parts of a graph",
             got=repr(given) if isinstance(given, str) else f"a {type(given).__name__}",
             fix="Choose one of these, and put what follows into the head.",
         )

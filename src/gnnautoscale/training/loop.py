@@ -121,7 +121,10 @@ def _dataset_of(data: Any) -> Dataset:
         return Dataset.of_graphs(data)
     if not isinstance(data, (tuple, list)) or len(data) != 3 or not all(isinstance(each, Data) for each in data):
         got = f"{len(data)} items" if isinstance(data, (tuple, list)) else type(data).__name__
-        rule = "data must be a torch_geometric.data.Data, three of them (or three lists) for training, validation and test, or a Dataset"
+        rule = (
+            "data must be a torch_geometric.data.Data, three of them or three lists of them for training, validation "
+            "and test, or a Dataset"
+        )
         raise InputError(rule, got=got, fix="Pass one of these.")
     return Dataset("data", *data)
 
