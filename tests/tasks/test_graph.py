@@ -270,7 +270,7 @@ def test_joined_graphs_with_masks() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "sage", "fan_out": [2, 2]}, "what the mode 'sage' drops"),
+        ({"mode": "sage", "fan_out": [2, 2]}, "mode='sage' needs"),
         ({"compensate": "gradient"}, "compensate='gradient' needs"),
         ({"lipschitz": 0.1}, "lipschitz=0.1 needs"),
         ({"diagnose": ["gradients"]}, "diagnose='gradients' needs"),

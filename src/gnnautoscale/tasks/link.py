@@ -81,7 +81,6 @@ class LinkPrediction(Task):
     percent = True
     scores_anywhere = True
     separable = False
-    subgraph_modes = ()
 
     def __init__(
         self,

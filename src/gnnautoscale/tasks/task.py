@@ -52,8 +52,8 @@ class Task(ABC):
     module: nn.Module | None = None
     #: Whether the loss of a batch needs nothing but the batch, so that the mean over batches is that of the graph.
     separable: bool = True
-    #: The modes without histories that the task can be trained in.
-    subgraph_modes: tuple[str, ...] = ("cluster", "sage")
+    #: The modes without histories that serve the task even if it is not separable.
+    subgraph_modes: tuple[str, ...] = ()
     #: Whether :meth:`score` also takes outputs on a GPU, which saves the time to copy them.
     scores_anywhere: bool = False
 

@@ -131,15 +131,10 @@ def _dataset_of(data: Any) -> Dataset:
 
 def _check_inseparable(task: Task, options: FitOptions) -> None:
     """Refuse what needs a loss of each batch by itself, if the task has none."""
-    if not options.has_histories and options.mode not in task.subgraph_modes:
-        raise InputError(
-            f"{type(task).__name__} needs batches with what the mode {options.mode!r} drops",
-            got="both",
-            fix=f"Use another mode: {', '.join(('gas', 'full', 'exact', 'history', *task.subgraph_modes))}.",
-        )
     if task.separable:
         return
     refused = {
+        "mode": options.mode if not (options.has_histories or options.mode in task.subgraph_modes) else None,
         "compensate": options.compensate if options.compensate == "gradient" else None,
         "lipschitz": options.lipschitz or None,
         "diagnose": "gradients" if "gradients" in options.diagnose else None,
