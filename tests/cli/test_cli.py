@@ -1030,4 +1030,4 @@ def test_links_refused(tmp_path: Path) -> None:
     assert "source and target" in refused("infer", model, *link, "--pairs", tmp_path / "pairs.csv", *output)
     assert "a graph with the features" in refused("infer", model, *link, "--decoder", "bilinear")
     message = refused("train", "--data", "cluster", "--graphs", "2", *FAST, "--task", "link")
-    assert message.startswith("links are split in one graph with edges of one kind, but got several graphs")
+    assert message.startswith("links are split in one graph, but got several graphs")

@@ -289,23 +289,24 @@ def test_edges_have_splits_as_well(tmp_path: Path) -> None:
         (1, 0, -1),
         (1, 2, 0),
     ]
-    dataset = Dataset.of(data).split_links()
-    graphs = dataset.train, dataset.val, dataset.test
-    assert [graph.num_edges for graph in graphs] == [2, 4, 6]
-    assert [graph.edge_label_index.tolist() for graph in graphs] == [[[1], [2]], [[2], [3]], [[3], [4]]]
-    assert Dataset.of(data).split_links(disjoint=0.0).train.num_edges == 4
     with pytest.raises(InputError, match=r"edge_split must be 0 \(training\)"):
         read_graph(saved(tmp_path, edge_split=[0, 7]))
-    with pytest.raises(InputError, match=r"edge_split must be \[2\]"):
-        Dataset.of(read_graph(saved(tmp_path, edge_split=[0]))).split_links()
 
 
-def test_typed_edges_with_splits(tmp_path: Path) -> None:
-    data = read_graph(saved(tmp_path, edge_split=[0, 2], edge_type=[4, 5]))
-    dataset = Dataset.of(data).split_links()
-    assert dataset.train.edge_label_type.tolist() == [4]
-    assert dataset.test.edge_label_type.tolist() == [5]
-    assert dataset.test.edge_type.tolist() == [4]
+def test_a_knowledge_graph(tmp_path: Path) -> None:
+    triples: dict[str, Any] = {"train": [[0, 0, 1], [1, 1, 2]], "valid": [[2, 0, 3]], "test": [[3, 1, 0]]}
+    file = tmp_path / "kg.npz"
+    np.savez(file, **triples, num_nodes=5)
+    data = read_graph(file)
+    assert (data.num_nodes, data.x.tolist()) == (5, [[1.0]] * 5)
+    assert data.edge_index.tolist() == [[0, 1, 2, 3], [1, 2, 3, 0]]
+    assert (data.edge_type.tolist(), data.edge_split.tolist()) == ([0, 1, 0, 1], [0, 0, 1, 2])
+    np.savez(file, **{**triples, "test": [[0, 1]]}, num_nodes=5)
+    with pytest.raises(InputError, match=r"triples must be \[n, 3\].* \[1, 2\]"):
+        read_graph(file)
+    np.savez(file, train=triples["train"], num_nodes=5)
+    with pytest.raises(InputError, match="a knowledge graph is train, valid, test and num_nodes"):
+        read_graph(file)
 
 
 def test_yes_or_no_stays_bool(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_joined_graphs_with_masks() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "sage", "fan_out": [2, 2]}, "mode='sage' needs"),
+        ({"mode": "sage", "fan_out": [2, 2]}, "pooled from all of its nodes, but got neighbour sampling"),
         ({"compensate": "gradient"}, "compensate='gradient' needs"),
         ({"lipschitz": 0.1}, "lipschitz=0.1 needs"),
         ({"diagnose": ["gradients"]}, "diagnose='gradients' needs"),

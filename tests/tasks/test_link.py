@@ -16,6 +16,7 @@ from torch_geometric.transforms import RandomLinkSplit  # type: ignore[import-un
 import gnnautoscale as gas
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
+from gnnautoscale.graph import ClusterLoader
 from gnnautoscale.runs import read_run
 from gnnautoscale.tasks import Bilinear, Dot, LinkPrediction
 from gnnautoscale.tasks.metrics import roc_auc
@@ -103,7 +104,16 @@ def plain_training(data: Data, model: nn.Module, decoder: nn.Module, steps: int)
     return losses
 
 
-@pytest.mark.parametrize("options", [{"mode": "full"}, {"mode": "exact", "num_parts": 5}, {"num_parts": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "full"},
+        {"mode": "exact", "num_parts": 5},
+        {"num_parts": 1},
+        {"mode": "cluster", "num_parts": 1},
+        {"mode": "sage", "num_parts": 1, "fan_out": [-1, -1, -1]},  # the third for degrees
+    ],
+)
 @pytest.mark.parametrize("decoder", ["dot", "bilinear"])
 def test_one_part_and_exact_steps_are_plain_full_batch(options: dict[str, Any], decoder: str) -> None:
     parts = splits()
@@ -233,18 +243,21 @@ class Spy(MessagePassing):  # type: ignore[misc]
         super().__init__(aggr="sum")
         self.lin = nn.Linear(1 + FEATURES, 8)
         self.passed: set[tuple[int, int]] = set()
+        self.trained: set[tuple[int, int]] = set()
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         out: Tensor = self.lin(self.propagate(edge_index, x=x))
         return out
 
     def message(self, x_j: Tensor, x_i: Tensor) -> Tensor:
-        self.passed |= set(zip(x_j[:, 0].long().tolist(), x_i[:, 0].long().tolist(), strict=True))
+        between = set(zip(x_j[:, 0].long().tolist(), x_i[:, 0].long().tolist(), strict=True))
+        self.passed |= between
+        self.trained |= between if self.training else set()
         return x_j
 
 
 @pytest.mark.parametrize("leaky", [False, True])
-@pytest.mark.parametrize("mode", ["gas", "exact"])
+@pytest.mark.parametrize("mode", ["gas", "exact", "full", "cluster", "sage"])
 def test_no_edge_that_is_asked_about_passes_a_message(leaky: bool, mode: str) -> None:
     parts = splits(disjoint=0.0 if leaky else 0.4)
     for data in parts:
@@ -265,12 +278,12 @@ def test_no_edge_that_is_asked_about_passes_a_message(leaky: bool, mode: str) ->
         return {(a, b) for a, b in torch.cat([pairs, pairs.flip(0)], dim=1).t().tolist()}
 
     model, task = Model(), LinkPrediction(reconstruct=leaky)
-    gas.fit(model, parts, task=task, num_parts=4, batch_size=2, epochs=1, mode=mode)
+    further: dict[str, Any] = {"fan_out": [3]} if mode == "sage" else {}
+    gas.fit(model, parts, task=task, num_parts=4, batch_size=2, epochs=1, mode=mode, **further)
     assert spy.passed
     assert not asked(parts[2]) & spy.passed  # in training, and when all splits were scored
-    spy.passed.clear()
-    gas.infer(model, gas.HaloLoader(parts[0], 4))
-    assert bool(asked(parts[0]) & spy.passed) == leaky
+    assert spy.trained
+    assert bool(asked(parts[0]) & spy.trained) == leaky
 
 
 # What is refused #####################################################################################################
@@ -344,7 +357,6 @@ def broken(**changes: Any) -> Splits:
         (splits(), {"metric": "accuracy"}, "a metric of links is ROC-AUC, average-precision, MRR or Hits@k"),
         (splits(), {"metric": "hits@0"}, "a metric of links is"),
         (splits(), {"class_weight": "balanced"}, "link prediction has no classes to weigh"),
-        (splits(), {"mode": "cluster"}, "which mode='cluster' needs"),
         (splits(), {"compensate": "gradient"}, "which compensate='gradient' needs"),
         (splits(), {"diagnose": ["gradients"]}, "which diagnose='gradients' needs"),
         (splits(), {"task": LinkPrediction("distmult")}, "a decoder is dot or bilinear for edges without types"),
@@ -388,6 +400,7 @@ def test_negatives_stand_for_all_pairs_of_the_graph_and_are_no_edges() -> None:
     first, second, _, weight, doubled = task._draw(source, target, relation, label.float())
     assert bool(torch.isin(torch.cat([first, second]), own).all())  # their gradients flow
     assert not doubled.any()
+    assert first.numel() == 5 * 400 * label.numel()  # five times as many as they stand for, to be less noisy
     assert float(weight.sum()) == pytest.approx(400 * float(label.sum()), rel=1e-4)
     pairs = torch.cat([parts[0].edge_index, parts[0].edge_label_index, parts[0].edge_label_index.flip(0)], dim=1)
     edges = {tuple(pair) for pair in pairs.t().tolist()}
@@ -420,6 +433,7 @@ def test_negatives_of_typed_edges_keep_a_known_end() -> None:
     _, targets = task.targets_of_graph(parts[0])
     source, target, label, relation = targets.unbind(dim=1)
     heads, tails, kinds, weight, _ = task._draw(source, target, relation, label.float())
+    assert kinds.numel() == 50 * label.numel()  # full batch draws as many as were asked for
     assert torch.equal(kinds, relation.repeat(50))
     same_head, same_tail = heads == source.repeat(50), tails == target.repeat(50)
     assert bool((same_head | same_tail).all())
@@ -438,6 +452,30 @@ def test_given_negatives_are_taken_and_none_is_drawn() -> None:
 
 
 # Training ############################################################################################################
+
+
+@pytest.mark.parametrize("negatives", [True, False])
+@pytest.mark.parametrize("options", [{"mode": "cluster"}, {"mode": "sage", "fan_out": [4, 4]}])
+def test_the_baselines_learn_links(options: dict[str, Any], negatives: bool) -> None:
+    losses = [epoch.loss for epoch in fit_links(splits(negatives=negatives), epochs=10, **options).epochs]
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_joined_parts_score_the_pairs_inside() -> None:
+    parts = splits()
+    task, labels = bound(parts, 4, 2)
+    task.prepare(ClusterLoader(parts[0], 4, batch_size=2))
+    own = (labels < 2).nonzero().squeeze(1)
+    batch = Data(n_id=own, batch_size=own.numel(), num_nodes=own.numel())
+    _, targets = task.targets(batch)
+    inside = torch.isin(parts[0].edge_label_index, own).all(dim=0)
+    assert 0 < int(inside.sum()) < inside.numel()
+    assert torch.equal(targets[:, :2].t(), parts[0].edge_label_index[:, inside])
+    rows = torch.randn(own.numel(), 3)
+    task.see(rows, own)
+    source, target = torch.searchsorted(own, targets[:, :2].t().contiguous())
+    scores, label = (rows[source] * rows[target]).sum(dim=1), targets[:, 2].float()
+    torch.testing.assert_close(task.loss(rows, targets), F.binary_cross_entropy_with_logits(scores, label))
 
 
 @pytest.mark.parametrize("mode", ["binary", "triplet"])

@@ -26,8 +26,8 @@ def load_task(options: dict[str, Any], split: int) -> tuple[Dataset, Task]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in of_graphs)
         raise InputError(f"{names} belong to --task graph", got=f"--task {options['task']}", fix="Leave them out.")
     if options["task"] == "link":
-        disjoint = 0.0 if given.get("reconstruct") else 0.3
-        return dataset.split_links(split, disjoint=disjoint), LinkPrediction(**given)
+        disjoint, typed = 0.0 if given.get("reconstruct") else 0.3, given.get("decoder") == "distmult"
+        return dataset.split_links(split, disjoint=disjoint, typed=typed), LinkPrediction(**given)
     if given:
         names = ", ".join(f"--{name}" for name in given)
         raise InputError(f"{names} belong to --task link", got=f"--task {options['task']}", fix="Leave them out.")

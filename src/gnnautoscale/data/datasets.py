@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import pickle
-import random
 import shutil
 import warnings
 import zipfile
@@ -20,16 +19,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric import datasets as pyg  # type: ignore[import-untyped]
 from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
-from torch_geometric.transforms import RandomLinkSplit  # type: ignore[import-untyped]
 from torch_geometric.utils import index_to_mask, to_undirected  # type: ignore[import-untyped]
 
-from gnnautoscale._util import undisturbed
-from gnnautoscale.data import files, generate
+from gnnautoscale.data import files, generate, links
 from gnnautoscale.data.many_graphs import split_graphs
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph
@@ -110,14 +106,18 @@ class Dataset:
             found[id(graph)] = graph, (*found.get(id(graph), (graph, ()))[1], split)
         return list(found.values())
 
-    def split_links(self, seed: int = 0, *, disjoint: float = 0.3) -> Dataset:
+    def split_links(self, seed: int = 0, *, disjoint: float = 0.3, typed: bool = False) -> Dataset:
         """Hold edges of the only graph back, to predict them: 5 % for validation and 10 % for tests.
 
         If the graph has ``edge_split``, ``[num_edges]``, that says which: 0 for training, 1 for validation, 2 for
         tests, and 3 or -1 for edges that only pass messages.
 
-        Of the others, a share of ``disjoint`` is trained on, and the rest passes messages; all do both if it is 0.
-        Validation and test get as many pairs without an edge, in PyG's names: ``edge_label_index`` and ``edge_label``.
+        Of the training edges, a share of ``disjoint`` is trained on, and the rest passes messages; if some only pass
+        messages, all others are trained on. All do both if ``disjoint`` is 0. Pairs have PyG's names,
+        ``edge_label_index`` and ``edge_label``.
+
+        Edges of any type count as the same, unless they are ``typed``: then their types are predicted as well, and
+        messages also go backwards, as relations of their own, whose numbers follow.
 
         Example:
             >>> ring = torch.arange(100)
@@ -126,32 +126,10 @@ class Dataset:
             >>> dataset.train.edge_label.numel(), dataset.train.num_edges, dataset.test.num_edges
             (25, 60, 90)
         """
-        if not self.inductive and "edge_split" in self.train:
-            return Dataset(self.name, *(_link_graph(self.train, split, disjoint) for split in range(3)))
-        if self.inductive or "edge_type" in self.train:
-            got = "several graphs" if self.inductive else "edges with types"
-            fix = "Split it yourself: set edge_split, or pass three graphs to fit."
-            raise InputError("links are split in one graph with edges of one kind", got=got, fix=fix)
-        kept = {
-            name: self.train[name] for name in ("x", "edge_index", "edge_weight", "edge_attr") if name in self.train
-        }
-        split = RandomLinkSplit(
-            num_val=0.05,
-            num_test=0.1,
-            is_undirected=Graph.of(self.train).is_symmetric,
-            disjoint_train_ratio=disjoint,
-            add_negative_train_samples=False,
-        )
-        with undisturbed(torch.device("cpu")):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed)  # noqa: NPY002 - PyG draws from it
-            try:
-                parts = split(Data(**kept))
-            except ValueError as error:
-                fix = "Use a larger graph."
-                raise InputError("links to predict need edges to hold back", got=str(error), fix=fix) from error
-        return Dataset(self.name, *parts)
+        if self.inductive:
+            fix = "Split it yourself: pass three graphs to fit."
+            raise InputError("links are split in one graph", got="several graphs", fix=fix)
+        return Dataset(self.name, *links.split_edges(self.train, seed, disjoint=disjoint, typed=typed))
 
     def check(self) -> None:
         """Refuse graphs that no model can be trained on; targets and splits are checked by the task.
@@ -246,7 +224,8 @@ def from_file(
     ``edge_split`` [E] says the same of them, where 3 and -1 are edges that only pass messages. Several graphs have
     ``graph_id`` [N], or ``ptr`` [G + 1], the first node of each; then ``y`` and ``split`` may be theirs, of G rows.
     ``node_tag`` [N] (integers) stands for ``x``, a column for each value. Other names are ignored; one that looks like
-    a typo (``edge_weights``) is refused.
+    a typo (``edge_weights``) is refused. A knowledge graph may be ``train``, ``valid`` and ``test`` [n, 3] instead
+    (source, relation, target), and ``num_nodes``; its nodes have no features but a one.
 
     ``.pt`` is a PyG ``Data`` with the same attributes (no sparse ``x``, no ``split``), saved with ``torch.save``.
 
@@ -301,25 +280,6 @@ def split_at_random(data: Data, seed: int = 0) -> Data:
     data.train_mask, data.test_mask = place < 6 * n, place >= 8 * n
     data.val_mask = ~(data.train_mask | data.test_mask)
     return data
-
-
-def _link_graph(data: Data, number: int, disjoint: float) -> Data:
-    """The graph of a split, by ``edge_split``: messages take the edges that are known by then."""
-    split, (source, target) = data.edge_split, data.edge_index
-    if split.shape != source.shape:
-        fix = "Give each edge one number."
-        raise InputError(f"edge_split must be [{source.numel()}]", got=str(list(split.shape)), fix=fix)
-    known = (split < 0) | (split > 2) | (split < number)
-    if disjoint == 0:
-        known |= split == 0
-    asked = split == number
-    if "edge_type" not in data and Graph.of(data).is_symmetric:
-        asked &= source <= target  # one of both ways
-    kept = {"x": data.x, "edge_index": data.edge_index[:, known]}
-    kept |= {name: data[name][known] for name in files.EDGE_LEVEL if name in data}
-    if "edge_type" in data:
-        kept["edge_label_type"] = data.edge_type[asked]
-    return Data(**kept, edge_label_index=data.edge_index[:, asked], edge_label=torch.ones(int(asked.sum())))
 
 
 def _plain(data: Data) -> Data:

@@ -32,7 +32,8 @@ MASKS = ("train_mask", "val_mask", "test_mask")
 EDGE_LEVEL = ("edge_weight", "edge_attr", "edge_type")
 PLAIN = ("edge_index", "x", "y", *MASKS, *EDGE_LEVEL, "edge_split", "graph_id", "graph_split")
 SPARSE = ("x_indptr", "x_indices", "x_shape")
-ARCHIVE = (*PLAIN, "split", *SPARSE, "x_data", "ptr", "node_tag")
+TRIPLES = ("train", "valid", "test")
+ARCHIVE = (*PLAIN, "split", *SPARSE, "x_data", *TRIPLES, "num_nodes", "ptr", "node_tag")
 TABLES = (".csv", ".parquet")
 NOT_FEATURES = ("id", "y", "label", "split", "graph")
 MAY_BE_EMPTY = ("y", "label", "split")
@@ -237,6 +238,8 @@ def _places(ids: _Array, wanted: _Array) -> _Array:
 
 def _assemble(arrays: dict[str, _Array], max_features: int | None) -> Data:
     """Convert arrays to a ``Data`` of the library's types."""
+    if any(name in arrays for name in TRIPLES):
+        arrays = _of_triples(arrays)
     if any(name in arrays for name in (*SPARSE, "x_data")):
         complete = all(name in arrays for name in SPARSE) and "x" not in arrays
         _need(complete, f"sparse x is {', '.join(SPARSE)}", ", ".join(arrays), "Give all three, and no x.")
@@ -288,6 +291,22 @@ def _mark_graphs(arrays: dict[str, _Array]) -> None:
             arrays["graph_y"] = arrays.pop("y")
             if arrays.get("split", number).shape[:1] == arrays["graph_y"].shape[:1]:
                 arrays["graph_split"] = arrays.pop("split")
+
+
+def _of_triples(arrays: dict[str, _Array]) -> dict[str, _Array]:
+    """A knowledge graph, whose edges have types and splits, as the arrays of a graph; nodes have no features but 1."""
+    complete = set(TRIPLES) <= arrays.keys() and "num_nodes" in arrays and "edge_index" not in arrays
+    rule = f"a knowledge graph is {', '.join(TRIPLES)} and num_nodes"
+    _need(complete, rule, ", ".join(arrays), "Give all of them, and no edge_index.")
+    triples = [_integers(name, arrays.pop(name)) for name in TRIPLES]
+    form = all(each.ndim == 2 and each.shape[1] == 3 for each in triples)
+    shapes = ", ".join(str(list(each.shape)) for each in triples)
+    _need(form, "triples must be [n, 3]: source, relation, target", shapes, "Transpose them.")
+    source, relation, target = np.concatenate(triples).T
+    made = {"edge_index": np.stack([source, target]), "edge_type": relation}
+    made["edge_split"] = np.repeat([0, 1, 2], [len(each) for each in triples])
+    count = int(_integers("num_nodes", arrays.pop("num_nodes")))
+    return {"x": np.ones((count, 1), dtype=np.float32), **made, **arrays}
 
 
 def _dense(arrays: dict[str, _Array], max_features: int | None) -> _Array:

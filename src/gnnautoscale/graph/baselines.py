@@ -280,15 +280,18 @@ class SampleLoader:
         return self._num_batches
 
     def __iter__(self) -> Iterator[Data]:
+        order = torch.randperm(self._nodes.numel(), generator=self._generator)
+        return self.around(self._nodes[order].tensor_split(len(self)) if len(self) else ())
+
+    def around(self, groups: Sequence[Tensor]) -> Iterator[Data]:
+        """A batch around each of some groups of distinct nodes, ``[count]`` each."""
         graph = self._subgraphs.graph.follow(self._data)
         if graph is not self._subgraphs.graph:
             self._subgraphs = Subgraphs(self._data, graph)
-        order = torch.randperm(self._nodes.numel(), generator=self._generator)
         # Each batch has its own seed, so it does not matter which process samples its neighbours.
-        seeds = torch.randint(2**62, (len(self),), generator=self._generator).tolist()
-        jobs = zip(self._nodes[order].tensor_split(len(self)), seeds, strict=True) if len(self) else ()
+        seeds = torch.randint(2**62, (len(groups),), generator=self._generator).tolist()
         build = partial(_sample, self._subgraphs, self._fan_out)
-        for batch in build_each(build, jobs, self._num_workers, self._worker_seeds):
+        for batch in build_each(build, zip(groups, seeds, strict=True), self._num_workers, self._worker_seeds):
             graph.check_unwritten(labels=True)
             yield batch
 

@@ -16,7 +16,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import HaloLoader, partition_graphs
+from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader, partition_graphs
 from gnnautoscale.tasks.node import NodeClassification, NodeRegression, NodeTask, kind_of, known_rows
 from gnnautoscale.tasks.pooling import PooledParts, device_of, pool_exactly
 from gnnautoscale.tasks.readouts import Readout, ReadoutName, make_readout
@@ -60,7 +60,6 @@ class GraphPrediction(Task):
 
     separable = False
     scores_anywhere = True
-    subgraph_modes = ("cluster",)
 
     def __init__(
         self,
@@ -166,9 +165,12 @@ class GraphPrediction(Task):
 
     # Training ########################################################################################################
 
-    def prepare(self, loader: HaloLoader) -> None:
+    def prepare(self, loader: HaloLoader | ClusterLoader | SampleLoader) -> None:
         """See :meth:`Task.prepare`."""
-        self._arrange(loader.labels)
+        if isinstance(loader, SampleLoader):
+            fix = "Use another mode: gas, full, exact, history or cluster."
+            raise InputError("a graph is pooled from all of its nodes", got="neighbour sampling, mode 'sage'", fix=fix)
+        self._arrange((loader.parts if isinstance(loader, ClusterLoader) else loader).labels)
 
     def targets(self, batch: Data) -> tuple[Tensor | None, Tensor]:
         """Select the graphs that the batch has nodes of, with all of their pieces, see ``PooledParts.graphs_of``."""

@@ -6,6 +6,8 @@ edge contributes the gradients of both of its ends, as in full batch.
 
 Pairs without an edge are scored only where both ends are in the batch, and weighted by how rarely they meet. A constant
 row would not do: the model would learn to move away from where all rows have been a moment ago, faster and faster.
+
+The baselines have no histories: joined parts score the pairs inside, and neighbour sampling brings its own pairs.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import HaloLoader
+from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader
 from gnnautoscale.tasks.decoders import DecoderName, make_decoder
+from gnnautoscale.tasks.link_sampling import LinkSampleLoader
 from gnnautoscale.tasks.metrics import average_precision, roc_auc
 from gnnautoscale.tasks.pairs import EdgeKind, Meetings, Pairs, check_leaks, known_keys
 from gnnautoscale.tasks.ranking import KnownEdges, best_partners, pair_scores, ranks
@@ -33,6 +36,9 @@ from gnnautoscale.tasks.task import ClassWeight, Task
 
 # Edges of the training split that are ranked after an epoch; there may be many, and they decide nothing.
 _MOST_RANKED = 10_000
+# A batch that does not hold all nodes draws this many times more pairs without an edge, which weigh as much together:
+# few pairs with large weights make noisy steps.
+_DRAWN_MORE = 5
 # Drawn candidates and negatives are the same in every evaluation.
 _SEED = 0
 
@@ -107,6 +113,8 @@ class LinkPrediction(Task):
         self._outputs, self._own, self._placed = torch.empty(0, 0), torch.empty(0), torch.empty(0)
         self._seen: ref[Tensor] | None = None
         self._meetings = Meetings(torch.empty(0), 1.0)
+        # Whether batches have no other nodes than their own, and whether they bring all of their pairs.
+        self._alone = self._sampled = False
 
     def _choose(self, metric: str) -> None:
         plain = metric.lower().replace("_", "-").replace(" ", "-")
@@ -164,6 +172,7 @@ class LinkPrediction(Task):
         # Training may know the training graph only.
         self._trained = KnownEdges(known_keys(dataset.train, edges), count)
         self._outputs, self._seen = torch.empty(0, 0), None
+        self._alone = self._sampled = False
         return self
 
     def identity(self, data: Data) -> tuple[Tensor | None, ...]:
@@ -185,8 +194,13 @@ class LinkPrediction(Task):
 
     def targets(self, batch: Data) -> tuple[Tensor | None, Tensor]:
         """Select the pairs that touch the batch's nodes: source, target, label and relation, ``[num_pairs, 4]``."""
+        if "links" in batch:
+            return None, batch.links
         pairs, n_id = self._training_pairs, batch.n_id
-        found = pairs.touching(n_id[: batch.batch_size].cpu().as_subclass(Tensor))
+        nodes = n_id[: batch.batch_size].cpu().as_subclass(Tensor)
+        found = pairs.touching(nodes)
+        if self._alone:
+            found = found[torch.isin(pairs.ends[:, found], nodes).all(dim=0)]
         relation = torch.zeros_like(found) if pairs.relation is None else pairs.relation[found]
         return None, torch.stack([*pairs.ends[:, found], pairs.label[found].long(), relation], dim=1).to(n_id.device)
 
@@ -197,9 +211,16 @@ class LinkPrediction(Task):
             raise InputError("link prediction must know its data set", got="none", fix=fix)
         return self._pairs
 
-    def prepare(self, loader: HaloLoader) -> None:
+    def prepare(self, loader: HaloLoader | ClusterLoader | SampleLoader) -> None:
         """See :meth:`Task.prepare`."""
-        self._meetings = Meetings.of(loader)
+        self._alone, self._sampled = not isinstance(loader, HaloLoader), isinstance(loader, SampleLoader)
+        alike = Meetings(torch.zeros(self._training_pairs.num_nodes, dtype=torch.long), 1.0)
+        self._meetings = Meetings.of(loader) if isinstance(loader, HaloLoader) else alike
+
+    def sampled(self, data: Data, fan_out: Sequence[int], num_batches: int, **options: Any) -> SampleLoader:
+        """See :meth:`Task.sampled`; around pairs, with negatives over the whole graph."""
+        pairs, draws = self._training_pairs, self._draws
+        return LinkSampleLoader(data, pairs, self._trained, draws, fan_out, num_batches, **options)
 
     def see(self, out: Tensor, nodes: Tensor) -> None:
         """Remember the output of the batch's own nodes, and where they are in it."""
@@ -208,13 +229,14 @@ class LinkPrediction(Task):
             rule = "the model must return a tensor of one row per node"
             raise InputError(rule, got=got, fix="Return the last layer's output as it is.")
         count, nodes = self._training_pairs.num_nodes, nodes.as_subclass(Tensor).long()
-        if not self._outputs.numel():
-            self._outputs = torch.zeros(count, out.size(1), dtype=out.dtype, device=out.device)
         if self._placed.numel() != count:
             self._placed = torch.empty(count, dtype=torch.long, device=out.device)
         if self._meetings.labels.device != out.device:
             self._meetings = replace(self._meetings, labels=self._meetings.labels.to(out.device))
-        self._outputs[nodes] = out.detach().to(self._outputs.dtype)
+        if not self._alone:
+            if not self._outputs.numel():
+                self._outputs = torch.zeros(count, out.size(1), dtype=out.dtype, device=out.device)
+            self._outputs[nodes] = out.detach().to(self._outputs.dtype)
         self._placed.fill_(-1)
         self._placed[nodes] = torch.arange(nodes.numel(), device=out.device)
         self._own, self._seen = nodes, ref(out)
@@ -246,18 +268,22 @@ class LinkPrediction(Task):
     @property
     def _draws(self) -> int:
         """How many negatives to draw for each positive."""
+        if self._sampled:
+            return 0  # the batch has them
         if self._negatives is not None:
             return self._negatives
         return 1 if self._training_pairs.are_edges else 0
 
     def _draw(self, source: Tensor, target: Tensor, relation: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        """Draw negatives for pairs with weights, ``[draws * num_pairs]``: source, target, relation, weight, and False.
+        """Draw negatives for pairs with weights: source, target, relation, weight, and False, ``[count]`` each.
 
-        Together they weigh as much as the pairs, times the number of draws. The host reads no value here, so that a GPU
-        can capture it: what turns out to be an edge, and what is drawn for pairs without weight, weighs nothing.
+        Together they weigh as much as the pairs, times the number of negatives for each. The host reads no value here,
+        so that a GPU can capture it: what turns out to be an edge, and what is drawn for pairs without weight, weighs
+        nothing.
         """
         own, total = self._own, weight.sum() * self._draws
-        source, target, relation, weight = (each.repeat(self._draws) for each in (source, target, relation, weight))
+        draws = self._draws if self._is_whole else _DRAWN_MORE * self._draws
+        source, target, relation, weight = (each.repeat(draws) for each in (source, target, relation, weight))
         first, second = (own[torch.randint(own.numel(), source.shape, device=source.device)] for _ in range(2))
         if self._num_relations is not None:
             backwards = torch.rand(source.shape, device=source.device) < 0.5
@@ -274,15 +300,23 @@ class LinkPrediction(Task):
 
     def _weight(self, source: Tensor, target: Tensor) -> Tensor:
         """What pairs inside the batch stand for, ``[num_pairs]``; only for themselves if it holds all nodes."""
-        if self._own.numel() == self._training_pairs.num_nodes:
+        if self._is_whole:
             return torch.ones(source.shape, device=source.device)
         return self._meetings.weight(source, target)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the batch holds all nodes."""
+        return self._own.numel() == self._training_pairs.num_nodes
 
     def _scores(self, out: Tensor, source: Tensor, target: Tensor, relation: Tensor, doubled: Tensor) -> Tensor:
         """Scores of pairs, some of which have twice the gradient of their rows."""
         rows = []
         for end in (source, target):
             at = self._placed[end]
+            if self._alone:
+                rows.append(out[at])
+                continue
             near = out[at.clamp(min=0)]
             near = near + doubled.unsqueeze(1) * (near - near.detach())  # adds nothing but the gradient
             rows.append(torch.where(at.unsqueeze(1) >= 0, near, self._outputs[end].to(out.dtype)))

@@ -12,7 +12,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import History, Medium, open_history
-from gnnautoscale.tasks.pairs import EdgeKind, Meetings, Pairs, check_messages, known_keys
+from gnnautoscale.tasks.pairs import PAIR_NAMES, EdgeKind, Meetings, Pairs, check_messages, known_keys
 from gnnautoscale.tasks.ranking import KnownEdges
 
 
@@ -137,7 +137,7 @@ class LinkLoader(HaloLoader):
         self._place[outside] = nodes.numel() + torch.arange(outside.numel())
         local = self._place[ends]
         self._place[nodes] = self._place[outside] = -1
-        for name in ("src_index", "dst_pos_index", "dst_neg_index"):
+        for name in PAIR_NAMES:
             if name in batch:
                 del batch[name]
         added = {"edge_label_index": local, "edge_label": label, "edge_label_weight": weight, "outside": outside}

@@ -15,6 +15,8 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph, HaloLoader
 
 _TRIPLET = ("src_index", "dst_pos_index", "dst_neg_index")
+#: Names of the pairs of a graph in PyG.
+PAIR_NAMES = ("edge_label_index", "edge_label", "edge_label_type", *_TRIPLET)
 
 
 @dataclass(frozen=True, eq=False)

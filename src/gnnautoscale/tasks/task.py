@@ -12,7 +12,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import HaloLoader
+from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader
 
 #: Whether classes count as often as they occur, or all the same.
 ClassWeight = Literal["none", "balanced"]
@@ -52,8 +52,6 @@ class Task(ABC):
     module: nn.Module | None = None
     #: Whether the loss of a batch needs nothing but the batch, so that the mean over batches is that of the graph.
     separable: bool = True
-    #: The modes without histories that serve the task even if it is not separable.
-    subgraph_modes: tuple[str, ...] = ()
     #: Whether :meth:`score` also takes outputs on a GPU, which saves the time to copy them.
     scores_anywhere: bool = False
 
@@ -93,8 +91,21 @@ class Task(ABC):
             The score, or NaN if the split is empty.
         """
 
-    def prepare(self, loader: HaloLoader) -> None:  # noqa: B027 - a task may need nothing
+    def prepare(self, loader: HaloLoader | ClusterLoader | SampleLoader) -> None:  # noqa: B027 - likewise
         """Meet the loader of the training graph before the first step; refuse batches that do not serve the task."""
+
+    def sampled(self, data: Data, fan_out: Sequence[int], num_batches: int, **options: Any) -> SampleLoader:
+        """The batches that neighbour sampling trains on: by default around the nodes that have targets.
+
+        Args:
+            data: The training graph.
+            fan_out: Number of neighbours per layer.
+            num_batches: Number of batches per epoch.
+            options: Further arguments of the loader.
+        """
+        rows, _ = self.targets_of_graph(data)
+        nodes = torch.arange(data.num_nodes) if rows is None else rows
+        return SampleLoader(data, nodes, fan_out, num_batches, **options)
 
     def cut(self, data: Data, num_parts: int, batch_size: int, **how: Any) -> Tensor | None:
         """The part of each node of a graph, ``[num_nodes]``, if the task has its own way to cut it.

@@ -19,7 +19,7 @@ from gnnautoscale._util import PeakMemory, describe_arguments
 from gnnautoscale.attach import LocalLipschitz, autoscale, is_autoscaled
 from gnnautoscale.data import Dataset, holds_graphs, is_collection
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import ClusterLoader, HaloLoader
+from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder, check_run_dir
 from gnnautoscale.tasks import Task, TaskName, check_task, task_for
 from gnnautoscale.training.captured import Engine
@@ -134,7 +134,6 @@ def _check_inseparable(task: Task, options: FitOptions) -> None:
     if task.separable:
         return
     refused = {
-        "mode": options.mode if not (options.has_histories or options.mode in task.subgraph_modes) else None,
         "compensate": options.compensate if options.compensate == "gradient" else None,
         "lipschitz": options.lipschitz or None,
         "diagnose": "gradients" if "gradients" in options.diagnose else None,
@@ -193,8 +192,7 @@ def _train(
     else:
         with clock("partition"):
             subgraphs = subgraph_loader(dataset.train, task, options)
-        if isinstance(subgraphs, ClusterLoader):
-            task.prepare(subgraphs.parts)
+        task.prepare(subgraphs)
         strategy = SubgraphStrategy(model, subgraphs, dataset, optimizer, task, options)
     if options.run_dir is not None:
         strategy.watch()

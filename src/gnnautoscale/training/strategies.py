@@ -388,7 +388,7 @@ def halo_loaders(
     if torch.device(options.device).type == "cuda" and not options.num_workers:
         common["device"] = options.device
     train = {**common, "batch_size": options.batch_size, "shuffle": True, "drawings": options.drawings}
-    labels = _cut(task, dataset.train, options.num_parts, options) if labels is None else labels
+    labels = _cut(task, dataset.train, options.num_parts, options.batch_size, options) if labels is None else labels
     if labels is not None:
         train["partition"] = labels
     if options.compensate != "none":
@@ -400,26 +400,24 @@ def halo_loaders(
             # Batches of other graphs have about as many nodes as those of the training graph.
             share = graph.num_nodes / dataset.train.num_nodes
             count = min(max(1, round(options.num_parts / options.batch_size * share)), graph.num_nodes)
-            known = _cut(task, graph, count, options)
+            known = _cut(task, graph, count, 1, options)
             cut = {} if known is None else {"partition": known}
             made[id(graph)] = HaloLoader(graph, count if known is None else None, **{**common, **cut})
     return {split: made[id(graph)] for split, graph in graphs.items()}
 
 
-def _cut(task: Task, graph: Data, num_parts: int, options: FitOptions) -> Tensor | None:
+def _cut(task: Task, graph: Data, num_parts: int, batch_size: int, options: FitOptions) -> Tensor | None:
     """The parts of a graph, if the task cuts it."""
     how = {"method": options.partition, "seed": options.seed, "cache_dir": options.cache_dir}
-    return task.cut(graph, num_parts, options.batch_size, **how)
+    return task.cut(graph, num_parts, batch_size, **how)
 
 
 def subgraph_loader(graph: Data, task: Task, options: FitOptions) -> ClusterLoader | SampleLoader:
-    """A loader of joined parts, or with a fan-out of as many sampled neighbourhoods of the training nodes."""
+    """A loader of joined parts, or with a fan-out of as many sampled neighbourhoods of what the task trains on."""
     common: dict[str, Any] = {"seed": options.seed, "num_workers": options.num_workers}
     if options.fan_out is None:
-        labels = _cut(task, graph, options.num_parts, options)
+        labels = _cut(task, graph, options.num_parts, options.batch_size, options)
         common |= {"partition": options.partition if labels is None else labels, "cache_dir": options.cache_dir}
         count = options.num_parts if labels is None else None
         return ClusterLoader(graph, count, batch_size=options.batch_size, shuffle=True, **common)
-    rows, _ = task.targets_of_graph(graph)
-    nodes = torch.arange(graph.num_nodes) if rows is None else rows
-    return SampleLoader(graph, nodes, options.fan_out, -(-options.num_parts // options.batch_size), **common)
+    return task.sampled(graph, options.fan_out, -(-options.num_parts // options.batch_size), **common)
