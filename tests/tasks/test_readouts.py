@@ -169,3 +169,33 @@ def test_attention_that_mixes_nodes_is_refused() -> None:
     mixing = aggr.AttentionalAggregation(MLP([4, 4, 1], norm="graph_norm"))
     with pytest.raises(InputError, match="take each node by itself"):
         make_readout(mixing, 4)
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
+def test_what_is_known_moves_on_with_the_rest(name: str) -> None:
+    """If all rows move by the same in each step, nothing is stale, although each batch has one part of four."""
+    torch.manual_seed(0)
+    rows, step = torch.randn(8, WIDTH, dtype=torch.double), torch.randn(WIDTH, dtype=torch.double)
+    graph_id, parts = torch.arange(8) // 4, torch.arange(8) % 4
+    pooled = PooledParts(make_readout(name, WIDTH), graph_id, parts)
+    exactly = {"sum": aggr.SumAggregation, "mean": aggr.MeanAggregation}
+    exactly |= {"max": aggr.MaxAggregation, "min": aggr.MinAggregation}
+    for number in range(12):
+        nodes = (parts == number % 4).nonzero().squeeze(1)
+        now = rows + number * step
+        found, _ = pooled.pool(now[nodes], nodes, pooled.graphs_of(nodes))
+        if number >= 4:
+            torch.testing.assert_close(found, exactly[name]()(now, graph_id), rtol=1e-12, atol=1e-12)
+
+
+def test_attention_moves_on_with_the_rest() -> None:
+    torch.manual_seed(0)
+    rows, step = torch.randn(8, WIDTH, dtype=torch.double), torch.randn(WIDTH, dtype=torch.double)
+    graph_id, parts = torch.arange(8) // 4, torch.arange(8) % 4
+    attention = aggr.AttentionalAggregation(nn.Linear(WIDTH, 1)).double()
+    pooled = PooledParts(make_readout(attention, WIDTH), graph_id, parts)
+    for number in range(12):
+        nodes = (parts == number % 4).nonzero().squeeze(1)
+        now = rows + number * step
+        found, _ = pooled.pool(now[nodes], nodes, pooled.graphs_of(nodes))
+    torch.testing.assert_close(found, attention(now, graph_id), rtol=1e-12, atol=1e-12)

@@ -47,8 +47,8 @@ class Files(OptionGroup):
 class Generators(OptionGroup):
     """Options of generated graphs."""
 
-    graphs: int | None = option(None, "Number of training graphs of cluster and pattern.")
-    nodes: int | None = option(None, "Number of nodes of communities.")
+    graphs: int | None = option(None, "Number of training graphs of cluster, pattern and echoes.")
+    nodes: int | None = option(None, "Number of nodes of communities, or of each graph of echoes.")
     degree: float | None = option(None, "Mean degree of communities.")
     features: int | None = option(None, "Number of features of communities.")
     classes: int | None = option(None, "Number of classes of communities.")

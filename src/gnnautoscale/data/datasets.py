@@ -169,9 +169,9 @@ def load(name: str, root: str | Path = "data", *, split: int = 0, seed: int = 0,
         split: Which of several splits: a random one with this seed for Coauthor and Amazon (20 training and 30
             validation nodes per class); one of the 20 published ones for Wiki-CS. All others have one split and ignore
             it.
-        seed: For generated data: ``cluster``, ``pattern``, ``communities``.
-        options: ``graphs`` (training graphs) for ``cluster`` and ``pattern``; ``nodes``, ``degree``, ``features``,
-            ``classes`` and ``homophily`` for ``communities``.
+        seed: For generated data: ``cluster``, ``pattern``, ``communities``, ``echoes``.
+        options: ``graphs`` (training graphs) for ``cluster``, ``pattern`` and ``echoes``; ``nodes`` (of each graph) for
+            ``echoes``; ``nodes``, ``degree``, ``features``, ``classes`` and ``homophily`` for ``communities``.
 
     Example:
         >>> dataset = load("cluster", graphs=10)
@@ -284,6 +284,8 @@ def split_at_random(data: Data, seed: int = 0) -> Data:
 
 def _plain(data: Data) -> Data:
     """Keep only what the library uses, in its types; add empty masks where there are none."""
+    if "graph_y" in data:
+        return data
     kept = {name: data[name] for name in ("graph_id", *files.EDGE_LEVEL) if name in data}
     nothing = torch.zeros(data.x.size(0), dtype=torch.bool)
     masks = {name: data[name] if name in data else nothing.clone() for name in files.MASKS}
@@ -380,6 +382,11 @@ def _pattern(root: Path, split: int, seed: int, *, graphs: int = 10_000) -> list
     return _inductive(generate.pattern(count, seed=3 * seed + part, pattern_seed=seed) for part, count in parts)
 
 
+def _echoes(root: Path, split: int, seed: int, *, graphs: int = 16, nodes: int = 50_000) -> list[Data]:
+    counts = enumerate((graphs, graphs, 2 * graphs))
+    return [generate.echoes(count, num_nodes=nodes, seed=3 * seed + part) for part, count in counts]
+
+
 def _communities(
     root: Path,
     split: int,
@@ -433,4 +440,5 @@ _LOADERS: dict[str, Callable[..., list[Data]]] = {
     "ogbn-arxiv": partial(_ogbn, title="ogbn-arxiv"),
     "ogbn-products": partial(_ogbn, title="ogbn-products"),
     "communities": _communities,
+    "echoes": _echoes,
 }

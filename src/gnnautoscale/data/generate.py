@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.utils import coalesce  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 
@@ -17,6 +18,7 @@ _Pattern = tuple[npt.NDArray[np.bool_], _Ints]  # adjacency [n, n] and features 
 
 SMALLEST, LARGEST = 5, 34  # nodes of a block or a pattern
 NUM_PATTERNS = 100
+ARC = 10  # nodes of an arc
 REACH = 8  # ring neighbours are at most this many times `degree` places away
 
 
@@ -161,6 +163,51 @@ def communities(
     masks = {"train_mask": quarter < 2, "val_mask": quarter == 2, "test_mask": quarter == 3}
     arrays = {"x": x, "edge_index": edge_index, "y": y, **masks}
     return Data(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def echoes(num_graphs: int, *, num_nodes: int = 50_000, seed: int = 0) -> Data:
+    """ECHOES: large graphs whose class is whether far-apart places agree.
+
+    The nodes of a graph lie on a ring, in arcs of ten. Each arc has a sign, + or -, half of them each; a node's feature
+    is the sign of its arc plus noise. Edges join a node to the next three on the ring, and to one more anywhere on it:
+    in half of the graphs, of class 1, that has the same sign in 65% of the cases, in the others in 35%. Nothing but
+    these long edges tells the classes apart, and whoever cuts a graph into parts cuts most of them.
+
+    Returns:
+        ``num_graphs`` graphs side by side as one: ``x`` [N, 2], the second column being 1, ``edge_index`` [2, E] in
+        both directions, ``graph_id`` [N], and ``graph_y`` [G].
+
+    Example:
+        >>> data = echoes(4, num_nodes=100)
+        >>> data.graph_y, data.num_nodes, data.is_undirected()
+        (tensor([0, 1, 0, 1]), 400, True)
+    """
+    _at_least("num_graphs", num_graphs, 1)
+    _at_least("num_nodes", num_nodes, 4 * ARC)
+    rng = np.random.default_rng(seed)
+    ring = np.arange(num_nodes)
+    near = np.concatenate([np.stack([ring, (ring + step) % num_nodes]) for step in (1, 2, 3)], axis=1)
+    edges, features = [], []
+    for number in range(num_graphs):
+        arcs = rng.permutation(-(-num_nodes // ARC)) % 2 == 0
+        positive = np.repeat(arcs, ARC)[:num_nodes]
+        groups = [rng.permutation(ring[positive]), rng.permutation(ring[~positive])]
+        across = round((0.35 if number % 2 else 0.65) * num_nodes / 2)
+        pairs = [np.stack([group[:across] for group in groups])]
+        for group in groups:
+            alike = group[across : across + (group.size - across) // 2 * 2]
+            pairs.append(alike.reshape(2, -1))
+        edges.append(np.concatenate([near, *pairs], axis=1) + number * num_nodes)
+        noise = rng.standard_normal(num_nodes, dtype=np.float32)
+        features.append(np.where(positive, np.float32(1), np.float32(-1)) + noise)
+    one_way = torch.from_numpy(np.concatenate(edges, axis=1))
+    x = torch.from_numpy(np.concatenate(features))
+    return Data(
+        x=torch.stack([x, torch.ones_like(x)], dim=1),
+        edge_index=coalesce(torch.cat([one_way, one_way.flip(0)], dim=1)),
+        graph_id=torch.arange(num_graphs).repeat_interleave(num_nodes),
+        graph_y=torch.arange(num_graphs) % 2,
+    )
 
 
 class _Small:

@@ -84,6 +84,7 @@ class GIN(Stack):
         "current batch in evaluation too.",
     )
     residual: bool = True
+    jumping_knowledge: bool = option(False, "Whether the last linear layer reads the outputs of all layers.")
 
     def _make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
         averages = self.track_running_stats

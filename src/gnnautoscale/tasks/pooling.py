@@ -40,6 +40,8 @@ class PooledParts:
         self._num_pieces = found.numel()
         # Of each piece, and at the end of none; made with the first batch, when the width is known.
         self._known: Tensor | None = None
+        self._when: Tensor | None = None
+        self._now = torch.ones((), dtype=torch.long)
         self._there: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     def graphs_of(self, nodes: Tensor) -> Tensor:
@@ -76,6 +78,7 @@ class PooledParts:
             self._known = own.new_zeros(self._num_pieces + 1, own.size(1))
         known, fresh = self._known[pieces].to(own.dtype), own[:, :1] > 0
         self._known[pieces] = torch.where(fresh, own.detach(), known).to(self._known.dtype)
+        known = self._brought_forward(known, own.detach(), fresh, pieces)
         if self._dropout and self.readout.training:
             known = known * (torch.rand(count, 1, device=out.device) >= self._dropout)
         parts = torch.where(fresh, own, known).view(-1, most, own.size(1))
@@ -86,6 +89,27 @@ class PooledParts:
         pooled = pooled + (1 / share - 1).unsqueeze(1) * (pooled - pooled.detach())
         return pooled, share
 
+    def _brought_forward(self, known: Tensor, own: Tensor, fresh: Tensor, pieces: Tensor) -> Tensor:
+        """What is known of pieces, moved as far as those of the batch have moved on average, step by step.
+
+        All rows drift as weights change, by far more than graphs differ. Where weights stay the same, nothing moves.
+        """
+        when, now = self._when_on(own.device)
+        age = (now - when[pieces]).to(own.dtype).unsqueeze(1)
+        weight = torch.where(fresh & (known[:, :1] > 0), own[:, :1], 0.0)
+        moved = self.readout.place(own) - self.readout.place(known)
+        rate = (weight * moved).sum(dim=0) / (weight * age).sum().clamp(min=1)
+        when[pieces] = torch.where(fresh.squeeze(1), now, when[pieces])
+        now += 1
+        return self.readout.moved(known, age * rate)
+
+    def _when_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The step in which each piece was last pooled, and that of now."""
+        if self._when is None:
+            self._when = torch.zeros(self._num_pieces + 1, dtype=torch.long, device=device)
+            self._now = torch.ones((), dtype=torch.long, device=device)
+        return self._when, self._now
+
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """The piece of each node, a place for each piece and for none, and the nodes of each graph, on a device."""
         if device not in self._there:
@@ -95,11 +119,16 @@ class PooledParts:
 
     def state_dict(self) -> dict[str, Any]:
         """What is known, for a checkpoint."""
-        return {} if self._known is None else {"pooled": self._known}
+        if self._known is None or self._when is None:
+            return {}
+        return {"pooled": self._known, "pooled_when": self._when, "pooled_now": self._now}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Continue from a checkpoint."""
-        self._known = state["pooled"].to(device) if "pooled" in state else None
+        self._known = self._when = None
+        if "pooled" in state:
+            self._known, self._when = state["pooled"].to(device), state["pooled_when"].to(device)
+            self._now = state["pooled_now"].to(device)
 
 
 @torch.no_grad()

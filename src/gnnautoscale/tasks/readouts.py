@@ -39,6 +39,14 @@ class Readout(nn.Module, ABC):
         return self._finish(merged[:, 1:], merged[:, :1], nodes.unsqueeze(1).to(merged.dtype))
 
     @abstractmethod
+    def place(self, parts: Tensor) -> Tensor:
+        """Where partial results ``[count, columns]`` are, whatever their number of nodes, ``[count, n]``."""
+
+    @abstractmethod
+    def moved(self, parts: Tensor, by: Tensor) -> Tensor:
+        """Partial results ``[count, columns]`` whose :meth:`place` has changed ``by`` something, ``[count, n]``."""
+
+    @abstractmethod
     def _pool(self, rows: Tensor, place: Tensor, count: int) -> tuple[Tensor, ...]: ...
 
     @abstractmethod
@@ -54,6 +62,14 @@ class _Sum(Readout):
     def __init__(self, *, mean: bool) -> None:
         super().__init__()
         self._mean = mean
+
+    def place(self, parts: Tensor) -> Tensor:
+        """The mean row."""
+        return parts[:, 1:] / parts[:, :1].clamp(min=1)
+
+    def moved(self, parts: Tensor, by: Tensor) -> Tensor:
+        """See :meth:`Readout.moved`."""
+        return torch.cat([parts[:, :1], parts[:, 1:] + parts[:, :1] * by], dim=1)
 
     def _pool(self, rows: Tensor, place: Tensor, count: int) -> tuple[Tensor, ...]:
         return (_sums(rows, place, count),)
@@ -75,6 +91,15 @@ class _Extreme(Readout):
     def __init__(self, *, largest: bool) -> None:
         super().__init__()
         self._sign = 1.0 if largest else -1.0
+
+    def place(self, parts: Tensor) -> Tensor:
+        """The value."""
+        return parts[:, 1:].chunk(2, dim=1)[0]
+
+    def moved(self, parts: Tensor, by: Tensor) -> Tensor:
+        """See :meth:`Readout.moved`."""
+        values, rows = parts[:, 1:].chunk(2, dim=1)
+        return torch.cat([parts[:, :1], values + by, rows], dim=1)
 
     def _pool(self, rows: Tensor, place: Tensor, count: int) -> tuple[Tensor, ...]:
         rows = rows * self._sign
@@ -116,6 +141,21 @@ class _Weighted(Readout):
             return gates.detach() if given.semi_grad and not given.learn else gates, rows
         gate, change = given.gate_mlp or given.gate_nn, given.mlp or given.nn
         return gate(rows), rows if change is None else change(rows)
+
+    def place(self, parts: Tensor) -> Tensor:
+        """The logarithm of the sum of weights, and the weighted mean."""
+        tops, weights, sums = torch.split(parts[:, 1:], self._columns(parts), dim=1)
+        some = torch.where(weights > 0, weights, 1.0)
+        return torch.cat([tops + some.log(), sums / some], dim=1)
+
+    def moved(self, parts: Tensor, by: Tensor) -> Tensor:
+        """See :meth:`Readout.moved`."""
+        tops, weights, sums = torch.split(parts[:, 1:], self._columns(parts), dim=1)
+        gates, rows = by[:, : self._gates], by[:, self._gates :]
+        return torch.cat([parts[:, :1], tops + gates, weights, sums + weights * rows], dim=1)
+
+    def _columns(self, parts: Tensor) -> list[int]:
+        return [self._gates, self._gates, parts.size(-1) - 1 - 2 * self._gates]
 
     def _pool(self, rows: Tensor, place: Tensor, count: int) -> tuple[Tensor, ...]:
         gates, rows = self._rows(rows)

@@ -112,7 +112,9 @@ class Experiment:
         train = {**self.train, **options.get("train", {}), **changes}
         train = self._with_epochs(train, steps)
         unused = [name for name, modes in _OF_MODES.items() if train["mode"] not in modes]
+        task = {"task": options["task"]} if "task" in options else {}
         return {
+            **task,
             "kind": "train",
             "dataset": dataset,
             "data": options.get("data", {}),

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from gnnautoscale.data import Dataset, datasets
+from gnnautoscale.data import Dataset, datasets, files, folds, join_graphs, take_graphs
 from gnnautoscale.experiments import bench
 from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
 from gnnautoscale.graph import connectivity, partition
 from gnnautoscale.models import build_model
 from gnnautoscale.runs import jsonable
-from gnnautoscale.tasks import task_for
+from gnnautoscale.tasks import GraphPrediction, task_for
 from gnnautoscale.training import describe_machine, fit
 
 Work = Mapping[str, Any]
@@ -34,10 +34,12 @@ def perform(work: Work, *, root: str, device: str, run_dir: Path | None = None) 
 def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str, Any]:
     dataset = _dataset(work["dataset"], root, work["seed"], **work["data"])
     torch.manual_seed(work["seed"])
-    model = build_model(work["model"], dataset.train, task_for(dataset).num_outputs, **work["options"])
+    task = GraphPrediction(**work["task"]) if "task" in work else task_for(dataset)
+    model = build_model(work["model"], dataset.train, task.num_outputs, **work["options"])
     fitted = fit(
         model,
         dataset,
+        task=task,
         **work["train"],
         seed=work["seed"],
         device=device,
@@ -81,6 +83,8 @@ def _step(work: Work, root: str, device: str) -> dict[str, Any]:
 @lru_cache(maxsize=4)  # jobs come sorted by data set
 def _load(name: str, root: str, split: int, options: tuple[tuple[str, Any], ...]) -> Dataset:
     given = dict(options)
+    if given.pop("folds", False):
+        return _fold(Path(root) / given.pop("file"), split)
     if "file" in given:
         return datasets.from_file(Path(root) / given.pop("file"), split=split, **given)
     if given.pop("random_split", False):
@@ -89,8 +93,17 @@ def _load(name: str, root: str, split: int, options: tuple[tuple[str, Any], ...]
     return datasets.load(name, root, split=split, **given)
 
 
+def _fold(path: Path, number: int) -> Dataset:
+    """Graphs of a file, but one fold of ten, which is for validation and for tests (Xu et al., 2019)."""
+    graphs = join_graphs(files.read_graph(path))
+    held = folds(graphs.graph_y, 10) == number % 10
+    chosen = (~held, held, held)
+    return Dataset(path.stem, *(take_graphs(graphs, each.nonzero().squeeze(1)) for each in chosen))
+
+
 def _dataset(name: str, root: str, split: int, **options: Any) -> Dataset:
-    has_splits = name.startswith(("coauthor", "amazon", "wiki")) or options.get("random_split", False)
+    several = options.get("random_split", False) or options.get("folds", False)
+    has_splits = name.startswith(("coauthor", "amazon", "wiki")) or several
     return _load(name, root, split if has_splits else 0, tuple(sorted(options.items())))
 
 
