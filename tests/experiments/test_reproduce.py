@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch_geometric.data import Data  # type: ignore[import-untyped]
@@ -42,6 +43,7 @@ from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
 from gnnautoscale.experiments.reproduce.work import perform
 from gnnautoscale.models import check_model_options
 from gnnautoscale.runs.folder import read_run
+from gnnautoscale.tasks import LinkPrediction
 from gnnautoscale.training.journal import describe_machine
 from gnnautoscale.training.options import FitOptions
 
@@ -130,7 +132,10 @@ def test_all_runs_of_a_configuration_can_be_done(name: str) -> None:
 
 def check_train(work: Mapping[str, Any]) -> None:
     FitOptions.of({**work["train"], "seed": work["seed"], "device": "cpu"})
-    check_model_options(work["model"], work["options"])
+    if work["model"] != "rgcn":
+        check_model_options(work["model"], work["options"])
+    if "task" in work:
+        LinkPrediction(**work["task"])
     assert "file" in work["data"] or work["dataset"] in datasets.names()
     if work["train"]["mode"] == "sage":
         assert len(work["train"]["fan_out"]) == work["options"]["layers"]
@@ -656,6 +661,62 @@ def test_compensation_shows_differences_to_full_batch_and_times(tmp_path: Path) 
         "GAS, gradient: mean difference to full batch +0.00 points, from +0.00 to +0.00, over 1 model and graph.",
     ]
     assert report.values["compensation"]["gcn.cora"]["gas"] == {"test": [85.0, 86.0], "milliseconds": [5.0, 5.0]}
+
+
+def test_links_show_all_metrics_beside_published_ones(tmp_path: Path) -> None:
+    def results(seconds: float, memory: int | None, *tests: float) -> list[dict[str, Any]]:
+        common = {"seconds": {"train": seconds}, "steps": 200, "peak_memory": memory}
+        return [{**common, "metrics": {"ROC-AUC": each, "average-precision": each + 1}} for each in tests]
+
+    found = {
+        ("gcn.cora", "full"): results(4.0, 2**30, 90.0, 91.0),
+        ("gcn.cora", "gas"): results(2.0, 2**28, 90.5, 91.0),
+        ("gcn.cora", "sage"): results(2.0, None, 88.0),
+    }
+    report = report_of(tmp_path, "links", found)
+    assert report.rows[0] == ["cora", "gcn", "full batch", "ROC-AUC", "90.50 ± 0.71", "91.0", "-", "20.0", "1,024"]
+    assert report.rows[3][3:] == ["average-precision", "91.75 ± 0.35", "92.0", "+0.25", "10.0", "256"]
+    assert report.rows[4][2:] == ["neighbour sampling", "ROC-AUC", "88.00", "91.0", "-2.00", "10.0", "-"]
+    assert report.values["links"]["gcn.cora"]["sage"] == {"ROC-AUC": [88.0], "average-precision": [89.0]}
+
+
+@pytest.mark.parametrize("mode", ["full", "gas", "sage"])
+def test_links_are_trained_and_scored_by_all_metrics(tmp_path: Path, mode: str) -> None:
+    fan_out = {"fan_out": [3, 3]} if mode == "sage" else {}
+    work = {
+        "kind": "train",
+        "dataset": "communities",
+        "data": {"nodes": 60, "degree": 6.0, "features": 5, "classes": 3, "binary": True},
+        "task": {"decoder": "dot", "width": 8},
+        "model": "gcn",
+        "options": {"hidden": 4},
+        "train": {"mode": mode, "num_parts": 4, "batch_size": 2, "epochs": 2, **fan_out},
+        "seed": 1,
+    }
+    result = perform(work, root=str(tmp_path), device="cpu")
+    assert result["metrics"].keys() == {"ROC-AUC", "average-precision"}
+    assert result["metrics"]["ROC-AUC"] == pytest.approx(result["scores"]["test"], abs=1e-3)
+
+
+def test_links_of_a_knowledge_graph(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    triples = np.unique(random.integers((30, 3, 30), size=(200, 3)), axis=0)
+    random.shuffle(triples)
+    triples[0, 1] = 2
+    np.savez(tmp_path / "kg.npz", train=triples[:150], valid=triples[150:170], test=triples[170:], num_nodes=30)
+    work = {
+        "kind": "train",
+        "dataset": "kg",
+        "data": {"file": "kg.npz"},
+        "task": {"decoder": "distmult", "reconstruct": True, "width": 8, "metric": "MRR"},
+        "model": "rgcn",
+        "options": {"layers": 2, "blocks": 2, "dropout": 0.1},
+        "train": {"mode": "gas", "num_parts": 4, "batch_size": 2, "epochs": 2},
+        "seed": 0,
+    }
+    result = perform(work, root=str(tmp_path), device="cpu")
+    assert result["metrics"].keys() == {"MRR", "Hits@10"}
+    assert 0 < result["metrics"]["MRR"] < result["metrics"]["Hits@10"] <= 100
 
 
 def test_seeds_name_random_splits(monkeypatch: pytest.MonkeyPatch) -> None:

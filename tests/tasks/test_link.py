@@ -397,9 +397,8 @@ def test_negatives_stand_for_all_pairs_of_the_graph_and_are_no_edges() -> None:
     task.see(torch.zeros(own.numel(), 4), own)
     _, targets = task.targets(Data(n_id=own, batch_size=own.numel(), num_nodes=own.numel()))
     source, target, label, relation = targets.unbind(dim=1)
-    first, second, _, weight, doubled = task._draw(source, target, relation, label.float())
+    first, second, _, weight = task._draw(source, target, relation, label.float())
     assert bool(torch.isin(torch.cat([first, second]), own).all())  # their gradients flow
-    assert not doubled.any()
     assert first.numel() == 5 * 400 * label.numel()  # five times as many as they stand for, to be less noisy
     assert float(weight.sum()) == pytest.approx(400 * float(label.sum()), rel=1e-4)
     pairs = torch.cat([parts[0].edge_index, parts[0].edge_label_index, parts[0].edge_label_index.flip(0)], dim=1)
@@ -432,7 +431,7 @@ def test_negatives_of_typed_edges_keep_a_known_end() -> None:
     task.see(torch.zeros(30, 4), torch.arange(30))
     _, targets = task.targets_of_graph(parts[0])
     source, target, label, relation = targets.unbind(dim=1)
-    heads, tails, kinds, weight, _ = task._draw(source, target, relation, label.float())
+    heads, tails, kinds, weight = task._draw(source, target, relation, label.float())
     assert kinds.numel() == 50 * label.numel()  # full batch draws as many as were asked for
     assert torch.equal(kinds, relation.repeat(50))
     same_head, same_tail = heads == source.repeat(50), tails == target.repeat(50)

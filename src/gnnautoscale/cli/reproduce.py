@@ -21,7 +21,7 @@ def reproduce(
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="Number of seeds, instead of the configuration's.")] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Number of steps, instead of the configuration's; for compensation.")
+        int | None, typer.Option(help="Number of steps, instead of the configuration's; for compensation and links.")
     ] = None,
     device: Annotated[str, typer.Option(help=OPTIONS["device"].help)] = "auto",
     jobs: Annotated[int, typer.Option(help="Number of parallel processes.")] = 1,

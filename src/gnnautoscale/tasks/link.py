@@ -256,12 +256,11 @@ class LinkPrediction(Task):
         # Edges in two batches count half in each; others only where both ends are, for all who do not meet.
         others = self._weight(source, target).masked_fill(across, 0.0)
         weight, wanted = torch.where(edge, torch.where(across, 0.5, 1.0), others), label.float()
-        if self._draws:
-            given = source, target, relation, weight, across
-            drawn = self._draw(source, target, relation, weight * edge)
-            source, target, relation, weight, across = (torch.cat(both) for both in zip(given, drawn, strict=True))
-            wanted = F.pad(wanted, (0, weight.numel() - wanted.numel()))
         scores = self._scores(out, source, target, relation, across)
+        if self._draws:
+            *drawn, others = self._draw(source, target, relation, weight * edge)
+            scores, weight = torch.cat([scores, self._scores(out, *drawn)]), torch.cat([weight, others])
+            wanted = F.pad(wanted, (0, weight.numel() - wanted.numel()))
         losses = F.binary_cross_entropy_with_logits(scores.float(), wanted, reduction="none")
         return (losses * weight).sum() / weight.sum().clamp(min=1e-12)
 
@@ -275,7 +274,7 @@ class LinkPrediction(Task):
         return 1 if self._training_pairs.are_edges else 0
 
     def _draw(self, source: Tensor, target: Tensor, relation: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        """Draw negatives for pairs with weights: source, target, relation, weight, and False, ``[count]`` each.
+        """Draw negatives inside the batch for pairs with weights: source, target, relation, weight, ``[count]`` each.
 
         Together they weigh as much as the pairs, times the number of negatives for each. The host reads no value here,
         so that a GPU can capture it: what turns out to be an edge, and what is drawn for pairs without weight, weighs
@@ -296,7 +295,7 @@ class LinkPrediction(Task):
         if self._num_relations is not None:
             drawn = drawn * weight  # an edge that two batches see has one negative, not two
         drawn = drawn * (total / drawn.sum().clamp(min=1e-12))
-        return first, second, relation, drawn, torch.zeros_like(real)
+        return first, second, relation, drawn
 
     def _weight(self, source: Tensor, target: Tensor) -> Tensor:
         """What pairs inside the batch stand for, ``[num_pairs]``; only for themselves if it holds all nodes."""
@@ -309,16 +308,18 @@ class LinkPrediction(Task):
         """Whether the batch holds all nodes."""
         return self._own.numel() == self._training_pairs.num_nodes
 
-    def _scores(self, out: Tensor, source: Tensor, target: Tensor, relation: Tensor, doubled: Tensor) -> Tensor:
-        """Scores of pairs, some of which have twice the gradient of their rows."""
+    def _scores(
+        self, out: Tensor, source: Tensor, target: Tensor, relation: Tensor, across: Tensor | None = None
+    ) -> Tensor:
+        """Scores of pairs inside the batch; or, if some are ``across`` its border, these with twice their gradient."""
         rows = []
         for end in (source, target):
             at = self._placed[end]
-            if self._alone:
+            if across is None or self._alone or self._is_whole:
                 rows.append(out[at])
                 continue
             near = out[at.clamp(min=0)]
-            near = near + doubled.unsqueeze(1) * (near - near.detach())  # adds nothing but the gradient
+            near = near + across.unsqueeze(1) * (near - near.detach())  # adds nothing but the gradient
             rows.append(torch.where(at.unsqueeze(1) >= 0, near, self._outputs[end].to(out.dtype)))
         scores: Tensor = self._made()(*rows, *(() if self._num_relations is None else (relation,)))
         return scores

@@ -60,7 +60,8 @@ class Experiment:
     """An experiment of the paper, as in its configuration file.
 
     A job has the options ``train``, those of its cell, which may also set the number of seeds, and those of its
-    variant; later ones win. Options of a model are in a table of their own, ``model``. A number of ``steps`` in place
+    variant; later ones win. Options of a model are in a table of their own, ``model``, and so are those of link
+    prediction, ``task``. A number of ``steps`` in place
     of epochs is the same for all modes. Variants ``on_request`` run only if they are named.
     """
 
@@ -112,9 +113,7 @@ class Experiment:
         train = {**self.train, **options.get("train", {}), **changes}
         train = self._with_epochs(train, steps)
         unused = [name for name, modes in _OF_MODES.items() if train["mode"] not in modes]
-        task = {"task": options["task"]} if "task" in options else {}
         return {
-            **task,
             "kind": "train",
             "dataset": dataset,
             "data": options.get("data", {}),
@@ -122,6 +121,7 @@ class Experiment:
             "options": model_options,
             "train": {name: None if value == "none" else value for name, value in train.items() if name not in unused},
             "seed": seed,
+            **({"task": options["task"]} if "task" in options else {}),
         }
 
     def _with_epochs(self, train: dict[str, Any], steps: int | None) -> dict[str, Any]:
@@ -146,6 +146,7 @@ _OF_MODES = {
     **dict.fromkeys(("num_parts", "batch_size", "partition", "storage"), (*_BATCHED, "exact")),
     **dict.fromkeys(("steps_per_epoch", "refresh_every"), _BATCHED),
     "drawings": ("gas", "history"),
+    "edge_dropout": ("gas", "history", "full"),
     "fan_out": ("sage",),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import lru_cache, partial
@@ -9,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from gnnautoscale.attach import autoscale, infer, is_autoscaled
 from gnnautoscale.data import Dataset, datasets, files, folds, join_graphs, take_graphs
 from gnnautoscale.experiments import bench
 from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
+from gnnautoscale.experiments.reproduce.relational import RGCN
 from gnnautoscale.graph import connectivity, partition
 from gnnautoscale.models import build_model
 from gnnautoscale.runs import jsonable
-from gnnautoscale.tasks import GraphPrediction, task_for
+from gnnautoscale.tasks import GraphPrediction, LinkPrediction, Task, task_for
 from gnnautoscale.training import describe_machine, fit
 
 Work = Mapping[str, Any]
@@ -33,9 +37,16 @@ def perform(work: Work, *, root: str, device: str, run_dir: Path | None = None) 
 
 def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str, Any]:
     dataset = _dataset(work["dataset"], root, work["seed"], **work["data"])
+    task: Task
+    if "graph_y" in dataset.train:
+        task = GraphPrediction(**work["task"])
+    elif "task" in work:
+        dataset, task = _links(dataset, work["seed"], **work["task"])
+    else:
+        task = task_for(dataset)
     torch.manual_seed(work["seed"])
-    task = GraphPrediction(**work["task"]) if "task" in work else task_for(dataset)
-    model = build_model(work["model"], dataset.train, task.num_outputs, **work["options"])
+    build = RGCN.of if work["model"] == "rgcn" else partial(build_model, work["model"])
+    model = build(dataset.train, task.num_outputs, **work["options"])
     fitted = fit(
         model,
         dataset,
@@ -57,7 +68,25 @@ def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str
         "loss": [round(epoch.loss, 5) for epoch in shown],
         **{split: [round(epoch.scores[split], 3) for epoch in shown] for split in ("train", "val", "test")},
     }
+    if isinstance(task, LinkPrediction):
+        result["metrics"] = _metrics_of_links(model, dataset, task)
     return result
+
+
+def _links(dataset: Dataset, seed: int, **options: Any) -> tuple[Dataset, LinkPrediction]:
+    """Edges held back, and the task to predict them."""
+    disjoint, typed = 0.0 if options.get("reconstruct") else 0.3, options["decoder"] == "distmult"
+    return dataset.split_links(seed, disjoint=disjoint, typed=typed), LinkPrediction(**options)
+
+
+def _metrics_of_links(model: nn.Module, dataset: Dataset, task: Task) -> dict[str, float]:
+    """Test scores of a trained model by all metrics of its kind, by name."""
+    if not is_autoscaled(model):
+        autoscale(model, dataset.test)
+    rows = infer(model, dataset.test)
+    names = ("MRR", "Hits@10") if task.metric == "MRR" else ("ROC-AUC", "average-precision")
+    posed = (task.bound_to(dataset, metric=name, class_weight="none") for name in names)
+    return {each.metric: each.score(rows, dataset.test, "test") for each in posed}
 
 
 def _connectivity(work: Work, root: str, device: str) -> dict[str, Any]:
@@ -85,6 +114,11 @@ def _load(name: str, root: str, split: int, options: tuple[tuple[str, Any], ...]
     given = dict(options)
     if given.pop("folds", False):
         return _fold(Path(root) / given.pop("file"), split)
+    if given.pop("binary", False):  # features are there, or not
+        dataset = _load(name, root, split, tuple(given.items()))
+        data = copy.copy(dataset.train)
+        data.x = (data.x != 0).float()
+        return Dataset.of(data, name)
     if "file" in given:
         return datasets.from_file(Path(root) / given.pop("file"), split=split, **given)
     if given.pop("random_split", False):
