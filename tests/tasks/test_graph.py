@@ -189,6 +189,20 @@ def test_steps_follow_full_batch_where_nothing_is_stale() -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("readout", ["mean", "max", "attention"])
+def test_steps_on_graphs_are_captured(readout: Any) -> None:
+    def run(**options: Any) -> gas.FitResult:
+        torch.manual_seed(5)
+        task = GraphPrediction(readout, "mlp", width=WIDTH)
+        task.bound_to(large_graphs(), metric=None, class_weight="none")
+        return gas.fit(encoder(), large_graphs(), task=task, drawings=2, epochs=20, **{**PARTS, **options})
+
+    captured, plain = (run(device="cuda", capture=capture) for capture in (True, False))
+    assert captured.how.startswith("captured")
+    assert captured.epochs[-1].loss == pytest.approx(plain.epochs[-1].loss, rel=1e-3)
+
+
 @pytest.mark.parametrize("every", ["epoch", 3])
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, every: Any) -> None:
     def run(epochs: int, **options: Any) -> tuple[gas.FitResult, dict[str, Tensor]]:

@@ -113,6 +113,7 @@ class GraphPrediction(Task):
 
     def bound_to(self, dataset: Dataset, *, metric: str | None, class_weight: ClassWeight) -> Task:
         """See :meth:`Task.bound_to`; a head that was named is made."""
+        self.check_dataset(dataset)
         graphs = _as_nodes(dataset)
         numbers = kind_of(dataset.train.graph_y) == "numbers"
         of_graphs = NodeRegression.of(graphs) if numbers else NodeClassification.of(graphs)
