@@ -44,8 +44,8 @@ def archive() -> str:
     sizes = 3 + np.arange(30) % 5
     first = np.concatenate([[0], np.cumsum(sizes)])
     nodes = np.setdiff1d(np.arange(first[-1]), first[1:] - 1)  # all but the last of each
-    arrays = {"ptr": first, "node_tag": np.arange(first[-1]) % 3, "edge_index": np.stack([nodes, nodes + 1])}
-    np.savez("paths.npz", **arrays, y=np.arange(30) % 2)
+    tags, edges = np.arange(first[-1]) % 3, np.stack([nodes, nodes + 1])
+    np.savez("paths.npz", ptr=first, node_tag=tags, edge_index=edges, y=np.arange(30) % 2)
     return "paths.npz"
 
 

@@ -106,6 +106,19 @@ def test_inference_in_parts_equals_the_plain_model(name: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_the_head_is_fitted_alone() -> None:
+    data, task, model = dataset(), GraphPrediction("attention", "mlp", width=WIDTH), encoder()
+    task.bound_to(data, metric=None, class_weight="none")
+    rows = gas.infer(gas.autoscale(model, data.train), HaloLoader(data.train, 4))
+    before, loss = weights_of(task.readout), F.cross_entropy(task.predict(rows, data.train), data.train.graph_y)
+    losses = task.fit_head(rows, data.train, epochs=50, lr=0.05)
+    assert losses[0] == pytest.approx(float(loss), abs=1e-6)
+    assert losses[-1] < 0.5 * losses[0]
+    assert same_bits(before, weights_of(task.readout))
+    found = F.cross_entropy(task.predict(rows, data.train), data.train.graph_y)
+    assert float(found) < losses[-1] + 1e-3
+
+
 def test_parts_are_whole_graphs() -> None:
     data, task = dataset(), GraphPrediction(width=WIDTH)
     task.bound_to(data, metric=None, class_weight="none")

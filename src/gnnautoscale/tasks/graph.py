@@ -253,8 +253,38 @@ class GraphPrediction(Task):
         self._check_width(out)
         module = self._trained
         module.eval()
-        pooled = pool_exactly(self.readout, out.to(device_of(module, out.device)), data.graph_id.cpu())
-        return self._predicted(pooled).cpu()
+        pooled = pool_exactly(self.readout, out, data.graph_id.cpu())
+        return self._predicted(pooled.to(device_of(module, out.device))).cpu()
+
+    def fit_head(self, out: Tensor, data: Data, *, epochs: int = 100, lr: float = 0.01) -> list[float]:
+        """Fit the head alone to exact pooled rows, as graph segment training does at its end (Cao et al., 2023).
+
+        Args:
+            out: The model's output for all nodes, ``[num_nodes, width]``, such as :func:`gnnautoscale.infer` returns.
+            data: The joined training graphs.
+            epochs: Number of steps of Adam, each on all graphs.
+            lr: Learning rate.
+
+        Returns:
+            The loss before each step.
+        """
+        self._check_width(out)
+        module = self._trained.eval()
+        pooled = pool_exactly(self.readout, out, data.graph_id.cpu()).to(device_of(module, out.device))
+        known = known_rows(data.graph_y.cpu()).nonzero().squeeze(1)
+        pooled = pooled[known.to(pooled.device)]
+        targets = self._bound.typed(data.graph_y.cpu()[known]).to(pooled.device)
+        optimizer = torch.optim.Adam(module["head"].parameters(), lr=lr)
+        losses = []
+        module["head"].train()
+        for _ in range(epochs):
+            optimizer.zero_grad()
+            loss = self._bound.losses(self._predicted(pooled), targets).mean()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        module["head"].eval()
+        return losses
 
     def score(self, out: Tensor, data: Data, split: str) -> float:
         """Score the graphs of a split."""
