@@ -189,6 +189,25 @@ def test_parts_of_large_graphs_train(readout: Any, mode: str) -> None:
     assert result.scores["test"] >= 50.0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exact_epochs": 2},
+        {"precision": "bfloat16"},
+        {"accumulate": 2},
+        {"refresh": 1},
+        {"compensate": "momentum"},
+        {"storage": "host", "history_dtype": "bfloat16"},
+        {"drawings": 2, "evaluate_parts": 1},
+    ],
+    ids=str,
+)
+def test_options_of_steps(options: dict[str, Any]) -> None:
+    task = GraphPrediction("mean", width=WIDTH)
+    result = gas.fit(encoder(), large_graphs(), task=task, epochs=8, lr=0.01, **PARTS, **options)
+    assert result.epochs[-1].loss < result.epochs[0].loss
+
+
 def test_steps_follow_full_batch_where_nothing_is_stale() -> None:
     """One step on all parts but in one batch, and one on the whole, are the same."""
     data, losses = large_graphs(), []
