@@ -279,6 +279,18 @@ def test_nodes_in_no_split(tmp_path: Path, none: int) -> None:
     assert masks.tolist() == [[True, False, False], [False] * 3, [False, False, True]]
 
 
+def test_splits_may_be_words(tmp_path: Path) -> None:
+    data = read_graph(saved(tmp_path, split=np.array(["train", "none", "test"])))
+    masks = torch.stack([data.train_mask, data.val_mask, data.test_mask])
+    assert masks.tolist() == [[True, False, False], [False] * 3, [False, False, True]]
+
+
+def test_a_column_of_classes_stays_classes(tmp_path: Path) -> None:
+    """Not numbers, which would be regressed on without a word."""
+    assert read_graph(saved(tmp_path, y=np.array([[0], [2], [1]]))).y.dtype == torch.long
+    assert read_graph(saved(tmp_path, y=np.array([[0, 1], [1, 1], [1, 0]]))).y.dtype == torch.float
+
+
 def test_edges_have_splits_as_well(tmp_path: Path) -> None:
     nodes = text(tmp_path / "n.csv", "a\n1\n1\n1\n1\n1\n")
     edges = text(tmp_path / "e.csv", "source,target,split\n0,1,none\n1,2,train\n2,3,val\n3,4,test\n")
@@ -358,7 +370,6 @@ def test_targets_keep_their_kind(tmp_path: Path) -> None:
         nodes = text(tmp_path / "n.csv", "a,y\n" + "".join(f"1,{line}\n" for line in content.split()))
         assert read_graph(nodes, edges=table).y.dtype == expected
     assert read_graph(saved(tmp_path, y=[0.5, 1, 2])).y.tolist() == [0.5, 1, 2]
-    assert read_graph(saved(tmp_path, y=[[0], [2], [1]])).y.dtype == torch.float32
     assert "y" not in read_graph(saved(tmp_path, y=None))
     assert "y" not in read_graph(text(tmp_path / "n.csv", "a\n1\n"), edges=table)
 

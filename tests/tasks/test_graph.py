@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GIN, GraphSAGE, aggr  # type: ignore[import-untyped]
 
@@ -219,6 +220,23 @@ def test_steps_follow_full_batch_where_nothing_is_stale() -> None:
         result = gas.fit(encoder(), data, task=task, epochs=3, lr=0.01, device="cpu", **options)
         losses.append([epoch.loss for epoch in result.epochs])
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("readout", ["sum", "mean", "max", "min", "softmax", "attention"])
+def test_the_loss_reads_no_values_so_that_a_gpu_can_capture_it(readout: Any) -> None:
+    data, task = large_graphs(), GraphPrediction(readout, "mlp", width=WIDTH, stale_dropout=0.3)
+    task.bound_to(data, metric=None, class_weight="balanced")
+    task.prepare(HaloLoader(data.train, 12))
+    nodes = torch.arange(60)
+    _, targets = task.targets(Data(n_id=nodes, batch_size=60, num_nodes=60))
+    warm_up = torch.zeros(60, WIDTH)
+    task.see(warm_up, nodes)
+    task.loss(warm_up, targets)
+    with FakeTensorMode(allow_non_fake_inputs=True) as without_values:
+        out = without_values.from_tensor(torch.zeros(60, WIDTH))
+        task.see(out, without_values.from_tensor(nodes))
+        loss = task.loss(out, without_values.from_tensor(targets))
+    assert loss.shape == ()
 
 
 @pytest.mark.gpu

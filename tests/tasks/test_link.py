@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCN, MessagePassing, RGCNConv  # type: ignore[import-untyped]
 from torch_geometric.transforms import RandomLinkSplit  # type: ignore[import-untyped]
@@ -200,6 +201,23 @@ def test_steps_on_links_are_captured(negatives: bool) -> None:
     assert captured.epochs[-1].loss < captured.epochs[0].loss
     if negatives:  # nothing is drawn
         assert captured.epochs[-1].loss == pytest.approx(plain.epochs[-1].loss, rel=1e-3)
+
+
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("own", [24, None])
+def test_the_loss_reads_no_values_so_that_a_gpu_can_capture_it(typed: bool, own: int | None) -> None:
+    parts = typed_splits() if typed else splits(negatives=False)
+    task, _ = bound(parts, 4, 2, decoder="distmult" if typed else "bilinear", width=4)
+    nodes = torch.arange(parts[0].num_nodes)[:own]
+    _, targets = task.targets(Data(n_id=nodes, batch_size=nodes.numel(), num_nodes=nodes.numel()))
+    warm_up = torch.zeros(nodes.numel(), 4)
+    task.see(warm_up, nodes)
+    task.loss(warm_up, targets)
+    with FakeTensorMode(allow_non_fake_inputs=True) as without_values:
+        out = without_values.from_tensor(torch.zeros(nodes.numel(), 4))
+        task.see(out, without_values.from_tensor(nodes))
+        loss = task.loss(out, without_values.from_tensor(targets))
+    assert loss.shape == ()
 
 
 def test_few_edges_of_the_training_split_are_ranked(monkeypatch: pytest.MonkeyPatch) -> None:

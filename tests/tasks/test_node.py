@@ -270,8 +270,17 @@ def test_balanced_weights() -> None:
 
 @pytest.mark.parametrize("weight", [[1.0, 2.0], torch.ones(3), torch.tensor([1.0, -1.0]), torch.tensor([1.0, NAN])])
 def test_odd_weights_are_refused(weight: Any) -> None:
-    with pytest.raises(InputError, match=r"class_weight must be positive numbers, \[2\]"):
+    with pytest.raises(InputError, match=r"class_weight must be a tensor of positive floats, \[2\]"):
         NodeClassification(2, class_weight=weight)
+
+
+def test_integers_below_0_are_no_numbers_to_regress_on() -> None:
+    """As classes they are unknown, and should not be left out without a word."""
+    data = labelled(torch.tensor([-5, 3]), train_mask=torch.tensor([True, True]))
+    with pytest.raises(InputError, match=r"must be floats if some are below 0.* from -5 to 3"):
+        task_for(Dataset.of(data), "regression")
+    data.y = data.y.float()
+    assert task_for(Dataset.of(data), "regression").targets_of_graph(data)[1].tolist() == [[-5.0], [3.0]]
 
 
 def test_a_regression_has_no_classes_to_weigh() -> None:

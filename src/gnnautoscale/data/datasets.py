@@ -220,12 +220,13 @@ def from_file(
     ``edge_weight`` [E], ``edge_attr`` [E, D] and ``edge_type`` [E]. The task says what else it needs; for nodes that
     is ``y``: classes [N] (integers from 0, -1 if unknown), labels [N] or [N, C] (0 or 1 as bool or float, NaN if
     unknown) or numbers [N] or [N, T] (floats, NaN if unknown); and optionally a split: ``split`` [N] (0 training, 1
-    validation, 2 test, 3 or -1 none of them), or ``train_mask``, ``val_mask`` and ``test_mask`` [N]. To predict edges,
-    ``edge_split`` [E] says the same of them, where 3 and -1 are edges that only pass messages. Several graphs have
-    ``graph_id`` [N], or ``ptr`` [G + 1], the first node of each; then ``y`` and ``split`` may be theirs, of G rows.
-    ``node_tag`` [N] (integers) stands for ``x``, a column for each value. Other names are ignored; one that looks like
-    a typo (``edge_weights``) is refused. A knowledge graph may be ``train``, ``valid`` and ``test`` [n, 3] instead
-    (source, relation, target), and ``num_nodes``; its nodes have no features but a one.
+    validation, 2 test, 3 or -1 none of them; or the words train, val, test, none), or ``train_mask``, ``val_mask`` and
+    ``test_mask`` [N]. To predict edges, ``edge_split`` [E] says the same of them, where 3 and -1 are edges that only
+    pass messages. Several graphs have ``graph_id`` [N], or ``ptr`` [G + 1], the first node of each; then ``y`` and
+    ``split`` may be theirs, of G rows. ``node_tag`` [N] (integers) stands for ``x``, a column for each value. Other
+    names are ignored; one that looks like a typo (``edge_weights``) is refused. A knowledge graph may be ``train``,
+    ``valid`` and ``test`` [n, 3] instead (source, relation, target), and ``num_nodes``; its nodes have no features but
+    a one.
 
     ``.pt`` is a PyG ``Data`` with the same attributes (no sparse ``x``, no ``split``), saved with ``torch.save``.
 

@@ -182,11 +182,11 @@ def _tables(nodes: dict[str, _Array], edges: dict[str, _Array]) -> dict[str, _Ar
     arrays["x"] = np.stack([_floats(name, nodes[name]) for name in features], axis=1)
     if targets:
         arrays["y"] = _numbers(targets[0], nodes[targets[0]])
-    for name, table in (("split", nodes), ("edge_split", edges)):
-        if "split" in table:
-            split = table["split"].astype(str)
-            words = [split == word for word in ("train", "val", "test", "none", "")]
-            arrays[name] = _integers("split", np.select(words, ["0", "1", "2", "-1", "-1"], split))
+    arrays |= {
+        name: table["split"].astype(str)
+        for name, table in (("split", nodes), ("edge_split", edges))
+        if "split" in table
+    }
     if "graph" in nodes:
         _, arrays["graph_id"] = np.unique(_ids(nodes["graph"]), return_inverse=True)
         arrays |= {name: _of_each_graph(name, arrays) for name in ("y", "split") if name in arrays}
@@ -250,8 +250,8 @@ def _assemble(arrays: dict[str, _Array], max_features: int | None) -> Data:
     masks = [name for name in MASKS if name in arrays]
     one = len(masks) == 0 or (len(masks) == 3 and "split" not in arrays)
     _need(one, "a split is either split or all three masks", ", ".join(arrays), "Give one of them, or none.")
-    convert = {"edge_index": _integers, "edge_type": _integers, "split": _integers, "y": _numbers}
-    convert |= {"edge_split": _integers, "graph_id": _integers, "graph_split": _integers, "graph_y": _numbers}
+    convert = {"edge_index": _integers, "edge_type": _integers, "y": _numbers, "split": _splits, "edge_split": _splits}
+    convert |= {"graph_id": _integers, "graph_split": _splits, "graph_y": _numbers}
     convert |= {"x": _floats, "edge_weight": _floats, "edge_attr": _floats}
     values = {name: to(name, arrays[name]) for name, to in convert.items() if name in arrays}
     values["x"] = values["x"][..., :max_features]
@@ -349,6 +349,14 @@ def _integers(name: str, column: _Array) -> _Array:
     raise InputError(f"{name} must be integers", got=f"type {column.dtype}", fix="Save them as int64.")
 
 
+def _splits(name: str, column: _Array) -> _Array:
+    """Convert splits to their numbers, if they are words."""
+    if column.dtype.kind != "U":
+        return _integers(name, column)
+    words = [column == word for word in ("train", "val", "test", "none", "")]
+    return _integers(name, np.select(words, ["0", "1", "2", "-1", "-1"], column))
+
+
 def _floats(name: str, column: _Array) -> _Array:
     _need(column.dtype.kind in "fiub", f"{name} must be numbers", f"type {column.dtype}", "Convert or drop it.")
     with np.errstate(over="ignore"):  # what is too large becomes infinite, which the checks refuse
@@ -356,7 +364,7 @@ def _floats(name: str, column: _Array) -> _Array:
 
 
 def _numbers(name: str, column: _Array) -> _Array:
-    """Convert targets: one integer per node to int64, yes or no to bool, everything else to float32.
+    """Convert targets: integers to int64, yes or no to bool, everything else to float32; several 0 and 1 as well.
 
     What is empty in a table is unknown: -1 beside integers, else NaN.
     """
@@ -371,7 +379,8 @@ def _numbers(name: str, column: _Array) -> _Array:
                 raise InputError(f"{name} must be numbers", got=str(error), fix="Number the classes from 0.") from error
     if column.dtype.kind == "b":
         return column
-    return column.astype(np.int64) if column.ndim == 1 and column.dtype.kind in "iu" else _floats(name, column)
+    labels = column.ndim > 1 and bool(np.isin(column, (0, 1)).all())
+    return column.astype(np.int64) if column.dtype.kind in "iu" and not labels else _floats(name, column)
 
 
 def _need(holds: bool, rule: str, got: str, fix: str) -> None:

@@ -35,7 +35,7 @@ from gnnautoscale.tasks.ranking import KnownEdges, best_partners, pair_scores, r
 from gnnautoscale.tasks.task import ClassWeight, Task
 
 # Edges of the training split that are ranked after an epoch; there may be many, and they decide nothing.
-_MOST_RANKED = 10_000
+_MOST_RANKED = 2_000
 # A batch that does not hold all nodes draws this many times more pairs without an edge, which weigh as much together:
 # few pairs with large weights make noisy steps.
 _DRAWN_MORE = 5
@@ -65,7 +65,7 @@ class LinkPrediction(Task):
         metric: ``"ROC-AUC"`` or ``"average-precision"`` of positives against negatives, which are drawn if the data
             hold none; ``"MRR"`` or ``"Hits@k"`` for any ``k``: where the target of a positive stands among nodes that
             are no known targets of its source; of typed edges also the source among sources; of the training split
-            10,000 positives at most. All in percent.
+            2,000 positives at most. All in percent.
         negatives: Number of negatives to draw for each positive in training; by default none if the data hold some,
             else one.
         candidates: Number of nodes to draw for each rank; by default the negatives of triplets, or all nodes.

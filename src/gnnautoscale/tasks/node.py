@@ -157,7 +157,7 @@ class NodeClassification(NodeTask):
     def _weigh(self, weight: Tensor | None) -> None:
         if weight is not None:
             fits = isinstance(weight, Tensor) and weight.shape == (self.num_outputs,) and weight.is_floating_point()
-            rule = f"class_weight must be positive numbers, [{self.num_outputs}]"
+            rule = f"class_weight must be a tensor of positive floats, [{self.num_outputs}]"
             need(fits, rule, weight, "Give each class one weight.")
             need(bool((torch.isfinite(weight) & (weight > 0)).all()), rule, weight, "Give each class one weight.")
         # On each device once, since a captured step cannot wait for a copy.
@@ -403,6 +403,9 @@ def _check_numbers(data: Data) -> None:
     fits = y.dim() in (1, 2) and y.size(0) == num_nodes and y.dtype != torch.bool and not y.is_complex()
     rule = f"y must be numbers, [{num_nodes}] or [{num_nodes}, targets]"
     need(fits and not bool(torch.isinf(y).any()), rule, y, "Give each node one row; NaN stands for unknown.")
+    told_apart = y.is_floating_point() or not bool((y < 0).any())
+    rule = "numbers to regress on must be floats if some are below 0, since such integers are unknown classes"
+    need(told_apart, rule, y, "Convert them with y.float(), and unknown ones to NaN; in a file, write -1.0.")
 
 
 def _form(value: object) -> str:

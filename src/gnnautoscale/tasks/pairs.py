@@ -143,7 +143,7 @@ class Meetings:
             raise InputError(
                 "pairs without an edge need both ends in a batch, so batches must consist of several parts, drawn anew",
                 got=f"{parts} parts, {size} in a batch{'' if loader.shuffle else ', not shuffled'}",
-                fix=f"Use several parts in a batch, such as num_parts={4 * parts}, batch_size=4, and shuffle=True.",
+                fix=f"Put many small parts in a batch, as with num_parts={10 * parts}, batch_size=10, shuffle=True.",
             )
         sizes = [min(size, parts - start) for start in range(0, parts, size)]
         together = sum(count * (count - 1) for count in sizes)
