@@ -385,11 +385,24 @@ def test_data_that_pose_no_such_task_are_refused() -> None:
         gas.fit(encoder(), Dataset.of(dataset().train), task=GraphPrediction(width=WIDTH))
 
 
+def test_a_head_is_made_for_what_the_readout_gives() -> None:
+    gate = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    readout = aggr.AttentionalAggregation(gate, nn.Linear(WIDTH, 7)).double()
+    before = weights_of(readout)
+    task = GraphPrediction(readout, "mlp", width=WIDTH)
+    task.bound_to(dataset(), metric=None, class_weight="none")
+    assert isinstance(task.module, nn.ModuleDict)
+    first = task.module["head"][0]
+    assert (first.in_features, first.out_features) == (7, 7)
+    assert same_bits(before, weights_of(readout))
+    assert readout.training
+
+
 def test_a_task_must_know_its_data() -> None:
     task = GraphPrediction(width=WIDTH)
     with pytest.raises(InputError, match="must know its data set"):
         task.targets_of_graph(dataset().train)
-    with pytest.raises(InputError, match="a head is made for a data set"):
+    with pytest.raises(InputError, match="must know its data set"):
         task.predict(torch.ones(2, WIDTH), dataset().train)
     task.bound_to(dataset(), metric=None, class_weight="none")
     with pytest.raises(InputError, match="the batch that the model has just seen"):

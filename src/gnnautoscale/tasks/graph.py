@@ -16,6 +16,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
+from gnnautoscale.forward import evaluating
 from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader, partition_graphs
 from gnnautoscale.tasks.node import NodeClassification, NodeRegression, NodeTask, kind_of, known_rows
 from gnnautoscale.tasks.pooling import PooledParts, device_of, pool_exactly
@@ -118,10 +119,7 @@ class GraphPrediction(Task):
         numbers = kind_of(dataset.train.graph_y) == "numbers"
         of_graphs = NodeRegression.of(graphs) if numbers else NodeClassification.of(graphs)
         of_graphs.check_dataset(graphs)
-        metric = metric or self._named_metric
-        bound = of_graphs.bound_to(graphs, metric=metric, class_weight=class_weight)
-        if not isinstance(bound, NodeTask):
-            raise TypeError("a task of nodes stays one")
+        bound = of_graphs.bound_to(graphs, metric=metric or self._named_metric, class_weight=class_weight)
         self._of_graphs = bound
         self.metric, self.higher_is_better, self.percent = bound.metric, bound.higher_is_better, bound.percent
         if self.module is None:
@@ -132,9 +130,11 @@ class GraphPrediction(Task):
         return self
 
     def _make_head(self, outputs: int) -> nn.Module:
-        with torch.no_grad():
-            one = self.readout.partial(torch.zeros(2, self.num_outputs), torch.zeros(2, dtype=torch.long), 1)
-            width = self.readout.finish(one, torch.tensor([2])).size(1)
+        weight = next(self.readout.parameters(), torch.empty(0))
+        with torch.no_grad(), evaluating(self.readout):
+            one = weight.new_zeros(1, self.num_outputs)
+            found = self.readout.partial(one, torch.zeros(1, dtype=torch.long, device=one.device), 1)
+            width = self.readout.finish(found, torch.ones(1, device=one.device)).size(1)
         if self._head == "linear":
             return nn.Linear(width, outputs)
         return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs))
@@ -146,8 +146,7 @@ class GraphPrediction(Task):
     @property
     def _training_graphs(self) -> Data:
         if self._train is None:
-            fix = "Train with gnnautoscale.fit, or call bound_to first."
-            raise InputError("graph-level prediction must know its data set", got="none", fix=fix)
+            raise _not_bound()
         return self._train
 
     def identity(self, data: Data) -> tuple[Tensor | None, ...]:
@@ -183,9 +182,8 @@ class GraphPrediction(Task):
     @property
     def _pieces(self) -> PooledParts:
         if self._pooled is None:
-            self._arrange(torch.zeros(self._training_graphs.num_nodes, dtype=torch.long))
-        pooled: PooledParts = self._pooled  # type: ignore[assignment] # made above
-        return pooled
+            raise _not_bound()
+        return self._pooled
 
     def see(self, out: Any, nodes: Tensor) -> None:
         """Remember which nodes the output belongs to."""
@@ -217,8 +215,7 @@ class GraphPrediction(Task):
     @property
     def _bound(self) -> NodeTask:
         if self._of_graphs is None:
-            fix = "Train with gnnautoscale.fit, or call bound_to first."
-            raise InputError("graph-level prediction must know its data set", got="none", fix=fix)
+            raise _not_bound()
         return self._of_graphs
 
     def _predicted(self, pooled: Tensor) -> Tensor:
@@ -233,8 +230,7 @@ class GraphPrediction(Task):
     @property
     def _trained(self) -> nn.ModuleDict:
         if not isinstance(self.module, nn.ModuleDict):
-            fix = "Train with gnnautoscale.fit, or call bound_to first."
-            raise InputError("a head is made for a data set", got="none", fix=fix)
+            raise _not_bound()
         return self.module
 
     # Evaluation ######################################################################################################
@@ -303,6 +299,11 @@ class GraphPrediction(Task):
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Continue from a checkpoint."""
         self._pieces.load_state_dict(state, device)
+
+
+def _not_bound() -> InputError:
+    fix = "Train with gnnautoscale.fit, or call bound_to first."
+    return InputError("graph-level prediction must know its data set", got="none", fix=fix)
 
 
 def _as_nodes(dataset: Dataset) -> Dataset:

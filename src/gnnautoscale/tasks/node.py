@@ -38,7 +38,7 @@ class NodeTask(Task):
         self.metric, self.higher_is_better = self._metric.name, self._metric.higher_is_better
         self.percent = self._metric.percent
 
-    def bound_to(self, dataset: Dataset, *, metric: str | None, class_weight: ClassWeight) -> Task:
+    def bound_to(self, dataset: Dataset, *, metric: str | None, class_weight: ClassWeight) -> NodeTask:
         """See :meth:`Task.bound_to`."""
         changed = copy.copy(self)
         if metric is not None:
