@@ -19,12 +19,13 @@ from gnnautoscale.exact import exact_forward
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.replay import capture
 from gnnautoscale.runs import FitResult
-from gnnautoscale.tasks import LinkLoader
+from gnnautoscale.tasks import GraphLoader, LinkLoader
 from gnnautoscale.training import fit
 
 __all__ = [
     "Dataset",
     "FitResult",
+    "GraphLoader",
     "HaloLoader",
     "InputError",
     "LinkLoader",

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.utils import homophily  # type: ignore[import-untyped]
 
-from gnnautoscale.data.generate import cluster, communities, pattern
+from gnnautoscale.data.generate import ARC, NEARBY, cluster, communities, echoes, pattern
 from gnnautoscale.errors import InputError
 
 SMALLEST, LARGEST = 5, 34
@@ -159,3 +159,31 @@ def test_refusals() -> None:
         communities(100, degree=60, num_features=1, num_classes=10)
     with pytest.raises(InputError, match="num_nodes"):
         communities(5, degree=1, num_features=1, num_classes=2)
+
+
+def test_echoes_follow_the_recipe() -> None:
+    nodes = 4000
+    data = echoes(4, num_nodes=nodes, seed=1)
+    assert_simple(data)
+    assert torch.equal(data.graph_id, torch.arange(4).repeat_interleave(nodes))
+    assert data.graph_y.tolist() == [0, 1, 0, 1]
+    means = data.x[:, 0].view(4, -1, ARC).mean(dim=2)
+    sign = means.repeat_interleave(ARC, dim=1).flatten() > 0  # right for nearly all arcs
+    assert per_graph(sign, data.graph_id).div(nodes).sub(0.5).abs().max() < 0.01
+    row, col = data.edge_index
+    assert torch.equal(data.graph_id[row], data.graph_id[col])
+    apart = torch.minimum((row - col) % nodes, (col - row) % nodes)
+    same, kind = (sign[row] == sign[col]).double(), data.graph_y[data.graph_id[row]]
+    for number, agree in enumerate((0.35, 0.65)):
+        far, near = ((kind == number) & each for each in (apart > NEARBY, (apart > 2) & (apart <= NEARBY)))
+        assert float(same[far].mean()) == pytest.approx(agree, abs=0.03)
+        # Of those nearby, a few are in the same arc, and some are long edges.
+        assert float(same[near].mean()) == pytest.approx(1 - agree, abs=0.06)
+        assert int(far.sum()) > 3 * nodes
+
+
+def test_echoes_that_cannot_be_are_refused() -> None:
+    with pytest.raises(InputError, match="num_nodes must be an integer, at least 400"):
+        echoes(2, num_nodes=100)
+    with pytest.raises(InputError, match="num_graphs"):
+        echoes(0)

@@ -43,7 +43,7 @@ from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
 from gnnautoscale.experiments.reproduce.work import perform
 from gnnautoscale.models import check_model_options
 from gnnautoscale.runs.folder import read_run
-from gnnautoscale.tasks import LinkPrediction
+from gnnautoscale.tasks import GraphPrediction, LinkPrediction
 from gnnautoscale.training.journal import describe_machine
 from gnnautoscale.training.options import FitOptions
 
@@ -135,7 +135,7 @@ def check_train(work: Mapping[str, Any]) -> None:
     if work["model"] != "rgcn":
         check_model_options(work["model"], work["options"])
     if "task" in work:
-        LinkPrediction(**work["task"])
+        (GraphPrediction if "readout" in work["task"] else LinkPrediction)(**work["task"])
     assert "file" in work["data"] or work["dataset"] in datasets.names()
     if work["train"]["mode"] == "sage":
         assert len(work["train"]["fan_out"]) == work["options"]["layers"]
@@ -678,6 +678,43 @@ def test_links_show_all_metrics_beside_published_ones(tmp_path: Path) -> None:
     assert report.rows[3][3:] == ["average-precision", "91.75 ± 0.35", "92.0", "+0.25", "10.0", "256"]
     assert report.rows[4][2:] == ["neighbour sampling", "ROC-AUC", "88.00", "91.0", "-2.00", "10.0", "-"]
     assert report.values["links"]["gcn.cora"]["sage"] == {"ROC-AUC": [88.0], "average-precision": [89.0]}
+
+
+def test_graphs_show_the_best_epoch_over_folds_and_the_last_one(tmp_path: Path) -> None:
+    def result(*scores: float) -> dict[str, Any]:
+        curve = {"epoch": [1, 2, 3], "val": list(scores), "test": list(scores)}
+        return {"curve": curve, "peak_memory": 2**30, "scores": {"test": max(scores)}}
+
+    found = {
+        ("gin.nci1", "gas"): [result(70.0, 82.0, 81.0), result(70.0, 83.0, 84.0), result(90.0, 81.0, 80.0)],
+        ("graphsage.echoes", "full"): [result(50.0, 100.0, 75.0)],
+    }
+    report = report_of(tmp_path, "graphs", found)
+    assert report.rows == [
+        ["nci1", "gin", "GAS", "82.7 ± 1.7", "82.00 ± 1.00", "1,024"],
+        ["echoes", "graphsage", "full batch", "", "75.00", "1,024"],
+    ]
+    assert report.notes[0].startswith("nci1, GAS: after epoch 2, at which the mean over 3 folds is best")
+
+
+@pytest.mark.parametrize("mode", ["full", "gas", "cluster"])
+def test_graphs_are_trained(tmp_path: Path, mode: str) -> None:
+    first = np.arange(0, 121, 3)
+    edges = np.stack([first[:-1], first[:-1] + 1])
+    np.savez(tmp_path / "some.npz", ptr=first, node_tag=np.arange(120) % 4, edge_index=edges, y=np.arange(40) % 2)
+    work = {
+        "kind": "train",
+        "dataset": "some",
+        "data": {"file": "some.npz", "folds": True},
+        "task": {"readout": "mean", "width": 8},
+        "model": "gin",
+        "options": {"hidden": 4, "layers": 2},
+        "train": {"mode": mode, "num_parts": 36, "batch_size": 6, "epochs": 2},
+        "seed": 3,
+    }
+    result = perform(work, root=str(tmp_path), device="cpu")
+    assert result["curve"]["val"] == result["curve"]["test"]  # the fold that is held back
+    assert len(result["curve"]["val"]) == 2
 
 
 @pytest.mark.parametrize("mode", ["full", "gas", "sage"])

@@ -263,6 +263,17 @@ def test_jumping_knowledge_sees_all_layers() -> None:
     torch.testing.assert_close(call(model, data), model.last(torch.cat(outputs, dim=1)))
 
 
+def test_gin_with_norms_between_layers_and_jumping_knowledge() -> None:
+    data = small_graph()
+    options: dict[str, Any] = {"batch_norm": False, "residual": False, "jumping_knowledge": True, "norm_between": True}
+    model: Any = GIN(FEATURES, CLASSES, hidden=4, layers=2, **options).train()
+    outputs = [model.first(data.x).relu()]
+    for conv, norm in zip(model.convs, model.norms, strict=True):
+        assert isinstance(norm, torch.nn.BatchNorm1d)
+        outputs.append(norm(conv(outputs[-1], data.edge_index)).relu())
+    torch.testing.assert_close(model(data.x, data.edge_index), model.last(torch.cat(outputs, dim=1)))
+
+
 def test_jumping_knowledge_is_a_matter_of_the_name() -> None:
     assert not build("pna").jumping_knowledge
     assert build("pna-jk").jumping_knowledge
@@ -483,6 +494,7 @@ OPTION_SETS: list[tuple[str, dict[str, Any]]] = [
     ("graphsage", {"layers": 2, "linear": True}),
     ("gin", {"layers": 4}),
     ("gin", {"layers": 2, "batch_norm": False, "residual": False}),
+    ("gin", {"layers": 3, "jumping_knowledge": True, "norm_between": True, "residual": False}),
     ("gat", {"layers": 2, "heads": 3, "out_heads": 1}),
     ("gat", {"layers": 3, "heads": 2, "out_heads": 2}),
     ("appnp", {"layers": 5, "alpha": 0.1}),

@@ -123,9 +123,9 @@ def test_each_graph_is_evaluated_once() -> None:
 
 def test_predictions() -> None:
     out = torch.tensor([[2.0, 1.0], [-1.0, 1.0]])
-    assert NodeClassification(2).predictions(out)["classes"].tolist() == [0, 1]
-    assert NodeClassification(2, multilabel=True).predictions(out)["classes"].tolist() == [[1, 1], [0, 1]]
-    assert NodeClassification(2).predictions(out)["scores"] is out
+    assert NodeClassification(2).predictions(out, Data())["classes"].tolist() == [0, 1]
+    assert NodeClassification(2, multilabel=True).predictions(out, Data())["classes"].tolist() == [[1, 1], [0, 1]]
+    assert NodeClassification(2).predictions(out, Data())["scores"] is out
 
 
 def test_skew_of_classes() -> None:
@@ -180,7 +180,7 @@ def test_yes_or_no(y: Tensor) -> None:
     expected = F.binary_cross_entropy_with_logits(out[:, 0], torch.tensor([1.0, 0, 1]))
     torch.testing.assert_close(task.loss(out, targets), expected)
     assert task.score(out, data, "train") == pytest.approx(100 * 2 / 3)
-    assert task.predictions(out)["classes"].tolist() == [True, False, False]
+    assert task.predictions(out, Data())["classes"].tolist() == [True, False, False]
     assert task.describe(Dataset.of(data))["classes"] == 2
     assert task.skew(data, torch.tensor([0, 1, 0])) == pytest.approx((2 * (1 / 3) + 2 / 3) / 3)
 
@@ -201,7 +201,7 @@ def test_several_numbers() -> None:
     assert torch.equal(slope[1], torch.zeros(2))
     assert task.score(out.detach(), data, "train") == pytest.approx((1 + 0 + 1) / 3)
     assert not task.higher_is_better
-    assert task.predictions(out)["values"] is out
+    assert task.predictions(out, Data())["values"] is out
 
 
 def test_a_single_number_may_be_an_integer() -> None:

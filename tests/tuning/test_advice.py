@@ -19,7 +19,7 @@ import gnnautoscale.cli as cli
 from gnnautoscale.attach import autoscale
 from gnnautoscale.cli.advice import TUNE, parse_memory, train_command
 from gnnautoscale.cli.schema import TRAIN
-from gnnautoscale.data import generate
+from gnnautoscale.data import datasets, generate
 from gnnautoscale.data.datasets import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import GCN
@@ -435,6 +435,8 @@ def test_refuses_an_autoscaled_model_and_a_single_node() -> None:
     mask = torch.tensor([True])
     one = Data(x=torch.ones(1, 2), edge_index=torch.zeros(2, 0, dtype=torch.long), y=torch.tensor([0]))
     one.train_mask = one.val_mask = mask
+    with pytest.raises(InputError, match="which tasks of nodes have, but got a GraphPrediction"):
+        tune.tune("gcn", datasets.load("echoes", graphs=2, nodes=400))
     with pytest.raises(InputError, match="at least two nodes"):
         tune.tune("gcn", one)
 

@@ -187,7 +187,9 @@ def infer(
         facts[f"{task.metric} {split}"] = task.score(out, graph, split)
     if output is not None:
         asked = asked_pairs(task, out, pairs, partners_of, top)
-        arrays: dict[str, Any] = {name: value.numpy() for name, value in {**task.predictions(out), **asked}.items()}
+        arrays: dict[str, Any] = {
+            name: value.numpy() for name, value in {**task.predictions(out, graph), **asked}.items()
+        }
         write_atomically(output, lambda stream: np.savez(stream, **arrays), rule="--output must be writable")
     _show_facts(f"{options['data']} · {model.name}", facts, json)
 

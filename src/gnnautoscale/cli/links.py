@@ -9,15 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnautoscale.cli.schema import Links, chosen, load_dataset
+from gnnautoscale._util import options_of
+from gnnautoscale.cli.schema import Graphs, Links, chosen, load_dataset
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.tasks import LinkPrediction, Task, task_for
+from gnnautoscale.tasks import GraphPrediction, LinkPrediction, Task, task_for
 
 
 def load_task(options: dict[str, Any], split: int) -> tuple[Dataset, Task]:
     """The data set and the task that the options name; edges are split to be predicted if that is the task."""
     dataset, given = load_dataset({**options, "split": split}), chosen(Links, options)
+    of_graphs = chosen(Graphs, options)
+    if options["task"] == "graph" or (options["task"] is None and "graph_y" in dataset.train):
+        return dataset, _graph_task({**given, **of_graphs})
+    if of_graphs:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in of_graphs)
+        raise InputError(f"{names} belong to --task graph", got=f"--task {options['task']}", fix="Leave them out.")
     if options["task"] == "link":
         disjoint, typed = 0.0 if given.get("reconstruct") else 0.3, given.get("decoder") == "distmult"
         return dataset.split_links(split, disjoint=disjoint, typed=typed), LinkPrediction(**given)
@@ -25,6 +32,14 @@ def load_task(options: dict[str, Any], split: int) -> tuple[Dataset, Task]:
         names = ", ".join(f"--{name}" for name in given)
         raise InputError(f"{names} belong to --task link", got=f"--task {options['task']}", fix="Leave them out.")
     return dataset, task_for(dataset, options["task"])
+
+
+def _graph_task(given: dict[str, Any]) -> Task:
+    others = [name for name in given if name not in ("width", *options_of(Graphs))]
+    if others:
+        names = ", ".join(f"--{name}" for name in others)
+        raise InputError(f"{names} belong to --task link", got="--task graph", fix="Leave them out.")
+    return GraphPrediction(**given)
 
 
 def asked_pairs(task: Task, out: Tensor, pairs: Path | None, partners_of: str | None, top: int) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from gnnautoscale._util import Option, OptionGroup, check_names, option, options
 from gnnautoscale.data import Dataset, datasets
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import MODELS, model_options
-from gnnautoscale.tasks import DecoderName, TaskName
+from gnnautoscale.tasks import DecoderName, HeadName, ReadoutName, TaskName
 from gnnautoscale.training import OPTIONS
 
 if sys.version_info >= (3, 11):
@@ -47,8 +47,8 @@ class Files(OptionGroup):
 class Generators(OptionGroup):
     """Options of generated graphs."""
 
-    graphs: int | None = option(None, "Number of training graphs of cluster and pattern.")
-    nodes: int | None = option(None, "Number of nodes of communities.")
+    graphs: int | None = option(None, "Number of training graphs of cluster, pattern and echoes.")
+    nodes: int | None = option(None, "Number of nodes of communities, or of each graph of echoes.")
     degree: float | None = option(None, "Mean degree of communities.")
     features: int | None = option(None, "Number of features of communities.")
     classes: int | None = option(None, "Number of classes of communities.")
@@ -60,10 +60,23 @@ class Links(OptionGroup):
     """Options of link prediction."""
 
     decoder: DecoderName | None = option(None, "Decoder of links: dot, bilinear or distmult; dot by default.")
-    width: int | None = option(None, "Number of outputs per node that links are decoded from; 64 by default.", least=1)
+    width: int | None = option(
+        None, "Number of outputs per node that links and graphs are predicted from; 64 by default.", least=1
+    )
     negatives: int | None = option(None, "Number of pairs without an edge drawn for each edge; 1 by default.", least=1)
     candidates: int | None = option(None, "Number of nodes drawn for each rank; by default all nodes.", least=1)
     reconstruct: bool | None = option(None, "Train on the edges that pass messages, as graph autoencoders do.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graphs(OptionGroup):
+    """Options of graph-level prediction."""
+
+    readout: ReadoutName | None = option(None, "How to pool the nodes of a graph; sum by default.")
+    head: HeadName | None = option(None, "What predicts from pooled rows: linear, which is the default, or mlp.")
+    stale_dropout: float | None = option(
+        None, "Share of the last known parts of graphs that a step leaves out; 0 by default.", least=0, below=1
+    )
 
 
 def _of_models() -> dict[str, Option]:
@@ -82,6 +95,7 @@ TASK = [
         "task", TaskName | None, None, f"What to predict: {', '.join(get_args(TaskName))}; else what fits y.", "Data"
     ),
     *options_of(Links).values(),
+    *options_of(Graphs).values(),
 ]
 TRAIN = [
     *(*DATA, *TASK, *MODEL, *OPTIONS.values()),

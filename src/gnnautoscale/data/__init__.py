@@ -4,5 +4,6 @@ The paper's data sets by name, a user's own files, and generated graphs. It know
 """
 
 from gnnautoscale.data.datasets import Dataset, load
+from gnnautoscale.data.many_graphs import folds, holds_graphs, is_collection, join_graphs, take_graphs
 
-__all__ = ["Dataset", "load"]
+__all__ = ["Dataset", "folds", "holds_graphs", "is_collection", "join_graphs", "load", "take_graphs"]

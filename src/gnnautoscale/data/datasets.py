@@ -26,6 +26,7 @@ from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 from torch_geometric.utils import index_to_mask, to_undirected  # type: ignore[import-untyped]
 
 from gnnautoscale.data import files, generate, links
+from gnnautoscale.data.many_graphs import split_graphs
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph
 
@@ -57,6 +58,29 @@ class Dataset:
             (2, 3)
         """
         return Dataset(name, data, data, data)
+
+    @staticmethod
+    def of_graphs(graphs: Any, *, split: Tensor | None = None, seed: int = 0, name: str = "graphs") -> Dataset:
+        """Make a data set of many graphs with a target each; those of a split are put side by side as one.
+
+        Args:
+            graphs: A list of ``Data``, one of PyG's data sets, or joined graphs: see
+                :func:`~gnnautoscale.data.join_graphs`; or three lists for training, validation and test.
+            split: The split of each graph, ``[num_graphs]``: 0, 1, 2, or 3 or -1 for none. By default that of joined
+                graphs, ``graph_split`` or a mask for each split; else fold ``seed`` of ten, of which each has the same
+                share of each class, is for tests, and the next one for validation.
+            seed: Number of the fold.
+            name: Name of the data set.
+
+        Example:
+            >>> pair = {"x": torch.ones(2, 1), "edge_index": torch.tensor([[0], [1]])}
+            >>> graphs = [Data(**pair, y=torch.tensor([i % 2])) for i in range(20)]
+            >>> [int(graph.graph_y.numel()) for graph, _ in Dataset.of_graphs(graphs).graphs()]
+            [16, 2, 2]
+        """
+        dataset = Dataset(name, *split_graphs(graphs, split, seed))
+        dataset.check()
+        return dataset
 
     @property
     def inductive(self) -> bool:
@@ -145,9 +169,9 @@ def load(name: str, root: str | Path = "data", *, split: int = 0, seed: int = 0,
         split: Which of several splits: a random one with this seed for Coauthor and Amazon (20 training and 30
             validation nodes per class); one of the 20 published ones for Wiki-CS. All others have one split and ignore
             it.
-        seed: For generated data: ``cluster``, ``pattern``, ``communities``.
-        options: ``graphs`` (training graphs) for ``cluster`` and ``pattern``; ``nodes``, ``degree``, ``features``,
-            ``classes`` and ``homophily`` for ``communities``.
+        seed: For generated data: ``cluster``, ``pattern``, ``communities``, ``echoes``.
+        options: ``graphs`` (training graphs) for ``cluster``, ``pattern`` and ``echoes``; ``nodes`` (of each graph) for
+            ``echoes``; ``nodes``, ``degree``, ``features``, ``classes`` and ``homophily`` for ``communities``.
 
     Example:
         >>> dataset = load("cluster", graphs=10)
@@ -198,16 +222,19 @@ def from_file(
     unknown) or numbers [N] or [N, T] (floats, NaN if unknown); and optionally a split: ``split`` [N] (0 training, 1
     validation, 2 test, 3 or -1 none of them; or the words train, val, test, none), or ``train_mask``, ``val_mask`` and
     ``test_mask`` [N]. To predict edges, ``edge_split`` [E] says the same of them, where 3 and -1 are edges that only
-    pass messages. Other names are ignored; one that looks like a typo (``edge_weights``) is refused. A knowledge graph
-    may be ``train``, ``valid`` and ``test`` [n, 3] instead (source, relation, target), and ``num_nodes``; its nodes
-    have no features but a one.
+    pass messages. Several graphs have ``graph_id`` [N], or ``ptr`` [G + 1], the first node of each; then ``y`` and
+    ``split`` may be theirs, of G rows. ``node_tag`` [N] (integers) stands for ``x``, a column for each value. Other
+    names are ignored; one that looks like a typo (``edge_weights``) is refused. A knowledge graph may be ``train``,
+    ``valid`` and ``test`` [n, 3] instead (source, relation, target), and ``num_nodes``; its nodes have no features but
+    a one.
 
     ``.pt`` is a PyG ``Data`` with the same attributes (no sparse ``x``, no ``split``), saved with ``torch.save``.
 
     ``.csv`` and ``.parquet`` are a table of nodes and need ``edges``, a table of either kind. Nodes: ``id`` (integers
     or strings; the row number if left out), ``y`` or ``label`` (empty if unknown), ``split`` (train, val, test, none or
-    empty, or numbers as above); all other columns are features, in order. Edges: ``source`` and ``target`` (ids),
-    ``weight``, ``split`` as for nodes; all other columns form ``edge_attr``.
+    empty, or numbers as above), ``graph`` (ids; then ``y`` and ``split`` are those of the node's graph); all other
+    columns are features, in order. Edges: ``source`` and ``target`` (ids), ``weight``, ``split`` as for nodes; all
+    other columns form ``edge_attr``.
 
     Args:
         path: The file; its suffix says which kind it is.
@@ -217,7 +244,8 @@ def from_file(
         undirected: Add the reverse of every edge, with the same edge attributes, and keep one edge per ordered pair of
             nodes: the first in the file.
         max_features: Keep only the first columns of ``x``.
-        split: Seed of a random split, if the file has none: 60% training, 20% validation, 20% test nodes.
+        split: Seed of a random split, if the file has none: 60% training, 20% validation, 20% test nodes; of graphs the
+            fold, see :meth:`Dataset.of_graphs`.
 
     Example:
         >>> import numpy as np
@@ -231,6 +259,8 @@ def from_file(
     data = files.read_graph(
         path, edges=edges, features_file=features_file, undirected=undirected, max_features=max_features
     )
+    if "graph_y" in data:
+        return Dataset.of_graphs(data, seed=split, name=Path(path).stem)
     if "train_mask" not in data:
         data = split_at_random(data, split)
     dataset = Dataset.of(data, Path(path).stem)
@@ -255,6 +285,8 @@ def split_at_random(data: Data, seed: int = 0) -> Data:
 
 def _plain(data: Data) -> Data:
     """Keep only what the library uses, in its types; add empty masks where there are none."""
+    if "graph_y" in data:
+        return data
     kept = {name: data[name] for name in ("graph_id", *files.EDGE_LEVEL) if name in data}
     nothing = torch.zeros(data.x.size(0), dtype=torch.bool)
     masks = {name: data[name] if name in data else nothing.clone() for name in files.MASKS}
@@ -351,6 +383,11 @@ def _pattern(root: Path, split: int, seed: int, *, graphs: int = 10_000) -> list
     return _inductive(generate.pattern(count, seed=3 * seed + part, pattern_seed=seed) for part, count in parts)
 
 
+def _echoes(root: Path, split: int, seed: int, *, graphs: int = 16, nodes: int = 50_000) -> list[Data]:
+    counts = enumerate((graphs, graphs, 2 * graphs))
+    return [generate.echoes(count, num_nodes=nodes, seed=3 * seed + part) for part, count in counts]
+
+
 def _communities(
     root: Path,
     split: int,
@@ -404,4 +441,5 @@ _LOADERS: dict[str, Callable[..., list[Data]]] = {
     "ogbn-arxiv": partial(_ogbn, title="ogbn-arxiv"),
     "ogbn-products": partial(_ogbn, title="ogbn-products"),
     "communities": _communities,
+    "echoes": _echoes,
 }

@@ -30,12 +30,12 @@ _Array = npt.NDArray[Any]
 
 MASKS = ("train_mask", "val_mask", "test_mask")
 EDGE_LEVEL = ("edge_weight", "edge_attr", "edge_type")
-PLAIN = ("edge_index", "x", "y", *MASKS, *EDGE_LEVEL, "edge_split")
+PLAIN = ("edge_index", "x", "y", *MASKS, *EDGE_LEVEL, "edge_split", "graph_id", "graph_split")
 SPARSE = ("x_indptr", "x_indices", "x_shape")
 TRIPLES = ("train", "valid", "test")
-ARCHIVE = (*PLAIN, "split", *SPARSE, "x_data", *TRIPLES, "num_nodes")
+ARCHIVE = (*PLAIN, "split", *SPARSE, "x_data", *TRIPLES, "num_nodes", "ptr", "node_tag")
 TABLES = (".csv", ".parquet")
-NOT_FEATURES = ("id", "y", "label", "split")
+NOT_FEATURES = ("id", "y", "label", "split", "graph")
 MAY_BE_EMPTY = ("y", "label", "split")
 TEXT = (*NOT_FEATURES, "source", "target")
 
@@ -187,12 +187,24 @@ def _tables(nodes: dict[str, _Array], edges: dict[str, _Array]) -> dict[str, _Ar
         for name, table in (("split", nodes), ("edge_split", edges))
         if "split" in table
     }
+    if "graph" in nodes:
+        _, arrays["graph_id"] = np.unique(_ids(nodes["graph"]), return_inverse=True)
+        arrays |= {name: _of_each_graph(name, arrays) for name in ("y", "split") if name in arrays}
     if "weight" in edges:
         arrays["edge_weight"] = edges["weight"]
     attributes = [_floats(name, edges[name]) for name in edges if name not in ("source", "target", "weight", "split")]
     if attributes:
         arrays["edge_attr"] = np.stack(attributes, axis=1)
     return arrays
+
+
+def _of_each_graph(name: str, arrays: dict[str, _Array]) -> _Array:
+    """The value of each graph, which all of its nodes must have."""
+    number, values = arrays["graph_id"], arrays[name]
+    found: _Array = values[np.unique(number, return_index=True)[1]]
+    same = bool(((found[number] == values) | (values != values)).all())
+    _need(same, f"all nodes of a graph must have the same {name}", "others", f"Repeat the graph's {name} in each row.")
+    return found
 
 
 def _ids(column: _Array) -> _Array:
@@ -232,19 +244,21 @@ def _assemble(arrays: dict[str, _Array], max_features: int | None) -> Data:
         complete = all(name in arrays for name in SPARSE) and "x" not in arrays
         _need(complete, f"sparse x is {', '.join(SPARSE)}", ", ".join(arrays), "Give all three, and no x.")
         arrays["x"] = _dense(arrays, max_features)
+    _mark_graphs(arrays)
     missing = ", ".join(name for name in ("edge_index", "x") if name not in arrays)
     _need(not missing, f"a graph file needs {missing}", ", ".join(arrays) or "nothing", "Add it.")
     masks = [name for name in MASKS if name in arrays]
     one = len(masks) == 0 or (len(masks) == 3 and "split" not in arrays)
     _need(one, "a split is either split or all three masks", ", ".join(arrays), "Give one of them, or none.")
     convert = {"edge_index": _integers, "edge_type": _integers, "y": _numbers, "split": _splits, "edge_split": _splits}
+    convert |= {"graph_id": _integers, "graph_split": _splits, "graph_y": _numbers}
     convert |= {"x": _floats, "edge_weight": _floats, "edge_attr": _floats}
     values = {name: to(name, arrays[name]) for name, to in convert.items() if name in arrays}
     values["x"] = values["x"][..., :max_features]
     for name in masks:
         _need(bool(np.isin(arrays[name], (0, 1)).all()), f"{name} must be True or False", "others", "Save it as bool.")
         values[name] = arrays[name].astype(np.bool_)
-    for name in ("split", "edge_split"):
+    for name in ("split", "edge_split", "graph_split"):
         if name in values:
             rule = f"{name} must be 0 (training), 1 (validation), 2 (test), or 3 or -1 (none)"
             others = np.unique(values[name][~np.isin(values[name], (-1, 0, 1, 2, 3))])
@@ -253,6 +267,30 @@ def _assemble(arrays: dict[str, _Array], max_features: int | None) -> Data:
         split = values.pop("split")
         values |= {name: split == number for number, name in enumerate(MASKS)}
     return Data(**{name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in values.items()})
+
+
+def _mark_graphs(arrays: dict[str, _Array]) -> None:
+    """Name what belongs to whole graphs, if the file holds several with a target for each; tags become features."""
+    if "node_tag" in arrays:
+        tag = _integers("node_tag", arrays.pop("node_tag"))
+        _need(
+            "x" not in arrays and tag.ndim == 1 and tag.min(initial=0) >= 0, "node_tag stands for x", "both", "Drop x."
+        )
+        arrays["x"] = np.eye(int(tag.max(initial=0)) + 1, dtype=np.float32)[tag]
+    if "ptr" in arrays:
+        first = _integers("ptr", arrays.pop("ptr"))
+        fits = first.ndim == 1 and first.size > 1 and first[0] == 0 and bool((np.diff(first) > 0).all())
+        _need(
+            fits, "ptr must be the first node of each graph and the number of nodes", "others", "Let it ascend from 0."
+        )
+        arrays["graph_id"] = np.repeat(np.arange(first.size - 1), np.diff(first))
+    if "graph_id" in arrays and "y" in arrays:
+        number = _integers("graph_id", arrays["graph_id"])
+        nodes = number.size
+        if arrays["y"].shape[:1] == (number.max(initial=-1) + 1,) != (nodes,):
+            arrays["graph_y"] = arrays.pop("y")
+            if arrays.get("split", number).shape[:1] == arrays["graph_y"].shape[:1]:
+                arrays["graph_split"] = arrays.pop("split")
 
 
 def _of_triples(arrays: dict[str, _Array]) -> dict[str, _Array]:

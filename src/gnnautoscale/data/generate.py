@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.utils import coalesce  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 
@@ -17,6 +18,9 @@ _Pattern = tuple[npt.NDArray[np.bool_], _Ints]  # adjacency [n, n] and features 
 
 SMALLEST, LARGEST = 5, 34  # nodes of a block or a pattern
 NUM_PATTERNS = 100
+ARC = 10  # nodes of an arc
+NEARBY = 100  # places between nodes that are near
+_TRIES = 16  # to find a node of one of two signs
 REACH = 8  # ring neighbours are at most this many times `degree` places away
 
 
@@ -161,6 +165,58 @@ def communities(
     masks = {"train_mask": quarter < 2, "val_mask": quarter == 2, "test_mask": quarter == 3}
     arrays = {"x": x, "edge_index": edge_index, "y": y, **masks}
     return Data(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def echoes(num_graphs: int, *, num_nodes: int = 50_000, seed: int = 0) -> Data:
+    """ECHOES: large graphs whose class is whether far-apart places agree.
+
+    The nodes of a graph lie on a ring, in arcs of ten. Each arc has a sign, + or -, half of them each; a node's feature
+    is the sign of its arc plus noise. Edges join a node to the next two on the ring, and to one anywhere on it. In the
+    graphs of class 1, these long edges join equal signs in 65% of the cases, in the others in 35%. Half of the nodes
+    have one more edge to a node at most 100 places away, and these are the other way round: fewer, but those that are
+    left when a graph is cut into parts and edges between parts are dropped.
+
+    Returns:
+        ``num_graphs`` graphs side by side as one: ``x`` [N, 2], the second column being 1, ``edge_index`` [2, E] in
+        both directions, ``graph_id`` [N], and ``graph_y`` [G].
+
+    Example:
+        >>> data = echoes(4, num_nodes=1000)
+        >>> data.graph_y, data.num_nodes, data.is_undirected()
+        (tensor([0, 1, 0, 1]), 4000, True)
+    """
+    _at_least("num_graphs", num_graphs, 1)
+    _at_least("num_nodes", num_nodes, 4 * NEARBY)
+    rng = np.random.default_rng(seed)
+    ring = np.arange(num_nodes)
+    along = np.concatenate([np.stack([ring, (ring + step) % num_nodes]) for step in (1, 2)], axis=1)
+    edges, features = [], []
+    for number in range(num_graphs):
+        positive = np.repeat(rng.permutation(-(-num_nodes // ARC)) % 2 == 0, ARC)[:num_nodes]
+        agree = 0.65 if number % 2 else 0.35
+        far = _partners(rng, positive, ring, num_nodes, agree)
+        near = _partners(rng, positive, rng.permutation(ring)[: num_nodes // 2], NEARBY, 1 - agree)
+        edges.append(np.concatenate([along, far, near], axis=1) + number * num_nodes)
+        noise = rng.standard_normal(num_nodes, dtype=np.float32)
+        features.append(np.where(positive, np.float32(1), np.float32(-1)) + noise)
+    one_way = torch.from_numpy(np.concatenate(edges, axis=1))
+    x = torch.from_numpy(np.concatenate(features))
+    return Data(
+        x=torch.stack([x, torch.ones_like(x)], dim=1),
+        edge_index=coalesce(torch.cat([one_way, one_way.flip(0)], dim=1)),
+        graph_id=torch.arange(num_graphs).repeat_interleave(num_nodes),
+        graph_y=torch.arange(num_graphs) % 2,
+    )
+
+
+def _partners(
+    rng: np.random.Generator, positive: npt.NDArray[np.bool_], nodes: _Ints, reach: int, agree: float
+) -> _Ints:
+    """Draw a partner for some nodes of a ring, at most ``reach`` places ahead, that agrees in its sign or not."""
+    wanted = positive[nodes] == (rng.random(nodes.size) < agree)
+    places = (nodes + rng.integers(1, reach, (_TRIES, nodes.size))) % positive.size
+    first = np.argmax(positive[places] == wanted, axis=0)
+    return np.stack([nodes, places[first, np.arange(nodes.size)]])
 
 
 class _Small:

@@ -8,13 +8,14 @@ from gnnautoscale.graph.assemble import without_tensors
 from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader, Subgraphs, check_fan_out, whole_neighbourhood
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, hand_over
 from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
-from gnnautoscale.graph.graph import Graph, check_nodes
+from gnnautoscale.graph.graph import Graph, check_nodes, rows_of
 from gnnautoscale.graph.hashing import fingerprint
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.graph.partitioning import Partitioner, connectivity, partition
 from gnnautoscale.graph.ready import ReadyBatch, tagged_copies
 from gnnautoscale.graph.typed_graph import EdgeType, TypedGraph, TypedInfo
 from gnnautoscale.graph.unread import UnreadRows
+from gnnautoscale.graph.whole_graphs import partition_graphs
 
 __all__ = [
     "BatchInfo",
@@ -40,6 +41,8 @@ __all__ = [
     "fingerprint",
     "hand_over",
     "partition",
+    "partition_graphs",
+    "rows_of",
     "tagged_copies",
     "whole_neighbourhood",
     "without_tensors",

@@ -195,7 +195,8 @@ class ClusterLoader:
         num_workers: int = 0,
         cache_dir: str | None = None,
     ) -> None:
-        self._parts = HaloLoader(
+        #: Cuts the graph and draws parts.
+        self.parts = HaloLoader(
             data,
             num_parts,
             partition=partition,
@@ -205,29 +206,29 @@ class ClusterLoader:
             num_workers=num_workers,
             cache_dir=cache_dir,
         )
-        self._subgraphs = Subgraphs(data, self._parts.graph)
+        self._subgraphs = Subgraphs(data, self.parts.graph)
         self._worker_seeds = torch.Generator().manual_seed(seed)
         self._kept: dict[PartGroup, tuple[Data, list[int]]] = {}
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self.parts)
 
     def __iter__(self) -> Iterator[Data]:
-        graph = self._parts.follow()
+        graph = self.parts.follow()
         if graph is not self._subgraphs.graph:
-            self._subgraphs, self._kept = Subgraphs(self._parts.data, graph), {}
-        groups, keep_in = self._parts.draw(), self._kept
+            self._subgraphs, self._kept = Subgraphs(self.parts.data, graph), {}
+        groups, keep_in = self.parts.draw(), self._kept
         # Batches that somebody wrote into are built again.
         kept = {group: batch for group, (batch, before) in keep_in.items() if before == write_counts(batch)}
-        jobs = [self._parts.nodes_of(group) for group in groups if group not in kept]
-        built = build_each(self._subgraphs.induced, jobs, self._parts.num_workers, self._worker_seeds)
+        jobs = [self.parts.nodes_of(group) for group in groups if group not in kept]
+        built = build_each(self._subgraphs.induced, jobs, self.parts.num_workers, self._worker_seeds)
         for group in groups:
             if group in kept:
                 batch = kept[group]
             else:
                 batch = next(built)
                 graph.check_unwritten(labels=True)
-            if self._parts.is_fixed:
+            if self.parts.is_fixed:
                 keep_in[group] = batch, write_counts(batch)
             yield copy.copy(batch)
 

@@ -173,6 +173,8 @@ class Graph:
         return found
 
 
+# Targets and splits of whole graphs that are joined in one.
+_GRAPH_TARGETS = ("graph_y", "graph_split")
 # Further targets of link prediction: splits of edges, relations of pairs, and PyG's triplets.
 _LINK_TARGETS = ("edge_split", "edge_label_type", "src_index", "dst_pos_index", "dst_neg_index")
 # Attributes that must have one row per edge; any other is one of edges if it happens to.
@@ -185,11 +187,12 @@ _KNOWN: dict[int, Graph] = {}
 def rows_of(data: Data, name: str) -> Literal["node", "edge"] | None:
     """Whether an attribute is a tensor with a row for every node or every edge, in the dimension ``__cat_dim__`` says.
 
-    Two kinds of tensors have another number of rows, even if it is that of the nodes or edges by chance: the targets of
-    link prediction, like ``edge_label_index`` and ``edge_label``, and in a ``Batch`` where each of its graphs begins.
+    Three kinds of tensors have another number of rows, even if it is that of the nodes or edges by chance: the targets
+    of link prediction, like ``edge_label_index`` and ``edge_label``, those of whole graphs, and in a ``Batch`` where
+    each of its graphs begins.
     """
     target = "edge_label_index" in name or (name.endswith("edge_label") and f"{name}_index" in data)
-    target = target or name in _LINK_TARGETS
+    target = target or name in _LINK_TARGETS or name in _GRAPH_TARGETS
     if target or not isinstance(data[name], Tensor) or is_start(data, name):
         return None
     return "node" if data.is_node_attr(name) else "edge" if data.is_edge_attr(name) else None

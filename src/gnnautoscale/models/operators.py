@@ -84,6 +84,8 @@ class GIN(Stack):
         "current batch in evaluation too.",
     )
     residual: bool = True
+    jumping_knowledge: bool = option(False, "Whether the last linear layer reads the outputs of all layers.")
+    norm_between: bool = option(False, "Whether batch norm also follows each layer.")
 
     def _make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
         averages = self.track_running_stats
@@ -92,7 +94,8 @@ class GIN(Stack):
         return pyg.GINConv(nn.Sequential(*mlp), train_eps=True)
 
     def _make_norm(self) -> nn.Module:
-        return nn.Identity()  # a GIN layer normalizes inside its MLP
+        # A GIN layer normalizes inside its MLP.
+        return nn.BatchNorm1d(self.hidden) if self.norm_between else nn.Identity()
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

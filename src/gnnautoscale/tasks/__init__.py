@@ -5,11 +5,14 @@ steps run.
 """
 
 from gnnautoscale.tasks.decoders import Bilinear, Decoder, DecoderName, DistMult, Dot
+from gnnautoscale.tasks.graph import GraphPrediction, HeadName
+from gnnautoscale.tasks.graph_loader import GraphLoader
 from gnnautoscale.tasks.link import LinkPrediction
 from gnnautoscale.tasks.link_loader import LinkLoader
 from gnnautoscale.tasks.metrics import METRICS
 from gnnautoscale.tasks.naming import TaskName, task_for
 from gnnautoscale.tasks.node import NodeClassification, NodeRegression
+from gnnautoscale.tasks.readouts import ReadoutName
 from gnnautoscale.tasks.task import ClassWeight, Task, check_task
 
 __all__ = [
@@ -20,10 +23,14 @@ __all__ = [
     "DecoderName",
     "DistMult",
     "Dot",
+    "GraphLoader",
+    "GraphPrediction",
+    "HeadName",
     "LinkLoader",
     "LinkPrediction",
     "NodeClassification",
     "NodeRegression",
+    "ReadoutName",
     "Task",
     "TaskName",
     "check_task",

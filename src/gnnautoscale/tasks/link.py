@@ -418,7 +418,7 @@ class LinkPrediction(Task):
             raise InputError(f"node must be from 0 to {out.size(0) - 1}", got=str(node), fix=fix)
         return best_partners(self._made().eval(), out, node, relation, count, self._known if new else None)
 
-    def predictions(self, out: Tensor) -> dict[str, Tensor]:
+    def predictions(self, out: Tensor, data: Data) -> dict[str, Tensor]:
         """The rows that decoders score; see :meth:`scores` and :meth:`partners` for what they make of these."""
         return {"embeddings": out}
 

@@ -9,18 +9,20 @@ from torch import Tensor
 
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
+from gnnautoscale.tasks.graph import GraphPrediction
 from gnnautoscale.tasks.link import LinkPrediction
 from gnnautoscale.tasks.node import NodeClassification, NodeRegression, kind_of
 from gnnautoscale.tasks.task import Task
 
 #: Names of tasks.
-TaskName = Literal["classification", "regression", "link"]
+TaskName = Literal["classification", "regression", "link", "graph"]
 
 
 def task_for(dataset: Dataset, name: str | None = None) -> Task:
     """The task of a name, or by default the one that fits the targets of a data set.
 
-    Integers are classes, 0 and 1 as bool or float are labels, and other floats are numbers to regress on.
+    Integers are classes, 0 and 1 as bool or float are labels, and other floats are numbers to regress on. Graphs with
+    a target each pose a task of graphs.
 
     Example:
         >>> from torch_geometric.data import Data
@@ -32,11 +34,13 @@ def task_for(dataset: Dataset, name: str | None = None) -> Task:
     if name is None:
         y = dataset.train.get("y")
         numbers = isinstance(y, Tensor) and y.layout == torch.strided and kind_of(y) == "numbers"
-        name = "regression" if numbers else "classification"
+        name = "graph" if "graph_y" in dataset.train else "regression" if numbers else "classification"
     if name == "classification":
         return NodeClassification.of(dataset)
     if name == "regression":
         return NodeRegression.of(dataset)
     if name == "link":
         return LinkPrediction()
+    if name == "graph":
+        return GraphPrediction()
     raise InputError(f"a task is one of {', '.join(get_args(TaskName))}", got=repr(name), fix="Choose one of these.")

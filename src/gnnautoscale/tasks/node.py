@@ -38,7 +38,7 @@ class NodeTask(Task):
         self.metric, self.higher_is_better = self._metric.name, self._metric.higher_is_better
         self.percent = self._metric.percent
 
-    def bound_to(self, dataset: Dataset, *, metric: str | None, class_weight: ClassWeight) -> Task:
+    def bound_to(self, dataset: Dataset, *, metric: str | None, class_weight: ClassWeight) -> NodeTask:
         """See :meth:`Task.bound_to`."""
         changed = copy.copy(self)
         if metric is not None:
@@ -76,12 +76,20 @@ class NodeTask(Task):
         own = batch.batch_size
         y = batch.y[:own]
         rows = (batch.train_mask[:own] & known_rows(y)).nonzero().squeeze(1)
-        y = self._typed(y)
+        y = self.typed(y)
         return (None, y) if rows.numel() == own else (rows, y[rows])
 
     @abstractmethod
-    def _typed(self, y: Tensor) -> Tensor:
+    def typed(self, y: Tensor) -> Tensor:
         """Targets as the loss takes them: classes ``[n]`` as int64, others ``[n, num_outputs]``."""
+
+    @abstractmethod
+    def losses(self, out: Any, targets: Tensor) -> Tensor:
+        """The loss of each row, ``[num_targets]``; see :meth:`loss` for the arguments."""
+
+    def loss(self, out: Any, targets: Tensor) -> Tensor:
+        """The mean loss over nodes."""
+        return self.losses(out, targets).mean()
 
     def score(self, out: Tensor, data: Data, split: str) -> float:
         """Score a split by the task's metric."""
@@ -91,7 +99,7 @@ class NodeTask(Task):
         rows = (mask & known_rows(data.y)).nonzero().squeeze(1)
         if not rows.numel():
             return math.nan
-        return self._metric(out[rows.to(out.device)], self._typed(data.y[rows.to(data.y.device)]).to(out.device))
+        return self._metric(out[rows.to(out.device)], self.typed(data.y[rows.to(data.y.device)]).to(out.device))
 
     def identity(self, data: Data) -> tuple[Tensor | None, ...]:
         """The targets and the masks."""
@@ -171,7 +179,7 @@ class NodeClassification(NodeTask):
         Of each label, nodes that have it get the weight of those that do not.
         """
         graph = dataset.train
-        y = self._typed(graph.y[graph.train_mask & known_rows(graph.y)])
+        y = self.typed(graph.y[graph.train_mask & known_rows(graph.y)])
         if self.kind == "labels":
             there = torch.nansum(y.float(), dim=0)
             count = (~torch.isnan(y.float())).sum(dim=0)
@@ -194,13 +202,14 @@ class NodeClassification(NodeTask):
         rule = f"y must hold {self.num_outputs} {'labels' if self.multilabel else 'classes'}, as the task says"
         need(fits, rule, y, _OTHER_TASK)
 
-    def _typed(self, y: Tensor) -> Tensor:
+    def typed(self, y: Tensor) -> Tensor:
+        """See :meth:`NodeTask.typed`."""
         if self.kind == "classes":
             return y.long()
         return _as_column(y) if y.dim() == 1 else y
 
-    def loss(self, out: Any, targets: Tensor) -> Tensor:
-        """Cross entropy over classes, or over each known label by itself."""
+    def losses(self, out: Any, targets: Tensor) -> Tensor:
+        """Cross entropy over classes, or over each known label by itself, for each row ``[num_targets]``."""
         width = out.size(1) if isinstance(out, Tensor) and out.dim() == 2 else 0
         # A class that no node of this graph has does no harm.
         if width < self.num_outputs or (self.kind == "labels" and width > self.num_outputs):
@@ -208,10 +217,8 @@ class NodeClassification(NodeTask):
         out = out.to(torch.promote_types(out.dtype, torch.float32))
         weight = self._weight_on(out)
         if self.kind == "classes":
-            losses = F.cross_entropy(out, targets, reduction="none" if weight is not None else "mean")
-            return losses if weight is None else (losses * weight[targets]).mean()
-        if not targets.is_floating_point():
-            return F.binary_cross_entropy_with_logits(out, targets.to(out.dtype), pos_weight=weight)
+            losses = F.cross_entropy(out, targets, reduction="none")
+            return losses if weight is None else losses * weight[targets]
         wanted = targets.to(out.dtype)
         losses = F.binary_cross_entropy_with_logits(out, wanted.nan_to_num(), pos_weight=weight, reduction="none")
         return mean_of_known(losses, wanted)
@@ -228,7 +235,7 @@ class NodeClassification(NodeTask):
         classes = 2 if self.num_outputs == 1 and not self.multilabel else self.num_outputs
         return {"classes": classes, "multi-label": self.multilabel, **super().describe(dataset)}
 
-    def predictions(self, out: Tensor) -> dict[str, Tensor]:
+    def predictions(self, out: Tensor, data: Data) -> dict[str, Tensor]:
         """The scores, and the class of each node or whether it has each label."""
         if self.kind == "classes":
             return {"scores": out, "classes": out.argmax(dim=1)}
@@ -294,11 +301,12 @@ class NodeRegression(NodeTask):
         fits = (1 if data.y.dim() == 1 else data.y.size(1)) == self.num_outputs
         need(fits, f"y must hold {self.num_outputs} numbers per node, as the task says", data.y, _OTHER_TASK)
 
-    def _typed(self, y: Tensor) -> Tensor:
+    def typed(self, y: Tensor) -> Tensor:
+        """See :meth:`NodeTask.typed`."""
         return _as_column(y if y.is_floating_point() else y.float()) if y.dim() == 1 else y
 
-    def loss(self, out: Any, targets: Tensor) -> Tensor:
-        """Squared error of known numbers."""
+    def losses(self, out: Any, targets: Tensor) -> Tensor:
+        """Squared error of known numbers, for each row ``[num_targets]``."""
         if not isinstance(out, Tensor) or out.dim() != 2 or out.size(1) != self.num_outputs:
             raise wrong_outputs(out, f"{self.num_outputs} numbers per node, one for each target", "targets")
         out = out.to(torch.promote_types(out.dtype, torch.float32))
@@ -309,7 +317,7 @@ class NodeRegression(NodeTask):
         """Number of targets, and number of nodes in each split."""
         return {"targets": self.num_outputs, **super().describe(dataset)}
 
-    def predictions(self, out: Tensor) -> dict[str, Tensor]:
+    def predictions(self, out: Tensor, data: Data) -> dict[str, Tensor]:
         """The numbers."""
         return {"values": out}
 
@@ -338,10 +346,10 @@ def known_rows(y: Tensor) -> Tensor:
 
 
 def mean_of_known(losses: Tensor, targets: Tensor) -> Tensor:
-    """The mean over nodes of the mean of their losses where targets are not NaN, both ``[n, num_outputs]``."""
+    """For each node the mean of its losses where targets are not NaN, both ``[n, num_outputs]``; returns ``[n]``."""
     known = ~torch.isnan(targets)
     # Each row has a known target; none of these operations waits for a GPU.
-    return ((losses * known).sum(dim=1) / known.sum(dim=1)).mean()
+    return (losses * known).sum(dim=1) / known.sum(dim=1)
 
 
 def wrong_outputs(out: Any, what: str, each: str) -> InputError:

@@ -107,6 +107,13 @@ class Task(ABC):
         nodes = torch.arange(data.num_nodes) if rows is None else rows
         return SampleLoader(data, nodes, fan_out, num_batches, **options)
 
+    def cut(self, data: Data, num_parts: int, batch_size: int, **how: Any) -> Tensor | None:
+        """The part of each node of a graph, ``[num_nodes]``, if the task has its own way to cut it.
+
+        ``how`` are the further arguments of :func:`gnnautoscale.graph.partition`.
+        """
+        return None
+
     def see(self, out: Any, nodes: Tensor) -> None:  # noqa: B027 - a task may need nothing
         """Take note of a training step's output before its loss.
 
@@ -141,8 +148,8 @@ class Task(ABC):
         """Describe the targets of a data set as plain values, for run folders and ``gas data``."""
         return {}
 
-    def predictions(self, out: Tensor) -> dict[str, Tensor]:
-        """Turn the model's output into named tensors for a file."""
+    def predictions(self, out: Tensor, data: Data) -> dict[str, Tensor]:
+        """Turn the model's output for all nodes of a graph into named tensors for a file."""
         return {"scores": out}
 
     def skew(self, data: Data, parts: Tensor) -> float:

@@ -17,7 +17,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import PeakMemory, describe_arguments
 from gnnautoscale.attach import LocalLipschitz, autoscale, is_autoscaled
-from gnnautoscale.data import Dataset
+from gnnautoscale.data import Dataset, holds_graphs, is_collection
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder, check_run_dir
@@ -49,7 +49,7 @@ from gnnautoscale.training.strategies import (
 
 def fit(  # noqa: D417 - the options are filled in below
     model: nn.Module,
-    data: Data | Dataset | tuple[Data, Data, Data],
+    data: Data | Dataset | tuple[Data, Data, Data] | tuple[list[Data], list[Data], list[Data]],
     *,
     task: Task | TaskName | None = None,
     callback: Callable[[Epoch], None] | None = None,
@@ -61,10 +61,10 @@ def fit(  # noqa: D417 - the options are filled in below
     Args:
         model: Any module of PyG layers that returns one row of outputs per node. It is autoscaled, unless the mode
             has no histories.
-        data: The graph, with ``x`` and what the task needs; one for each split, as ``RandomLinkSplit`` makes them; or a
-            data set.
+        data: The graph, with ``x`` and what the task needs; one for each split, as ``RandomLinkSplit`` makes them; a
+            list of graphs for each split, to predict something of each graph; or a data set.
         task: What to learn and how to score it: an object, or ``"classification"`` or ``"regression"`` of nodes, which
-            need ``y`` and masks, or ``"link"``. By default the one of nodes that fits ``y``.
+            need ``y`` and masks, ``"link"`` or ``"graph"``. By default the one that fits ``y``.
         {options}
         callback: Called after each epoch.
         on_phase: Called with the name of the work that runs from now on ("partition", "train", "evaluate", ...), and
@@ -86,7 +86,7 @@ def fit(  # noqa: D417 - the options are filled in below
         raise InputError(
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
         )
-    dataset = data if isinstance(data, Dataset) else Dataset.of(data) if isinstance(data, Data) else _of_splits(data)
+    dataset = data if isinstance(data, Dataset) else _dataset_of(data)
     dataset.check()
     task = task_for(dataset, task) if task is None or isinstance(task, str) else task
     if isinstance(task, Task):
@@ -114,10 +114,17 @@ fit.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 describe_arguments(fit, {name: option.help for name, option in OPTIONS.items()})
 
 
-def _of_splits(data: Any) -> Dataset:
+def _dataset_of(data: Any) -> Dataset:
+    if isinstance(data, Data):
+        return Dataset.of_graphs(data) if holds_graphs(data) else Dataset.of(data)
+    if isinstance(data, (tuple, list)) and len(data) == 3 and all(is_collection(each) for each in data):
+        return Dataset.of_graphs(data)
     if not isinstance(data, (tuple, list)) or len(data) != 3 or not all(isinstance(each, Data) for each in data):
         got = f"{len(data)} items" if isinstance(data, (tuple, list)) else type(data).__name__
-        rule = "data must be a torch_geometric.data.Data, three of them for training, validation and test, or a Dataset"
+        rule = (
+            "data must be a torch_geometric.data.Data, three of them or three lists of them for training, validation "
+            "and test, or a Dataset"
+        )
         fix = "Pass one of these; train on a HeteroData in a loop of your own, with HaloLoader and autoscale."
         raise InputError(rule, got=got, fix=fix)
     return Dataset("data", *data)
@@ -176,7 +183,7 @@ def _train(
     if options.has_histories:
         labels = None if checkpoint is None else labels_of(checkpoint, dataset.train.num_nodes)
         with clock("partition"):
-            loaders = halo_loaders(dataset, options, labels)
+            loaders = halo_loaders(dataset, task, options, labels)
         loader = loaders["train"]
         if options.exact_after:
             task.prepare(loader)

@@ -377,7 +377,9 @@ def data_key(loader: HaloLoader, task: Task) -> str:
     return fingerprint(*task.identity(loader.data), graph=loader.graph.key)
 
 
-def halo_loaders(dataset: Dataset, options: FitOptions, labels: Tensor | None = None) -> dict[str, HaloLoader]:
+def halo_loaders(
+    dataset: Dataset, task: Task, options: FitOptions, labels: Tensor | None = None
+) -> dict[str, HaloLoader]:
     """One loader for each split; splits of the same graph share it.
 
     ``labels`` holds the part of each node of the training graph, ``[num_nodes]``, if it is already cut.
@@ -387,6 +389,7 @@ def halo_loaders(dataset: Dataset, options: FitOptions, labels: Tensor | None = 
     if torch.device(options.device).type == "cuda" and not options.num_workers:
         common["device"] = options.device
     train = {**common, "batch_size": options.batch_size, "shuffle": True, "drawings": options.drawings}
+    labels = _cut(task, dataset.train, options.num_parts, options.batch_size, options) if labels is None else labels
     if labels is not None:
         train["partition"] = labels
     if options.compensate != "none":
@@ -397,14 +400,25 @@ def halo_loaders(dataset: Dataset, options: FitOptions, labels: Tensor | None = 
         if id(graph) not in made:
             # Batches of other graphs have about as many nodes as those of the training graph.
             share = graph.num_nodes / dataset.train.num_nodes
-            made[id(graph)] = HaloLoader(graph, max(1, round(options.num_parts / options.batch_size * share)), **common)
+            count = min(max(1, round(options.num_parts / options.batch_size * share)), graph.num_nodes)
+            known = _cut(task, graph, count, 1, options)
+            cut = {} if known is None else {"partition": known}
+            made[id(graph)] = HaloLoader(graph, count if known is None else None, **{**common, **cut})
     return {split: made[id(graph)] for split, graph in graphs.items()}
+
+
+def _cut(task: Task, graph: Data, num_parts: int, batch_size: int, options: FitOptions) -> Tensor | None:
+    """The parts of a graph, if the task cuts it."""
+    how = {"method": options.partition, "seed": options.seed, "cache_dir": options.cache_dir}
+    return task.cut(graph, num_parts, batch_size, **how)
 
 
 def subgraph_loader(graph: Data, task: Task, options: FitOptions) -> ClusterLoader | SampleLoader:
     """A loader of joined parts, or with a fan-out of as many sampled neighbourhoods of what the task trains on."""
     common: dict[str, Any] = {"seed": options.seed, "num_workers": options.num_workers}
     if options.fan_out is None:
-        common |= {"partition": options.partition, "cache_dir": options.cache_dir}
-        return ClusterLoader(graph, options.num_parts, batch_size=options.batch_size, shuffle=True, **common)
+        labels = _cut(task, graph, options.num_parts, options.batch_size, options)
+        common |= {"partition": options.partition if labels is None else labels, "cache_dir": options.cache_dir}
+        count = options.num_parts if labels is None else None
+        return ClusterLoader(graph, count, batch_size=options.batch_size, shuffle=True, **common)
     return task.sampled(graph, options.fan_out, -(-options.num_parts // options.batch_size), **common)

@@ -146,6 +146,9 @@ def tune(
     dataset = data if isinstance(data, Dataset) else Dataset.of(data)
     dataset.check()
     learned = task_for(dataset) if task is None else task
+    if not learned.separable:
+        got, fix = f"a {type(learned).__name__}", "Choose settings yourself; see docs/settings.md."
+        raise InputError("tune compares losses of batches by themselves, which tasks of nodes have", got=got, fix=fix)
     learned.check_dataset(dataset)
     if dataset.train.num_nodes < 2:
         raise InputError("a graph to cut has at least two nodes", got="fewer", fix="Train on it as it is.")

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from gnnautoscale.attach import autoscale, infer, is_autoscaled
-from gnnautoscale.data import Dataset, datasets
+from gnnautoscale.data import Dataset, datasets, files, folds, join_graphs, take_graphs
 from gnnautoscale.experiments import bench
 from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
 from gnnautoscale.experiments.reproduce.relational import RGCN
 from gnnautoscale.graph import connectivity, partition
 from gnnautoscale.models import build_model
 from gnnautoscale.runs import jsonable
-from gnnautoscale.tasks import LinkPrediction, Task, task_for
+from gnnautoscale.tasks import GraphPrediction, LinkPrediction, Task, task_for
 from gnnautoscale.training import describe_machine, fit
 
 Work = Mapping[str, Any]
@@ -38,7 +38,9 @@ def perform(work: Work, *, root: str, device: str, run_dir: Path | None = None) 
 def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str, Any]:
     dataset = _dataset(work["dataset"], root, work["seed"], **work["data"])
     task: Task
-    if "task" in work:
+    if "graph_y" in dataset.train:
+        task = GraphPrediction(**work["task"])
+    elif "task" in work:
         dataset, task = _links(dataset, work["seed"], **work["task"])
     else:
         task = task_for(dataset)
@@ -66,7 +68,7 @@ def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str
         "loss": [round(epoch.loss, 5) for epoch in shown],
         **{split: [round(epoch.scores[split], 3) for epoch in shown] for split in ("train", "val", "test")},
     }
-    if "task" in work:
+    if isinstance(task, LinkPrediction):
         result["metrics"] = _metrics_of_links(model, dataset, task)
     return result
 
@@ -110,6 +112,8 @@ def _step(work: Work, root: str, device: str) -> dict[str, Any]:
 @lru_cache(maxsize=4)  # jobs come sorted by data set
 def _load(name: str, root: str, split: int, options: tuple[tuple[str, Any], ...]) -> Dataset:
     given = dict(options)
+    if given.pop("folds", False):
+        return _fold(Path(root) / given.pop("file"), split)
     if given.pop("binary", False):  # features are there, or not
         dataset = _load(name, root, split, tuple(given.items()))
         data = copy.copy(dataset.train)
@@ -123,8 +127,17 @@ def _load(name: str, root: str, split: int, options: tuple[tuple[str, Any], ...]
     return datasets.load(name, root, split=split, **given)
 
 
+def _fold(path: Path, number: int) -> Dataset:
+    """Graphs of a file, but one fold of ten, which is for validation and for tests (Xu et al., 2019)."""
+    graphs = join_graphs(files.read_graph(path))
+    held = folds(graphs.graph_y, 10) == number % 10
+    chosen = (~held, held, held)
+    return Dataset(path.stem, *(take_graphs(graphs, each.nonzero().squeeze(1)) for each in chosen))
+
+
 def _dataset(name: str, root: str, split: int, **options: Any) -> Dataset:
-    has_splits = name.startswith(("coauthor", "amazon", "wiki")) or options.get("random_split", False)
+    several = options.get("random_split", False) or options.get("folds", False)
+    has_splits = name.startswith(("coauthor", "amazon", "wiki")) or several
     return _load(name, root, split if has_splits else 0, tuple(sorted(options.items())))
 
 

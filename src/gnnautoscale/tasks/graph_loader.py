@@ -1,0 +1,121 @@
+"""Batches for graph-level prediction in a loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.data import join_graphs
+from gnnautoscale.errors import InputError
+from gnnautoscale.graph import HaloLoader, partition_graphs
+from gnnautoscale.tasks.pooling import PooledParts, pool_exactly
+from gnnautoscale.tasks.readouts import ReadoutName, make_readout
+
+
+class GraphLoader(HaloLoader):
+    """A :class:`HaloLoader` of many graphs, whose batches know which graphs their nodes belong to.
+
+    A batch has ``graphs``, ``[num_graphs]``, the numbers of the graphs that it has nodes of; ``y``, their targets; and
+    ``graph_weight``, ``[num_graphs]``, the share of each graph's nodes that the batch has: 1 for whole graphs.
+    ``graph_id`` is the graph of each node. :meth:`pool` makes a row for each of these graphs. Weigh their losses by
+    ``graph_weight``; gradients of all batches then add up to that of whole graphs.
+
+    Args:
+        graphs: A list of graphs, or joined ones; see :func:`gnnautoscale.data.join_graphs`.
+        num_parts: Number of parts: groups of whole graphs, or pieces of large ones; see
+            :func:`gnnautoscale.graph.partition_graphs`. As many as graphs make each graph a part.
+        readout: As for :class:`~gnnautoscale.tasks.GraphPrediction`.
+        width: Number of outputs of the model, which the readout ``"attention"`` needs to know.
+        stale_dropout: Share of the last known parts that :meth:`pool` leaves out in training.
+        options: Further arguments of :class:`HaloLoader`.
+
+    Example:
+        >>> import torch.nn.functional as F
+        >>> from torch_geometric.nn import GIN
+        >>> import gnnautoscale as gas
+        >>> ring = torch.stack([torch.arange(6), (torch.arange(6) + 1) % 6])
+        >>> graphs = [Data(x=torch.ones(6, 1), edge_index=ring, y=torch.tensor([i % 2])) for i in range(8)]
+        >>> loader = gas.GraphLoader(graphs, num_parts=8, batch_size=2, shuffle=True, readout="mean")
+        >>> model, head = gas.autoscale(GIN(1, 4, num_layers=2), loader.data), torch.nn.Linear(4, 2)
+        >>> for batch in loader:
+        ...     pooled = loader.pool(batch, model(batch.x, batch.edge_index))
+        ...     losses = F.cross_entropy(head(pooled), batch.y, reduction="none")
+        ...     loss = (losses * batch.graph_weight).sum() / batch.graph_weight.sum()
+        ...     loss.backward()
+        >>> loader.pool_all(gas.infer(model, loader)).shape
+        torch.Size([8, 4])
+    """
+
+    def __init__(
+        self,
+        graphs: Any,
+        num_parts: int | None = None,
+        *,
+        readout: ReadoutName | nn.Module = "sum",
+        width: int = 64,
+        stale_dropout: float = 0.0,
+        **options: Any,
+    ) -> None:
+        data = join_graphs(graphs)
+        if not isinstance(stale_dropout, (int, float)) or not 0 <= stale_dropout < 1:
+            rule = "stale_dropout must be at least 0 and below 1"
+            raise InputError(rule, got=repr(stale_dropout), fix="Change it.")
+        method = options.get("partition", "metis")
+        if isinstance(method, str) and isinstance(num_parts, int):
+            how = {name: options[name] for name in ("batch_size", "seed", "cache_dir") if name in options}
+            labels = partition_graphs(data.edge_index, data.graph_id, num_parts, method=method, **how)  # type: ignore[arg-type]
+            num_parts, options = None, {**options, "partition": labels}
+        super().__init__(data, num_parts, **options)
+        #: What pools; train its weights, if it has some, with those of the model.
+        self.readout = make_readout(readout, width)
+        self._pooled = PooledParts(self.readout, data.graph_id, self.labels, stale_dropout)
+        self._sizes = torch.bincount(data.graph_id)
+
+    def __iter__(self) -> Iterator[Data]:
+        return map(self._with_graphs, super().__iter__())
+
+    def pool(self, batch: Data, out: Tensor) -> Tensor:
+        """Pool the graphs of a batch; what the batch has of them is remembered for other batches.
+
+        Args:
+            batch: A batch of this loader.
+            out: The model's output for the batch's own nodes, ``[batch_size, width]``.
+
+        Returns:
+            A row for each of ``batch.graphs``, ``[num_graphs, pooled_width]``.
+        """
+        nodes = batch.n_id[: batch["batch_size"]].as_subclass(Tensor)
+        if not isinstance(out, Tensor) or out.dim() != 2 or out.size(0) != nodes.numel():
+            rule = f"the output must have one row for each of the batch's {nodes.numel()} own nodes"
+            got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            raise InputError(rule, got=got, fix="Pass what the model returns for this batch.")
+        return self._pooled.pool(out, nodes, batch.graph_pieces)[0]
+
+    def pool_all(self, out: Tensor) -> Tensor:
+        """Pool all graphs exactly, given the output for all nodes, ``[num_nodes, width]``."""
+        return pool_exactly(self.readout, out, self.data.graph_id)
+
+    def state_dict(self, done: int = 0) -> dict[str, Any]:
+        """See :meth:`HaloLoader.state_dict`; with the last known pooled rows."""
+        return {**super().state_dict(done), **self._pooled.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See :meth:`HaloLoader.load_state_dict`."""
+        super().load_state_dict(state)
+        known = state.get("pooled")
+        self._pooled.load_state_dict(state, self.device if known is None else known.device)
+
+    def _with_graphs(self, batch: Data) -> Data:
+        nodes = batch.n_id[: batch["batch_size"]].cpu().as_subclass(Tensor)
+        table = self._pooled.graphs_of(nodes)
+        graphs, device = table[:, 0], batch.n_id.device
+        own = torch.bincount(self.data.graph_id[nodes], minlength=self._sizes.numel())[graphs]
+        batch.graphs, batch.graph_pieces = graphs.to(device), table.to(device)
+        batch.graph_weight = (own / self._sizes[graphs]).to(device)
+        batch.y = self.data.graph_y[graphs].to(device)
+        del batch.graph_y
+        return batch
