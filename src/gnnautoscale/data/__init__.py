@@ -4,6 +4,17 @@ The paper's data sets by name, a user's own files, and generated graphs. It know
 """
 
 from gnnautoscale.data.datasets import Dataset, load
+from gnnautoscale.data.hetero import TypedDataset, nodes_of_type
 from gnnautoscale.data.many_graphs import folds, holds_graphs, is_collection, join_graphs, take_graphs
 
-__all__ = ["Dataset", "folds", "holds_graphs", "is_collection", "join_graphs", "load", "take_graphs"]
+__all__ = [
+    "Dataset",
+    "TypedDataset",
+    "folds",
+    "holds_graphs",
+    "is_collection",
+    "join_graphs",
+    "load",
+    "nodes_of_type",
+    "take_graphs",
+]

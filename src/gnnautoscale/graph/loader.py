@@ -236,6 +236,12 @@ class HaloLoader:
         order: RowOrder = self._builder.table.order
         return order
 
+    @property
+    def row_orders(self) -> dict[str, RowOrder]:
+        """The order of the rows of each type of nodes of a heterogeneous graph."""
+        orders: dict[str, RowOrder] = self._builder.orders
+        return orders
+
     def in_order(
         self,
         device: torch.device | None = None,

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import PeakMemory, describe_arguments
 from gnnautoscale.attach import LocalLipschitz, autoscale, is_autoscaled
-from gnnautoscale.data import Dataset, holds_graphs, is_collection
+from gnnautoscale.data import Dataset, TypedDataset, holds_graphs, is_collection
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder, check_run_dir
@@ -43,13 +43,15 @@ from gnnautoscale.training.strategies import (
     SubgraphStrategy,
     data_key,
     halo_loaders,
+    history_dtype,
     subgraph_loader,
 )
+from gnnautoscale.training.typed_strategy import TypedStrategy, check_typed_run
 
 
 def fit(  # noqa: D417 - the options are filled in below
     model: nn.Module,
-    data: Data | Dataset | tuple[Data, Data, Data] | tuple[list[Data], list[Data], list[Data]],
+    data: Data | HeteroData | Dataset | tuple[Data, Data, Data] | tuple[list[Data], list[Data], list[Data]],
     *,
     task: Task | TaskName | None = None,
     callback: Callable[[Epoch], None] | None = None,
@@ -62,7 +64,8 @@ def fit(  # noqa: D417 - the options are filled in below
         model: Any module of PyG layers that returns one row of outputs per node. It is autoscaled, unless the mode
             has no histories.
         data: The graph, with ``x`` and what the task needs; one for each split, as ``RandomLinkSplit`` makes them; a
-            list of graphs for each split, to predict something of each graph; or a data set.
+            list of graphs for each split, to predict something of each graph; a heterogeneous graph, of which one type
+            of nodes has targets; or a data set.
         task: What to learn and how to score it: an object, or ``"classification"`` or ``"regression"`` of nodes, which
             need ``y`` and masks, ``"link"`` or ``"graph"``. By default the one that fits ``y``.
         {options}
@@ -94,6 +97,8 @@ def fit(  # noqa: D417 - the options are filled in below
         task = task.bound_to(dataset, metric=given.metric, class_weight=given.class_weight)
     task = check_task(task, dataset.train)
     _check_inseparable(task, given)
+    if isinstance(dataset, TypedDataset):
+        check_typed_run(task, given)
     if given.evaluation == "histories" and dataset.inductive:
         raise InputError(
             "evaluation from histories needs the validation nodes in the training graph",
@@ -115,6 +120,8 @@ describe_arguments(fit, {name: option.help for name, option in OPTIONS.items()})
 
 
 def _dataset_of(data: Any) -> Dataset:
+    if isinstance(data, HeteroData):
+        return TypedDataset.of_types(data)
     if isinstance(data, Data):
         return Dataset.of_graphs(data) if holds_graphs(data) else Dataset.of(data)
     if isinstance(data, (tuple, list)) and len(data) == 3 and all(is_collection(each) for each in data):
@@ -122,11 +129,10 @@ def _dataset_of(data: Any) -> Dataset:
     if not isinstance(data, (tuple, list)) or len(data) != 3 or not all(isinstance(each, Data) for each in data):
         got = f"{len(data)} items" if isinstance(data, (tuple, list)) else type(data).__name__
         rule = (
-            "data must be a torch_geometric.data.Data, three of them or three lists of them for training, validation "
-            "and test, or a Dataset"
+            "data must be a torch_geometric.data.Data or HeteroData, three of the former or three lists of them for "
+            "training, validation and test, or a Dataset"
         )
-        fix = "Pass one of these; train on a HeteroData in a loop of your own, with HaloLoader and autoscale."
-        raise InputError(rule, got=got, fix=fix)
+        raise InputError(rule, got=got, fix="Pass one of these.")
     return Dataset("data", *data)
 
 
@@ -180,7 +186,14 @@ def _train(
     rate = LearningRate(optimizer, options.schedule, options.epochs, higher_is_better=task.higher_is_better)
     strategy: Strategy
     loader: HaloLoader | None = None
-    if options.has_histories:
+    if isinstance(dataset, TypedDataset):
+        labels = None if checkpoint is None else labels_of(checkpoint, sum(dataset.graph.num_nodes_dict.values()))
+        with clock("partition"):
+            strategy = TypedStrategy(model, dataset, optimizer, task, options, labels)
+        loader = strategy.loader
+        if checkpoint is not None:
+            check_same_run(checkpoint, given, strategy.key, learner)
+    elif options.has_histories:
         labels = None if checkpoint is None else labels_of(checkpoint, dataset.train.num_nodes)
         with clock("partition"):
             loaders = halo_loaders(dataset, task, options, labels)
@@ -306,12 +319,11 @@ def _with_histories(
     options: FitOptions,
 ) -> HistoryStrategy:
     """Attach histories to the model; returns what trains it with them."""
-    name = options.history_dtype
     autoscale(
         model,
         dataset.train,
         storage=options.storage,
-        dtype=None if name == "same" else getattr(torch, name.replace("float8", "float8_e4m3fn")),
+        dtype=history_dtype(options),
         history_dir=options.history_dir,
         edge_dropout=options.edge_dropout,
         compensate=options.compensate,
@@ -366,5 +378,5 @@ def _open_journal(
             for epoch in epochs:  # of a run that resumes with a new folder
                 folder.append(epoch_record(epoch))
         board = Board(folder.path, len(epochs) + 1) if options.tensorboard else None
-    what, every = options.diagnose, options.diagnose_every
+    what, every = () if isinstance(dataset, TypedDataset) else options.diagnose, options.diagnose_every
     return Journal(folder, run.strategy, model, loader, task, what=what, every=every, board=board)

@@ -226,8 +226,8 @@ class HistoryStrategy(Strategy):
             "labels": self._loader.labels,
             "loader": self._loader.state_dict(self.done),
             "engine": self._engine.state_dict(),
-            "histories": _saved(memory.histories),
-            "last_gradients": _saved(memory.last_gradients),
+            "histories": saved_histories(memory.histories),
+            "last_gradients": saved_histories(memory.last_gradients),
             **({} if self.flow is None else {"flow": self.flow.state_dict()}),
         }
 
@@ -239,7 +239,7 @@ class HistoryStrategy(Strategy):
         self.done = state["loader"]["done"]
         self._engine.load_state_dict(state["engine"])
         memory, rows, gradients = self._memory, state["histories"], state["last_gradients"]
-        memory.reopen(_forms(rows), device, self._loader.row_order, gradients=_forms(gradients))
+        memory.reopen(opened_forms(rows), device, self._loader.row_order, gradients=opened_forms(gradients))
         for opened, kept in ((memory.histories, rows), (memory.last_gradients, gradients)):
             for slot, history in kept.items():
                 opened[slot].raw.copy_(history["raw"])
@@ -349,7 +349,7 @@ class SubgraphStrategy(Strategy):
         return out[: batch["batch_size"]] if isinstance(out, Tensor) else out
 
 
-def _saved(histories: dict[str, History]) -> dict[str, dict[str, Any]]:
+def saved_histories(histories: dict[str, History]) -> dict[str, dict[str, Any]]:
     """Histories in a form that checkpoints hold."""
     return {
         slot: {"width": history.width, "dtype": str(history.dtype).removeprefix("torch."), "raw": history.raw}
@@ -357,9 +357,15 @@ def _saved(histories: dict[str, History]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _forms(saved: dict[str, dict[str, Any]]) -> dict[str, tuple[int, torch.dtype]]:
+def opened_forms(saved: dict[str, dict[str, Any]]) -> dict[str, tuple[int, torch.dtype]]:
     """Width and type of each of the histories of a checkpoint."""
     return {slot: (history["width"], getattr(torch, history["dtype"])) for slot, history in saved.items()}
+
+
+def history_dtype(options: FitOptions) -> torch.dtype | None:
+    """The type of histories; ``None`` for that of the model's rows."""
+    name = options.history_dtype
+    return None if name == "same" else getattr(torch, name.replace("float8", "float8_e4m3fn"))
 
 
 def _refuse_cached(model: nn.Module) -> None:

@@ -1,0 +1,115 @@
+"""Training on heterogeneous graphs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
+
+import gnnautoscale as gas
+from gnnautoscale.attach.calling import unpack_batch
+from gnnautoscale.data import TypedDataset
+from gnnautoscale.errors import InputError
+from support.typed import MODELS, typed_graph
+
+pytestmark = pytest.mark.filterwarnings("ignore:There exist node types:UserWarning")
+
+
+def graph() -> HeteroData:
+    data = typed_graph(6).apply(lambda x: x.float() if x.is_floating_point() else x)
+    data["paper"].y = (data["paper"].x[:, 0] > 0).long()
+    place = torch.arange(40) % 4
+    for name, which in (("train", place < 2), ("val", place == 2), ("test", place == 3)):
+        data["paper"][f"{name}_mask"] = which
+    return data
+
+
+def trained(name: str = "SAGE sum", **options: Any) -> tuple[gas.FitResult, nn.Module]:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    defaults = {"num_parts": 6, "batch_size": 2, "epochs": 4, "lr": 0.02, "device": "cpu", "seed": 3}
+    return gas.fit(model, graph(), **{**defaults, **options}), model
+
+
+@pytest.mark.parametrize("name", ["SAGE sum", "residual"])
+def test_a_model_learns_the_classes_of_one_type(name: str) -> None:
+    result, model = trained(name, epochs=30)
+    assert result.metric == "accuracy"
+    assert result.scores["train"] > 90.0
+    assert result.how == "uncaptured: the graph is heterogeneous"
+    assert result.history_bytes > 0
+    out = gas.infer(model, graph())
+    out, data = out["paper"] if isinstance(out, dict) else out, graph()["paper"]
+    right = (out.argmax(1) == data.y)[data.test_mask]
+    assert 100 * float(right.double().mean()) == pytest.approx(result.scores["test"])
+
+
+def test_full_batch_is_plain_pyg() -> None:
+    result, _ = trained(mode="full", epochs=5)
+    torch.manual_seed(0)
+    model, data = MODELS["SAGE sum"](), graph()
+    args, kwargs = unpack_batch(inspect.signature(model.forward), "the model", (data,), {})
+    torch.manual_seed(3)
+    model(*args, **kwargs)  # lazy weights
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.02), []
+    for _ in range(5):
+        out: Tensor = model(*args, **kwargs)
+        mask = data["paper"].train_mask
+        loss = F.cross_entropy(out[mask], data["paper"].y[mask])
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert [epoch.loss for epoch in result.epochs] == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("storage", ["device", "disk"])
+def test_a_resumed_run_has_the_same_bits(storage: str, tmp_path: Path) -> None:
+    def options(name: str) -> dict[str, Any]:
+        return {"storage": storage, **({"history_dir": str(tmp_path / name)} if storage == "disk" else {})}
+
+    whole, model = trained(**options("a"), run_dir=str(tmp_path / "run"))
+    trained(**options("b"), epochs=2, checkpoint_dir=str(tmp_path / "saved"))
+    resumed, other = trained(**options("c"), resume=str(tmp_path / "saved"), checkpoint_dir=str(tmp_path / "saved"))
+    assert [epoch.loss for epoch in resumed.epochs] == [epoch.loss for epoch in whole.epochs]
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+    gas.detach(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "exact"}, "mode='exact'"),
+        ({"mode": "cluster"}, "mode='cluster'"),
+        ({"compensate": "gradient"}, "compensate='gradient'"),
+        ({"refresh": 1}, "refresh=1"),
+        ({"verify": True}, "verify=True"),
+        ({"task": "link"}, "a graph for each split"),
+    ],
+)
+def test_what_needs_a_plain_graph_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        trained(**options)
+
+
+def test_targets_are_those_of_one_type() -> None:
+    data = graph()
+    data["author"].y = torch.zeros(30, dtype=torch.long)
+    with pytest.raises(InputError, match=r"one type of nodes has targets, but got y for author, paper"):
+        gas.fit(MODELS["SAGE sum"](), data, num_parts=3)
+    with pytest.raises(InputError, match="one of the types of nodes"):
+        TypedDataset.of_types(data, "book")
+    result = gas.fit(MODELS["SAGE sum"](), TypedDataset.of_types(data, "paper"), num_parts=3, epochs=1, device="cpu")
+    assert len(result.epochs) == 1
+    other = copy.copy(data)
+    for name in ("train_mask", "val_mask", "test_mask"):
+        other["author"][name] = torch.ones(30, dtype=torch.bool)
+    with pytest.raises(InputError, match=r"the model must return rows of 'author'.*rows of paper"):
+        gas.fit(MODELS["SAGE sum"](), TypedDataset.of_types(other, "author"), num_parts=3, epochs=1, device="cpu")
