@@ -159,7 +159,7 @@ class Evaluation(OptionGroup):
     )
     metric: str | None = option(
         None,
-        f"The score: {', '.join(each.name for each in METRICS)}; of links MRR or Hits@k for any k as well. By default the "
+        f"The score: {', '.join(each.name for each in METRICS)}; of links also MRR or Hits@k for any k. By default the "
         "one that the task prefers.",
     )
     evaluate_every: int = option(1, "Number of epochs between evaluations.", least=1)
