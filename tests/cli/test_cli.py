@@ -1017,6 +1017,22 @@ def test_links_of_a_file_with_splits(tmp_path: Path) -> None:
     assert answer("train", "--data", file, *FAST)["runs"][0]["metric"] == "accuracy"
 
 
+def test_a_knowledge_graph_is_shown_and_trained_on(tmp_path: Path) -> None:
+    file, node = tmp_path / "kg.npz", np.arange(30)
+    step = [np.stack([node, node % 2, (node + far) % 30], axis=1) for far in (1, 2, 3)]
+    np.savez(file, train=step[0], valid=step[1], test=step[2], num_nodes=30)
+    assert answer("data", "--data", file) == {"nodes": 30, "directed edges": 90, "features": 1}
+    data: list[str | Path] = ["--data", file, "--task", "link", "--decoder", "distmult", "--width", "8"]
+    (run,) = answer("train", *data, *FAST, "--batch-size", "2", "--metric", "mrr")["runs"]
+    assert run["metric"] == "MRR"
+
+
+@pytest.mark.parametrize("mode", [["--mode", "cluster"], ["--mode", "sage", "--fan-out", "3,3"]])
+def test_links_by_baselines(mode: list[str]) -> None:
+    (run,) = answer("train", *TINY, "--task", "link", *FAST, "--batch-size", "2", *mode)["runs"]
+    assert run["metric"] == "ROC-AUC"
+
+
 def test_links_refused(tmp_path: Path) -> None:
     model = tmp_path / "model.pt"
     link = [*TINY, "--task", "link"]
