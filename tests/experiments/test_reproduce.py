@@ -264,6 +264,15 @@ def test_ways_are_compared_at_equal_steps() -> None:
     assert not any("steps" in run.work["train"] for run in experiment.jobs(seeds=1))
 
 
+def test_a_cell_says_how_often_it_is_evaluated_and_sampling_drops_no_further_edges() -> None:
+    cell = "rgcn.wn18rr-small"
+    runs = {run.variant: run.work["train"] for run in load_experiment("links").jobs(only=[cell])}
+    assert [train["epochs"] for train in runs.values()] == [80, 20, 20, 20]
+    assert [train["evaluate_every"] for train in runs.values()] == [20, 5, 5, 5]
+    assert not any("evaluations" in train for train in runs.values())
+    assert [variant for variant, train in runs.items() if "edge_dropout" in train] == ["full", "gas"]
+
+
 def test_a_grid_has_every_model_on_every_graph() -> None:
     experiment = load_experiment("compensation")
     assert len(experiment.cells) == 7 * 9

@@ -329,6 +329,15 @@ def test_joined_graphs_with_masks() -> None:
     graphs.train_mask, graphs.val_mask, graphs.test_mask = split == 0, split == 1, split == 2
     result = gas.fit(encoder(), graphs, task=GraphPrediction(width=WIDTH), num_parts=2, epochs=1)
     assert set(result.scores) == {"train", "val", "test"}
+    del graphs.val_mask
+    with pytest.raises(InputError, match="graphs are split by train_mask, val_mask and test_mask"):
+        gas.fit(encoder(), graphs, task=GraphPrediction(width=WIDTH))
+    graphs.val_mask = torch.ones(graphs.num_nodes, dtype=torch.bool)
+    with pytest.raises(InputError, match="graphs are split by train_mask, val_mask and test_mask"):
+        gas.fit(encoder(), graphs, task=GraphPrediction(width=WIDTH))
+    del graphs.train_mask, graphs.val_mask, graphs.test_mask
+    with pytest.raises(InputError, match="graphs to train on need a split"):
+        gas.fit(encoder(), graphs, task=GraphPrediction(width=WIDTH))
 
 
 @pytest.mark.parametrize(
@@ -391,8 +400,9 @@ def test_a_head_is_made_for_what_the_readout_gives() -> None:
     before = weights_of(readout)
     task = GraphPrediction(readout, "mlp", width=WIDTH)
     task.bound_to(dataset(), metric=None, class_weight="none")
-    assert isinstance(task.module, nn.ModuleDict)
-    first = task.module["head"][0]
+    assert task.module is not None
+    first = task.module.get_submodule("head.0")
+    assert isinstance(first, nn.Linear)
     assert (first.in_features, first.out_features) == (7, 7)
     assert same_bits(before, weights_of(readout))
     assert readout.training

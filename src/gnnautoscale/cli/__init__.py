@@ -208,7 +208,8 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
     for prefix, graph in graphs.items():
         facts[f"{prefix}nodes"] = graph.num_nodes
         facts[f"{prefix}directed edges"] = graph.num_edges
-    described = task_for(dataset).describe(dataset) if "y" in dataset.train else {}  # edges may be all to predict
+    posed = "y" in dataset.train or "graph_y" in dataset.train  # or edges are all that there is to predict
+    described = task_for(dataset).describe(dataset) if posed else {}
     facts |= {"features": dataset.num_features, **described}
     _show_facts(options["data"], facts, json)
 

@@ -150,11 +150,20 @@ def _given_split(data: Any, count: int) -> Tensor | None:
     if not isinstance(data, Data):
         return None
     given: Tensor | None = data.get("graph_split")
-    masks = [data.get(name) for name in _MASKS]
-    if given is None and all(isinstance(mask, Tensor) and mask.shape == (count,) for mask in masks):
-        given = torch.full((count,), -1)
-        for number, mask in enumerate(masks):
-            given[mask.cpu().bool()] = number
+    masks = {name: data[name] for name in _MASKS if name in data}
+    if given is not None or not masks:
+        return given
+    fits = all(
+        isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (count,) for mask in masks.values()
+    )
+    if not fits or len(masks) < 3:
+        rule = f"graphs are split by train_mask, val_mask and test_mask, each bool, [{count}]"
+        raise InputError(
+            rule, got=", ".join(masks), fix="Give each graph one True or False in each, or set graph_split."
+        )
+    given = torch.full((count,), -1)
+    for number, name in enumerate(_MASKS):
+        given[masks[name].cpu()] = number
     return given
 
 

@@ -122,8 +122,13 @@ describe_arguments(fit, {name: option.help for name, option in OPTIONS.items()})
 def _dataset_of(data: Any) -> Dataset:
     if isinstance(data, HeteroData):
         return TypedDataset.of_types(data)
+    if isinstance(data, Data) and holds_graphs(data):
+        if "graph_split" not in data and "train_mask" not in data:
+            fix = "Pass three lists, or gas.Dataset.of_graphs(graphs), which draws one."
+            raise InputError("graphs to train on need a split", got="none", fix=fix)
+        return Dataset.of_graphs(data)
     if isinstance(data, Data):
-        return Dataset.of_graphs(data) if holds_graphs(data) else Dataset.of(data)
+        return Dataset.of(data)
     if isinstance(data, (tuple, list)) and len(data) == 3 and all(is_collection(each) for each in data):
         return Dataset.of_graphs(data)
     if not isinstance(data, (tuple, list)) or len(data) != 3 or not all(isinstance(each, Data) for each in data):

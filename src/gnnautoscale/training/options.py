@@ -158,7 +158,9 @@ class Evaluation(OptionGroup):
         needs_histories=True,
     )
     metric: str | None = option(
-        None, f"The score: {', '.join(each.name for each in METRICS)}; by default the one that the task prefers."
+        None,
+        f"The score: {', '.join(each.name for each in METRICS)}; of links also MRR or Hits@k for any k. By default the "
+        "one that the task prefers.",
     )
     evaluate_every: int = option(1, "Number of epochs between evaluations.", least=1)
     evaluate_parts: int | None = option(

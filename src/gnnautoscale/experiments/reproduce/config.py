@@ -24,7 +24,7 @@ _DEPTH = {"train": 2, "connectivity": 1, "neighbourhood": 1, "step": 1}
 # Kinds whose results are times, which depend on the machine.
 _TIMED = ("neighbourhood", "step")
 _KEYS = {"kind", "seeds", "cells", "cells_of", "models", "graphs", "only", "variants", "on_request", "train"}
-# How often a run is evaluated whose length is given in steps.
+# How often a run is evaluated whose length is given in steps, unless it says so.
 _EVALUATIONS = 20
 
 
@@ -127,7 +127,7 @@ class Experiment:
     def _with_epochs(self, train: dict[str, Any], steps: int | None) -> dict[str, Any]:
         """The options with as many epochs as make up a number of steps, if they have one."""
         train = dict(train)
-        given = train.pop("steps", None)
+        given, evaluations = train.pop("steps", None), train.pop("evaluations", _EVALUATIONS)
         if given is None and steps is not None:
             rule = "--steps belongs to experiments whose runs all take the same number of steps"
             raise InputError(rule, got=self.name, fix="Leave it out.")
@@ -136,7 +136,7 @@ class Experiment:
         at_once = train["mode"] in ("full", "exact")
         batches = 1 if at_once else -(-train["num_parts"] // train["batch_size"])
         epochs = max(1, (given if steps is None else steps) // batches)
-        return {**train, "epochs": epochs, "evaluate_every": max(1, epochs // _EVALUATIONS)}
+        return {**train, "epochs": epochs, "evaluate_every": max(1, epochs // evaluations)}
 
 
 # Options that only these modes have or depend on. Other modes leave them out, so that jobs that differ in nothing else

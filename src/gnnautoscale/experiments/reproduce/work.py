@@ -20,7 +20,7 @@ from gnnautoscale.experiments.reproduce.relational import RGCN
 from gnnautoscale.graph import connectivity, partition
 from gnnautoscale.models import build_model
 from gnnautoscale.runs import jsonable
-from gnnautoscale.tasks import GraphPrediction, LinkPrediction, Task, task_for
+from gnnautoscale.tasks import Dot, GraphPrediction, LinkPrediction, Task, task_for
 from gnnautoscale.training import describe_machine, fit
 
 Work = Mapping[str, Any]
@@ -80,13 +80,15 @@ def _links(dataset: Dataset, seed: int, **options: Any) -> tuple[Dataset, LinkPr
 
 
 def _metrics_of_links(model: nn.Module, dataset: Dataset, task: Task) -> dict[str, float]:
-    """Test scores of a trained model by all metrics of its kind, by name."""
+    """Test scores of a trained model by all metrics of its kind, by name; ranks are among all nodes."""
     if not is_autoscaled(model):
         autoscale(model, dataset.test)
     rows = infer(model, dataset.test)
-    names = ("MRR", "Hits@10") if task.metric == "MRR" else ("ROC-AUC", "average-precision")
-    posed = (task.bound_to(dataset, metric=name, class_weight="none") for name in names)
-    return {each.metric: each.score(rows, dataset.test, "test") for each in posed}
+    scores = {}
+    for name in ("MRR", "Hits@10") if task.metric == "MRR" else ("ROC-AUC", "average-precision"):
+        judge = LinkPrediction(task.module or Dot(), metric=name, width=task.num_outputs)
+        scores[name] = judge.bound_to(dataset, metric=None, class_weight="none").score(rows, dataset.test, "test")
+    return scores
 
 
 def _connectivity(work: Work, root: str, device: str) -> dict[str, Any]:
