@@ -16,7 +16,7 @@ import gnnautoscale as gas
 from conftest import Stack, assert_same, call_whole, odd_graph, undirected_graph, whole
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward.compensation import between, scaled, share_at_hand
+from gnnautoscale.forward.compensation import between, share_at_hand, trusted
 from support.layers import C, three_layers
 
 # Enough for rows and then gradients to pass through three layers of up to three propagations each.
@@ -95,6 +95,15 @@ LINEAR = ["GCN", "GCN weighted", "SAGE mean", "GCN2", "GIN", "GINE", "Graph", "R
 @pytest.mark.parametrize("name", LINEAR)
 def test_batches_add_up_to_the_gradient_of_the_whole_graph(name: str) -> None:
     got, wanted = compensated(three_layers(name).double().eval(), undirected_graph(dtype=torch.float64))
+    assert_same(got, wanted, 1e-12)
+
+
+def test_batches_without_targets_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_three_nodes(out: Tensor, nodes: Tensor) -> Tensor:
+        return out[nodes < 3].square().sum()
+
+    monkeypatch.setattr(f"{__name__}.loss_of", of_three_nodes)  # so that at least one of four batches has none
+    got, wanted = compensated(three_layers("GCN").double().eval(), undirected_graph(dtype=torch.float64))
     assert_same(got, wanted, 1e-12)
 
 
@@ -225,14 +234,15 @@ def test_rows_lie_between_what_was_kept_and_what_misses_neighbours() -> None:
     assert torch.equal(between(kept, partial, before, moved), torch.tensor([[3.0, 4.0], [0.0, 2.5], [0.0, 0.0]]))
 
 
-def test_kept_gradients_do_not_outlast_a_large_one() -> None:
-    kept = torch.tensor([[8.0, 0.0], [0.0, -2.0]])
-    before = torch.tensor([[3.0, 0.0], [0.0, 4.0]])  # of norm 5
-    assert torch.equal(scaled(kept, before, before), kept)
-    assert torch.equal(scaled(kept, before, before.flip(0)), kept)  # another direction, of the same size
-    assert torch.equal(scaled(kept, before, 3 * before), kept)  # small ones stay small
-    assert torch.equal(scaled(kept, before, before / 2), kept / 2)
-    assert torch.equal(scaled(kept, torch.zeros(2, 2), before), kept)  # nothing was kept yet of this batch
+def test_kept_gradients_count_as_far_as_those_of_the_batch_were_right() -> None:
+    kept, before = torch.tensor([[8.0, 0.0], [0.0, -2.0]]), torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    assert torch.equal(trusted(kept, before, before), kept)
+    assert torch.equal(trusted(kept, before, 3 * before), kept)  # never more than they are
+    assert torch.equal(trusted(kept, before, before / 2), kept / 2)
+    assert torch.equal(trusted(kept, before, before / 2 + before.flip(0)), kept / 2)  # by what they have in common
+    assert not trusted(kept, before, before.flip(0)).any()
+    assert not trusted(kept, before, -before).any()
+    assert torch.equal(trusted(kept, torch.zeros(2, 2), torch.zeros(2, 2)), kept)
 
 
 def test_the_last_layer_has_a_history_of_gradients_only() -> None:

@@ -7,11 +7,11 @@ differentiates through them:
 * Forward, the rows of a slot are cut off from what they were computed from. The model goes on with the batch's rows and
   with the halo's rows between the history's, which lag behind, and those computed here, which miss neighbours.
 * Backward, slots come in reverse order. The gradient of the batch's rows is complete by then, and is kept for other
-  batches. That of the halo's rows is what their own batches have kept, scaled down where gradients have become smaller
-  since. Together they flow on to the slots before.
+  batches. That of the halo's rows is what their own batches have kept, as far as that can be trusted. Together they
+  flow on to the slots before.
 * Weights get their gradient from the batch's own rows, so that each node counts once in an epoch.
 
-How far something lags behind is known of the batch's own rows (:func:`between`, :func:`scaled`). If weights do not move
+How far something lags behind is known of the batch's own rows (:func:`between`, :func:`trusted`). If weights do not move
 nothing does, and a history's row and its kept gradient belong to the whole graph. A sum over neighbours is linear in
 each of them. So once nothing is stale any more the batches' gradients add up to that of the whole graph wherever slots
 lie behind layers that are linear in their messages.
@@ -150,7 +150,7 @@ class _Backward:
         history = session.memory.last_gradient(stage.slot, session.plan, session.device)
         kept = history.pull(index, device=session.device, dtype=own.dtype).view(-1, *own.shape[1:])
         history.push(as_matrix(own), index[: place.batch_size], place.runs)
-        return torch.cat([own, scaled(kept[halo], session.own(kept), own)]), own
+        return torch.cat([own, trusted(kept[halo], session.own(kept), own)]), own
 
     def _differentiate(
         self, outputs: list[Tensor], gradients: tuple[Tensor, ...], arrived: _Sums | None, total: _Sums | None
@@ -282,11 +282,12 @@ def between(kept: Tensor, partial: Tensor, before: Tensor, now: Tensor) -> Tenso
     return kept + _as_rows(share, kept) * (partial - kept)
 
 
-def scaled(kept: Tensor, before: Tensor, now: Tensor) -> Tensor:
-    """Kept gradients of the halo, scaled down if those of the batch have become smaller since they were kept.
+def trusted(kept: Tensor, before: Tensor, now: Tensor) -> Tensor:
+    """Kept gradients of the halo, as far as those of the batch's own rows have turned out to be right.
 
-    Otherwise one large gradient would act for an epoch after it has passed. Gradients that differ at random, as those
-    of different dropout masks do, keep their size: in a mean over many steps they are right.
+    They count by the factor between 0 and 1 that takes what was kept ``before`` of the batch nearest to what it is
+    ``now``: fully if nothing has changed, less if gradients turn or become smaller, and not at all, as in a plain step,
+    if the two have nothing to do with each other.
 
     Args:
         kept: Gradients of the halo's rows, ``[num_halo, ...]``.
@@ -294,11 +295,14 @@ def scaled(kept: Tensor, before: Tensor, now: Tensor) -> Tensor:
         now: The gradients of the batch's rows, ``[batch_size, ...]``.
 
     Example:
-        >>> scaled(torch.tensor([[4.0]]), before=torch.tensor([[3.0], [4.0]]), now=torch.tensor([[0.0], [2.5]]))
-        tensor([[2.]])
+        >>> trusted(torch.tensor([[8.0]]), before=torch.tensor([[3.0], [4.0]]), now=torch.tensor([[5.0], [2.5]]))
+        tensor([[8.]])
+        >>> trusted(torch.tensor([[8.0]]), before=torch.tensor([[3.0], [4.0]]), now=torch.tensor([[-2.5], [5.0]]))
+        tensor([[4.]])
     """
-    then, size = before.norm(), now.norm()
-    return kept * torch.where(size < then, size / then, 1.0)
+    size = before.square().sum()
+    # A batch without targets knows nothing about its last gradients, but depends on those of others.
+    return kept * torch.where(size > 0, (before * now).sum() / size, 1.0).clamp(0.0, 1.0)
 
 
 def _goes_beyond(session: Session) -> bool:
