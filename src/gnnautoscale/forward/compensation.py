@@ -11,10 +11,10 @@ differentiates through them:
   flow on to the slots before.
 * Weights get their gradient from the batch's own rows, so that each node counts once in an epoch.
 
-How far something lags behind is known of the batch's own rows (:func:`between`, :func:`trusted`). If weights do not move
-nothing does, and a history's row and its kept gradient belong to the whole graph. A sum over neighbours is linear in
-each of them. So once nothing is stale any more the batches' gradients add up to that of the whole graph wherever slots
-lie behind layers that are linear in their messages.
+How far something lags behind is known of the batch's own rows (:func:`between`, :func:`trusted`). If weights do not
+move nothing does, and a history's row and its kept gradient belong to the whole graph. A sum over neighbours is linear
+in each of them. So once nothing is stale any more the batches' gradients add up to that of the whole graph wherever
+slots lie behind layers that are linear in their messages.
 """
 
 from __future__ import annotations
