@@ -16,7 +16,7 @@ import gnnautoscale as gas
 from conftest import Stack, assert_same, call_whole, odd_graph, undirected_graph, whole
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward.compensation import _moved_on, between, share_at_hand
+from gnnautoscale.forward.compensation import between, share_at_hand, trusted
 from support.layers import C, three_layers
 
 # Enough for rows and then gradients to pass through three layers of up to three propagations each.
@@ -95,6 +95,15 @@ LINEAR = ["GCN", "GCN weighted", "SAGE mean", "GCN2", "GIN", "GINE", "Graph", "R
 @pytest.mark.parametrize("name", LINEAR)
 def test_batches_add_up_to_the_gradient_of_the_whole_graph(name: str) -> None:
     got, wanted = compensated(three_layers(name).double().eval(), undirected_graph(dtype=torch.float64))
+    assert_same(got, wanted, 1e-12)
+
+
+def test_batches_without_targets_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_three_nodes(out: Tensor, nodes: Tensor) -> Tensor:
+        return out[nodes < 3].square().sum()
+
+    monkeypatch.setattr(f"{__name__}.loss_of", of_three_nodes)  # so that at least one of four batches has none
+    got, wanted = compensated(three_layers("GCN").double().eval(), undirected_graph(dtype=torch.float64))
     assert_same(got, wanted, 1e-12)
 
 
@@ -225,14 +234,24 @@ def test_rows_lie_between_what_was_kept_and_what_misses_neighbours() -> None:
     assert torch.equal(between(kept, partial, before, moved), torch.tensor([[3.0, 4.0], [0.0, 2.5], [0.0, 0.0]]))
 
 
-def test_kept_gradients_move_on_with_their_rows() -> None:
-    target = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-    then, now = torch.zeros(4, 1), torch.tensor([[0.5], [1.0], [-1.0], [2.0]])
-    kept, exact = 3 * (then - target), 3 * (now - target)  # of squares, which bend by 3
-    assert torch.allclose(_moved_on(kept, exact[:2], now - then), exact)
-    kept[3] = 0.0  # not in the loss
-    assert float(_moved_on(kept, exact[:2], now - then)[3]) == 0.0
-    assert torch.equal(_moved_on(kept, kept[:2], torch.zeros(4, 1)), kept)
+def test_kept_gradients_count_as_far_as_those_of_the_batch_were_right() -> None:
+    kept, before = torch.tensor([[8.0, 0.0], [0.0, -2.0]]), torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    assert torch.equal(trusted(kept, before, before), kept)
+    assert torch.equal(trusted(kept, before, 3 * before), kept)  # never more than they are
+    assert torch.equal(trusted(kept, before, before / 2), kept / 2)
+    assert torch.equal(trusted(kept, before, before / 2 + before.flip(0)), kept / 2)  # by what they have in common
+    assert not trusted(kept, before, before.flip(0)).any()
+    assert not trusted(kept, before, -before).any()
+    assert torch.equal(trusted(kept, torch.zeros(2, 2), torch.zeros(2, 2)), kept)
+
+
+def test_the_last_layer_has_a_history_of_gradients_only() -> None:
+    data, model = undirected_graph(), three_layers("GCN")
+    gas.autoscale(model, data, compensate="gradient")
+    model(next(iter(gas.HaloLoader(data, 4)))).sum().backward()
+    memory = attached(model).memory
+    assert memory.histories.keys() == {"layers.0", "layers.1"}
+    assert memory.last_gradients.keys() == {"layers.1", "layers.2"}
 
 
 def path() -> Data:

@@ -7,15 +7,14 @@ differentiates through them:
 * Forward, the rows of a slot are cut off from what they were computed from. The model goes on with the batch's rows and
   with the halo's rows between the history's, which lag behind, and those computed here, which miss neighbours.
 * Backward, slots come in reverse order. The gradient of the batch's rows is complete by then, and is kept for other
-  batches. That of the halo's rows lies between what their own batches have kept, which lags behind, and what arrives
-  in this step, which misses neighbours. At the last slots, where nothing arrives, what was kept moves on with the rows.
-  Together they flow on to the slots before.
+  batches. That of the halo's rows is what their own batches have kept, as far as that can be trusted. Together they
+  flow on to the slots before.
 * Weights get their gradient from the batch's own rows, so that each node counts once in an epoch.
 
-How far something lags behind is known of the batch's own rows (:func:`between`). If weights do not move nothing does,
-and a history's row and its kept gradient belong to the whole graph. A sum over neighbours is linear in each of them. So
-once nothing is stale any more the batches' gradients add up to that of the whole graph wherever slots lie behind layers
-that are linear in their messages.
+How far something lags behind is known of the batch's own rows (:func:`between`, :func:`trusted`). If weights do not
+move nothing does, and a history's row and its kept gradient belong to the whole graph. A sum over neighbours is linear
+in each of them. So once nothing is stale any more the batches' gradients add up to that of the whole graph wherever
+slots lie behind layers that are linear in their messages.
 """
 
 from __future__ import annotations
@@ -48,16 +47,11 @@ def step_exchange(compensate: Compensation, *, begins: bool = True) -> StepExcha
 
 @dataclass(eq=False)
 class _Stage:
-    """A slot in a pass: the rows that were computed, those that the model went on with, and how far these have moved.
-
-    They are known to have ``moved`` since the last step on their nodes' batches only at slots that no other slot is
-    computed from.
-    """
+    """A slot in a pass: the rows that were computed, and those that the model went on with."""
 
     slot: str
     out: Tensor
     rows: Tensor
-    moved: Tensor | None
 
 
 class GradientExchange(StepExchange):
@@ -89,15 +83,16 @@ class GradientExchange(StepExchange):
             return super().at_slot(session, slot, compute)
         out = compute()
         session.check_rows(slot, out)
-        rows, moved = self._rows_between(session, slot, out.detach())
+        # At the last slots there is nothing to exchange: of their rows only the batch's own are used.
+        rows = self._rows_between(session, slot, out.detach()) if slot in session.plan.live else out.detach()
         if not out.requires_grad:
             return rows
-        stage = _Stage(slot, out, rows.requires_grad_(), None if slot in session.plan.live else moved)
+        stage = _Stage(slot, out, rows.requires_grad_())
         self._stages.append(stage)
         return stage.rows.clone()  # which a model may write into, unlike a leaf
 
-    def _rows_between(self, session: Session, slot: str, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Push the batch's rows; returns them with the halo's, and how far all of them are from the history's."""
+    def _rows_between(self, session: Session, slot: str, out: Tensor) -> Tensor:
+        """Push the batch's rows; returns them, followed by the halo's."""
         memory, own = session.memory, session.own(out)
         place, halo = memory.rows_of(session.info), slice(own.size(0), None)
         memory.transfer(session.device).finish_pushes()  # so that the batch's rows of its last step are there
@@ -105,8 +100,7 @@ class GradientExchange(StepExchange):
         index = place.on(session.device)[: place.batch_size]
         before = history.pull(index, device=session.device, dtype=own.dtype).view(own.shape)
         known = self._exchange(session, slot, own)
-        found = between(known[halo], out[halo], before, own)
-        return torch.cat([own, found]), torch.cat([own - before, found - known[halo]])
+        return torch.cat([own, between(known[halo], out[halo], before, own)])
 
     def output(self, session: Session, out: Any) -> Any:
         """Connect the output to the weights that it was computed with."""
@@ -156,9 +150,7 @@ class _Backward:
         history = session.memory.last_gradient(stage.slot, session.plan, session.device)
         kept = history.pull(index, device=session.device, dtype=own.dtype).view(-1, *own.shape[1:])
         history.push(as_matrix(own), index[: place.batch_size], place.runs)
-        if stage.moved is None:
-            return torch.cat([own, between(kept[halo], gradient[halo], session.own(kept), own)]), own
-        return torch.cat([own, _moved_on(kept, own, stage.moved)[halo]]), own
+        return torch.cat([own, trusted(kept[halo], session.own(kept), own)]), own
 
     def _differentiate(
         self, outputs: list[Tensor], gradients: tuple[Tensor, ...], arrived: _Sums | None, total: _Sums | None
@@ -290,18 +282,27 @@ def between(kept: Tensor, partial: Tensor, before: Tensor, now: Tensor) -> Tenso
     return kept + _as_rows(share, kept) * (partial - kept)
 
 
-def _moved_on(kept: Tensor, now: Tensor, moved: Tensor) -> Tensor:
-    """Kept gradients of rows that have moved since, ``[num_rows, ...]``.
+def trusted(kept: Tensor, before: Tensor, now: Tensor) -> Tensor:
+    """Kept gradients of the halo, as far as those of the batch's own rows have turned out to be right.
 
-    A loss that bends makes them change with their rows. By how much, the batch's own rows tell on average. Rows without
-    a gradient have no part in the loss.
+    They count by the factor between 0 and 1 that takes what was kept ``before`` of the batch nearest to what it is
+    ``now``: fully if nothing has changed, less if gradients turn or become smaller, and not at all, as in a plain step,
+    if the two have nothing to do with each other.
+
+    Args:
+        kept: Gradients of the halo's rows, ``[num_halo, ...]``.
+        before: What was kept of the batch's rows, ``[batch_size, ...]``.
+        now: The gradients of the batch's rows, ``[batch_size, ...]``.
+
+    Example:
+        >>> trusted(torch.tensor([[8.0]]), before=torch.tensor([[3.0], [4.0]]), now=torch.tensor([[5.0], [2.5]]))
+        tensor([[8.]])
+        >>> trusted(torch.tensor([[8.0]]), before=torch.tensor([[3.0], [4.0]]), now=torch.tensor([[-2.5], [5.0]]))
+        tensor([[4.]])
     """
-    size = now.size(0)
-    matters = _as_rows((as_matrix(kept) != 0).any(1), kept)
-    step = moved[:size] * matters[:size] * _as_rows((as_matrix(now) != 0).any(1), now)
-    squared = step.square().sum().clamp(min=torch.finfo(step.dtype).tiny)
-    curvature = ((now - kept[:size]) * step).sum() / squared
-    return kept + curvature.clamp(min=0.0) * moved * matters
+    size = before.square().sum()
+    # A batch without targets knows nothing about its last gradients, but depends on those of others.
+    return kept * torch.where(size > 0, (before * now).sum() / size, 1.0).clamp(0.0, 1.0)
 
 
 def _goes_beyond(session: Session) -> bool:
