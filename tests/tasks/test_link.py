@@ -190,17 +190,13 @@ def test_a_batch_of_all_nodes_has_no_rare_meetings() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("negatives", [True, False])
-def test_steps_on_links_are_captured(negatives: bool) -> None:
-    options: dict[str, Any] = {"num_parts": 8, "batch_size": 4, "drawings": 2, "epochs": 20, "device": "cuda"}
-    captured, plain = (
-        gas.fit(encoder(), splits(negatives=negatives), task="link", capture=capture, **options)
-        for capture in (True, False)
+def test_steps_on_links_are_not_captured() -> None:
+    options: dict[str, Any] = {"num_parts": 8, "batch_size": 4, "drawings": 2, "epochs": 20}
+    on_gpu, on_cpu = (
+        gas.fit(encoder(), splits(negatives=True), task="link", device=device, **options) for device in ("cuda", "cpu")
     )
-    assert captured.how.startswith("captured")
-    assert captured.epochs[-1].loss < captured.epochs[0].loss
-    if negatives:  # nothing is drawn
-        assert captured.epochs[-1].loss == pytest.approx(plain.epochs[-1].loss, rel=1e-3)
+    assert on_gpu.how == "uncaptured, since steps on links are not captured"
+    assert on_gpu.epochs[-1].loss == pytest.approx(on_cpu.epochs[-1].loss, rel=1e-2)
 
 
 @pytest.mark.parametrize("typed", [False, True])
@@ -364,7 +360,7 @@ def broken(**changes: Any) -> Splits:
     ("parts", "options", "message"),
     [
         (splits()[0], {}, "link prediction needs a graph for each split, but got one graph for several"),
-        (splits()[:2], {}, "data must be a torch_geometric.data.Data, three of them"),
+        (splits()[:2], {}, "data must be a torch_geometric.data.Data or HeteroData, three"),
         (broken(edge_label_index=None), {}, "link prediction needs labelled pairs"),
         (broken(edge_label_index=torch.ones(2, 3)), {}, "edge_label_index must hold nodes as int64"),
         (broken(edge_label_index=torch.tensor([[0], [99]])), {}, "nodes from 0 to 47, but got values from 0 to 99"),

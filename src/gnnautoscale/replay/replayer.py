@@ -73,8 +73,8 @@ class Replayer:
     def _obstacle(self, capture: bool) -> str | None:
         if not capture:
             return "this was asked for"
-        if self._scaler.compensate == "momentum":
-            return "it is looked up on the host how many of the halo's neighbours are at hand"
+        if self._scaler.compensate != "none":
+            return "compensated steps are not captured"
         if self._device.type != "cuda":
             return "there is no GPU"
         if isinstance(self._scaler.memory, TypedMemory):

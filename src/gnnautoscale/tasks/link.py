@@ -87,6 +87,7 @@ class LinkPrediction(Task):
     percent = True
     scores_anywhere = True
     separable = False
+    why_uncaptured = "steps on links are not captured"
 
     def __init__(
         self,

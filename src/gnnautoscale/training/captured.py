@@ -50,6 +50,7 @@ class Engine(Steps):
         self._replayer = Replayer(
             model, device, capture=capture, placement=placement, attributes=self._scaler.attributes
         )
+        self._replayer.why_not = self._replayer.why_not or task.why_uncaptured
         self._model_version = self._scaler.version
         # The whole graph as a batch, if it is the same every time. With and without a refresh: the number of passes
         # over it so far, and a captured pass.
