@@ -21,7 +21,7 @@ real_data = pytest.mark.skipif(ROOT is None, reason="GNNAUTOSCALE_DATA is not se
 MASKS = ["train_mask", "val_mask", "test_mask"]
 NAMES = (
     "cora citeseer pubmed coauthor-cs coauthor-physics amazon-computers amazon-photo wiki-cs cluster pattern reddit "
-    "ppi flickr yelp ogbn-arxiv ogbn-products communities"
+    "ppi flickr yelp ogbn-arxiv ogbn-products communities echoes"
 )
 
 
@@ -50,6 +50,13 @@ def counts(data: Data) -> list[int]:
 
 def test_names() -> None:
     assert names() == tuple(NAMES.split())
+
+
+def test_echoes_are_sets_of_graphs() -> None:
+    dataset = load("echoes", graphs=3, nodes=400)
+    assert [graph.graph_y.numel() for graph, _ in dataset.graphs()] == [3, 3, 6]
+    assert dataset.train.num_nodes == 1200
+    assert not torch.equal(dataset.train.x, dataset.val.x)
 
 
 def test_unknown_name() -> None:

@@ -683,9 +683,9 @@ def test_links_show_all_metrics_beside_published_ones(tmp_path: Path) -> None:
         ("gcn.cora", "sage"): results(2.0, None, 88.0),
     }
     report = report_of(tmp_path, "links", found)
-    assert report.rows[0] == ["cora", "gcn", "full batch", "ROC-AUC", "90.50 ± 0.71", "91.0", "-", "20.0", "1,024"]
-    assert report.rows[3][3:] == ["average-precision", "91.75 ± 0.35", "92.0", "+0.25", "10.0", "256"]
-    assert report.rows[4][2:] == ["neighbour sampling", "ROC-AUC", "88.00", "91.0", "-2.00", "10.0", "-"]
+    assert report.rows[0] == ["cora", "gcn", "full batch", "2", "ROC-AUC", "90.50 ± 0.71", "91.0", "-", "20.0", "1,024"]
+    assert report.rows[3][4:] == ["average-precision", "91.75 ± 0.35", "92.0", "+0.25", "10.0", "256"]
+    assert report.rows[4][2:] == ["neighbour sampling", "1", "ROC-AUC", "88.00", "91.0", "-2.00", "10.0", "-"]
     assert report.values["links"]["gcn.cora"]["sage"] == {"ROC-AUC": [88.0], "average-precision": [89.0]}
 
 

@@ -2,7 +2,7 @@
 
 Every graph that leaves this module is a plain ``Data`` with ``x`` [N, F] float32, ``edge_index`` [2, E], ``y`` ([N]
 int64, or [N, C] float32 if a node has several labels) and ``train_mask``, ``val_mask``, ``test_mask`` [N]. Only a
-user's file may lack ``y``, or hold other targets in it.
+user's file may lack ``y``, or hold other targets in it; many graphs have ``graph_id`` and ``graph_y`` instead.
 """
 
 from __future__ import annotations

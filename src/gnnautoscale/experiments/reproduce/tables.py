@@ -323,9 +323,10 @@ def _links(found: Results, paper: _Published) -> Report:
                 pairs = [ours - theirs for ours, theirs in zip(scores, full, strict=False)]
                 points = statistics.mean(pairs) if pairs and variant != "full" else math.nan
                 known = paper.get(dataset, {}).get(metric, math.nan)
-                row = [dataset, model, name, metric, spread(scores), number(known, 1), number(points, sign=True)]
-                rows.append([*row, number(statistics.mean(times), 1), number(memory, 0)])
-    heads = ["graph", "model", "", "metric", "test (%)", "published", "difference to full batch", "ms per step", "MB"]
+                row = [dataset, model, name, str(len(scores)), metric, spread(scores), number(known, 1)]
+                rows.append([*row, number(points, sign=True), number(statistics.mean(times), 1), number(memory, 0)])
+    heads = ["graph", "model", "", "seeds", "metric", "test (%)", "published", "difference to full batch"]
+    heads += ["ms per step", "MB"]
     notes = [
         "All ways take the same number of steps. Published are GAE of Kipf and Welling (2016), and DistMult alone of "
         "Dettmers et al. (2018) for WN18RR. Time is that of a step, including waiting for batches. Memory is the peak, "
