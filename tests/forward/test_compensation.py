@@ -107,6 +107,17 @@ def test_batches_without_targets_count_too(monkeypatch: pytest.MonkeyPatch) -> N
     assert_same(got, wanted, 1e-12)
 
 
+def test_batches_without_a_halo_train_all_layers() -> None:
+    pieces = undirected_graph(dtype=torch.float64)
+    part = torch.arange(pieces.num_nodes) % 2
+    inside = part[pieces.edge_index[0]] == part[pieces.edge_index[1]]
+    data = Data(x=pieces.x, edge_index=pieces.edge_index[:, inside])
+    model = three_layers("GCN").double().eval()
+    wanted = whole_gradients(model, data)
+    got = sweep(gas.autoscale(model, data, compensate="gradient"), gas.HaloLoader(data, partition=part))
+    assert_same(flat(got, wanted), flat(wanted, wanted), 1e-12)
+
+
 @pytest.mark.parametrize("make", [Propagating, Jumping])
 @pytest.mark.parametrize("storage", ["device", "host", "disk"])
 def test_models_and_media(make: type[nn.Module], storage: str, tmp_path: Any) -> None:

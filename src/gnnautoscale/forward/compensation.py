@@ -134,7 +134,7 @@ class _Backward:
             stage, gradient = stages.pop(), arrived.pop()
             gradient = torch.zeros_like(stage.rows) if gradient is None else gradient
             both, own = self._exchange(stage, gradient)
-            if both.size(0) > own.size(0):
+            if self._session.plan.needs[stage.slot]:
                 self._differentiate([stage.out], (both,), arrived, None)
             self._differentiate([stage.out], (_padded(own, stage.out),), None, total)
         return total.values
