@@ -229,7 +229,7 @@ class TypedBuilder:
     """Assembles batches of a heterogeneous graph in host memory; see :class:`BatchBuilder`."""
 
     def __init__(self, graph: TypedGraph, order: RowOrder, starts: list[int], bidirectional: bool) -> None:
-        self.graph = graph
+        self.graph, self._starts, self._bidirectional = graph, starts, bidirectional
         self._joined = BatchBuilder(graph.joined, order, starts, bidirectional)
         nodes, kinds = order.nodes.long(), list(graph.counts)
         firsts = torch.tensor([graph.first[kind] for kind in kinds])
@@ -256,7 +256,7 @@ class TypedBuilder:
 
     def of(self, graph: TypedGraph) -> TypedBuilder:
         """A builder of the same parts of the same nodes, whose edges or attributes have changed."""
-        return TypedBuilder(graph, self.table.order, self._joined._starts, self._joined._bidirectional)
+        return TypedBuilder(graph, self.table.order, self._starts, self._bidirectional)
 
     def own_rows(self, parts: PartGroup) -> OwnRows:
         """See :meth:`BatchBuilder.own_rows`."""

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import leaves_of, map_tensors, tensors_in
@@ -38,7 +37,6 @@ from gnnautoscale.forward import (
     Shortcut,
     StoreExchange,
     SweepExchange,
-    TypedMemory,
     TypedPlan,
     TypedSession,
     attributes_of,
@@ -49,16 +47,11 @@ from gnnautoscale.forward import (
     run_pass,
     uses_own_statistics,
 )
-from gnnautoscale.graph import BatchTensor, EdgeType, HaloLoader, TypedInfo
+from gnnautoscale.graph import EdgeType, TypedInfo
 from gnnautoscale.planner.comparison import tolerances
 from gnnautoscale.planner.rehearsal import may_fuse
-from gnnautoscale.planner.trial_graph import disturb
+from gnnautoscale.planner.typed_trial_graph import SIZES, TypedTrialGraph, untagged
 from gnnautoscale.planner.understudy import Understudy, initialize_like
-
-# The smallest number of nodes of a type in each trial graph. Types and edges have different numbers, which tell rows
-# apart.
-_SIZES = (11, 41)
-_PARTS = 3
 
 
 def make_typed_plan(model: nn.Module, info: TypedInfo, arguments: BoundArguments, device: torch.device) -> TypedPlan:
@@ -67,7 +60,7 @@ def make_typed_plan(model: nn.Module, info: TypedInfo, arguments: BoundArguments
     for dtype in (torch.float64, None):  # in double precision, where rounding hides nothing, if the model runs in it
         actor = Understudy(model, dtype)
         try:
-            graphs = [_TrialGraph(info, arguments, device, size, dtype) for size in _SIZES]
+            graphs = [TypedTrialGraph(info, arguments, device, size, dtype) for size in SIZES]
             wanted = [graph.run_plain(actor) for graph in graphs]
         except Exception as error:
             failure = error
@@ -75,7 +68,7 @@ def make_typed_plan(model: nn.Module, info: TypedInfo, arguments: BoundArguments
         plan = _planned(graphs, actor, wanted)
         if dtype is not None:  # histories have the types of the model itself
             own = _Observation(
-                _TrialGraph(info, arguments, device, _SIZES[0], None), Understudy(model), plan.inner
+                TypedTrialGraph(info, arguments, device, SIZES[0], None), Understudy(model), plan.inner
             ).plan
             plan.rows, plan.call_rows = own.rows, own.call_rows
         return plan
@@ -91,15 +84,15 @@ def initialize_lazy_weights(model: nn.Module, info: TypedInfo, arguments: BoundA
     copied = copy_model(model)
     with torch.no_grad():
         state = torch.get_rng_state()
-        graph = _TrialGraph(info, arguments, device, _SIZES[0], None)
+        graph = TypedTrialGraph(info, arguments, device, SIZES[0], None)
         torch.set_rng_state(state)
-        args, kwargs = map_tensors(_untagged, graph.arguments(graph.whole))
+        args, kwargs = map_tensors(untagged, graph.arguments(graph.whole))
         copied(*args, **kwargs)
     if any(is_lazy(weight) for weight in model.parameters()):
         initialize_like(model, copied)
 
 
-def _planned(graphs: list[_TrialGraph], actor: Understudy, wanted: list[list[Tensor]]) -> TypedPlan:
+def _planned(graphs: list[TypedTrialGraph], actor: Understudy, wanted: list[list[Tensor]]) -> TypedPlan:
     inner = frozenset[str]()
     while True:
         seen = [_Observation(graph, actor, inner) for graph in graphs]
@@ -109,7 +102,7 @@ def _planned(graphs: list[_TrialGraph], actor: Understudy, wanted: list[list[Ten
         plan = _merged([observed.plan for observed in seen])
         deviation: _DeviationError | None = None
         for graph, observed in zip(graphs, seen, strict=True):
-            deviation = deviation or graph.rehearse(actor, plan, observed)
+            deviation = deviation or _rehearsed(graph, actor, plan, observed)
         if deviation is None:
             _fuse(plan, graphs, actor, seen)
             plan.end_trial()
@@ -124,13 +117,13 @@ def _planned(graphs: list[_TrialGraph], actor: Understudy, wanted: list[list[Ten
         inner |= several
 
 
-def _fuse(plan: TypedPlan, graphs: list[_TrialGraph], actor: Understudy, seen: list[_Observation]) -> None:
+def _fuse(plan: TypedPlan, graphs: list[TypedTrialGraph], actor: Understudy, seen: list[_Observation]) -> None:
     """Let layers aggregate in one kernel, if nothing changes by that."""
     before = {name: call.shortcuts for name, call in plan.calls.items()}
     for call in plan.calls.values():
         call.shortcuts = call.possible_shortcuts
     try:
-        found = [graph.rehearse(actor, plan, observed) for graph, observed in zip(graphs, seen, strict=True)]
+        found = [_rehearsed(graph, actor, plan, observed) for graph, observed in zip(graphs, seen, strict=True)]
     except Exception:
         found = [_DeviationError(Plan.OUTPUT)]
     if any(found):
@@ -169,127 +162,31 @@ class _DeviationError(Exception):
         self.slot = slot
 
 
-class _TrialGraph:
-    """A small graph with the types, attributes and arguments of a real batch, as a whole and in parts."""
-
-    def __init__(
-        self, info: TypedInfo, call: BoundArguments, device: torch.device, size: int, dtype: torch.dtype | None
-    ) -> None:
-        self.device, self._info, self._call, self._dtype = device, info, call, dtype
-        generator = torch.Generator().manual_seed(size)
-        data = HeteroData()
-        counts = {kind: size + 3 * number for number, kind in enumerate(info.nodes)}
-        for kind, count in counts.items():
-            data[kind].num_nodes = count
-        parts = {kind: torch.arange(count) * _PARTS // count for kind, count in counts.items()}
-        used = set(counts.values())
-        for number, relation in enumerate(info.edges):
-            data[relation].edge_index = _edges(counts[relation[0]], counts[relation[2]], used, generator)
-            if size != _SIZES[0] and number % 2:  # a part without edges of this type
-                into = parts[relation[2]][data[relation].edge_index[1]]
-                data[relation].edge_index = data[relation].edge_index[:, into != number % _PARTS]
-            count = data[relation].edge_index.size(1)
-            for name, value in info.edges[relation].graph.edge_attributes.items():
-                data[relation][name] = self._sample(value, count)
-        self._names: dict[int, tuple[str, str]] = {}
-        for parameter, value in call.arguments.items():
-            self._add(data, parameter, value, None)
-        self.whole = next(
-            iter(HaloLoader(data, partition={kind: torch.zeros_like(part) for kind, part in parts.items()}))
-        )
-        self.parts = HaloLoader(data, partition=parts, bidirectional=True)
-        self.memory = TypedMemory(self.parts.graph, "device", None)
-
-    def _add(self, data: HeteroData, name: str, value: Any, kind: str | None) -> None:
-        """Add rows like those among the arguments; a dictionary by type says whose they are, or else their number."""
-        if isinstance(value, HeteroData):
-            for other, store in value.node_items():
-                for each, rows in store.items():
-                    if isinstance(rows, Tensor) and not isinstance(rows, BatchTensor):
-                        self._add(data, each, rows, other)
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                self._add(data, name, item, key if isinstance(key, str) and key in self._info.nodes else kind)
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                self._add(data, name, item, kind)
-        elif isinstance(value, Tensor) and not isinstance(value, BatchTensor):
-            named = [kind] if kind is not None else list(self._info.nodes)
-            fitting = [each for each in named if has_rows(value, self._info.nodes[each].num_rows)]
-            if fitting:
-                place = f"{name} {len(self._names)}" if kind is None or name in data[fitting[0]] else name
-                data[fitting[0]][place] = self._sample(value, data[fitting[0]].num_nodes)
-                self._names[id(value)] = fitting[0], place
-
-    def _sample(self, value: Tensor, count: int) -> Tensor:
-        """Rows like the given ones, ``[count, ...]``, in host memory."""
-        value = value.detach().cpu()
-        shape = (count, *value.shape[1:])
-        if not value.is_floating_point():
-            return value[torch.arange(count) % value.size(0)] if value.size(0) else value.new_zeros(shape)
-        if not value.size(0):
-            return torch.randn(shape).to(self._dtype or value.dtype)
-        flat = value.reshape(value.size(0), -1)
-        own: Tensor = flat.gather(0, torch.randint(value.size(0), (count, flat.size(1)))).view(shape)
-        own = own * (0.5 + torch.rand(shape).to(own)) + 0.1 * torch.randn(shape).to(own)
-        return own.to(self._dtype or own.dtype)
-
-    def arguments(self, batch: HeteroData) -> Arguments:
-        """The call's arguments, taken from a batch of the trial graph."""
-        batch = batch.clone().to(str(self.device))
-
-        def recast(value: Any) -> Any:
-            if isinstance(value, BatchTensor):
-                kind = _kind_of(self._info, value)
-                found = batch[kind][value.attribute]
-                # A node may index a table of the real graph's size, which can be smaller than the trial graph.
-                return found % max(self._info.graph.counts[kind], 1) if value.attribute == "n_id" else found
-            if isinstance(value, Tensor):
-                name = self._names.get(id(value))
-                if name is not None:
-                    return batch[name[0]][name[1]]
-                return disturb(value.detach()).to(self._dtype or value.dtype) if value.is_floating_point() else value
-            if isinstance(value, HeteroData):
-                for kind, count in self._info.graph.counts.items():
-                    batch[kind].n_id = batch[kind].n_id % max(count, 1)
-                return batch
-            if isinstance(value, (tuple, list)):
-                return type(value)(recast(item) for item in value)
-            if isinstance(value, dict):
-                return {key: recast(item) for key, item in value.items()}
-            return value
-
-        return recast(self._call.args), recast(self._call.kwargs)
-
-    def run_plain(self, actor: Understudy) -> list[Tensor]:
-        """What the model computes of the whole graph without hooks."""
-        args, kwargs = map_tensors(_untagged, self.arguments(self.whole))
-        with torch.no_grad():
-            return [value.detach().clone() for value in tensors_in(actor.run_plain((args, kwargs), self.device))]
-
-    def rehearse(self, actor: Understudy, plan: TypedPlan, seen: _Observation) -> _DeviationError | None:
-        """Run the parts with exact histories, as steps and as sweeps; returns the first deviation."""
-        try:
-            for batch in self.parts:
-                info = batch[next(iter(self._info.edges))].edge_index.info.typed
-                ways: list[Callable[[RowStore], ExchangePolicy]] = [
-                    StoreExchange,
-                    *(partial(SweepExchange, level) for level in (*plan.levels, None)),
-                ]
-                for way in ways:
-                    actor.reset()
-                    rehearsal = _Rehearsal(self, seen)
-                    policy = way(rehearsal)
-                    session = TypedSession(info, plan, self.memory, self.device, policy, normalize=rehearsal.normalize)
-                    session.begin()
-                    arguments = self.arguments(batch)
-                    with torch.no_grad():
-                        out = run_pass(partial(actor.run, session, arguments))
-                    if out is not None:
-                        rehearsal.check_output(session, session.finish(out))
-        except _DeviationError as deviation:
-            return deviation.with_traceback(None)
-        return None
+def _rehearsed(
+    graph: TypedTrialGraph, actor: Understudy, plan: TypedPlan, seen: _Observation
+) -> _DeviationError | None:
+    """Run the parts with exact histories, as steps and as sweeps; returns the first deviation."""
+    try:
+        for batch in graph.parts:
+            info = batch[graph.relations[0]].edge_index.info.typed
+            ways: list[Callable[[RowStore], ExchangePolicy]] = [
+                StoreExchange,
+                *(partial(SweepExchange, level) for level in (*plan.levels, None)),
+            ]
+            for way in ways:
+                actor.reset()
+                rehearsal = _Rehearsal(seen)
+                policy = way(rehearsal)
+                session = TypedSession(info, plan, graph.memory, graph.device, policy, normalize=rehearsal.normalize)
+                session.begin()
+                arguments = graph.arguments(batch)
+                with torch.no_grad():
+                    out = run_pass(partial(actor.run, session, arguments))
+                if out is not None:
+                    rehearsal.check_output(session, session.finish(out))
+    except _DeviationError as deviation:
+        return deviation.with_traceback(None)
+    return None
 
 
 @dataclass
@@ -327,7 +224,7 @@ class _ObservingSession(TypedSession):
 class _Observation(ExchangePolicy, EdgeSource):
     """Runs a whole trial graph, as one batch, on its own edges and fills in a plan."""
 
-    def __init__(self, graph: _TrialGraph, actor: Understudy, inner: Collection[str]) -> None:
+    def __init__(self, graph: TypedTrialGraph, actor: Understudy, inner: Collection[str]) -> None:
         self._batch = batch = graph.whole
         self._relation: EdgeType | None = None
         self._info: TypedInfo = batch[batch.edge_types[0]].edge_index.info.typed
@@ -425,7 +322,7 @@ class _Observation(ExchangePolicy, EdgeSource):
 class _Rehearsal(RowStore):
     """Compares a batch of a trial graph, whose histories hold the exact rows, with the whole graph."""
 
-    def __init__(self, graph: _TrialGraph, seen: _Observation) -> None:
+    def __init__(self, seen: _Observation) -> None:
         self._reference, self._outputs = seen.reference, seen.outputs
         self._norms: Counter[str] = Counter()
 
@@ -457,27 +354,9 @@ class _Rehearsal(RowStore):
         return F.batch_norm(x, *known, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
-def _edges(sources: int, targets: int, used: set[int], generator: torch.Generator) -> Tensor:
-    """Random edges sorted by target, ``[2, num_edges]``, of which there are a number that nothing else has."""
-    near = torch.arange(targets) * sources // targets
-    count = targets + max(targets // 3, 4)
-    while count + targets in used or count in used:
-        count += 1
-    used.add(count + targets)
-    target = torch.cat([torch.arange(targets), torch.randint(targets, (count,), generator=generator)])
-    step = torch.randint(-3, 4, target.shape, generator=generator)
-    edges = torch.stack([(near[target] + step) % sources, target])
-    ordered: Tensor = edges[:, edges[1].argsort(stable=True)]
-    return ordered
-
-
 def _is_of_one(call: LayerCall) -> bool:
     """Whether a layer call gets the edges of one type."""
     return sum(name is not None and name.startswith("edge_index") for name in call.attributes) == 1
-
-
-def _kind_of(info: TypedInfo, value: BatchTensor) -> Any:
-    return next(kind for kind, of in (*info.nodes.items(), *info.edges.items()) if of is value.info)
 
 
 def _same(got: Tensor, want: Tensor) -> bool:
@@ -490,7 +369,3 @@ def _same(got: Tensor, want: Tensor) -> bool:
         return True
     bound = relative * size.amax(0) + least * size.max().clamp(min=1e-6)
     return bool(((got - want.double()).abs() <= bound).logical_or(got.isnan() & want.isnan()).all())
-
-
-def _untagged(value: Tensor) -> Tensor:
-    return value.plain if isinstance(value, BatchTensor) else value
