@@ -152,6 +152,26 @@ def test_attention_between_relations_is_refused() -> None:
         model(next(iter(gas.HaloLoader(GRAPH, 4))))
 
 
+def test_norms_over_the_graph_are_refused_by_name() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = Stacked(lambda _: pyg.SAGEConv(WIDTH, WIDTH)).convs
+            self.first = nn.ModuleDict({kind: pyg.Linear(-1, WIDTH) for kind in KINDS})
+            self.norm = pyg.GraphNorm(WIDTH)
+
+        def forward(self, x_dict: Any, edge_index_dict: Any) -> Tensor:
+            rows = {kind: self.first[kind](x) for kind, x in x_dict.items()}
+            found = self.conv[0](rows, edge_index_dict)
+            rows = {**rows, **found, "paper": self.norm(found["paper"])}
+            out: Tensor = self.conv[1](rows, edge_index_dict)["paper"]
+            return out
+
+    model = gas.autoscale(Normed().double(), GRAPH)
+    with pytest.raises(UnsupportedModelError, match=r"computes 'norm \(GraphNorm\)' in batches"):
+        model(next(iter(gas.HaloLoader(GRAPH, 4))))
+
+
 def test_lazy_weights_are_those_of_the_plain_model() -> None:
     torch.manual_seed(3)
     plain = Stacked(lambda _: pyg.SAGEConv((-1, -1), WIDTH)).double()

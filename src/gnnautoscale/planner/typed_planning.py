@@ -49,7 +49,8 @@ from gnnautoscale.forward import (
 )
 from gnnautoscale.graph import EdgeType, TypedInfo
 from gnnautoscale.planner.comparison import tolerances
-from gnnautoscale.planner.rehearsal import may_fuse
+from gnnautoscale.planner.rehearsal import may_fuse, watching
+from gnnautoscale.planner.trial import other_modules
 from gnnautoscale.planner.typed_trial_graph import SIZES, TypedTrialGraph, untagged
 from gnnautoscale.planner.understudy import Understudy, initialize_like
 
@@ -111,8 +112,8 @@ def _planned(graphs: list[TypedTrialGraph], actor: Understudy, wanted: list[list
         if not several:
             raise _refused(
                 deviation.slot,
-                "other rows in a batch than on the whole graph: something looks beyond the edges into a node, as "
-                "HANConv's attention between relations does, or degrees of nodes of another type",
+                "other rows in a batch than on the whole graph: something looks beyond the edges into a node, as norms "
+                "over the graph and HANConv's attention between relations do, or at degrees of nodes of another type",
             )
         inner |= several
 
@@ -180,7 +181,8 @@ def _rehearsed(
                 session = TypedSession(info, plan, graph.memory, graph.device, policy, normalize=rehearsal.normalize)
                 session.begin()
                 arguments = graph.arguments(batch)
-                with torch.no_grad():
+                watched = other_modules(actor.model) if way is StoreExchange else {}
+                with torch.no_grad(), watching(watched, partial(rehearsal.check_module, info)):
                     out = run_pass(partial(actor.run, session, arguments))
                 if out is not None:
                     rehearsal.check_output(session, session.finish(out))
@@ -191,9 +193,10 @@ def _rehearsed(
 
 @dataclass
 class _Reference:
-    """What a whole trial graph gives: rows of slots, outputs, and the statistics of batch norms."""
+    """What a whole trial graph gives: rows of slots and of modules outside layers, and the statistics of norms."""
 
     rows: dict[str, Tensor] = field(default_factory=dict)
+    modules: dict[str, Tensor] = field(default_factory=dict)
     statistics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -232,19 +235,28 @@ class _Observation(ExchangePolicy, EdgeSource):
         self._slot_of: dict[int, str] = {}
         self._leaves: list[Tensor] = []
         self._norms: Counter[str] = Counter()
+        self._modules: Counter[str] = Counter()
         session = _ObservingSession(
             self._info, self.plan, graph.memory, graph.device, self, edges=self, normalize=self._normalize
         )
         actor.reset()
-        with torch.enable_grad():
+        with torch.enable_grad(), watching(other_modules(actor.model), self._note):
             out = map_tensors(exchanged, actor.run(session, graph.arguments(batch)))
         self.plan.needs[Plan.OUTPUT] = self._sources(out)
         self.plan.slot_of = {call: slot for call, slot in self.plan.slot_of.items() if slot}
+        #: The number of nodes of each type.
+        self.counts = {kind: of.num_rows for kind, of in self._info.nodes.items()}
         #: The model's output for the whole graph.
         self.outputs = [value.detach().clone() for value in tensors_in(out)]
         self.plan.output_kinds = [self._kind(value) for value in self.outputs]
         for name in self.plan.norm_kinds:
             self.plan.node_norms.add(name.split("#")[0])
+
+    def _note(self, name: str, module: nn.Module, given: Any, out: Any) -> None:
+        """Keep the output of a module."""
+        self._modules[name] += 1
+        if isinstance(out, Tensor):
+            self.reference.modules[f"{name}#{self._modules[name]}"] = exchanged(out).detach().clone()
 
     def _kind(self, value: Tensor) -> str:
         for kind, of in self._info.nodes.items():
@@ -323,8 +335,9 @@ class _Rehearsal(RowStore):
     """Compares a batch of a trial graph, whose histories hold the exact rows, with the whole graph."""
 
     def __init__(self, seen: _Observation) -> None:
-        self._reference, self._outputs = seen.reference, seen.outputs
+        self._reference, self._outputs, self._counts = seen.reference, seen.outputs, seen.counts
         self._norms: Counter[str] = Counter()
+        self._modules: Counter[str] = Counter()
 
     def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
         """See :meth:`RowStore.read`."""
@@ -334,6 +347,16 @@ class _Rehearsal(RowStore):
         """See :meth:`RowStore.write`."""
         if not _same(rows, self._reference.rows[slot][session.info.nodes.to(session.device)]):
             raise _DeviationError(slot)
+
+    def check_module(self, info: TypedInfo, name: str, module: nn.Module, given: Any, out: Any) -> None:
+        """Compare the rows of a module outside layers, to name the first that deviates."""
+        self._modules[name] += 1
+        whole = self._reference.modules.get(f"{name}#{self._modules[name]}")
+        for kind, of in info.nodes.items():
+            if has_rows(whole, self._counts[kind]) and has_rows(out, of.num_rows):
+                own = exchanged(out)[: of.batch_size]
+                if not _same(own, whole[of.nodes.to(own.device)]):
+                    raise _DeviationError(f"{name.strip()} ({type(module).__name__})")
 
     def check_output(self, session: TypedSession, out: Any) -> None:
         """Compare the output of a batch."""
