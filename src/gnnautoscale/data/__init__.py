@@ -5,6 +5,7 @@ The paper's data sets by name, a user's own files, and generated graphs. It know
 
 from gnnautoscale.data.datasets import Dataset, load
 from gnnautoscale.data.hetero import TypedDataset, nodes_of_type
+from gnnautoscale.data.hetero_files import read_typed_graph
 from gnnautoscale.data.many_graphs import folds, holds_graphs, is_collection, join_graphs, take_graphs
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "join_graphs",
     "load",
     "nodes_of_type",
+    "read_typed_graph",
     "take_graphs",
 ]
