@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ Splits = tuple[Data, Data, Data]
 def splits(*, negatives: bool = True, disjoint: float = 0.4, mode: str = "binary") -> Splits:
     """Edges of a small graph, some to pass messages, some to train, validate and test on."""
     torch.manual_seed(3)
+    random.seed(3)  # PyG draws negatives from it
     found = RandomLinkSplit(
         num_val=0.1,
         num_test=0.1,
@@ -192,11 +194,10 @@ def test_a_batch_of_all_nodes_has_no_rare_meetings() -> None:
 @pytest.mark.gpu
 def test_steps_on_links_are_not_captured() -> None:
     options: dict[str, Any] = {"num_parts": 8, "batch_size": 4, "drawings": 2, "epochs": 20}
-    on_gpu, on_cpu = (
-        gas.fit(encoder(), splits(negatives=True), task="link", device=device, **options) for device in ("cuda", "cpu")
-    )
+    parts = splits(negatives=True)
+    on_gpu, on_cpu = (gas.fit(encoder(), parts, task="link", device=device, **options) for device in ("cuda", "cpu"))
     assert on_gpu.how == "uncaptured, since steps on links are not captured"
-    assert on_gpu.epochs[-1].loss == pytest.approx(on_cpu.epochs[-1].loss, rel=1e-2)
+    assert on_gpu.epochs[-1].loss == pytest.approx(on_cpu.epochs[-1].loss, rel=1e-3)
 
 
 @pytest.mark.parametrize("typed", [False, True])
