@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import Pinned, for_later
 from gnnautoscale.graph.batch import BatchInfo
+from gnnautoscale.graph.drawing import PartGroup
 from gnnautoscale.graph.edges import EdgeCutOnDevice, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph, is_start, rows_of
 from gnnautoscale.graph.unread import UnreadRows
@@ -21,8 +22,6 @@ from gnnautoscale.kernels import Halo, HaloSearch, OwnRows, WordTable, expand_ta
 T = TypeVar("T")
 # How many groups of parts a builder remembers.
 _MOST_KNOWN = 1 << 14
-#: The parts of one batch.
-PartGroup: TypeAlias = tuple[int, ...]
 
 
 class BatchBuilder:

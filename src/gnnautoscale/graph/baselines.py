@@ -16,7 +16,8 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import for_later
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.assemble import PartGroup, build_each, select_attributes, write_counts
+from gnnautoscale.graph.assemble import build_each, select_attributes, write_counts
+from gnnautoscale.graph.drawing import PartGroup
 from gnnautoscale.graph.graph import Graph, check_distinct_nodes
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.graph.partitioning import Partitioner

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.assemble import Assembly, BatchBuilder, PartGroup, build_each
+from gnnautoscale.graph.assemble import Assembly, BatchBuilder, build_each
 from gnnautoscale.graph.batch import BatchInfo, assembly_stream
+from gnnautoscale.graph.drawing import PartDrawing, PartGroup
 from gnnautoscale.graph.edges import RowOrder
 from gnnautoscale.graph.graph import Graph, check_distinct_nodes
 from gnnautoscale.graph.partitioning import PARTITIONERS, Partitioner, check_labels, connectivity
@@ -114,17 +115,13 @@ class HaloLoader:
         starts = [0, *torch.bincount(self.labels).cumsum(0).tolist()]
         build: Any = TypedBuilder if typed else BatchBuilder
         self._builder: Any = build(self.graph, RowOrder(order), starts, bidirectional)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._drawing = PartDrawing(self.num_parts, batch_size, shuffle=shuffle, drawings=drawings, seed=seed)
         # Seeds the workers, so that they do not touch the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
         self._ready: dict[PartGroup, ReadyBatch] = {}
         self._identity = object()
         # The halos of batches that come back, for a GPU.
         self._halos: dict[PartGroup, Tensor] = {}
-        self._current: list[PartGroup] = []
-        self._left_off = 0
-        self._drawn_ahead: list[PartGroup] | None = None
-        self._drawn: list[list[PartGroup]] = []
 
     def __len__(self) -> int:
         return -(-self.num_parts // self.batch_size)
@@ -150,17 +147,12 @@ class HaloLoader:
         Kept batches need to have these attributes only, by default all.
         """
         self.follow()
-        if self._left_off:  # in the middle of an epoch
-            first, self._left_off = self._left_off, 0
-        else:
-            first, self._current, self._drawn_ahead = 0, self._drawn_ahead or self.draw(), None
-        return self._batches(self._current[first:], keep=self.is_fixed, device=self.device, kept_with=kept_with)
+        return self._batches(self._drawing.epoch(), keep=self.is_fixed, device=self.device, kept_with=kept_with)
 
     def first_of_next_epoch(self) -> ReadyBatch | None:
         """The batch that the next epoch begins with, if it is built already."""
         self.follow()
-        self._drawn_ahead = self._drawn_ahead or self.draw()
-        return self._ready.get(self._drawn_ahead[0])
+        return self._ready.get(self._drawing.first_of_next_epoch())
 
     def state_dict(self, done: int = 0) -> dict[str, Any]:
         """State for a checkpoint, which makes a loader continue with the same batches.
@@ -177,40 +169,16 @@ class HaloLoader:
             >>> order == [batch.n_id[0] for batch in loader]
             True
         """
-        return {
-            "done": done,
-            "current": _flat(self._current if done else []),
-            "ahead": _flat(self._drawn_ahead or []),
-            "drawn": [_flat(groups) for groups in self._drawn],
-            "generator": self._generator.get_state(),
-            "worker_seeds": self._worker_seeds.get_state(),
-        }
+        return {**self._drawing.state_dict(done), "worker_seeds": self._worker_seeds.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the batches that would have come next when the state was taken."""
-        self._left_off = state["done"]
-        self._current = _groups(state["current"])
-        self._drawn_ahead = _groups(state["ahead"]) or None
-        self._drawn = [_groups(flat) for flat in state["drawn"]]
-        self._generator.set_state(state["generator"])
+        self._drawing.load_state_dict(state)
         self._worker_seeds.set_state(state["worker_seeds"])
 
     def draw(self) -> list[PartGroup]:
         """Draw the parts into an epoch's batches; returns the parts of each batch."""
-        if not self.shuffle:
-            return self._grouped(torch.arange(self.num_parts))
-        if len(self._drawn) == self.drawings:
-            known = self._drawn[int(torch.randint(self.drawings, (), generator=self._generator))]
-            return [known[place] for place in torch.randperm(len(known), generator=self._generator).tolist()]
-        groups = self._grouped(torch.randperm(self.num_parts, generator=self._generator))
-        if self.drawings is not None:
-            self._drawn.append(groups)
-        return groups
-
-    def _grouped(self, order: Tensor, together: int = 1) -> list[PartGroup]:
-        parts, size = order.tolist(), self.batch_size * together
-        # Sorted within a batch, so that the same parts give the same batch whatever the order of drawing.
-        return [tuple(sorted(parts[first : first + size])) for first in range(0, len(parts), size)]
+        return self._drawing.draw()
 
     def nodes_of(self, parts: PartGroup) -> Tensor:
         """The nodes of some parts, part by part, ``[num_nodes_in_parts]``."""
@@ -263,7 +231,7 @@ class HaloLoader:
             2
         """
         self.follow()
-        groups = self._grouped(torch.arange(self.num_parts), together)
+        groups = self._drawing.in_order(together)
         there = device or self.device
         batches = self._batches(groups, keep=self.keep, device=there, only=only, kept_with=only, unread=unread)
         return self._handed_out(batches, there)
@@ -271,7 +239,7 @@ class HaloLoader:
     def any_batch(self, device: torch.device | None = None) -> Data:
         """One of the batches of a sweep, on the given device, by default on that of the loader."""
         self.follow()
-        group = self._grouped(torch.arange(self.num_parts))[0]
+        group = self._drawing.in_order()[0]
         there = device or self.device
         return next(self._handed_out(self._batches([group], keep=self.keep, device=there), there))
 
@@ -462,17 +430,6 @@ def _device(device: torch.device | str | None) -> torch.device:
     if made.type == "cuda" and made.index is None:
         made = torch.device("cuda", torch.cuda.current_device())
     return made
-
-
-def _flat(groups: list[PartGroup]) -> tuple[Tensor, Tensor]:
-    """The parts of all batches in one tensor, and the number of parts of each batch."""
-    parts = torch.tensor([part for group in groups for part in group], dtype=torch.long)
-    return parts, torch.tensor([len(group) for group in groups], dtype=torch.long)
-
-
-def _groups(flat: tuple[Tensor, Tensor]) -> list[PartGroup]:
-    parts, sizes = flat
-    return [tuple(group.tolist()) for group in torch.split(parts, sizes.tolist())] if sizes.numel() else []
 
 
 def _labels(

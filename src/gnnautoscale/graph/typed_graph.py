@@ -23,8 +23,9 @@ from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped
 
 from gnnautoscale._util import for_later
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.assemble import BatchBuilder, PartGroup
+from gnnautoscale.graph.assemble import BatchBuilder
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor
+from gnnautoscale.graph.drawing import PartGroup
 from gnnautoscale.graph.edges import EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph, is_label
 from gnnautoscale.graph.hashing import fingerprint
