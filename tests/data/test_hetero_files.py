@@ -10,6 +10,7 @@ import pytest
 import scipy.sparse as sp  # type: ignore[import-untyped]
 import torch
 
+from gnnautoscale.data.datasets import from_file
 from gnnautoscale.data.hetero_files import read_typed_graph
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import TypedGraph
@@ -68,6 +69,11 @@ def test_types_features_targets_and_edges_are_read(tmp_path: Path) -> None:
 def test_bad_files_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         read_typed_graph(written(tmp_path, **changes))
+
+
+def test_they_are_no_plain_graphs(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"must hold a plain graph, but got a heterogeneous one.*read_typed_graph"):
+        from_file(written(tmp_path))
 
 
 def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:

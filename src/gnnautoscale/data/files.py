@@ -102,6 +102,8 @@ def _mapped(path: Path) -> _Array:
 
 def _archive(path: Path) -> dict[str, _Array]:
     with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+        fix = "Read it with gnnautoscale.data.read_typed_graph, and train in Python with gas.fit."
+        _need("node_types" not in archive.files, f"{path} must hold a plain graph", "a heterogeneous one", fix)
         return {name: archive[name] for name in _known(path, archive.files, ARCHIVE)}
 
 
