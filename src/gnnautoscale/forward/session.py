@@ -27,7 +27,7 @@ from gnnautoscale.forward.memory import GraphMemory, check_finite
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, has_rows
-from gnnautoscale.graph import BatchInfo, BatchTensor
+from gnnautoscale.graph import BatchInfo, BatchTensor, untagged
 
 Normalize = Callable[["Session", str, _BatchNorm, Callable[[Tensor], Tensor], Tensor], Tensor]
 
@@ -90,7 +90,7 @@ class Session:
 
     def _run_layer(self, call: str, layer: MessagePassing, run: Callable[..., Any], arguments: Arguments) -> Any:
         planned, records = self._edges.start(call, layer, arguments)
-        args, kwargs = arguments if planned.nested else map_tensors(_plain, arguments)
+        args, kwargs = arguments if planned.nested else map_tensors(untagged, arguments)
         own_edges: dict[int, Tensor] = {}
         if self.plan.ignores_edges and records:
             pairs = zip(tensors_in(arguments), tensors_in((args, kwargs)), strict=True)
@@ -295,7 +295,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-def _plain(value: Tensor) -> Tensor:
-    return value.plain if isinstance(value, BatchTensor) else value

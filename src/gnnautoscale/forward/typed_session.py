@@ -30,7 +30,7 @@ from gnnautoscale.forward.pending import PendingRows, exchanged
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, EdgeRecord, Recorder, describe, has_rows
 from gnnautoscale.forward.session import Normalize, Session, check_layout
-from gnnautoscale.graph import BatchInfo, BatchTensor, EdgeTable, EdgeType, TypedGraph, TypedInfo
+from gnnautoscale.graph import BatchInfo, BatchTensor, EdgeTable, EdgeType, TypedGraph, TypedInfo, untagged
 from gnnautoscale.history import Folder, History, Storage
 
 
@@ -239,7 +239,7 @@ class TypedSession(Session):
         relations = relations_of(self.info, arguments)
         ends = {kind[2] if layer.flow == "source_to_target" else kind[0] for kind in relations}
         target = next(iter(ends)) if len(relations) == 1 else None
-        args, kwargs = map_tensors(_untagged, arguments)
+        args, kwargs = map_tensors(untagged, arguments)
         slot = self.plan.slot_of.get(call)
         if slot is not None and target is not None and not self._exchange.computes(self.kinds[target], slot):
             like = self.plan.call_rows[call]
@@ -398,7 +398,3 @@ def _slot_name(kind: str, calls: tuple[str, ...]) -> str:
     parts = zip(*(call.split(".") for call in calls), strict=False)
     shared = ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, parts))
     return f"{shared} to {kind}" if shared else f"to {kind}"
-
-
-def _untagged(value: Tensor) -> Tensor:
-    return value.plain if isinstance(value, BatchTensor) else value

@@ -6,7 +6,7 @@ nothing about models or histories.
 
 from gnnautoscale.graph.assemble import without_tensors
 from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader, Subgraphs, check_fan_out, whole_neighbourhood
-from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, hand_over
+from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, hand_over, untagged
 from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph, check_nodes, rows_of
 from gnnautoscale.graph.hashing import fingerprint
@@ -44,6 +44,7 @@ __all__ = [
     "partition_graphs",
     "rows_of",
     "tagged_copies",
+    "untagged",
     "whole_neighbourhood",
     "without_tensors",
 ]

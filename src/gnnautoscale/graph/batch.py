@@ -303,3 +303,8 @@ class BatchTensor(Tensor):
             if func is Tensor.flip and source.attribute in _REVERSED and args[1:] in (([0],), ((0,),), (0,)):
                 return cls.tag(result, source.info, _REVERSED[source.attribute])
         return result.as_subclass(Tensor)
+
+
+def untagged(value: Tensor) -> Tensor:
+    """A tensor without its tag, if it has one."""
+    return value.plain if isinstance(value, BatchTensor) else value

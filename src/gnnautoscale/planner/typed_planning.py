@@ -47,11 +47,11 @@ from gnnautoscale.forward import (
     run_pass,
     uses_own_statistics,
 )
-from gnnautoscale.graph import EdgeType, TypedInfo
+from gnnautoscale.graph import EdgeType, TypedInfo, untagged
 from gnnautoscale.planner.comparison import tolerances
 from gnnautoscale.planner.rehearsal import may_fuse, watching
 from gnnautoscale.planner.trial import other_modules
-from gnnautoscale.planner.typed_trial_graph import SIZES, TypedTrialGraph, untagged
+from gnnautoscale.planner.typed_trial_graph import SIZES, TypedTrialGraph
 from gnnautoscale.planner.understudy import Understudy, initialize_like
 
 

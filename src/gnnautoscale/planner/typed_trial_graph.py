@@ -11,7 +11,7 @@ from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in
 from gnnautoscale.forward import Arguments, TypedMemory, has_rows
-from gnnautoscale.graph import BatchTensor, EdgeType, HaloLoader, TypedInfo
+from gnnautoscale.graph import BatchTensor, EdgeType, HaloLoader, TypedInfo, untagged
 from gnnautoscale.planner.trial_graph import disturb
 from gnnautoscale.planner.understudy import Understudy
 
@@ -141,8 +141,3 @@ def _edges(sources: int, targets: int, used: set[int], generator: torch.Generato
 
 def _kind_of(info: TypedInfo, value: BatchTensor) -> Any:
     return next(kind for kind, of in (*info.nodes.items(), *info.edges.items()) if of is value.info)
-
-
-def untagged(value: Tensor) -> Tensor:
-    """A tensor without its tag."""
-    return value.plain if isinstance(value, BatchTensor) else value
