@@ -8,6 +8,7 @@ in a batch, its record replaces the layer's own result.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -135,7 +136,48 @@ def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:
     return (loop | (torch.rand(loop.shape, device=loop.device) >= dropout)).nonzero().squeeze(1)
 
 
-class Recorder:
+class EdgePreparer(ABC):
+    """Prepares the recorded edges of batches that a GPU assembles, beside what it does for others."""
+
+    @for_later
+    def prepare_from_now_on(self, info: Any, calls: Mapping[str, LayerCall], gradients: bool) -> None:
+        """Prepare the edges of a batch that a GPU has assembled, if nobody did; whoever assembles others prepares them.
+
+        ``gradients`` says whether edges are needed for a backward pass, too.
+        """
+        before, wanted = info.table.preparations.get(self), (calls, gradients)
+        if before is None or before[0] is not calls or before[1] != gradients:
+            info.table.preparations[self] = wanted
+        if info.edges_ready is None:
+            with torch.cuda.stream(assembly_stream(info.device)):
+                self.prepare(info, *wanted)
+
+    @abstractmethod
+    def prepare(self, info: Any, calls: Mapping[str, LayerCall], gradients: bool) -> None:
+        """Prepare the recorded edges of a batch on the current stream of its GPU, and note when they are ready."""
+
+
+def prepare_edges(
+    records: Mapping[str, list[EdgeRecord]], info: BatchInfo, calls: Mapping[str, LayerCall], gradients: bool
+) -> None:
+    """Prepare the recorded edges of layer calls for a batch, in the form that each needs."""
+    seen = set()
+    for name, made in records.items():
+        call = calls.get(name)
+        for position, each in enumerate(made):
+            record = each.used_by(call)
+            fuses = call is not None and call.fuses(position, record.constants)
+            lazy = call is not None and "lazy" in call.shortcuts
+            weight = call.weight(position) if call is not None and fuses else None
+            if (record, fuses or lazy, weight) in seen:
+                continue
+            seen.add((record, fuses or lazy, weight))
+            edges = record.for_batch(info, name)
+            if fuses or lazy:
+                edges.adjacency(weight).prepare(gradients=gradients)
+
+
+class Recorder(EdgePreparer):
     """Records the layer calls of a model over one graph; equal records are shared.
 
     A call is recorded again when the layer's attributes or its arguments other than tensors have changed.
@@ -177,35 +219,9 @@ class Recorder:
         self.records[call] = self._made[key]
         return self.records[call]
 
-    @for_later
-    def prepare_from_now_on(self, info: BatchInfo, calls: Mapping[str, LayerCall], gradients: bool) -> None:
-        """Prepare the edges of a batch that a GPU has assembled, if nobody did; whoever assembles others prepares them.
-
-        ``gradients`` says whether edges are needed for a backward pass, too.
-        """
-        before, wanted = info.table.preparations.get(self), (calls, gradients)
-        if before is None or before[0] is not calls or before[1] != gradients:
-            info.table.preparations[self] = wanted
-        if info.edges_ready is None:
-            with torch.cuda.stream(assembly_stream(info.device)):
-                self.prepare(info, *wanted)
-
     def prepare(self, info: BatchInfo, calls: Mapping[str, LayerCall], gradients: bool) -> None:
-        """Prepare the recorded edges of a batch on the current stream of its GPU."""
-        seen = set()
-        for name, records in self.records.items():
-            call = calls.get(name)
-            for position, made in enumerate(records):
-                record = made.used_by(call)
-                fuses = call is not None and call.fuses(position, record.constants)
-                lazy = call is not None and "lazy" in call.shortcuts
-                weight = call.weight(position) if call is not None and fuses else None
-                if (record, fuses or lazy, weight) in seen:
-                    continue
-                seen.add((record, fuses or lazy, weight))
-                edges = record.for_batch(info, name)
-                if fuses or lazy:
-                    edges.adjacency(weight).prepare(gradients=gradients)
+        """See :meth:`EdgePreparer.prepare`."""
+        prepare_edges(self.records, info, calls, gradients)
         info.edges_ready = assembly_stream(info.device).record_event()
 
     def _forget_oldest(self, call: str) -> None:

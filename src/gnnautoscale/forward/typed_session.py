@@ -8,12 +8,10 @@ types is here: which type a layer's rows have, and when they are exchanged.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +23,12 @@ from gnnautoscale._util import map_tensors, tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, RecordedEdges, Values
 from gnnautoscale.forward.exchange import ExchangePolicy
-from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.pending import PendingRows, exchanged
 from gnnautoscale.forward.plan import LayerCall, Plan
-from gnnautoscale.forward.record import Arguments, EdgeRecord, Recorder, describe, has_rows
+from gnnautoscale.forward.record import Arguments, EdgeRecord, describe, has_rows
 from gnnautoscale.forward.session import Normalize, Session, check_layout
-from gnnautoscale.graph import BatchInfo, BatchTensor, EdgeTable, EdgeType, TypedGraph, TypedInfo, untagged
-from gnnautoscale.history import Folder, History, Storage
+from gnnautoscale.forward.typed_memory import TypedMemory
+from gnnautoscale.graph import BatchTensor, EdgeType, TypedInfo, untagged
 
 
 @dataclass
@@ -54,102 +51,15 @@ class TypedPlan(Plan):
     output_kinds: list[str] = field(default_factory=list)
     unchanged: set[str] = field(default_factory=set)
 
+    _of_kinds: dict[str, Plan] = field(default_factory=dict, init=False, repr=False)
+
     def of_kind(self, kind: str) -> Plan:
         """The same plan, whose histories are those of one type of nodes."""
-        made = replace(self)
-        made.__dict__["live"] = frozenset(slot for slot in self.live if self.kinds[slot] == kind)
-        made.__dict__["levels"] = self.levels
-        return made
-
-
-class TypedMemory:
-    """The histories of each type of nodes, and the records of layer calls by type of edges; see :class:`GraphMemory`.
-
-    Attributes:
-        kinds: The histories of each type of nodes.
-    """
-
-    def __init__(
-        self,
-        graph: TypedGraph,
-        storage: Storage,
-        dtype: torch.dtype | None,
-        folder: Folder | str | Path | None = None,
-        *,
-        overlap: bool = True,
-    ) -> None:
-        self.storage, self.dtype, self.num_nodes, self._counts = storage, dtype, graph.num_nodes, graph.counts
-        if isinstance(folder, (str, Path)) and storage in ("disk", "auto"):
-            folder = Folder(Path(folder))
-        self.kinds = {
-            kind: GraphMemory(None, max(count, 1), storage, dtype, folder, overlap=overlap)
-            for kind, count in graph.counts.items()
-        }
-        self._as_is: WeakKeyDictionary[EdgeTable, EdgeRecord] = WeakKeyDictionary()
-        self._recorders = {kind: Recorder(relation) for kind, relation in graph.relations.items() if kind[0] == kind[2]}
-
-    def record(
-        self, kind: EdgeType, call: str, layer: MessagePassing, known: LayerCall, arguments: Arguments
-    ) -> list[EdgeRecord]:
-        """The records of a layer call on edges between nodes of one type."""
-        return self._recorders[kind].of_call(call, layer, known, arguments)
-
-    def record_as_is(self, info: BatchInfo) -> EdgeRecord:
-        """The record of a layer call that takes the edges of a type as they are."""
-        if info.table not in self._as_is:
-            self._as_is[info.table] = EdgeRecord(info.table, {})
-        return self._as_is[info.table]
-
-    @property
-    def histories(self) -> dict[str, History]:
-        """All histories, by slot."""
-        return {slot: history for memory in self.kinds.values() for slot, history in memory.histories.items()}
-
-    @property
-    def medium(self) -> Any:
-        """Where histories live, once that is decided."""
-        return next(iter(self.kinds.values())).medium
-
-    @property
-    def why(self) -> str:
-        """Why they live there, in words."""
-        return next(iter(self.kinds.values())).why
-
-    @property
-    def folder(self) -> Folder | None:
-        """The folder of histories on disk."""
-        return next(iter(self.kinds.values())).folder
-
-    def settle(self) -> None:
-        """See :meth:`GraphMemory.settle`."""
-        for memory in self.kinds.values():
-            memory.settle()
-
-    def release(self) -> None:
-        """See :meth:`GraphMemory.release`."""
-        for memory in self.kinds.values():
-            memory.release()
-
-    def mark_written_by(self, checksum: list[float]) -> None:
-        """See :meth:`GraphMemory.mark_written_by`."""
-        for memory in self.kinds.values():
-            memory.mark_written_by(checksum)
-
-    def is_written_by(self, checksum: list[float]) -> bool:
-        """See :meth:`GraphMemory.is_written_by`."""
-        return all(memory.is_written_by(checksum) for memory in self.kinds.values() if memory.histories)
-
-    def reserve_another_set(self) -> None:
-        """See :meth:`GraphMemory.reserve_another_set`."""
-        for memory in self.kinds.values():
-            memory.reserve_another_set()
-
-    def apart(self, graph: TypedGraph, device: torch.device) -> TypedMemory:
-        """See :meth:`GraphMemory.apart`."""
-        made = TypedMemory(graph, self.medium or self.storage, self.dtype, self.folder, overlap=False)
-        if graph.counts == self._counts:
-            made._recorders = self._recorders
-        return made
+        if kind not in self._of_kinds:
+            made = self._of_kinds[kind] = replace(self)
+            made.__dict__["live"] = frozenset(slot for slot in self.live if self.kinds[slot] == kind)
+            made.__dict__["levels"] = self.levels
+        return self._of_kinds[kind]
 
 
 @dataclass(eq=False)
@@ -182,9 +92,9 @@ class TypedEdges(EdgeSource):
         if len(relations) != 1 or not planned.edge_names:
             return planned, []
         kind = self._kind_of[call] = relations[0]
-        if kind[0] == kind[2]:
-            return planned, self.memory.record(kind, call, layer, planned, arguments)
-        return planned, [self.memory.record_as_is(self.info.edges[kind])] if call in self.plan.unchanged else []
+        if kind[0] != kind[2] and call not in self.plan.unchanged:
+            return planned, []
+        return planned, self.memory.recorder.of_call(self.info.edges[kind], kind, call, layer, planned, arguments)
 
     def replace(self, active: ActiveLayer, edge_index: Tensor, values: Values) -> tuple[Tensor, Values]:
         """See :meth:`EdgeSource.replace`."""
@@ -229,6 +139,8 @@ class TypedSession(Session):
         """Start the pass."""
         for kind in self.kinds.values():
             kind.begin()
+        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            self.memory.prepare_edges(self.info.upcoming, self.plan.calls, gradients=torch.is_grad_enabled())
 
     def layer(self, layer: MessagePassing, name: str, run: Callable[..., Any], arguments: Arguments) -> Any:
         """Run a message-passing layer; its rows are pending, unless its propagations are slots."""
@@ -370,14 +282,13 @@ class KindSession(Session):
 def relations_of(info: TypedInfo, arguments: Any) -> list[EdgeType]:
     """The types of the batch's edges among a call's arguments."""
     tagged = [value for value in tensors_in(arguments) if isinstance(value, BatchTensor)]
-    edges = {id(value.info) for value in tagged if value.attribute.endswith("edge_index")}
-    return [kind for kind, of in info.edges.items() if id(of) in edges]
+    edges = dict.fromkeys(value.info for value in tagged if value.attribute.endswith("edge_index"))
+    return [info.kind_of[of] for of in edges]
 
 
 def attributes_of(info: TypedInfo, arguments: Any) -> list[str | None]:
     """The names of the batch's attributes that the tensors among arguments are, with their types."""
     names: list[str | None] = []
-    kinds: Mapping[int, Any] = {id(of): kind for kind, of in (*info.nodes.items(), *info.edges.items())}
     for value in tensors_in(arguments):
         if not isinstance(value, BatchTensor):
             names.append(None)
@@ -389,7 +300,7 @@ def attributes_of(info: TypedInfo, arguments: Any) -> list[str | None]:
                 fix="Pass the attributes of one batch of one HaloLoader.",
             )
         own = value.is_original and not value.requires_grad
-        names.append(f"{value.attribute} of {kinds[id(value.info)]}" if own else None)
+        names.append(f"{value.attribute} of {info.kind_of[value.info]}" if own else None)
     return names
 
 

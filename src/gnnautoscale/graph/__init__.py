@@ -13,7 +13,8 @@ from gnnautoscale.graph.hashing import fingerprint
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.graph.partitioning import Partitioner, connectivity, partition
 from gnnautoscale.graph.ready import ReadyBatch, tagged_copies
-from gnnautoscale.graph.typed_graph import EdgeType, TypedGraph, TypedInfo
+from gnnautoscale.graph.typed_batch import TypedBatch, TypedInfo
+from gnnautoscale.graph.typed_graph import EdgeType, TypedGraph
 from gnnautoscale.graph.unread import UnreadRows
 from gnnautoscale.graph.whole_graphs import partition_graphs
 
@@ -31,6 +32,7 @@ __all__ = [
     "RowOrder",
     "SampleLoader",
     "Subgraphs",
+    "TypedBatch",
     "TypedGraph",
     "TypedInfo",
     "UnreadRows",

@@ -18,7 +18,7 @@ from gnnautoscale.graph.graph import Graph
 from gnnautoscale.kernels import Halo, OwnRows
 
 if TYPE_CHECKING:
-    from gnnautoscale.graph.typed_graph import TypedInfo
+    from gnnautoscale.graph.typed_batch import TypedInfo
 
 T = TypeVar("T")
 

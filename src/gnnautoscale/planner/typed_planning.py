@@ -71,7 +71,7 @@ def make_typed_plan(model: nn.Module, info: TypedInfo, arguments: BoundArguments
             own = _Observation(
                 TypedTrialGraph(info, arguments, device, SIZES[0], None), Understudy(model), plan.inner
             ).plan
-            plan.rows, plan.call_rows = own.rows, own.call_rows
+            plan = replace(plan, rows=own.rows, call_rows=own.call_rows)
         return plan
     raise UnsupportedModelError(
         "before a model is trained, a copy of it must run on small graphs with the types of yours",
