@@ -1,9 +1,9 @@
 """A step of a ``HeteroConv`` of GraphSAGE, against the plain steps of each of its types of edges, one after the other.
 
 Both kinds of steps are GAS's own, on the same parts, with histories in host memory: uncaptured, and on a GPU captured.
-The plain graph of a type of edges has its two types of nodes, joined if they differ. WordNet has so many types that only
-those with most edges are counted, so that its ratio is an upper bound. Memory is measured again on the doubled graph,
-whose batches are as large.
+The plain graph of a type of edges has its two types of nodes, joined if they differ. WordNet has so many types that
+only those with most edges are counted, so that its ratio is an upper bound. Memory is measured again on the doubled
+graph, whose batches are as large.
 
     PYTHONPATH=src python benchmarks/hetero.py                    # generated graph, small, any machine
     PYTHONPATH=src python benchmarks/hetero.py --large --wordnet wordnet3.npz --device cuda

@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
@@ -328,7 +328,9 @@ class Autoscaler:
         return plan is not None and plan.ignores_edges
 
     def attributes(self, batch: Data) -> list[str]:
-        """The batch attributes that ``model(batch)`` may use."""
+        """The batch attributes that ``model(batch)`` may use; of a batch of several types, all."""
+        if isinstance(batch, HeteroData):
+            return [*{name: None for store in batch.stores for name in store}]
         args, kwargs = unpack_batch(self._signature, "the model", (batch,), {})
         names = set(batch.keys()) if args else {"edge_index" if name == "adj_t" else name for name in kwargs}
         return [name for name in batch.keys() if name in names | {"edge_index"}]  # noqa: SIM118

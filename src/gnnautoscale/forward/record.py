@@ -61,10 +61,9 @@ class EdgeRecord:
         table, device, own, halo = self.edges, info.device, info.own, info.found.rows
         if device.type == "cuda":
             self._pin()
-        if table is info.table:
-            cut = info.edges
-            there = cut.on(device)
-            grouped = GroupedEdges(there.ptr, info.found.source, cut.longest, info.found.by_source)
+        if self._is_own(info):
+            there = info.edges.on(device)
+            grouped = GroupedEdges(there.ptr, info.found.source, info.edges.longest, info.found.by_source)
         else:
             if table.order is not info.order:  # the record was made for another loader
                 device, halo = torch.device("cpu"), table.order.rows(info.halo).long()
@@ -78,6 +77,10 @@ class EdgeRecord:
             grouped.when_checked = partial(known.__setitem__, self, True)
         constants = {name: there.take(value) for name, value in self.constants.items()}
         return BatchEdges(constants, self.form(info), grouped=grouped)
+
+    def _is_own(self, info: BatchInfo) -> bool:
+        """Whether a batch's own edges are those of the record."""
+        return self.edges is info.table
 
     def form(self, info: BatchInfo) -> EdgeForm:
         """Between which rows of a batch the edges are."""
@@ -99,6 +102,14 @@ class EdgeRecord:
             for name, value in list(self.constants.items()):
                 pinned = self._pinned.pin(value)
                 self.constants[name] = value if pinned is None else pinned
+
+
+@dataclass(eq=False)
+class OwnEdges(EdgeRecord):
+    """The record of a call that takes the graph's edges as they are, so that any loader's batches have them."""
+
+    def _is_own(self, info: BatchInfo) -> bool:
+        return True
 
 
 @dataclass(eq=False)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import LayerCall
-from gnnautoscale.forward.record import Arguments, EdgePreparer, EdgeRecord, Recorder, prepare_edges
-from gnnautoscale.graph import BatchInfo, EdgeTable, EdgeType, TypedGraph, TypedInfo, assembly_stream
+from gnnautoscale.forward.record import Arguments, EdgePreparer, EdgeRecord, OwnEdges, Recorder, prepare_edges
+from gnnautoscale.graph import BatchInfo, EdgeType, TypedGraph, TypedInfo, assembly_stream
 from gnnautoscale.history import Folder, History, Storage
 from gnnautoscale.transfer import Times, Transfer
 
@@ -23,7 +22,7 @@ class TypedRecorder(EdgePreparer):
 
     def __init__(self, graph: TypedGraph) -> None:
         self._recorders = {kind: Recorder(relation) for kind, relation in graph.relations.items() if kind[0] == kind[2]}
-        self._as_is: WeakKeyDictionary[EdgeTable, EdgeRecord] = WeakKeyDictionary()
+        self._as_they_are: dict[EdgeType, EdgeRecord] = {}
         #: The records of each call by type of edges, as of its last use.
         self.records: dict[EdgeType, dict[str, list[EdgeRecord]]] = {}
 
@@ -34,9 +33,7 @@ class TypedRecorder(EdgePreparer):
         if kind in self._recorders:
             found = self._recorders[kind].of_call(call, layer, known, arguments)
         else:
-            if info.table not in self._as_is:
-                self._as_is[info.table] = EdgeRecord(info.table, {})
-            found = [self._as_is[info.table]]
+            found = [self._as_they_are.setdefault(kind, OwnEdges(info.table, {}))]
         self.records.setdefault(kind, {})[call] = found
         return found
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,6 +114,17 @@ class TypedInfo:
         self.joined.wait()
         self.ready = self.edges_ready = None
 
+    def shrink(self, rows: Mapping[str, Tensor]) -> None:
+        """See :meth:`BatchInfo.shrink`; ``rows`` are those of each type of nodes."""
+        for kind, info in self.nodes.items():
+            info.shrink(rows[kind])
+        for relation, info in self.edges.items():
+            info.shrink(rows[relation[2]])
+        self.buffers, self.ready, self.edges_ready = [], None, None
+        joined = self.joined
+        joined.shrink(torch.cat([joined.own.on(self.device), joined.found.rows]))
+        joined.found = Halo.of(joined.found.rows, torch.empty(0, dtype=torch.int32, device=self.device))
+
     @property
     def upcoming(self) -> TypedInfo | None:
         """The batch that is likely to follow, a hint to pull its rows ahead."""
@@ -129,7 +140,8 @@ class TypedInfo:
             yield
 
 
-class TypedRows(NamedTuple):
+@dataclass(eq=False)
+class TypedRows:
     """A batch's own rows in the joined graph, and those of each type of nodes."""
 
     joined: OwnRows

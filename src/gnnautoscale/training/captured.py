@@ -21,7 +21,7 @@ from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, HaloLoader, ReadyBatch
 from gnnautoscale.replay import WARM_UP, Placement, Replayer, on_training_stream
 from gnnautoscale.tasks import Task
-from gnnautoscale.training.feed import Feed, Item, plain_item
+from gnnautoscale.training.feed import Feed, Item, as_it_is, plain_item
 from gnnautoscale.training.steps import Steps
 
 
@@ -30,7 +30,8 @@ class Engine(Steps):
 
     On a GPU each batch's step is captured if ``capture`` allows it, batches come back unchanged and the model does the
     same in every step; :attr:`how` says so, or why not. Batches that come back live where ``placement`` says. The
-    optimizer needs ``capturable=True`` there. Further arguments are those of :class:`Steps`.
+    optimizer needs ``capturable=True`` there. ``nodes`` gives those nodes of a batch that may have targets. Further
+    arguments are those of :class:`Steps`.
     """
 
     def __init__(
@@ -42,10 +43,11 @@ class Engine(Steps):
         *,
         capture: bool = True,
         placement: Placement = "auto",
+        nodes: Callable[[Any], Data] = as_it_is,
         **further: Any,
     ) -> None:
         super().__init__(model, optimizer, task, device, **further)
-        self._feed = Feed(task, device)
+        self._feed = Feed(task, device, nodes)
         self._scaler = attached(model)
         self._replayer = Replayer(
             model, device, capture=capture, placement=placement, attributes=self._scaler.attributes
@@ -105,7 +107,7 @@ class Engine(Steps):
     def refresh(self, batch: Data) -> None:
         """Push fresh rows of a batch, and of compensated steps fresh gradients of these, without training on it."""
         self._replayer.why_not = self._replayer.why_not or "batches are refreshed between steps"
-        item = plain_item(batch, self.task, self.device)
+        item = plain_item(batch, self.task, self.device, self._feed.nodes)
         with self._autocast():
             refresh(self._model, item.batch, loss=lambda out: self._losses(out, item)[1])
 
@@ -130,11 +132,11 @@ class Engine(Steps):
         if not self.task.separable:
             self._exact_step_at_once(loader)
             return
-        _, targets = self.task.targets_of_graph(loader.data)
+        _, targets = self.task.targets_of_graph(self._feed.nodes(loader.data))
         count = targets.size(0)
 
         def inputs(batch: Data) -> dict[str, Tensor]:
-            rows, targets = self.task.targets(batch)
+            rows, targets = self.task.targets(self._feed.nodes(batch))
             if not targets.size(0):
                 return {}
             return {"targets": targets} if rows is None else {"targets": targets, "rows": rows}

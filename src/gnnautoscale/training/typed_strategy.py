@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from gnnautoscale.forward import TypedMemory
 from gnnautoscale.graph import HaloLoader, fingerprint
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task
+from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.feed import Item
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
-from gnnautoscale.training.steps import Steps
 from gnnautoscale.training.strategies import Strategy, history_dtype, opened_forms, saved_histories
 
 # What a heterogeneous graph cannot do yet, and the value that leaves it out.
@@ -86,17 +86,20 @@ class TypedStrategy(Strategy):
         )
         if any(is_lazy(weight) for weight in model.parameters()):
             plan_of(model, self.loader)  # gives them their shapes
-        steps = Steps(
+        self._engine = Engine(
             model,
             optimizer,
             task,
             self._device,
+            capture=options.capture,
+            placement=options.batches_on,
+            nodes=partial(nodes_of_type, kind=self._target),
             call=self._call,
             grad_norm=options.grad_norm,
             precision=options.precision,
             accumulate=options.accumulate,
         )
-        super().__init__(model, steps)
+        super().__init__(model, self._engine)
         #: A fingerprint of everything that the run learns from.
         self.key = fingerprint(*task.identity(dataset.train), graph=self.loader.graph.key)
         if options.evaluation == "exact" and options.refresh_every != "epoch" and len(self.loader) > 1:
@@ -110,7 +113,7 @@ class TypedStrategy(Strategy):
     def describe(self, result: FitResult) -> None:
         """See :meth:`Strategy.describe`."""
         memory = self._memory
-        result.how = "uncaptured: the graph is heterogeneous"
+        result.how = self._engine.how
         result.storage = f"{memory.medium or memory.storage}: {memory.why}"
         result.history_bytes = sum(history.num_bytes for history in memory.histories.values())
         result.connectivity = self.loader.connectivity
@@ -132,14 +135,8 @@ class TypedStrategy(Strategy):
         rule = f"the model must return rows of {self._target!r}, or a dictionary that has them"
         raise InputError(rule, got=got, fix="Return these, or choose another target.")
 
-    def _items(self, most: int | None) -> Iterator[Item]:
-        for batch in islice(self.loader, most):
-            rows, targets = self._steps.task.targets(nodes_of_type(batch, self._target))
-            rows = None if rows is None else rows.to(self._device)
-            yield Item(batch.to(self._device), rows, targets.to(self._device))
-
     def _train(self, number: int, most: int | None, after_step: Callable[[Item | None], None]) -> float:
-        return self._steps.train(self._items(most), after_step)
+        return self._engine.epoch(self.loader, most, after_step)
 
     def refresh(self) -> None:
         """See :meth:`Strategy.refresh`."""
