@@ -164,16 +164,18 @@ class Autoscaler:
         plan, passes = self._plan_for(info, arguments), self._passes
         # A model without weights runs where its arguments are.
         device = next((value.device for value in (*self._weights, *tensors_in(arguments))), info.device)
+        edge_dropout = self.edge_dropout if passes.trains and model.training else 0.0
         session: Session
         if isinstance(info, TypedInfo):
-            if passes.observers:
-                raise UnsupportedModelError(
-                    "on a heterogeneous graph nothing can watch the layers of a model",
-                    got=type(passes.observers[0]).__name__,
-                    fix="Leave it out, or convert the graph with to_homogeneous().",
-                )
             session = TypedSession(
-                info, cast(TypedPlan, plan), memory, device, passes.exchange, normalize=passes.normalize
+                info,
+                cast(TypedPlan, plan),
+                memory,
+                device,
+                passes.exchange,
+                normalize=passes.normalize,
+                observers=passes.observers,
+                edge_dropout=edge_dropout,
             )
         else:
             session = Session(
@@ -184,7 +186,7 @@ class Autoscaler:
                 passes.exchange,
                 normalize=passes.normalize,
                 observers=passes.observers,
-                edge_dropout=self.edge_dropout if passes.trains and model.training else 0.0,
+                edge_dropout=edge_dropout,
                 input_gradients=passes.input_gradients or (passes.trains and needs_input_gradients(arguments)),
             )
         self.num_passes += 1

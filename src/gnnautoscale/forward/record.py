@@ -16,6 +16,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
@@ -118,33 +119,48 @@ class ClosedRecord(EdgeRecord):
 
     Many of the latter come from nodes that are in neither. In their place stands the node that they point to: so each
     node has as many edges as in the whole graph, with the same values, which means, degrees and attention depend on.
+    That node is of another type than the sources in some relations of a heterogeneous graph; then nodes of the
+    sources' halo stand there in turn, and if there is none, such edges are left out.
     """
 
     def _cut(self, info: BatchInfo, layer: str) -> BatchEdges:
-        table, own, halo = self.edges, info.own, info.found.rows
-        if table.order is not info.order:  # the record was made for another loader
-            own, halo = OwnRows.of(table.order.rows(info.nodes).long()), table.order.rows(info.halo).long()
-        elif halo.is_cuda:
+        table, sources = self.edges, info.sources or info
+        (own, halo), (own_sources, halo_sources) = _rows_in(table.order, info), _rows_in(table.source_order, sources)
+        if halo.is_cuda:
             self._pin()
         cut, longest = table.cut_at(torch.cat([own.on(halo.device), halo]))
-        source, _ = locate_and_count(table.numbers, cut.take(table.source), own, halo, count=False)
-        target, outside = cut.target, source < 0
+        source, _ = locate_and_count(table.numbers, cut.take(table.source), own_sources, halo_sources, count=False)
+        target, outside, ptr = cut.target, source < 0, cut.ptr
         missing = Count((outside & (target < own.size)).sum())
-        grouped = GroupedEdges(
-            cut.ptr, torch.where(outside, target.to(source.dtype), source), longest, None, missing, layer
-        )
         constants = {name: cut.take(value) for name, value in self.constants.items()}
+        if info.has_loops:
+            source = torch.where(outside, target.to(source.dtype), source)
+        elif sources.num_halo:
+            place = torch.arange(source.numel(), dtype=source.dtype, device=source.device)
+            source = torch.where(outside, sources.batch_size + place % sources.num_halo, source)
+        else:
+            kept = ~outside
+            ptr = F.pad(kept.cumsum(0), (1, 0))[ptr.long()].to(ptr.dtype)
+            source, constants = source[kept], {name: value[kept] for name, value in constants.items()}
+        grouped = GroupedEdges(ptr, source, longest, None, missing, layer)
         return BatchEdges(constants, self.form(info), grouped=grouped)
 
     def form(self, info: BatchInfo) -> EdgeForm:
         """See :meth:`EdgeRecord.form`."""
-        return EdgeForm(self.edges.target_row, info.num_rows, info.num_rows, info.num_rows)
+        return EdgeForm(self.edges.target_row, info.num_rows, info.num_rows, info.num_sources)
 
 
-def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:
-    """Draw the positions of the edges to keep when a share of them is dropped; self-loops always stay."""
-    loop = edge_index[0] == edge_index[1]
-    return (loop | (torch.rand(loop.shape, device=loop.device) >= dropout)).nonzero().squeeze(1)
+def _rows_in(order: RowOrder, info: BatchInfo) -> tuple[OwnRows, Tensor]:
+    """The own and the halo's rows of a batch in an order, which may be that of another loader."""
+    if order is info.order:
+        return info.own, info.found.rows
+    return OwnRows.of(order.rows(info.nodes).long()), order.rows(info.halo).long()
+
+
+def keep_edges(edge_index: Tensor, dropout: float, *, has_loops: bool = True) -> Tensor:
+    """Draw the positions of the edges to keep when a share of them is dropped; self-loops, if there are any, stay."""
+    kept = torch.rand(edge_index.size(1), device=edge_index.device) >= dropout
+    return ((edge_index[0] == edge_index[1]) | kept if has_loops else kept).nonzero().squeeze(1)
 
 
 class EdgePreparer(ABC):

@@ -10,11 +10,11 @@ import torch
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.forward.memory import GraphMemory
-from gnnautoscale.forward.plan import LayerCall
+from gnnautoscale.forward.plan import LayerCall, TypedPlan
 from gnnautoscale.forward.record import Arguments, EdgePreparer, EdgeRecord, OwnEdges, Recorder, prepare_edges
 from gnnautoscale.graph import BatchInfo, EdgeType, TypedGraph, TypedInfo, assembly_stream
-from gnnautoscale.history import Folder, History, Storage
-from gnnautoscale.transfer import Times, Transfer
+from gnnautoscale.history import Folder, History, RowSums, Storage
+from gnnautoscale.transfer import BatchRows, Times, Transfer
 
 
 class TypedRecorder(EdgePreparer):
@@ -33,7 +33,8 @@ class TypedRecorder(EdgePreparer):
         if kind in self._recorders:
             found = self._recorders[kind].of_call(call, layer, known, arguments)
         else:
-            found = [self._as_they_are.setdefault(kind, OwnEdges(info.table, {}))]
+            record = self._as_they_are.setdefault(kind, OwnEdges(info.table, {}))
+            found = [record] * len(known.edge_names)
         self.records.setdefault(kind, {})[call] = found
         return found
 
@@ -114,6 +115,11 @@ class TypedMemory:
         for kind, memory in self.kinds.items():
             memory.begin(info.nodes[kind], transfer.kinds[kind])
 
+    def rows_at(self, slot: str, plan: TypedPlan, info: TypedInfo) -> BatchRows:
+        """See :meth:`GraphMemory.rows_at`."""
+        kind = plan.kinds[slot]
+        return self.kinds[kind].rows_of(info.nodes[kind])
+
     def prepare_edges(self, info: TypedInfo | None, calls: Mapping[str, LayerCall], *, gradients: bool) -> None:
         """See :meth:`GraphMemory.prepare_edges`."""
         if info is not None and info.ready is not None:
@@ -165,6 +171,10 @@ class TypedMemory:
     def folder(self) -> Folder | None:
         """The folder of histories on disk."""
         return next(iter(self.kinds.values())).folder
+
+    def gradient(self, slot: str, plan: TypedPlan, device: torch.device) -> RowSums:
+        """See :meth:`GraphMemory.gradient`."""
+        return self.kinds[plan.kinds[slot]].gradient(slot, plan, device)
 
     def reserve_another_set(self) -> None:
         """See :meth:`GraphMemory.reserve_another_set`."""

@@ -83,6 +83,11 @@ class TypedInfo:
         return self.joined.found
 
     @property
+    def batch_size(self) -> int:
+        """Number of the batch's own nodes of all types."""
+        return self.joined.batch_size
+
+    @property
     def holds_all_nodes(self) -> bool:
         """Whether the batch is the whole graph."""
         return self.joined.batch_size == self.graph.num_nodes
