@@ -53,6 +53,11 @@ class TypedTransfer:
         self.kinds = transfers
 
     @property
+    def skips_shared(self) -> bool:
+        """Whether the step that has begun found the rows that it shares with the step before on the device."""
+        return all(transfer.skips_shared for transfer in self.kinds.values())
+
+    @property
     def version(self) -> int:
         """Changes when rows move to another address on the device."""
         return sum(transfer.version for transfer in self.kinds.values())
@@ -156,6 +161,16 @@ class TypedMemory:
     def histories(self) -> dict[str, History]:
         """All histories, by slot."""
         return {slot: history for memory in self.kinds.values() for slot, history in memory.histories.items()}
+
+    @property
+    def last_gradients(self) -> dict[str, History]:
+        """See :class:`GraphMemory`, of all types."""
+        return {slot: known for memory in self.kinds.values() for slot, known in memory.last_gradients.items()}
+
+    @property
+    def gradients(self) -> dict[str, RowSums]:
+        """See :class:`GraphMemory`, of all types."""
+        return {slot: sums for memory in self.kinds.values() for slot, sums in memory.gradients.items()}
 
     @property
     def medium(self) -> Any:
