@@ -118,7 +118,6 @@ def test_a_resumed_run_has_the_same_bits(storage: str, tmp_path: Path) -> None:
     [
         ({"mode": "cluster"}, "mode='cluster'"),
         ({"num_workers": 2}, "num_workers=2"),
-        ({"verify": True}, "verify=True"),
         ({"task": "link"}, "a graph for each split"),
     ],
 )

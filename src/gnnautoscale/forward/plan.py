@@ -162,6 +162,7 @@ class TypedPlan(Plan):
         kinds: The type of nodes that each slot has rows of.
         slot_of: The slot that a layer call's rows become a part of.
         call_rows: For each of these calls an empty tensor with the shape and type of its rows.
+        call_kinds: The type of nodes that it has rows of, if that is one.
         norm_kinds: The type of nodes that each call of a batch norm sees.
         output_kinds: The type of nodes of each tensor of the output.
         unchanged: The layer calls that propagate over the edges that they get as they are.
@@ -170,6 +171,7 @@ class TypedPlan(Plan):
     kinds: dict[str, str] = field(default_factory=dict)
     slot_of: dict[str, str] = field(default_factory=dict)
     call_rows: dict[str, Tensor] = field(default_factory=dict)
+    call_kinds: dict[str, str] = field(default_factory=dict)
     norm_kinds: dict[str, str] = field(default_factory=dict)
     output_kinds: list[str] = field(default_factory=list)
     unchanged: set[str] = field(default_factory=set)

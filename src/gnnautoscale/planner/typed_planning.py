@@ -221,6 +221,7 @@ class _ObservingSession(TypedSession):
 
     def _pending(self, call: str, kind: str, rows: Tensor) -> Tensor:
         self.plan.call_rows[call] = rows.detach()[:0]
+        self.plan.call_kinds[call] = kind if self.plan.call_kinds.get(call, kind) == kind else ""
         return super()._pending(call, kind, rows)
 
 
