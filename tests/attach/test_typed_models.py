@@ -153,6 +153,32 @@ def test_attention_between_relations_is_refused() -> None:
         model(next(iter(gas.HaloLoader(GRAPH, 4))))
 
 
+@pytest.mark.parametrize("conv", [pyg.RGCNConv, pyg.FastRGCNConv])
+def test_relations_of_a_plain_graph_are_exact(conv: Any) -> None:
+    class Relational(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = nn.ModuleList([conv(4, 4, len(RELATIONS), num_bases=3) for _ in range(2)])
+
+        def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
+            for each in self.convs:
+                x = each(x, edge_index, edge_type).tanh()
+            return x
+
+    torch.manual_seed(1)
+    data = typed_graph(3)
+    for kind in KINDS:
+        data[kind].x = data[kind].x[:, :4]
+    plain = data.to_homogeneous(node_attrs=["x"], edge_attrs=[])
+    model = Relational().double().eval()
+    want = model(plain.x, plain.edge_index, plain.edge_type).detach()
+    gas.autoscale(model, plain)
+    loader = gas.HaloLoader(plain, 5, partition="random", batch_size=2)
+    assert_same([gas.infer(model, loader, update_histories=False)], [want])
+    out = gas.exact_forward(model, loader)
+    assert_same([out], [want])
+
+
 def test_norms_over_the_graph_are_refused_by_name() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
