@@ -4,7 +4,7 @@ The paper's data sets by name, a user's own files, and generated graphs. It know
 """
 
 from gnnautoscale.data.datasets import Dataset, load
-from gnnautoscale.data.hetero import TypedDataset, nodes_of_type
+from gnnautoscale.data.hetero import TypedDataset, nodes_of_type, open_file
 from gnnautoscale.data.hetero_files import read_typed_graph
 from gnnautoscale.data.many_graphs import folds, holds_graphs, is_collection, join_graphs, take_graphs
 
@@ -17,6 +17,7 @@ __all__ = [
     "join_graphs",
     "load",
     "nodes_of_type",
+    "open_file",
     "read_typed_graph",
     "take_graphs",
 ]

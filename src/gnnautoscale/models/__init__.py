@@ -1,18 +1,22 @@
-"""The models of the paper's experiments: GCN, GraphSAGE, GIN, GAT, APPNP, GCNII and PNA, each built by name."""
+"""Models that are built by name.
+
+Those of the paper's experiments, GCN, GraphSAGE, GIN, GAT, APPNP, GCNII and PNA, and some of heterogeneous graphs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import Option, describe_arguments, options_of
 from gnnautoscale.errors import InputError
+from gnnautoscale.models.hetero import HGT, HeteroRGCN, HeteroSAGE, TypedStack, Types
 from gnnautoscale.models.operators import APPNP, GAT, GCN, GCNII, GIN, PNA, GraphSAGE
-from gnnautoscale.models.stack import PaperModel, Stack
+from gnnautoscale.models.stack import NamedModel, PaperModel, Stack
 
 __all__ = [
     "APPNP",
@@ -20,10 +24,15 @@ __all__ = [
     "GCN",
     "GCNII",
     "GIN",
+    "HGT",
     "MODELS",
     "PNA",
+    "TYPED_MODELS",
     "GraphSAGE",
+    "HeteroRGCN",
+    "HeteroSAGE",
     "Stack",
+    "Types",
     "build_model",
     "check_model_options",
     "model_options",
@@ -40,6 +49,9 @@ MODELS: dict[str, type[PaperModel]] = {
     "pna": PNA,
     "pna-jk": PNA,
 }
+#: Those of heterogeneous graphs.
+TYPED_MODELS: dict[str, type[TypedStack]] = {"hetero-sage": HeteroSAGE, "hgt": HGT, "rgcn": HeteroRGCN}
+_ALL: dict[str, type[NamedModel]] = {**MODELS, **TYPED_MODELS}
 
 
 def model_options(name: str) -> Mapping[str, Option]:
@@ -50,9 +62,9 @@ def model_options(name: str) -> Mapping[str, Option]:
         >>> layers.type, layers.default, layers.help
         (<class 'int'>, 10, 'Number of propagations.')
     """
-    if name not in MODELS:
-        raise InputError(f"a model is one of {', '.join(MODELS)}", got=repr(name), fix="Choose one of these.")
-    return options_of(MODELS[name])
+    if name not in _ALL:
+        raise InputError(f"a model is one of {', '.join(_ALL)}", got=repr(name), fix="Choose one of these.")
+    return options_of(_ALL[name])
 
 
 def check_model_options(name: str, options: Iterable[str]) -> None:
@@ -67,13 +79,16 @@ def check_model_options(name: str, options: Iterable[str]) -> None:
         )
 
 
-def build_model(name: str, data: Data, num_outputs: int, **options: Any) -> nn.Module:
-    """Build one of the paper's models for a graph.
+def build_model(
+    name: str, data: Data | HeteroData, num_outputs: int, targets: Sequence[str] = (), /, **options: Any
+) -> nn.Module:
+    """Build a model for a graph.
 
     Args:
-        name: One of ``MODELS``.
+        name: One of ``MODELS``, or of ``TYPED_MODELS`` for a heterogeneous graph.
         data: The training graph: its features give the input width, and its degrees scale PNA.
         num_outputs: Number of outputs per node.
+        targets: The types of nodes to compute outputs for, of a heterogeneous graph.
         options: Options of the model; see :func:`model_options`.
 
     Returns:
@@ -85,14 +100,24 @@ def build_model(name: str, data: Data, num_outputs: int, **options: Any) -> nn.M
         'GCN'
     """
     check_model_options(name, options)
-    from_graph: dict[str, Any] = {}
-    if MODELS[name] is PNA:
-        in_degree = torch.bincount(data.edge_index[1].cpu(), minlength=data.num_nodes)
-        from_graph = {"jumping_knowledge": name == "pna-jk", "degrees": torch.bincount(in_degree)}
-    model = MODELS[name](data.num_features, num_outputs, **options, **from_graph)
+    typed = isinstance(data, HeteroData)
+    fitting: Iterable[str] = TYPED_MODELS if typed else MODELS
+    if name not in fitting:
+        kind = "a heterogeneous" if typed else "a plain"
+        rule = f"the models of {kind} graph are {', '.join(fitting)}"
+        raise InputError(rule, got=repr(name), fix="Choose one of these.")
+    model: nn.Module
+    if isinstance(data, HeteroData):
+        model = TYPED_MODELS[name](Types.of(data), targets, num_outputs, **options)
+    else:
+        from_graph: dict[str, Any] = {}
+        if MODELS[name] is PNA:
+            in_degree = torch.bincount(data.edge_index[1].cpu(), minlength=data.num_nodes)
+            from_graph = {"jumping_knowledge": name == "pna-jk", "degrees": torch.bincount(in_degree)}
+        model = MODELS[name](data.num_features, num_outputs, **options, **from_graph)
     vars(model)["built_from"] = {"model": name, **options}
     return model
 
 
-for _name, _model in MODELS.items():
+for _name, _model in _ALL.items():
     describe_arguments(_model, {key: each.help for key, each in model_options(_name).items()})
