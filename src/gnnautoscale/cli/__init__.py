@@ -32,10 +32,10 @@ from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
 from gnnautoscale.cli.saved import load_model, save_model
 from gnnautoscale.cli.schema import DATA, INFER, MODEL, PARTITION, TRAIN, chosen, load_dataset, with_options
-from gnnautoscale.cli.typed import typed_facts
+from gnnautoscale.cli.typed import facts_of_parts, typed_facts
 from gnnautoscale.data import TypedDataset, datasets
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import HaloLoader, TypedGraph, connectivity
+from gnnautoscale.graph import Graph, HaloLoader, TypedGraph, connectivity, groups_to_balance
 from gnnautoscale.graph import partition as cut
 from gnnautoscale.models import build_model, check_model_options
 from gnnautoscale.runs import FitResult, free_folder
@@ -128,6 +128,7 @@ def partition(
         dataset = load_dataset(options)
     typed = TypedGraph.of(dataset.graph) if isinstance(dataset, TypedDataset) else None
     graph = dataset.train if typed is None else typed.joined.data
+    groups = groups_to_balance(Graph.of(graph) if typed is None else typed) if options["balance"] else None
     start = time.perf_counter()
     with working("partition", long=graph.num_edges > _LONG_TO_CUT):
         labels = cut(
@@ -135,6 +136,7 @@ def partition(
             graph.num_nodes,
             options["num_parts"],
             method=options["partition"],
+            groups=groups,
             seed=options["seed"],
             cache_dir=options["cache_dir"],
         )
@@ -153,6 +155,8 @@ def partition(
         "halo nodes per batch node": float(ratio.mean()),
         "seconds": seconds,
     }
+    if typed is not None:
+        facts |= facts_of_parts(typed, labels)
     if output is not None:
         write_atomically(output, lambda stream: np.save(stream, labels.numpy()), rule="--output must be writable")
     _show_facts(f"{options['data']} · {options['partition']}", facts, json)

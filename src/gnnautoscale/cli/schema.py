@@ -109,7 +109,7 @@ TRAIN = [
     Option("runs", int, 1, "Number of runs, each with the next seed.", "Runs", least=1),
 ]
 INFER = [*DATA, *TASK, OPTIONS["metric"]]
-PARTITION = [*DATA, *(OPTIONS[name] for name in ("num_parts", "partition", "seed", "cache_dir"))]
+PARTITION = [*DATA, *(OPTIONS[name] for name in ("num_parts", "partition", "balance", "seed", "cache_dir"))]
 
 
 def chosen(group: type[OptionGroup] | list[Option], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.graph.partitioning import Partitioner, connectivity, partition
 from gnnautoscale.graph.ready import ReadyBatch, tagged_copies
 from gnnautoscale.graph.typed_graph import EdgeType, TypedGraph, TypedInfo
+from gnnautoscale.graph.typed_parts import connectivity_by_type, groups_to_balance
 from gnnautoscale.graph.unread import UnreadRows
 from gnnautoscale.graph.whole_graphs import partition_graphs
 
@@ -38,7 +39,9 @@ __all__ = [
     "check_fan_out",
     "check_nodes",
     "connectivity",
+    "connectivity_by_type",
     "fingerprint",
+    "groups_to_balance",
     "hand_over",
     "partition",
     "partition_graphs",

@@ -165,6 +165,7 @@ class ClusterLoader:
         num_parts: Number of parts to cut into. Not needed when ``partition`` gives the labels.
         partition: How to cut: ``"metis"``, ``"kaminpar"`` or ``"random"``, as :func:`gnnautoscale.partition` does, or
             the part of each node as integers ``[num_nodes]``.
+        balance: Let each part have about as many training nodes as any other.
         batch_size: Number of parts in a batch.
         shuffle: Draw parts into batches at random, anew for each epoch.
         seed: Makes partition and order reproducible.
@@ -190,6 +191,7 @@ class ClusterLoader:
         num_parts: int | None = None,
         *,
         partition: Partitioner | Tensor = "metis",
+        balance: bool = False,
         batch_size: int = 1,
         shuffle: bool = False,
         seed: int = 0,
@@ -201,6 +203,7 @@ class ClusterLoader:
             data,
             num_parts,
             partition=partition,
+            balance=balance,
             batch_size=batch_size,
             shuffle=shuffle,
             seed=seed,

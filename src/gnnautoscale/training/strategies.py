@@ -390,7 +390,7 @@ def halo_loaders(
 
     ``labels`` holds the part of each node of the training graph, ``[num_nodes]``, if it is already cut.
     """
-    names = ("partition", "seed", "num_workers", "cache_dir")
+    names = ("partition", "balance", "seed", "num_workers", "cache_dir")
     common: dict[str, Any] = {"keep": options.keep_batches, **{name: getattr(options, name) for name in names}}
     if torch.device(options.device).type == "cuda" and not options.num_workers:
         common["device"] = options.device
@@ -424,7 +424,8 @@ def subgraph_loader(graph: Data, task: Task, options: FitOptions) -> ClusterLoad
     common: dict[str, Any] = {"seed": options.seed, "num_workers": options.num_workers}
     if options.fan_out is None:
         labels = _cut(task, graph, options.num_parts, options.batch_size, options)
-        common |= {"partition": options.partition if labels is None else labels, "cache_dir": options.cache_dir}
+        common |= {"partition": options.partition if labels is None else labels, "balance": options.balance}
+        common["cache_dir"] = options.cache_dir
         count = options.num_parts if labels is None else None
         return ClusterLoader(graph, count, batch_size=options.batch_size, shuffle=True, **common)
     return task.sampled(graph, options.fan_out, -(-options.num_parts // options.batch_size), **common)

@@ -69,6 +69,7 @@ class TypedStrategy(Strategy):
             dataset.graph,
             (1 if whole else options.num_parts) if labels is None else None,
             partition=cut,
+            balance=options.balance,
             batch_size=1 if whole else options.batch_size,
             shuffle=True,
             drawings=None if whole else options.drawings,
