@@ -66,6 +66,10 @@ class TypedDataset(Dataset):
         """See :meth:`Dataset.targets`."""
         return (self.target,)
 
+    def seen(self, batch: HeteroData) -> Data:
+        """What a task looks at in a batch: the nodes with targets, without edges."""
+        return nodes_of_type(batch, self.target)
+
     @property
     def num_features(self) -> int:
         """Columns of ``x`` of the nodes with targets; 0 if they have none."""

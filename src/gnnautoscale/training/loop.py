@@ -46,6 +46,7 @@ from gnnautoscale.training.strategies import (
     history_dtype,
     subgraph_loader,
 )
+from gnnautoscale.training.typed_baselines import TypedSubgraphStrategy, typed_subgraphs
 from gnnautoscale.training.typed_strategy import TypedStrategy, check_typed_run
 
 
@@ -191,7 +192,7 @@ def _train(
     rate = LearningRate(optimizer, options.schedule, options.epochs, higher_is_better=task.higher_is_better)
     strategy: Strategy
     loader: HaloLoader | None = None
-    if isinstance(dataset, TypedDataset):
+    if isinstance(dataset, TypedDataset) and options.has_histories:
         labels = None if checkpoint is None else labels_of(checkpoint, sum(dataset.graph.num_nodes_dict.values()))
         with clock("partition"):
             strategy = TypedStrategy(model, dataset, optimizer, task, options, labels)
@@ -208,6 +209,10 @@ def _train(
         if checkpoint is not None:
             check_same_run(checkpoint, given, data_key(loader, task), learner)
         strategy = _with_histories(model, dataset, loaders, optimizer, task, options)
+    elif isinstance(dataset, TypedDataset):
+        with clock("partition"):
+            subgraphs = typed_subgraphs(dataset, task, options)
+        strategy = TypedSubgraphStrategy(model, subgraphs, dataset, optimizer, task, options)
     else:
         with clock("partition"):
             subgraphs = subgraph_loader(dataset.train, task, options)

@@ -320,18 +320,25 @@ class SubgraphStrategy(Strategy):
         result.how = f"uncaptured: a plain model on {self._loader.kind}"
 
     def _train(self, number: int, most: int | None, after_step: Callable[[Item | None], None]) -> float:
-        items = (plain_item(batch, self._steps.task, self._device) for batch in islice(self._loader, most))
+        items = (self._item(batch) for batch in islice(self._loader, most))
         return self._steps.train((item for item in items if item.targets.size(0)), after_step)
 
-    @torch.no_grad()
-    def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
-        """See :meth:`Strategy.output`."""
+    def _item(self, batch: Any) -> Item:
+        return plain_item(batch, self._steps.task, self._device)
+
+    def _whole(self, split: str) -> Any:
+        """A split's graph as one batch."""
         graph = self._graphs[split]
         whole = copy.copy(graph)
         whole.n_id, whole.e_id = torch.arange(graph.num_nodes), torch.arange(graph.num_edges)
         whole.batch_size = graph.num_nodes
+        return whole
+
+    @torch.no_grad()
+    def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
+        """See :meth:`Strategy.output`."""
         # Copied even if it is on the device already: a model may write into its inputs.
-        whole = whole.apply(lambda value: value.to(self._device, copy=True))
+        whole = self._whole(split).apply(lambda value: value.to(self._device, copy=True))
         with evaluating(self._model):
             out: Tensor = self._call(whole)
         return out.cpu()

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import attached, autoscale, detach, infer_from_histories, infer_on, plan_of, refresh
-from gnnautoscale.data import TypedDataset, nodes_of_type
+from gnnautoscale.data import TypedDataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import TypedMemory
 from gnnautoscale.graph import HaloLoader, fingerprint
@@ -39,7 +39,7 @@ _REFUSED = {
 def check_typed_run(task: Task, options: FitOptions) -> None:
     """Refuse what needs a plain graph."""
     refused = {name: getattr(options, name) for name, plain in _REFUSED.items() if getattr(options, name) != plain}
-    if options.mode not in ("gas", "full"):
+    if options.mode not in ("gas", "full", "cluster", "sage"):
         refused["mode"] = options.mode
     if type(task).see is not Task.see or type(task).cut is not Task.cut:
         refused["task"] = task
@@ -61,7 +61,7 @@ class TypedStrategy(Strategy):
         options: FitOptions,
         labels: Tensor | None,
     ) -> None:
-        self._target, self._device = dataset.target, torch.device(options.device)
+        self._dataset, self._target, self._device = dataset, dataset.target, torch.device(options.device)
         cut: Any = options.partition if labels is None else labels
         whole = options.mode == "full"
         #: Makes the batches.
@@ -135,7 +135,7 @@ class TypedStrategy(Strategy):
 
     def _items(self, most: int | None) -> Iterator[Item]:
         for batch in islice(self.loader, most):
-            rows, targets = self._steps.task.targets(nodes_of_type(batch, self._target))
+            rows, targets = self._steps.task.targets(self._dataset.seen(batch))
             rows = None if rows is None else rows.to(self._device)
             yield Item(batch.to(self._device), rows, targets.to(self._device))
 
