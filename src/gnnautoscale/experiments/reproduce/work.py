@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from gnnautoscale.attach import autoscale, infer, is_autoscaled
-from gnnautoscale.data import Dataset, datasets, files, folds, join_graphs, take_graphs
+from gnnautoscale.data import Dataset, TypedDataset, datasets, files, folds, join_graphs, take_graphs
 from gnnautoscale.experiments import bench
 from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
-from gnnautoscale.experiments.reproduce.relational import RGCN
+from gnnautoscale.experiments.reproduce.relational import RGCN, EntityRGCN
+from gnnautoscale.experiments.reproduce.typed_graphs import load_typed
 from gnnautoscale.graph import connectivity, partition
 from gnnautoscale.models import build_model
 from gnnautoscale.runs import jsonable
@@ -45,8 +46,7 @@ def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str
     else:
         task = task_for(dataset)
     torch.manual_seed(work["seed"])
-    build = RGCN.of if work["model"] == "rgcn" else partial(build_model, work["model"])
-    model = build(dataset.train, task.num_outputs, **work["options"])
+    model = _model(work["model"], dataset, task, work["options"])
     fitted = fit(
         model,
         dataset,
@@ -71,6 +71,13 @@ def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str
     if isinstance(task, LinkPrediction):
         result["metrics"] = _metrics_of_links(model, dataset, task)
     return result
+
+
+def _model(name: str, dataset: Dataset, task: Task, options: Mapping[str, Any]) -> nn.Module:
+    if name == "rgcn" and not isinstance(dataset, TypedDataset):
+        build = RGCN.of if isinstance(task, LinkPrediction) else EntityRGCN.of
+        return build(dataset.train, task.num_outputs, **options)
+    return build_model(name, dataset.passing(), task.num_outputs, dataset.targets, **options)
 
 
 def _links(dataset: Dataset, seed: int, **options: Any) -> tuple[Dataset, LinkPrediction]:
@@ -121,6 +128,8 @@ def _load(name: str, root: str, split: int, options: tuple[tuple[str, Any], ...]
         data = copy.copy(dataset.train)
         data.x = (data.x != 0).float()
         return Dataset.of(data, name)
+    if "typed" in given:
+        return load_typed(Path(root), given.pop("typed"), **given)
     if "file" in given:
         return datasets.from_file(Path(root) / given.pop("file"), split=split, **given)
     if given.pop("random_split", False):
