@@ -136,9 +136,9 @@ def check_train(work: Mapping[str, Any]) -> None:
         check_model_options(work["model"], work["options"])
     if "task" in work:
         (GraphPrediction if "readout" in work["task"] else LinkPrediction)(**work["task"])
-    assert "file" in work["data"] or work["dataset"] in datasets.names()
+    assert {"file", "typed"} & work["data"].keys() or work["dataset"] in datasets.names()
     if work["train"]["mode"] == "sage":
-        assert len(work["train"]["fan_out"]) == work["options"]["layers"]
+        assert len(work["train"]["fan_out"]) == work["options"].get("layers", 2)
 
 
 def check_connectivity(work: Mapping[str, Any]) -> None:
