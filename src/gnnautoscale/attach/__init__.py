@@ -6,7 +6,7 @@ Lipschitz penalty. This package knows nothing about training loops.
 
 from gnnautoscale.attach.attaching import autoscale, detach
 from gnnautoscale.attach.autoscaler import Autoscaler, attached, attached_to_plain_graph, is_autoscaled
-from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, to_model_device, unpack_batch
+from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, info_of, to_model_device, unpack_batch
 from gnnautoscale.attach.growth import grow
 from gnnautoscale.attach.inference import (
     Outputs,
@@ -42,6 +42,7 @@ __all__ = [
     "infer",
     "infer_from_histories",
     "infer_on",
+    "info_of",
     "is_autoscaled",
     "loader_for",
     "plan_of",

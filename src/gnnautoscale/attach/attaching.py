@@ -44,7 +44,8 @@ def autoscale(
         dtype: Type of the histories: a floating-point type, or ``torch.int8`` or ``torch.float8_e4m3fn`` with a scale
             per row; by default the type of the embeddings without autocast.
         history_dir: The folder for histories on disk.
-        edge_dropout: Share of edges to drop at random in each training step. Self-loops stay.
+        edge_dropout: Share of edges to drop at random in each training step. Self-loops stay, in heterogeneous graphs
+            those that a layer on edges of one type sees.
         compensate: How training steps make up for the border of a batch: ``"none"``, the paper, where the gradient ends
             there; ``"gradient"``, where it goes on, with the help of histories of gradients; or ``"momentum"``, where
             the halo's histories move towards what the batch knows of them. See the page about compensation.
@@ -84,12 +85,6 @@ def autoscale(
     if isinstance(data, int):
         memory: Any = GraphMemory(None, data, storage, dtype, history_dir, overlap=overlap)
     else:
-        if isinstance(data, HeteroData) and (edge_dropout or compensate != "none"):
-            raise InputError(
-                "edge_dropout and compensate are for plain graphs",
-                got=f"{edge_dropout=}, {compensate=} with a HeteroData",
-                fix="Leave them out, or convert the graph with to_homogeneous().",
-            )
         graph = TypedGraph.of(data) if isinstance(data, HeteroData) else Graph.of(data)
         memory, key = memory_for(graph, storage, dtype, history_dir, overlap=overlap), graph.key
     Autoscaler(model, memory, key, edge_dropout=edge_dropout, compensate=compensate)

@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
@@ -164,16 +164,18 @@ class Autoscaler:
         plan, passes = self._plan_for(info, arguments), self._passes
         # A model without weights runs where its arguments are.
         device = next((value.device for value in (*self._weights, *tensors_in(arguments))), info.device)
+        edge_dropout = self.edge_dropout if passes.trains and model.training else 0.0
         session: Session
         if isinstance(info, TypedInfo):
-            if passes.observers:
-                raise UnsupportedModelError(
-                    "on a heterogeneous graph nothing can watch the layers of a model",
-                    got=type(passes.observers[0]).__name__,
-                    fix="Leave it out, or convert the graph with to_homogeneous().",
-                )
             session = TypedSession(
-                info, cast(TypedPlan, plan), memory, device, passes.exchange, normalize=passes.normalize
+                info,
+                cast(TypedPlan, plan),
+                memory,
+                device,
+                passes.exchange,
+                normalize=passes.normalize,
+                observers=passes.observers,
+                edge_dropout=edge_dropout,
             )
         else:
             session = Session(
@@ -184,7 +186,7 @@ class Autoscaler:
                 passes.exchange,
                 normalize=passes.normalize,
                 observers=passes.observers,
-                edge_dropout=self.edge_dropout if passes.trains and model.training else 0.0,
+                edge_dropout=edge_dropout,
                 input_gradients=passes.input_gradients or (passes.trains and needs_input_gradients(arguments)),
             )
         self.num_passes += 1
@@ -328,7 +330,9 @@ class Autoscaler:
         return plan is not None and plan.ignores_edges
 
     def attributes(self, batch: Data) -> list[str]:
-        """The batch attributes that ``model(batch)`` may use."""
+        """The batch attributes that ``model(batch)`` may use; of a batch of several types, all."""
+        if isinstance(batch, HeteroData):
+            return [*{name: None for store in batch.stores for name in store}]
         args, kwargs = unpack_batch(self._signature, "the model", (batch,), {})
         names = set(batch.keys()) if args else {"edge_index" if name == "adj_t" else name for name in kwargs}
         return [name for name in batch.keys() if name in names | {"edge_index"}]  # noqa: SIM118

@@ -38,9 +38,8 @@ def device_of(model: nn.Module) -> torch.device:
 def to_model_device(batch: Data, model: nn.Module) -> Data:
     """Move a batch to the model's device, if the model has weights."""
     device = next((weight.device for weight in model.parameters()), None)
-    if isinstance(batch, HeteroData):
-        return batch if device is None else batch.to(str(device))
-    there = device is None or device == getattr(getattr(batch.edge_index, "info", None), "device", None) != _HOST
+    edges = batch.edge_stores[0].edge_index
+    there = device is None or device == getattr(getattr(edges, "info", None), "device", None) != _HOST
     return batch if there else batch.to(str(device))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from gnnautoscale._util import map_tensors
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import LayerRun, Observer
+from gnnautoscale.graph import BatchInfo, TypedInfo
 
 
 class LocalLipschitz(Observer):
@@ -21,7 +24,8 @@ class LocalLipschitz(Observer):
         \| f^{(\ell)}(\tilde{h}_v^{(\ell - 1)}) - f^{(\ell)}(\tilde{h}_v^{(\ell - 1)} + \epsilon) \|
 
     with :math:`\epsilon` drawn uniformly from a ball of the given radius, for each node separately. In this context
-    each layer runs a second time on such inputs, with the same dropout.
+    each layer runs a second time on such inputs, with the same dropout. In a ``HeteroConv`` each type of edges has a
+    layer of its own.
 
     Args:
         model: An autoscaled model.
@@ -76,15 +80,46 @@ class LocalLipschitz(Observer):
 
     def layer_ran(self, run: LayerRun) -> None:
         """Repeat a layer on disturbed inputs and keep the mean change of its output."""
+        info = run.info
+        if isinstance(info, TypedInfo):
+            args, kwargs = self._disturbed_by_type((run.args, run.kwargs), info)
+            again = run.again(*args, **kwargs)
+            changes = [
+                _changes(rows, again[kind], info.nodes[kind]) for kind, rows in run.out.items() if rows is not None
+            ]
+        else:
+            args, kwargs = map_tensors(
+                partial(self._disturbed, counts=(info.num_rows, info.num_sources)), (run.args, run.kwargs)
+            )
+            changes = [_changes(run.out, run.again(*args, **kwargs), info)]
+        # A rare type may have no node in a batch.
+        self._terms += [change.mean() for change in (torch.cat(changes),) if change.numel()]
 
-        def disturb(value: Tensor) -> Tensor:
-            if not value.is_floating_point() or value.dim() < 2 or value.size(0) != run.info.num_rows:
-                return value
-            return value + ball(value, self.radius)
+    def _disturbed(self, value: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """Disturb rows, if there is one of these numbers of them."""
+        if not value.is_floating_point() or value.dim() < 2 or value.size(0) not in counts:
+            return value
+        return value + ball(value, self.radius)
 
-        args, kwargs = map_tensors(disturb, (run.args, run.kwargs))
-        difference = (run.out - run.again(*args, **kwargs))[: run.info.batch_size].flatten(1)
-        self._terms.append(torch.linalg.vector_norm(difference, dim=1).mean())
+    def _disturbed_by_type(self, value: Any, info: TypedInfo) -> Any:
+        """Disturb rows in dictionaries by type of nodes."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._disturbed_by_type(item, info) for item in value)
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: self._disturbed(item, (info.nodes[key].num_rows,))
+            if key in info.nodes and isinstance(item, Tensor)
+            else self._disturbed_by_type(item, info)
+            for key, item in value.items()
+        }
+
+
+def _changes(rows: Tensor, others: Tensor, info: BatchInfo) -> Tensor:
+    """The distance between two versions of each of the batch's own rows, ``[batch_size]``."""
+    difference = (rows - others)[: info.batch_size].flatten(1)
+    changes: Tensor = torch.linalg.vector_norm(difference, dim=1)
+    return changes
 
 
 def ball(like: Tensor, radius: float) -> Tensor:

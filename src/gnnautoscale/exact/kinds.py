@@ -37,7 +37,8 @@ class StepKind:
 
     def note(self, stage: Stage, slots: frozenset[str], batch: Data, out: Any) -> None:
         """Note what a pass of a stage has read and returned."""
-        names = {name for name, value in batch if isinstance(value, UnreadRows) and value.was_read}
+        values = (item for store in batch.stores for item in store.items())
+        names = {name for name, value in values if isinstance(value, UnreadRows) and value.was_read}
         self.reads[stage] = slots, self.reads.get(stage, (slots, names))[1] | names
         if out is not None and not self.outputs:
             self.outputs = [(value.dtype, value.shape[1:]) for value in tensors_in(out)]

@@ -23,6 +23,7 @@ from gnnautoscale.attach import (
     attached,
     call_with_batch,
     device_of,
+    info_of,
     plan_of,
     to_model_device,
 )
@@ -33,7 +34,6 @@ from gnnautoscale.exact.loss import Loss, given_gradients
 from gnnautoscale.forward import (
     Draws,
     GradientStore,
-    GraphMemory,
     HistoryStore,
     NeedsStatistics,
     Plan,
@@ -41,12 +41,14 @@ from gnnautoscale.forward import (
     Stage,
     StageExchange,
     StreamedStore,
+    TypedMemory,
+    TypedPlan,
     WholeGraphNorms,
     as_matrix,
     run_pass,
     uses_own_statistics,
 )
-from gnnautoscale.graph import HaloLoader
+from gnnautoscale.graph import BatchInfo, HaloLoader, TypedGraph
 from gnnautoscale.history import Cast, RowSums
 from gnnautoscale.kernels import triton_is_installed
 from gnnautoscale.replay import on_training_stream
@@ -99,7 +101,8 @@ class ExactPasses:
             isinstance(module, _BatchNorm) and uses_own_statistics(module) for module in model.modules()
         )
         # Compiled modules do not ask tensors how to compute.
-        self._unread = not any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+        compiled = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+        self._unread = not compiled and not isinstance(loader.graph, TypedGraph)
         self._store: HistoryStore = HistoryStore()
         self._adding: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
@@ -176,6 +179,13 @@ class ExactPasses:
             return "uncaptured: CUDA graphs need a GPU"
         return f"uncaptured, since {self._seen.why_not or 'it was the first step'}"
 
+    def of_outputs(self, batch: Data, count: int) -> list[BatchInfo]:
+        """For each of so many tensors of the model's output, where the batch's nodes that it has rows of lie."""
+        info = info_of(batch)
+        if isinstance(self._plan, TypedPlan):
+            return [info.nodes[kind] for kind in self._plan.output_kinds]
+        return [info] * count
+
     def moment(self) -> tuple[int, int]:
         """Changes when the model runs, or its weights change."""
         return self._scaler.num_passes, sum(weight._version for weight in self._model.parameters())
@@ -219,13 +229,13 @@ class ExactPasses:
 
     # Backward ########################################################################################################
 
-    def _run_backward(self, stage: Stage, loss: Loss, memory: GraphMemory, histories: dict[str, RowSums]) -> None:
+    def _run_backward(self, stage: Stage, loss: Loss, memory: Any, histories: dict[str, RowSums]) -> None:
         store = GradientStore(self._store)
         self._norms.wanted = stage.norm
         penalty = None if self._penalty is None or stage.norm is not None else self._penalty
         for batch, out in self._passes(stage, store, None if penalty is None else penalty[0]):
-            place = memory.rows_of(batch.edge_index.info)
-            index = place.on(self.device)
+            info = info_of(batch)
+            index = {slot: memory.rows_at(slot, self._plan, info).on(self.device) for slot in self._plan.live}
             if stage.norm is not None:
                 rows, gradients = self._norms.rows_and_gradients()
             elif stage.level is None:
@@ -234,16 +244,16 @@ class ExactPasses:
             else:
                 rows, gradients = list(store.outputs.values()), []
                 for slot, value in store.outputs.items():
-                    known = histories[slot].read(index[: place.batch_size], dtype=value.dtype)
+                    known = histories[slot].read(index[slot][: value.size(0)], dtype=value.dtype)
                     gradients.append(known.view_as(value))
             if penalty is not None and penalty[0].has_terms:
-                share = penalty[1] * place.batch_size / self._loader.graph.num_nodes
+                share = penalty[1] * info.batch_size / self._loader.graph.num_nodes
                 rows, gradients = [*rows, share * penalty[0].value()], [*gradients, None]
             _differentiate(rows, gradients)
             found = {slot: as_matrix(gradient) for slot, gradient in store.gradients.items()}
-            with self._beside(index, *found.values()):
+            with self._beside(*index.values(), *found.values()):
                 for slot, gradient in found.items():
-                    histories[slot].add(gradient, index)
+                    histories[slot].add(gradient, index[slot])
             self._norms.add_gradients()
             store.start()
         self._norms.wanted = None
@@ -327,6 +337,8 @@ class ExactPasses:
 
     def _obstacle(self) -> str | None:
         memory = self._scaler.memory_of(self._loader.graph)
+        if isinstance(memory, TypedMemory):
+            return "the graph is heterogeneous"
         if not triton_is_installed():
             return "Triton is missing"
         if memory.medium == "disk":

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in
-from gnnautoscale.attach import CallModel, Outputs, attached_to_plain_graph, call_with_batch, loader_for
+from gnnautoscale.attach import CallModel, Outputs, attached, call_with_batch, loader_for
 from gnnautoscale.errors import InputError
 from gnnautoscale.exact.loss import given_gradients
 from gnnautoscale.exact.passes import ExactPasses
@@ -20,7 +20,7 @@ from gnnautoscale.replay import on_training_stream
 
 def exact_forward(
     model: nn.Module,
-    loader: HaloLoader | Data,
+    loader: HaloLoader | Data | HeteroData,
     *,
     call: CallModel = call_with_batch,
     device: torch.device | str = "cpu",
@@ -42,8 +42,8 @@ def exact_forward(
         device: Where the output is gathered, in host memory by default.
 
     Returns:
-        The model's output, one row per node in the order of the data, ``[num_nodes, ...]``. Its gradient is computed
-        before the model runs again.
+        The model's output, one row per node in the order of the data, ``[num_nodes, ...]``; on a heterogeneous graph
+        each tensor has one row for each node of its type. Its gradient is computed before the model runs again.
 
     Example:
         >>> import torch.nn.functional as F
@@ -58,7 +58,7 @@ def exact_forward(
         >>> all(weight.grad is not None for weight in model.parameters())
         True
     """
-    scaler, loader = attached_to_plain_graph(model, "exact_forward"), loader_for(model, loader)
+    scaler, loader = attached(model), loader_for(model, loader)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     passes = ExactPasses(model, loader, call)
     outputs = Outputs(loader, scaler, torch.device(device))
@@ -99,8 +99,9 @@ class _WholeGraph(torch.autograd.Function):
             )
 
         def inputs(batch: Data) -> dict[str, Tensor]:
-            nodes = batch.edge_index.info.nodes
-            return {str(place): whole[nodes.to(whole.device)] for place, whole in enumerate(gradients)}
+            nodes = [info.nodes for info in passes.of_outputs(batch, len(gradients))]
+            chosen = zip(gradients, nodes, strict=True)
+            return {str(place): whole[each.to(whole.device)] for place, (whole, each) in enumerate(chosen)}
 
         found = passes.gradients(ctx.weights, given_gradients(inputs))
         ctx.before = passes.moment()

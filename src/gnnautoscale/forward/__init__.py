@@ -33,11 +33,12 @@ from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.norms import uses_own_statistics
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.pending import exchanged
-from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut
+from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut, TypedPlan
 from gnnautoscale.forward.record import ArgumentKind, Arguments, EdgeRecord, describe, has_rows
 from gnnautoscale.forward.session import Normalize, Session, check_layout, evaluating
 from gnnautoscale.forward.sweep import SweepExchange
-from gnnautoscale.forward.typed_session import TypedMemory, TypedPlan, TypedSession, attributes_of, relations_of
+from gnnautoscale.forward.typed_memory import TypedMemory
+from gnnautoscale.forward.typed_session import TypedSession, attributes_of, relations_of
 from gnnautoscale.forward.watch import OVERRIDES, Attribute, Form, Watch, form_of_values, held_tensors
 
 __all__ = [

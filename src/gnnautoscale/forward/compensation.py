@@ -49,6 +49,7 @@ def step_exchange(compensate: Compensation, *, begins: bool = True) -> StepExcha
 class _Stage:
     """A slot in a pass: the rows that were computed, and those that the model went on with."""
 
+    session: Session
     slot: str
     out: Tensor
     rows: Tensor
@@ -87,7 +88,7 @@ class GradientExchange(StepExchange):
         rows = self._rows_between(session, slot, out.detach()) if slot in session.plan.live else out.detach()
         if not out.requires_grad:
             return rows
-        stage = _Stage(slot, out, rows.requires_grad_())
+        stage = _Stage(session, slot, out, rows.requires_grad_())
         self._stages.append(stage)
         return stage.rows.clone()  # which a model may write into, unlike a leaf
 
@@ -100,6 +101,8 @@ class GradientExchange(StepExchange):
         index = place.on(session.device)[: place.batch_size]
         before = history.pull(index, device=session.device, dtype=own.dtype).view(own.shape)
         known = self._exchange(session, slot, own)
+        if not own.size(0):  # of a rare type there may be none, which says nothing about others
+            return known
         return torch.cat([own, between(known[halo], out[halo], before, own)])
 
     def output(self, session: Session, out: Any) -> Any:
@@ -141,7 +144,7 @@ class _Backward:
 
     def _exchange(self, stage: _Stage, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the gradients of the batch's rows; returns them with those of the halo's rows, and alone."""
-        session = self._session
+        session = stage.session
         own = session.own(gradient)
         if not session.plan.needs[stage.slot]:  # nothing flows on from there
             return own, own
@@ -251,10 +254,13 @@ def share_at_hand(info: BatchInfo) -> Tensor:
 
 def _share_at_hand(info: BatchInfo) -> Tensor:
     halo = info.found.rows.cpu()
-    cut = info.table.cut(OwnRows.of(halo)).on(torch.device("cpu"))
-    there = info.table.numbers.locate(cut.take(info.table.source), info.own, halo) >= 0
-    found = torch.zeros(halo.numel()).index_add_(0, cut.target, there.float())
-    degree = cut.ptr.diff()
+    found, degree = torch.zeros(halo.numel()), torch.zeros(halo.numel(), dtype=torch.long)
+    for edges in info.incoming:
+        sources = edges.sources or edges
+        cut = edges.table.cut(OwnRows.of(halo)).on(torch.device("cpu"))
+        numbers = edges.table.numbers.locate(cut.take(edges.table.source), sources.own, sources.found.rows.cpu())
+        found.index_add_(0, cut.target, (numbers >= 0).float())
+        degree += cut.ptr.diff()
     return torch.where(degree > 0, found / degree.clamp(min=1), 1.0).to(info.device)
 
 

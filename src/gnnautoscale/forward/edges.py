@@ -102,8 +102,8 @@ class RecordedEdges(EdgeSource):
             )
         if not active.records:
             if active.call.closed:
-                raise _uncompensated(active, "edges that the model derives itself")
-            return self._drop_derived(active, position, edge_index, values)
+                raise uncompensated(active, "edges that the model derives itself")
+            return drop_derived(active, position, edge_index, values, self.dropout)
         record = active.records[position].used_by(active.call)
         batch_edges = self._batch_edges(record, active)
         if batch_edges.kept is None and active.call.fuses(position, record.constants) and _can_fuse(active.layer):
@@ -116,7 +116,7 @@ class RecordedEdges(EdgeSource):
                 replaced[name] = constant.to(value.dtype) if isinstance(value, Tensor) else constant
             elif isinstance(value, Tensor) and not active.call.has_edge_updater:
                 if active.call.closed:
-                    raise _uncompensated(active, f"values of edges, '{name}', that the layer computes before it")
+                    raise uncompensated(active, f"values of edges, '{name}', that the layer computes before it")
                 replaced[name] = value[self._alignment(record, active, edge_index, batch_edges)]
         if "lazy" not in active.call.shortcuts:
             return batch_edges.edges, replaced
@@ -157,30 +157,42 @@ class RecordedEdges(EdgeSource):
                     hand_over(batch_edges.tensors(), self.info.edges_ready)
             if self.dropout:
                 if record.edges not in self._kept:
-                    self._kept[record.edges] = keep_edges(batch_edges.edges, self.dropout)
+                    has_loops = self.info.has_loops
+                    self._kept[record.edges] = keep_edges(batch_edges.edges, self.dropout, has_loops=has_loops)
                 batch_edges = batch_edges.take(self._kept[record.edges])
             self._edges[record] = batch_edges
         return self._edges[record]
-
-    def _drop_derived(
-        self, active: ActiveLayer, position: int, edge_index: Tensor, values: Values
-    ) -> tuple[Tensor, Values]:
-        """Drop some edges that the model derived from the batch's; the same ones in all edge calls of a layer."""
-        if not self.dropout:
-            return edge_index, values
-        if active.dropped is None or active.dropped[0] is not edge_index:
-            active.dropped = edge_index, keep_edges(edge_index, self.dropout)
-        kept = active.dropped[1]
-        # Values from edge_updater lack the dropped edges already.
-        whole = [name for name in active.call.edge_names[position] if has_rows(values[name], edge_index.size(1))]
-        reduced = {name: values[name][kept] for name in whole}
-        return edge_index[:, kept], {**values, **reduced}
 
     def _alignment(self, record: EdgeRecord, active: ActiveLayer, local: Tensor, batch_edges: BatchEdges) -> Tensor:
         name = describe(active.name, active.layer)
         wanted = record.for_batch(self.info, name).edges.to(self.device)
         position = align(local, wanted, record.edges.target_row, self.info.batch_size, name)
         return position if batch_edges.kept is None else position[batch_edges.kept]
+
+
+def drop_derived(
+    active: ActiveLayer, position: int, edge_index: Tensor, values: Values, dropout: float, *, has_loops: bool = True
+) -> tuple[Tensor, Values]:
+    """Drop some edges that the model derived from the batch's; the same ones in all edge calls of a layer."""
+    if not dropout:
+        return edge_index, values
+    if active.dropped is None or active.dropped[0] is not edge_index:
+        active.dropped = edge_index, keep_edges(edge_index, dropout, has_loops=has_loops)
+    kept = active.dropped[1]
+    # Values from edge_updater lack the dropped edges already.
+    whole = [name for name in active.call.edge_names[position] if has_rows(values[name], edge_index.size(1))]
+    reduced = {name: values[name][kept] for name in whole}
+    return edge_index[:, kept], {**values, **reduced}
+
+
+def uncompensated(active: ActiveLayer, got: str) -> UnsupportedModelError:
+    """Refuses a layer whose rows of the halo cannot be computed."""
+    return UnsupportedModelError(
+        f"{describe(active.name, active.layer)} must propagate over recorded edges, so that the halo's rows can be "
+        "computed too",
+        got=got,
+        fix="Compute such values in message() or edge_update(), or use compensate='none'.",
+    )
 
 
 def own_attribute(info: BatchInfo, value: Tensor) -> str | None:
@@ -194,15 +206,6 @@ def own_attribute(info: BatchInfo, value: Tensor) -> str | None:
             fix="Pass the attributes of one batch of one HaloLoader.",
         )
     return value.attribute if value.is_original and not value.requires_grad else None
-
-
-def _uncompensated(active: ActiveLayer, got: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{describe(active.name, active.layer)} must propagate over recorded edges, so that the halo's rows can be "
-        "computed too",
-        got=got,
-        fix="Compute such values in message() or edge_update(), or use compensate='none'.",
-    )
 
 
 def _can_fuse(layer: MessagePassing) -> bool:

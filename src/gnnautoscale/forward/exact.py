@@ -192,6 +192,14 @@ class StageExchange(SweepExchange):
             self._draws.at(f"after {slot}", session.device)
         return out
 
+    def run_layer(self, session: Session, call: str, compute: Callable[[], Any]) -> Any:
+        """See :meth:`ExchangePolicy.run_layer`."""
+        self._draws.at(f"in {call}", session.device)
+        try:
+            return compute()
+        finally:
+            self._draws.at(f"after {call}", session.device)
+
     def skipped(self, session: Session, slot: str) -> Tensor:
         """See :meth:`SweepExchange.skipped`; batch norms tell such rows by their being not a number."""
         return super().skipped(session, slot).fill_(math.nan)
@@ -249,10 +257,10 @@ class WholeGraphNorms:
                 got=f"'{name}', which normalizes something else than one row per node, such as messages",
                 fix="Put it outside of the layer, use LayerNorm(mode='node') there, or train with mode='gas'.",
             )
-        if session is not self._session:
-            self._session, self._leaves = session, {}
+        if session.whole is not self._session:
+            self._session, self._leaves = session.whole, {}
             self._calls.clear()
-        call = self._call(session, name)
+        call = self._call(session.whole, name)
         if not x.size(0) or (not session.plan.skip_empty and bool(x[:1].isnan().any())):
             return x  # skipped rows
         if call == self.wanted:

@@ -45,6 +45,10 @@ class ExchangePolicy(ABC):
         ``compute`` gives the slot's rows, ``[num_rows, ...]``, or for the batch alone ``[batch_size, ...]``.
         """
 
+    def run_layer(self, session: Session, call: str, compute: Callable[[], Any]) -> Any:
+        """Called in place of a layer whose rows become a part of a slot later on; returns what it computes."""
+        return compute()
+
     def end(self, session: Session) -> None:
         """Called after the model has run."""
         return

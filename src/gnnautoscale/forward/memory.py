@@ -92,6 +92,10 @@ class GraphMemory:
             return info.derive(order, lambda: BatchRows(info.rows, info.batch_size, info.own, info.key, info.ready))
         return info.derive(order, lambda: BatchRows(order.rows(info.n_id).long(), info.batch_size, key=info.key))
 
+    def rows_at(self, slot: str, plan: Plan, info: BatchInfo) -> BatchRows:
+        """Where a batch's rows lie in the history of a slot."""
+        return self.rows_of(info)
+
     def transfer(self, device: torch.device) -> Transfer:
         """Moves rows between steps on a device and these histories."""
         if device.type == "cuda" and device.index is None:

@@ -11,7 +11,6 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.forward.edges import ActiveLayer
 from gnnautoscale.forward.record import Arguments
-from gnnautoscale.graph import BatchInfo
 
 if TYPE_CHECKING:
     from gnnautoscale.forward.session import Session
@@ -28,7 +27,9 @@ class LayerRun:
     again: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    info: BatchInfo
+    #: The :class:`BatchInfo`; that of the edges if a graph has several types of them, or a :class:`TypedInfo` if the
+    #: layer takes several.
+    info: Any
     nested: bool
 
 

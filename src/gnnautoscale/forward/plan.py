@@ -152,3 +152,34 @@ class Plan:
         live = self.live
         groups = (frozenset(slot for slot in live if depth[slot] == level) for level in range(len(live)))
         return [group for group in groups if group]
+
+
+@dataclass
+class TypedPlan(Plan):
+    """The plan of a model on a heterogeneous graph.
+
+    Attributes:
+        kinds: The type of nodes that each slot has rows of.
+        slot_of: The slot that a layer call's rows become a part of.
+        call_rows: For each of these calls an empty tensor with the shape and type of its rows.
+        norm_kinds: The type of nodes that each call of a batch norm sees.
+        output_kinds: The type of nodes of each tensor of the output.
+        unchanged: The layer calls that propagate over the edges that they get as they are.
+    """
+
+    kinds: dict[str, str] = field(default_factory=dict)
+    slot_of: dict[str, str] = field(default_factory=dict)
+    call_rows: dict[str, Tensor] = field(default_factory=dict)
+    norm_kinds: dict[str, str] = field(default_factory=dict)
+    output_kinds: list[str] = field(default_factory=list)
+    unchanged: set[str] = field(default_factory=set)
+
+    _of_kinds: dict[str, Plan] = field(default_factory=dict, init=False, repr=False)
+
+    def of_kind(self, kind: str) -> Plan:
+        """The same plan, whose histories are those of one type of nodes."""
+        if kind not in self._of_kinds:
+            made = self._of_kinds[kind] = replace(self)
+            made.__dict__["live"] = frozenset(slot for slot in self.live if self.kinds[slot] == kind)
+            made.__dict__["levels"] = self.levels
+        return self._of_kinds[kind]

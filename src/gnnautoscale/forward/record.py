@@ -8,6 +8,7 @@ in a batch, its record replaces the layer's own result.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -15,6 +16,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
@@ -60,10 +62,9 @@ class EdgeRecord:
         table, device, own, halo = self.edges, info.device, info.own, info.found.rows
         if device.type == "cuda":
             self._pin()
-        if table is info.table:
-            cut = info.edges
-            there = cut.on(device)
-            grouped = GroupedEdges(there.ptr, info.found.source, cut.longest, info.found.by_source)
+        if self._is_own(info):
+            there = info.edges.on(device)
+            grouped = GroupedEdges(there.ptr, info.found.source, info.edges.longest, info.found.by_source)
         else:
             if table.order is not info.order:  # the record was made for another loader
                 device, halo = torch.device("cpu"), table.order.rows(info.halo).long()
@@ -77,6 +78,10 @@ class EdgeRecord:
             grouped.when_checked = partial(known.__setitem__, self, True)
         constants = {name: there.take(value) for name, value in self.constants.items()}
         return BatchEdges(constants, self.form(info), grouped=grouped)
+
+    def _is_own(self, info: BatchInfo) -> bool:
+        """Whether a batch's own edges are those of the record."""
+        return self.edges is info.table
 
     def form(self, info: BatchInfo) -> EdgeForm:
         """Between which rows of a batch the edges are."""
@@ -101,41 +106,105 @@ class EdgeRecord:
 
 
 @dataclass(eq=False)
+class OwnEdges(EdgeRecord):
+    """The record of a call that takes the graph's edges as they are, so that any loader's batches have them."""
+
+    def _is_own(self, info: BatchInfo) -> bool:
+        return True
+
+
+@dataclass(eq=False)
 class ClosedRecord(EdgeRecord):
     """A record that is cut to every edge into a batch, and every edge into its halo.
 
     Many of the latter come from nodes that are in neither. In their place stands the node that they point to: so each
     node has as many edges as in the whole graph, with the same values, which means, degrees and attention depend on.
+    That node is of another type than the sources in some relations of a heterogeneous graph; then nodes of the
+    sources' halo stand there in turn, and if there is none, such edges are left out.
     """
 
     def _cut(self, info: BatchInfo, layer: str) -> BatchEdges:
-        table, own, halo = self.edges, info.own, info.found.rows
-        if table.order is not info.order:  # the record was made for another loader
-            own, halo = OwnRows.of(table.order.rows(info.nodes).long()), table.order.rows(info.halo).long()
-        elif halo.is_cuda:
+        table, sources = self.edges, info.sources or info
+        (own, halo), (own_sources, halo_sources) = _rows_in(table.order, info), _rows_in(table.source_order, sources)
+        if halo.is_cuda:
             self._pin()
         cut, longest = table.cut_at(torch.cat([own.on(halo.device), halo]))
-        source, _ = locate_and_count(table.numbers, cut.take(table.source), own, halo, count=False)
-        target, outside = cut.target, source < 0
+        source, _ = locate_and_count(table.numbers, cut.take(table.source), own_sources, halo_sources, count=False)
+        target, outside, ptr = cut.target, source < 0, cut.ptr
         missing = Count((outside & (target < own.size)).sum())
-        grouped = GroupedEdges(
-            cut.ptr, torch.where(outside, target.to(source.dtype), source), longest, None, missing, layer
-        )
         constants = {name: cut.take(value) for name, value in self.constants.items()}
+        if info.has_loops:
+            source = torch.where(outside, target.to(source.dtype), source)
+        elif sources.num_halo:
+            place = torch.arange(source.numel(), dtype=source.dtype, device=source.device)
+            source = torch.where(outside, sources.batch_size + place % sources.num_halo, source)
+        else:
+            kept = ~outside
+            ptr = F.pad(kept.cumsum(0), (1, 0))[ptr.long()].to(ptr.dtype)
+            source, constants = source[kept], {name: value[kept] for name, value in constants.items()}
+        grouped = GroupedEdges(ptr, source, longest, None, missing, layer)
         return BatchEdges(constants, self.form(info), grouped=grouped)
 
     def form(self, info: BatchInfo) -> EdgeForm:
         """See :meth:`EdgeRecord.form`."""
-        return EdgeForm(self.edges.target_row, info.num_rows, info.num_rows, info.num_rows)
+        return EdgeForm(self.edges.target_row, info.num_rows, info.num_rows, info.num_sources)
 
 
-def keep_edges(edge_index: Tensor, dropout: float) -> Tensor:
-    """Draw the positions of the edges to keep when a share of them is dropped; self-loops always stay."""
-    loop = edge_index[0] == edge_index[1]
-    return (loop | (torch.rand(loop.shape, device=loop.device) >= dropout)).nonzero().squeeze(1)
+def _rows_in(order: RowOrder, info: BatchInfo) -> tuple[OwnRows, Tensor]:
+    """The own and the halo's rows of a batch in an order, which may be that of another loader."""
+    if order is info.order:
+        return info.own, info.found.rows
+    return OwnRows.of(order.rows(info.nodes).long()), order.rows(info.halo).long()
 
 
-class Recorder:
+def keep_edges(edge_index: Tensor, dropout: float, *, has_loops: bool = True) -> Tensor:
+    """Draw the positions of the edges to keep when a share of them is dropped; self-loops, if there are any, stay."""
+    kept = torch.rand(edge_index.size(1), device=edge_index.device) >= dropout
+    return ((edge_index[0] == edge_index[1]) | kept if has_loops else kept).nonzero().squeeze(1)
+
+
+class EdgePreparer(ABC):
+    """Prepares the recorded edges of batches that a GPU assembles, beside what it does for others."""
+
+    @for_later
+    def prepare_from_now_on(self, info: Any, calls: Mapping[str, LayerCall], gradients: bool) -> None:
+        """Prepare the edges of a batch that a GPU has assembled, if nobody did; whoever assembles others prepares them.
+
+        ``gradients`` says whether edges are needed for a backward pass, too.
+        """
+        before, wanted = info.table.preparations.get(self), (calls, gradients)
+        if before is None or before[0] is not calls or before[1] != gradients:
+            info.table.preparations[self] = wanted
+        if info.edges_ready is None:
+            with torch.cuda.stream(assembly_stream(info.device)):
+                self.prepare(info, *wanted)
+
+    @abstractmethod
+    def prepare(self, info: Any, calls: Mapping[str, LayerCall], gradients: bool) -> None:
+        """Prepare the recorded edges of a batch on the current stream of its GPU, and note when they are ready."""
+
+
+def prepare_edges(
+    records: Mapping[str, list[EdgeRecord]], info: BatchInfo, calls: Mapping[str, LayerCall], gradients: bool
+) -> None:
+    """Prepare the recorded edges of layer calls for a batch, in the form that each needs."""
+    seen = set()
+    for name, made in records.items():
+        call = calls.get(name)
+        for position, each in enumerate(made):
+            record = each.used_by(call)
+            fuses = call is not None and call.fuses(position, record.constants)
+            lazy = call is not None and "lazy" in call.shortcuts
+            weight = call.weight(position) if call is not None and fuses else None
+            if (record, fuses or lazy, weight) in seen:
+                continue
+            seen.add((record, fuses or lazy, weight))
+            edges = record.for_batch(info, name)
+            if fuses or lazy:
+                edges.adjacency(weight).prepare(gradients=gradients)
+
+
+class Recorder(EdgePreparer):
     """Records the layer calls of a model over one graph; equal records are shared.
 
     A call is recorded again when the layer's attributes or its arguments other than tensors have changed.
@@ -177,35 +246,9 @@ class Recorder:
         self.records[call] = self._made[key]
         return self.records[call]
 
-    @for_later
-    def prepare_from_now_on(self, info: BatchInfo, calls: Mapping[str, LayerCall], gradients: bool) -> None:
-        """Prepare the edges of a batch that a GPU has assembled, if nobody did; whoever assembles others prepares them.
-
-        ``gradients`` says whether edges are needed for a backward pass, too.
-        """
-        before, wanted = info.table.preparations.get(self), (calls, gradients)
-        if before is None or before[0] is not calls or before[1] != gradients:
-            info.table.preparations[self] = wanted
-        if info.edges_ready is None:
-            with torch.cuda.stream(assembly_stream(info.device)):
-                self.prepare(info, *wanted)
-
     def prepare(self, info: BatchInfo, calls: Mapping[str, LayerCall], gradients: bool) -> None:
-        """Prepare the recorded edges of a batch on the current stream of its GPU."""
-        seen = set()
-        for name, records in self.records.items():
-            call = calls.get(name)
-            for position, made in enumerate(records):
-                record = made.used_by(call)
-                fuses = call is not None and call.fuses(position, record.constants)
-                lazy = call is not None and "lazy" in call.shortcuts
-                weight = call.weight(position) if call is not None and fuses else None
-                if (record, fuses or lazy, weight) in seen:
-                    continue
-                seen.add((record, fuses or lazy, weight))
-                edges = record.for_batch(info, name)
-                if fuses or lazy:
-                    edges.adjacency(weight).prepare(gradients=gradients)
+        """See :meth:`EdgePreparer.prepare`."""
+        prepare_edges(self.records, info, calls, gradients)
         info.edges_ready = assembly_stream(info.device).record_event()
 
     def _forget_oldest(self, call: str) -> None:

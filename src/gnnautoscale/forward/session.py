@@ -27,7 +27,7 @@ from gnnautoscale.forward.memory import GraphMemory, check_finite
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, has_rows
-from gnnautoscale.graph import BatchInfo, BatchTensor, untagged
+from gnnautoscale.graph import BatchInfo, BatchTensor, TypedInfo, untagged
 
 Normalize = Callable[["Session", str, _BatchNorm, Callable[[Tensor], Tensor], Tensor], Tensor]
 
@@ -55,7 +55,7 @@ class Session:
         input_gradients: bool = False,
     ) -> None:
         self.info, self.plan, self.memory, self.device = info, plan, memory, device
-        self._exchange, self._normalize = exchange, normalize or Session.by_own_statistics
+        self._exchange, self._normalize = exchange, normalize or type(self).by_own_statistics
         self._observers = observers
         self._repeaters = [observer for observer in observers if observer.repeats]
         self.plan = exchange.plan_for(self)
@@ -111,22 +111,33 @@ class Session:
         def shorten(value: Tensor) -> Tensor:
             return self.own(value) if has_rows(value, self.info.num_rows) else value
 
-        def compute_and_repeat() -> Any:
-            if not self._repeaters:
-                return compute(*args, **kwargs)
-            # A captured step cannot restore a random state, so it is saved only for layers that may draw numbers.
-            state = RandomState(self.device) if planned.draws is not False else None
-            again = partial(self._repeat, state, self._counts.copy(), compute)
-            out = compute(*args, **kwargs)
-            if planned.draws is None and state is not None:
-                planned.draws = state.has_moved
-            for observer in self._repeaters:
-                observer.layer_ran(LayerRun(call, layer, out, again, args, kwargs, self.info, bool(self.active)))
-            return out
-
+        run_layer = partial(self._run_and_repeat, call, layer, planned, compute, (args, kwargs), self.info)
         if self.plan.explicit or call in self.plan.inner:
-            return compute_and_repeat()
-        return self.slot(call, compute_and_repeat)
+            return run_layer()
+        return self.slot(call, run_layer)
+
+    def _run_and_repeat(
+        self,
+        call: str,
+        layer: MessagePassing,
+        planned: LayerCall,
+        compute: Callable[..., Any],
+        arguments: Arguments,
+        info: BatchInfo | TypedInfo,
+    ) -> Any:
+        """Run a layer, and let observers repeat it on other arguments."""
+        args, kwargs = arguments
+        if not self._repeaters:
+            return compute(*args, **kwargs)
+        # A captured step cannot restore a random state, so it is saved only for layers that may draw numbers.
+        state = RandomState(self.device) if planned.draws is not False else None
+        again = partial(self._repeat, state, self._counts.copy(), compute)
+        out = compute(*args, **kwargs)
+        if planned.draws is None and state is not None:
+            planned.draws = state.has_moved
+        for observer in self._repeaters:
+            observer.layer_ran(LayerRun(call, layer, out, again, args, kwargs, info, bool(self.active)))
+        return out
 
     def propagate(self, run: Callable[..., Any], edge_index: Tensor, size: Any, values: dict[str, Any]) -> Any:
         """Run a layer's ``propagate`` on the right edges."""
@@ -196,6 +207,11 @@ class Session:
         return [call for call in self.plan.calls if call in calls and (">" not in call or not self._exchange.skips)]
 
     # Used by policies and observers ##################################################################################
+
+    @property
+    def whole(self) -> Session:
+        """The session of the whole pass: this one, unless it is that of one type of nodes."""
+        return self
 
     @property
     def holds_all_nodes(self) -> bool:

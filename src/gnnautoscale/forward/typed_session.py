@@ -8,12 +8,11 @@ types is here: which type a layer's rows have, and when they are exchanged.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -23,133 +22,22 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors, tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, RecordedEdges, Values
+from gnnautoscale.forward.edges import (
+    ActiveLayer,
+    EdgeSource,
+    RecordedEdges,
+    Values,
+    drop_derived,
+    uncompensated,
+)
 from gnnautoscale.forward.exchange import ExchangePolicy
-from gnnautoscale.forward.memory import GraphMemory
+from gnnautoscale.forward.observe import Observer
 from gnnautoscale.forward.pending import PendingRows, exchanged
-from gnnautoscale.forward.plan import LayerCall, Plan
-from gnnautoscale.forward.record import Arguments, EdgeRecord, Recorder, describe, has_rows
+from gnnautoscale.forward.plan import LayerCall, TypedPlan
+from gnnautoscale.forward.record import Arguments, EdgeRecord, describe, has_rows
 from gnnautoscale.forward.session import Normalize, Session, check_layout
-from gnnautoscale.graph import BatchInfo, BatchTensor, EdgeTable, EdgeType, TypedGraph, TypedInfo, untagged
-from gnnautoscale.history import Folder, History, Storage
-
-
-@dataclass
-class TypedPlan(Plan):
-    """The plan of a model on a heterogeneous graph.
-
-    Attributes:
-        kinds: The type of nodes that each slot has rows of.
-        slot_of: The slot that a layer call's rows become a part of.
-        call_rows: For each of these calls an empty tensor with the shape and type of its rows.
-        norm_kinds: The type of nodes that each call of a batch norm sees.
-        output_kinds: The type of nodes of each tensor of the output.
-        unchanged: The layer calls that propagate once, over the edges that they get as they are.
-    """
-
-    kinds: dict[str, str] = field(default_factory=dict)
-    slot_of: dict[str, str] = field(default_factory=dict)
-    call_rows: dict[str, Tensor] = field(default_factory=dict)
-    norm_kinds: dict[str, str] = field(default_factory=dict)
-    output_kinds: list[str] = field(default_factory=list)
-    unchanged: set[str] = field(default_factory=set)
-
-    def of_kind(self, kind: str) -> Plan:
-        """The same plan, whose histories are those of one type of nodes."""
-        made = replace(self)
-        made.__dict__["live"] = frozenset(slot for slot in self.live if self.kinds[slot] == kind)
-        made.__dict__["levels"] = self.levels
-        return made
-
-
-class TypedMemory:
-    """The histories of each type of nodes, and the records of layer calls by type of edges; see :class:`GraphMemory`.
-
-    Attributes:
-        kinds: The histories of each type of nodes.
-    """
-
-    def __init__(
-        self,
-        graph: TypedGraph,
-        storage: Storage,
-        dtype: torch.dtype | None,
-        folder: Folder | str | Path | None = None,
-        *,
-        overlap: bool = True,
-    ) -> None:
-        self.storage, self.dtype, self.num_nodes, self._counts = storage, dtype, graph.num_nodes, graph.counts
-        if isinstance(folder, (str, Path)) and storage in ("disk", "auto"):
-            folder = Folder(Path(folder))
-        self.kinds = {
-            kind: GraphMemory(None, max(count, 1), storage, dtype, folder, overlap=overlap)
-            for kind, count in graph.counts.items()
-        }
-        self._as_is: WeakKeyDictionary[EdgeTable, EdgeRecord] = WeakKeyDictionary()
-        self._recorders = {kind: Recorder(relation) for kind, relation in graph.relations.items() if kind[0] == kind[2]}
-
-    def record(
-        self, kind: EdgeType, call: str, layer: MessagePassing, known: LayerCall, arguments: Arguments
-    ) -> list[EdgeRecord]:
-        """The records of a layer call on edges between nodes of one type."""
-        return self._recorders[kind].of_call(call, layer, known, arguments)
-
-    def record_as_is(self, info: BatchInfo) -> EdgeRecord:
-        """The record of a layer call that takes the edges of a type as they are."""
-        if info.table not in self._as_is:
-            self._as_is[info.table] = EdgeRecord(info.table, {})
-        return self._as_is[info.table]
-
-    @property
-    def histories(self) -> dict[str, History]:
-        """All histories, by slot."""
-        return {slot: history for memory in self.kinds.values() for slot, history in memory.histories.items()}
-
-    @property
-    def medium(self) -> Any:
-        """Where histories live, once that is decided."""
-        return next(iter(self.kinds.values())).medium
-
-    @property
-    def why(self) -> str:
-        """Why they live there, in words."""
-        return next(iter(self.kinds.values())).why
-
-    @property
-    def folder(self) -> Folder | None:
-        """The folder of histories on disk."""
-        return next(iter(self.kinds.values())).folder
-
-    def settle(self) -> None:
-        """See :meth:`GraphMemory.settle`."""
-        for memory in self.kinds.values():
-            memory.settle()
-
-    def release(self) -> None:
-        """See :meth:`GraphMemory.release`."""
-        for memory in self.kinds.values():
-            memory.release()
-
-    def mark_written_by(self, checksum: list[float]) -> None:
-        """See :meth:`GraphMemory.mark_written_by`."""
-        for memory in self.kinds.values():
-            memory.mark_written_by(checksum)
-
-    def is_written_by(self, checksum: list[float]) -> bool:
-        """See :meth:`GraphMemory.is_written_by`."""
-        return all(memory.is_written_by(checksum) for memory in self.kinds.values() if memory.histories)
-
-    def reserve_another_set(self) -> None:
-        """See :meth:`GraphMemory.reserve_another_set`."""
-        for memory in self.kinds.values():
-            memory.reserve_another_set()
-
-    def apart(self, graph: TypedGraph, device: torch.device) -> TypedMemory:
-        """See :meth:`GraphMemory.apart`."""
-        made = TypedMemory(graph, self.medium or self.storage, self.dtype, self.folder, overlap=False)
-        if graph.counts == self._counts:
-            made._recorders = self._recorders
-        return made
+from gnnautoscale.forward.typed_memory import TypedMemory
+from gnnautoscale.graph import BatchTensor, EdgeType, TypedInfo, untagged
 
 
 @dataclass(eq=False)
@@ -165,6 +53,7 @@ class TypedEdges(EdgeSource):
     plan: TypedPlan
     memory: TypedMemory
     device: torch.device
+    dropout: float
     _recorded: dict[EdgeType, RecordedEdges] = field(default_factory=dict)
     # The type of edges that a layer call has records of.
     _kind_of: dict[str, EdgeType] = field(default_factory=dict)
@@ -182,19 +71,23 @@ class TypedEdges(EdgeSource):
         if len(relations) != 1 or not planned.edge_names:
             return planned, []
         kind = self._kind_of[call] = relations[0]
-        if kind[0] == kind[2]:
-            return planned, self.memory.record(kind, call, layer, planned, arguments)
-        return planned, [self.memory.record_as_is(self.info.edges[kind])] if call in self.plan.unchanged else []
+        if kind[0] != kind[2] and call not in self.plan.unchanged:
+            return planned, []
+        return planned, self.memory.recorder.of_call(self.info.edges[kind], kind, call, layer, planned, arguments)
 
     def replace(self, active: ActiveLayer, edge_index: Tensor, values: Values) -> tuple[Tensor, Values]:
         """See :meth:`EdgeSource.replace`."""
         if not active.records:
+            if active.call.closed:
+                raise uncompensated(active, "edges of several types, or edges that it derives")
             active.num_edge_calls += 1
-            return edge_index, values
+            position = active.num_edge_calls - 1
+            # Rows of different types have the same numbers.
+            return drop_derived(active, position, edge_index, values, self.dropout, has_loops=False)
         kind = self._kind_of[active.name]
         if kind not in self._recorded:
             info, memory = self.info.edges[kind], self.memory.kinds[kind[2]]
-            self._recorded[kind] = RecordedEdges(info, self.plan, memory, self.device, 0.0, input_gradients=True)
+            self._recorded[kind] = RecordedEdges(info, self.plan, memory, self.device, self.dropout, True)
         return self._recorded[kind].replace(active, edge_index, values)
 
 
@@ -215,9 +108,20 @@ class TypedSession(Session):
         *,
         edges: EdgeSource | None = None,
         normalize: Normalize | None = None,
+        observers: Sequence[Observer] = (),
+        edge_dropout: float = 0.0,
     ) -> None:
-        edges = edges or TypedEdges(info, plan, memory, device)
-        super().__init__(info, plan, memory, device, exchange, edges=edges, normalize=normalize)  # type: ignore[arg-type]
+        super().__init__(
+            info,  # type: ignore[arg-type]
+            plan,
+            memory,  # type: ignore[arg-type]
+            device,
+            exchange,
+            edges=edges,
+            normalize=normalize,
+            observers=observers,
+        )
+        self._edges = edges or TypedEdges(info, self.plan, memory, device, edge_dropout)
         #: A session for each type of nodes.
         self.kinds = {kind: KindSession(self, kind, exchange, normalize) for kind in info.nodes}
         self._slots: Counter[str] = Counter()
@@ -229,6 +133,8 @@ class TypedSession(Session):
         """Start the pass."""
         for kind in self.kinds.values():
             kind.begin()
+        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            self.memory.prepare_edges(self.info.upcoming, self.plan.calls, gradients=torch.is_grad_enabled())
 
     def layer(self, layer: MessagePassing, name: str, run: Callable[..., Any], arguments: Arguments) -> Any:
         """Run a message-passing layer; its rows are pending, unless its propagations are slots."""
@@ -245,14 +151,21 @@ class TypedSession(Session):
             like = self.plan.call_rows[call]
             out: Any = like.new_zeros((self.info.nodes[target].num_rows, *like.shape[1:]), device=self.device)
             return self._pending(call, target, out)
-        self.active.append(ActiveLayer(call, layer, records, planned))
-        self._targets.append(target)
-        try:
-            out = run(*args, **kwargs)
-        finally:
-            active = self.active.pop()
-            self._targets.pop()
-        self._edges.finish(active)
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            self.active.append(ActiveLayer(call, layer, records, planned))
+            self._targets.append(target)
+            try:
+                out = run(*args, **kwargs)
+            finally:
+                active = self.active.pop()
+                self._targets.pop()
+            self._edges.finish(active)
+            return out
+
+        info = self.info.edges[relations[0]] if len(relations) == 1 else self.info
+        run_layer = partial(self._run_and_repeat, call, layer, planned, compute, (args, kwargs), info)
+        out = self._exchange.run_layer(self, call, run_layer)
         if self.active:  # the layer around this one knows what to do with its rows
             return out
         if isinstance(out, Tensor) and target is not None:
@@ -308,13 +221,7 @@ class TypedSession(Session):
         """Run a batch norm on rows of the type of nodes that it saw when the model was tried."""
         x = exchanged(x)
         kind = self.norm_kind(self._numbered(self._norms, name), x)
-        if kind is None:
-            return run(x)
-        if self.info.nodes[kind].batch_size < 2 and norm.running_mean is not None:
-            # A rare type may have no two nodes in a batch, which have no statistics.
-            weights = norm.running_mean, norm.running_var, norm.weight, norm.bias
-            return F.batch_norm(x, *weights, training=False, eps=norm.eps)
-        return self.kinds[kind].batch_norm(name, norm, run, x)
+        return run(x) if kind is None else self.kinds[kind].batch_norm(name, norm, run, x)
 
     def norm_kind(self, call: str, x: Tensor) -> str | None:
         """The type of nodes of the rows that a norm sees; ``None`` if they are no nodes' rows."""
@@ -344,7 +251,23 @@ class TypedSession(Session):
                 )
             return self.kinds[kind].own(value)
 
-        return map_tensors(cut, out)
+        return self._exchange.output(self, map_tensors(cut, out))
+
+    @property
+    def holds_all_nodes(self) -> bool:
+        """See :attr:`Session.holds_all_nodes`."""
+        return self.info.holds_all_nodes
+
+    def _repeat(self, *how: Any, **kwargs: Any) -> Any:
+        for kind in self.kinds.values():
+            kind.repeating = True
+        norms = self._norms.copy()
+        try:
+            return super()._repeat(*how, **kwargs)
+        finally:
+            self._norms = norms
+            for kind in self.kinds.values():
+                kind.repeating = False
 
     @staticmethod
     def _numbered(counts: Counter[str], name: str) -> str:
@@ -356,28 +279,44 @@ class KindSession(Session):
     """The part of a pass that concerns one type of nodes."""
 
     def __init__(self, whole: TypedSession, kind: str, exchange: ExchangePolicy, normalize: Normalize | None) -> None:
+        self._whole, self.kind = whole, kind
         info, memory = whole.info.nodes[kind], whole.memory.kinds[kind]
-        plan = whole.plan.of_kind(kind)
-        super().__init__(info, plan, memory, whole.device, exchange, normalize=normalize)
-        self.whole, self.kind = whole, kind
+        super().__init__(info, whole.plan.of_kind(kind), memory, whole.device, exchange, normalize=normalize)
+        self.plan = whole.plan.of_kind(kind)  # the whole pass has the policy's plan
+
+    @property
+    def whole(self) -> TypedSession:
+        """See :attr:`Session.whole`."""
+        return self._whole
 
     @property
     def holds_all_nodes(self) -> bool:
         """Whether the batch has all nodes of all types."""
-        return self.whole.info.holds_all_nodes
+        return self._whole.holds_all_nodes
+
+    @property
+    def repeats(self) -> bool:
+        """See :attr:`Session.repeats`."""
+        return self._whole.repeats
+
+    def by_own_statistics(self, name: str, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """See :meth:`Session.by_own_statistics`; a rare type may have no two nodes in a batch, so no statistics."""
+        if self.info.batch_size < 2 and norm.running_mean is not None:
+            weights = norm.running_mean, norm.running_var, norm.weight, norm.bias
+            return F.batch_norm(x, *weights, training=False, eps=norm.eps)
+        return super().by_own_statistics(name, norm, run, x)
 
 
 def relations_of(info: TypedInfo, arguments: Any) -> list[EdgeType]:
     """The types of the batch's edges among a call's arguments."""
     tagged = [value for value in tensors_in(arguments) if isinstance(value, BatchTensor)]
-    edges = {id(value.info) for value in tagged if value.attribute.endswith("edge_index")}
-    return [kind for kind, of in info.edges.items() if id(of) in edges]
+    edges = dict.fromkeys(value.info for value in tagged if value.attribute.endswith("edge_index"))
+    return [info.kind_of[of] for of in edges]
 
 
 def attributes_of(info: TypedInfo, arguments: Any) -> list[str | None]:
     """The names of the batch's attributes that the tensors among arguments are, with their types."""
     names: list[str | None] = []
-    kinds: Mapping[int, Any] = {id(of): kind for kind, of in (*info.nodes.items(), *info.edges.items())}
     for value in tensors_in(arguments):
         if not isinstance(value, BatchTensor):
             names.append(None)
@@ -389,7 +328,7 @@ def attributes_of(info: TypedInfo, arguments: Any) -> list[str | None]:
                 fix="Pass the attributes of one batch of one HaloLoader.",
             )
         own = value.is_original and not value.requires_grad
-        names.append(f"{value.attribute} of {kinds[id(value.info)]}" if own else None)
+        names.append(f"{value.attribute} of {info.kind_of[value.info]}" if own else None)
     return names
 
 

@@ -14,7 +14,8 @@ from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.graph.partitioning import Partitioner, connectivity, partition
 from gnnautoscale.graph.ready import ReadyBatch, tagged_copies
 from gnnautoscale.graph.subgraphs import Subgraphs, check_fan_out, whole_neighbourhood
-from gnnautoscale.graph.typed_graph import EdgeType, TypedGraph, TypedInfo
+from gnnautoscale.graph.typed_batch import TypedBatch, TypedInfo
+from gnnautoscale.graph.typed_graph import EdgeType, TypedGraph
 from gnnautoscale.graph.typed_parts import connectivity_by_type, groups_to_balance
 from gnnautoscale.graph.unread import UnreadRows
 from gnnautoscale.graph.whole_graphs import partition_graphs
@@ -33,6 +34,7 @@ __all__ = [
     "RowOrder",
     "SampleLoader",
     "Subgraphs",
+    "TypedBatch",
     "TypedGraph",
     "TypedInfo",
     "UnreadRows",

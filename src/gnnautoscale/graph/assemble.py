@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -50,9 +50,7 @@ class BatchBuilder:
         found = {name: rows_of(data, name) for name, _ in data if name != "edge_index"}
         #: The attributes with rows, and whether these belong to nodes or edges.
         self.levels = {name: level for name, level in found.items() if level is not None}
-        self._pinned: Pinned | None = None
-        # The attributes that a GPU reads over the bus.
-        self._tables: dict[str, WordTable] = {}
+        self._rows = AttributeRows({name: (data[name], data.__cat_dim__(name, data[name])) for name in self.levels})
 
     def of(self, graph: Graph) -> BatchBuilder:
         """A builder of the same parts of another graph, or of the same one with other attributes."""
@@ -67,22 +65,10 @@ class BatchBuilder:
         """The rows of some parts, part by part; neighbouring parts are one piece."""
         known = self._own.get(parts)
         if known is None:
-            known = self._own_rows(parts)
+            known = rows_of_parts(self._starts, parts)
             if len(self._own) < _MOST_KNOWN:
                 self._own[parts] = known
         return known
-
-    def _own_rows(self, parts: PartGroup) -> OwnRows:
-        runs: list[tuple[int, int, int]] = []
-        first = 0
-        for part in parts:
-            start, length = self._starts[part], self._starts[part + 1] - self._starts[part]
-            if runs and runs[-1][0] + runs[-1][2] == start:
-                runs[-1] = (*runs[-1][:2], runs[-1][2] + length)
-            else:
-                runs.append((start, first, length))
-            first += length
-        return OwnRows(runs)
 
     def rows_of(self, nodes: Tensor) -> OwnRows:
         """The rows of distinct nodes, ``[batch_size]``, in their order."""
@@ -93,7 +79,10 @@ class BatchBuilder:
     def start(self, own: OwnRows, device: torch.device, key: Hashable = None) -> Assembly:
         """Start to assemble the batch of some rows; a GPU works on it beside what it does for others."""
         if device.type == "cuda":
-            self._pin()
+            self._rows.pin()
+            for table in (self.table, self._outgoing):
+                if table is not None:
+                    table.pin()
         cut = self.table.cut(own).on(device)
         source = cut.take(self.table.source)
         also = None
@@ -120,38 +109,48 @@ class BatchBuilder:
 
     def rows(self, name: str, info: BatchInfo, n_id: Tensor) -> Tensor:
         """The rows of a node-level tensor for the nodes ``n_id``, ``[num_rows]``, on their device."""
-        value = self.graph.data[name]
-        return self._select(name, value, n_id, lambda: info.n_id)
+        return self._rows.take(name, n_id, lambda: info.n_id)
 
     def unread(self, name: str, info: BatchInfo, n_id: Tensor) -> Tensor:
         """See :meth:`rows`; a GPU reads them when they are used, if it reads them over the bus."""
-        value, table = self.graph.data[name], self._tables.get(name)
-        if table is None or value.device == n_id.device or self.graph.data.__cat_dim__(name, value) != 0:
-            return self.rows(name, info, n_id)
-        return UnreadRows.of(torch.Size([n_id.numel(), *value.shape[1:]]), value.dtype, n_id, table.gather)
+        return self._rows.take(name, n_id, lambda: info.n_id, unread=True)
 
     def edges(self, name: str, info: BatchInfo, e_id: Tensor) -> Tensor:
         """The rows of an edge-level tensor for the edges ``e_id``, ``[num_edges]``, on their device."""
-        value = self.graph.data[name]
-        return self._select(name, value, e_id, lambda: info.e_id)
+        return self._rows.take(name, e_id, lambda: info.e_id)
 
-    def _select(self, name: str, value: Tensor, index: Tensor, on_host: Callable[[], Tensor]) -> Tensor:
-        dim = self.graph.data.__cat_dim__(name, value)
+
+class AttributeRows:
+    """Attributes with a row for each node or edge, of which batches take some; a GPU reads them over the bus.
+
+    ``values`` are the tensors by name, each with the dimension that rows lie along.
+    """
+
+    def __init__(self, values: Mapping[str, tuple[Tensor, int]]) -> None:
+        self._values = values
+        self._pinned: Pinned | None = None
+        self._tables: dict[str, WordTable] = {}
+
+    def take(self, name: str, index: Tensor, on_host: Callable[[], Tensor], *, unread: bool = False) -> Tensor:
+        """The rows of an index, ``[count]``, on its device; ``on_host`` gives the same index in host memory.
+
+        If ``unread``, a GPU reads them when they are used, if it reads them over the bus.
+        """
+        value, dim = self._values[name]
         if value.device == index.device:
             return value.index_select(dim, index)
         if dim == 0 and name in self._tables:
-            return self._tables[name].gather(index)
+            gather = self._tables[name].gather
+            if unread:
+                return UnreadRows.of(torch.Size([index.numel(), *value.shape[1:]]), value.dtype, index, gather)
+            return gather(index)
         return value.index_select(dim, on_host().to(value.device)).to(index.device, non_blocking=True)
 
-    def _pin(self) -> None:
-        """Let a GPU read the tables and all attributes with rows."""
+    def pin(self) -> None:
+        """Let a GPU read all of them."""
         if self._pinned is None:
             self._pinned = Pinned()
-            for table in (self.table, self._outgoing):
-                if table is not None:
-                    table.pin()
-            rows = {name: self.graph.data[name] for name in self.levels}
-            pinned = {name: self._pinned.pin(value) for name, value in rows.items()}
+            pinned = {name: self._pinned.pin(value) for name, (value, _) in self._values.items()}
             self._tables = {name: WordTable(value) for name, value in pinned.items() if value is not None}
 
 
@@ -203,6 +202,20 @@ class Assembly:
         edge_index[0] = info.found.source
         expand_targets(self._cut.ptr, info.num_edges, out=edge_index[1])
         return edge_index
+
+
+def rows_of_parts(starts: Sequence[int], parts: PartGroup) -> OwnRows:
+    """The rows of some parts, part by part, given the first row of each; neighbouring parts are one piece."""
+    runs: list[tuple[int, int, int]] = []
+    first = 0
+    for part in parts:
+        start, length = starts[part], starts[part + 1] - starts[part]
+        if runs and runs[-1][0] + runs[-1][2] == start:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + length)
+        else:
+            runs.append((start, first, length))
+        first += length
+    return OwnRows(runs)
 
 
 def select_attributes(data: Data, n_id: Tensor, batch_size: int, e_id: Tensor, edge_index: Tensor) -> Data:

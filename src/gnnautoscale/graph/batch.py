@@ -18,7 +18,7 @@ from gnnautoscale.graph.graph import Graph
 from gnnautoscale.kernels import Halo, OwnRows
 
 if TYPE_CHECKING:
-    from gnnautoscale.graph.typed_graph import TypedInfo
+    from gnnautoscale.graph.typed_batch import TypedInfo
 
 T = TypeVar("T")
 
@@ -94,6 +94,18 @@ class BatchInfo:
     def num_sources(self) -> int:
         """Number of rows that edges may come from."""
         return self.num_rows if self.sources is None else self.sources.num_rows
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether an edge from a row to the row of the same number is a self-loop."""
+        return self.sources is None or self.sources.order is self.order
+
+    @property
+    def incoming(self) -> list[BatchInfo]:
+        """The batch's edges: these, or in a heterogeneous graph those of each type into nodes of this type."""
+        if self.typed is None:
+            return [self]
+        return [edges for edges in self.typed.edges.values() if edges.order is self.order]
 
     @property
     def num_edges(self) -> int:

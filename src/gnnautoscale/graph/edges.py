@@ -127,7 +127,8 @@ class EdgeTable:
         if not torch.equal(edge_index[:, :num_edges], own):
             return None
         made = copy.copy(self)
-        vars(made).pop("_ptr", None)
+        for name in ("_ptr", "longest"):
+            vars(made).pop(name, None)
         made._pinned, made.preparations, made._edge_index = None, WeakKeyDictionary(), None
         made.ptr = self.ptr + torch.arange(num_rows + 1)
         is_loop = torch.zeros(num_edges + num_rows, dtype=torch.bool)
@@ -157,6 +158,11 @@ class EdgeTable:
         """Whether another table of the same rows has the same edges in the same order."""
         same_shape = self.target_row == other.target_row and self.source.shape == other.source.shape
         return same_shape and torch.equal(self.ptr, other.ptr) and torch.equal(self.source, other.source)
+
+    @cached_property
+    def longest(self) -> int:
+        """The largest number of edges into one row."""
+        return int(self.ptr.diff().amax()) if self.ptr.numel() > 1 else 0
 
     @cached_property
     def numbers(self) -> RowNumbers:
@@ -282,6 +288,32 @@ class EdgeCutOnDevice:
             out[place : place + piece.size(0)].copy_(piece, non_blocking=True)
             place += piece.size(0)
         return out
+
+
+class FoundCut(EdgeCut):
+    """The edges of a table into a batch's own rows, of which it is known on a device where those of each row begin."""
+
+    def __init__(self, table: EdgeTable, own: OwnRows, ptr: Tensor, count: int) -> None:
+        self._table, self._own, self._known = table, own, ptr
+        self.count, self.longest = count, min(table.longest, count)
+
+    def on(self, device: torch.device) -> EdgeCutOnDevice:
+        """See :meth:`EdgeCut.on`."""
+        if device != self._known.device:
+            return self._table.cut(self._own).on(device)
+        return _FoundOnDevice(self._known, self.count, lambda: self._table.cut(self._own).on(device))
+
+
+class _FoundOnDevice(EdgeCutOnDevice):
+    """The edges of a :class:`FoundCut`; where their values lie in a table is found out if somebody asks."""
+
+    def __init__(self, ptr: Tensor, count: int, cut: Callable[[], EdgeCutOnDevice]) -> None:
+        super().__init__(ptr.device, count, [], None, ptr)
+        self._cut = cut
+
+    def take(self, values: Tensor) -> Tensor:
+        """See :meth:`EdgeCutOnDevice.take`."""
+        return self._cut().take(values)
 
 
 def _taken(values: Tensor, index: Tensor) -> Tensor:

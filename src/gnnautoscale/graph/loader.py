@@ -21,7 +21,8 @@ from gnnautoscale.graph.graph import Graph, check_distinct_nodes
 from gnnautoscale.graph.partitioning import PARTITIONERS, Partitioner, check_labels, connectivity
 from gnnautoscale.graph.partitioning import partition as cut
 from gnnautoscale.graph.ready import ReadyBatch, in_pinned_memory, in_turn, tagged_copies
-from gnnautoscale.graph.typed_graph import TypedBuilder, TypedGraph, joined_labels
+from gnnautoscale.graph.typed_batch import TypedBatch, TypedBuilder, TypedInfo
+from gnnautoscale.graph.typed_graph import TypedGraph, joined_labels
 from gnnautoscale.graph.typed_parts import groups_to_balance
 from gnnautoscale.kernels import Halo
 
@@ -131,7 +132,7 @@ class HaloLoader:
         return -(-self.num_parts // self.batch_size)
 
     def __iter__(self) -> Iterator[Data]:
-        return self._handed_out(self.ready_batches(), self.device)
+        return tagged_copies(self.ready_batches())
 
     def follow(self) -> Any:
         """Take over what changed in ``data`` since batches were last asked for; returns the graph of those to come.
@@ -238,14 +239,14 @@ class HaloLoader:
         groups = self._drawing.in_order(together)
         there = device or self.device
         batches = self._batches(groups, keep=self.keep, device=there, only=only, kept_with=only, unread=unread)
-        return self._handed_out(batches, there)
+        return tagged_copies(batches)
 
     def any_batch(self, device: torch.device | None = None) -> Data:
         """One of the batches of a sweep, on the given device, by default on that of the loader."""
         self.follow()
         group = self._drawing.in_order()[0]
         there = device or self.device
-        return next(self._handed_out(self._batches([group], keep=self.keep, device=there), there))
+        return next(tagged_copies(self._batches([group], keep=self.keep, device=there)))
 
     def batch_of(self, parts: Iterable[int]) -> Data:
         """The batch of some parts, with their halo.
@@ -261,7 +262,7 @@ class HaloLoader:
         keep = self.is_fixed and self.batch_size == 1
         group = tuple(sorted(parts))
         batches = self._batches([group], keep=keep, device=self.device, num_workers=0)
-        return next(self._handed_out(batches, self.device))
+        return next(tagged_copies(batches))
 
     def _batches(
         self,
@@ -275,29 +276,23 @@ class HaloLoader:
         unread: bool = False,
     ) -> Iterator[ReadyBatch]:
         # What belongs to the graph as it is now, since another iteration may follow a change in the meantime.
-        if isinstance(self._builder, TypedBuilder):
-            return self._typed(self._builder, self._ready, groups, keep)
         if device.type == "cuda":
             state = self._builder, self._ready, self._halos
             return in_turn(self._assembling(*state, groups, keep, device, only, kept_with, unread), device)
+        if isinstance(self._builder, TypedBuilder):
+            return self._typed(self._builder, self._ready, groups, keep)
         workers = self.num_workers if num_workers is None else num_workers
         return self._built(self._builder, self._ready, groups, keep, workers)
-
-    def _handed_out(self, batches: Iterator[ReadyBatch], device: torch.device) -> Iterator[Any]:
-        """Copies of the batches for the user; those of several types are built in host memory."""
-        copies = tagged_copies(batches)
-        moved = isinstance(self._builder, TypedBuilder) and device.type != "cpu"
-        return (batch.to(device) for batch in copies) if moved else copies
 
     def _typed(
         self, builder: TypedBuilder, kept: dict[PartGroup, ReadyBatch], groups: list[PartGroup], keep: bool
     ) -> Iterator[ReadyBatch]:
-        """Batches of several types."""
+        """Batches of several types in host memory."""
         for group in groups:
             ready = kept.get(group)
-            if ready is None or not ready.intact():
-                builder.graph.check_unwritten(labels=True)
-                ready = builder.build(builder.own_rows(group), (self._identity, group) if keep else None)
+            if ready is None or not ready.is_on(_HOST) or not ready.intact():
+                assembly = builder.start(builder.own_rows(group), _HOST, (self._identity, group) if keep else None)
+                ready = self._ready_batch(*assembly.finish(), builder.graph)
             if keep:
                 kept[group] = ready
             yield ready
@@ -393,10 +388,10 @@ class HaloLoader:
             tensor([3, 0])
         """
         graph = self.follow()
-        if isinstance(self._builder, TypedBuilder):
-            chosen = {kind: check_distinct_nodes(given, graph.counts[kind]) for kind, given in nodes.items()}
-            return self._builder.build(self._builder.rows_of(chosen)).tagged_copy()
-        nodes = check_distinct_nodes(nodes, graph.num_nodes)
+        if isinstance(graph, TypedGraph):
+            nodes = {kind: check_distinct_nodes(given, graph.counts[kind]) for kind, given in nodes.items()}
+        else:
+            nodes = check_distinct_nodes(nodes, graph.num_nodes)
         batch, info = self._builder.start(self._builder.rows_of(nodes), _HOST).finish()
         return self._ready_batch(batch, info, graph).tagged_copy()
 
@@ -405,9 +400,9 @@ class HaloLoader:
         names = ("batch_size", "shuffle", "drawings", "seed", "device", "num_workers", "bidirectional", "keep")
         return HaloLoader(data, partition=labels, **{name: getattr(self, name) for name in names})
 
-    def _ready_batch(self, batch: Data, info: BatchInfo, graph: Graph) -> ReadyBatch:
+    def _ready_batch(self, batch: Any, info: BatchInfo | TypedInfo, graph: Graph | TypedGraph) -> ReadyBatch:
         graph.check_unwritten(labels=True)
-        return ReadyBatch(batch, info)
+        return TypedBatch(batch, info) if isinstance(info, TypedInfo) else ReadyBatch(batch, info)
 
 
 def _keep(kept: dict[PartGroup, ReadyBatch], group: PartGroup, batch: ReadyBatch | None) -> None:

@@ -71,7 +71,7 @@ def make_typed_plan(model: nn.Module, info: TypedInfo, arguments: BoundArguments
             own = _Observation(
                 TypedTrialGraph(info, arguments, device, SIZES[0], None), Understudy(model), plan.inner
             ).plan
-            plan.rows, plan.call_rows = own.rows, own.call_rows
+            plan = replace(plan, rows=own.rows, call_rows=own.call_rows)
         return plan
     raise UnsupportedModelError(
         "before a model is trained, a copy of it must run on small graphs with the types of yours",
@@ -313,10 +313,11 @@ class _Observation(ExchangePolicy, EdgeSource):
         names = (name for name, value in values.items() if has_rows(value, edge_index.size(1)))
         active.call.edge_names.append(frozenset(names))
         own = None if self._relation is None else self._batch[self._relation].edge_index.plain
-        if own is not None and active.num_edge_calls == 1 and torch.equal(edge_index.cpu(), own):
-            self.plan.unchanged.add(active.name)
-        else:
+        is_first = active.num_edge_calls == 1
+        if own is None or not torch.equal(edge_index.cpu(), own):
             self.plan.unchanged.discard(active.name)
+        elif is_first:
+            self.plan.unchanged.add(active.name)
         return edge_index, values
 
     def _normalize(

@@ -97,7 +97,7 @@ class TypedTrialGraph:
 
         def recast(value: Any) -> Any:
             if isinstance(value, BatchTensor):
-                kind = _kind_of(self._info, value)
+                kind = self._info.kind_of[value.info]
                 found = batch[kind][value.attribute]
                 # A node may index a table of the real graph's size, which can be smaller than the trial graph.
                 return found % max(self._info.graph.counts[kind], 1) if value.attribute == "n_id" else found
@@ -137,7 +137,3 @@ def _edges(sources: int, targets: int, used: set[int], generator: torch.Generato
     edges = torch.stack([(near[target] + step) % sources, target])
     ordered: Tensor = edges[:, edges[1].argsort(stable=True)]
     return ordered
-
-
-def _kind_of(info: TypedInfo, value: BatchTensor) -> Any:
-    return next(kind for kind, of in (*info.nodes.items(), *info.edges.items()) if of is value.info)

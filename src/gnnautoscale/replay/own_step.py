@@ -7,10 +7,10 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors
-from gnnautoscale.attach import attached, device_of
+from gnnautoscale.attach import attached, device_of, info_of
 from gnnautoscale.errors import InputError
 from gnnautoscale.replay.graphs import on_training_stream
 from gnnautoscale.replay.packing import Placement
@@ -52,11 +52,11 @@ class OwnStep:
 
     def __call__(self, batch: Data) -> Any:
         """Run the step on a batch; returns what it returns, with tensors that need no gradient."""
-        if self._device.type != "cuda" or isinstance(batch, HeteroData):
+        if self._device.type != "cuda":
             return map_tensors(torch.Tensor.detach, self._step(batch))
         with on_training_stream(self._device):
             form = self._form()
-            self._key = batch.edge_index.info.key, form
+            self._key = info_of(batch).key, form
             result = self._replayer.run(batch, self._work, {}, form=form)
             ends = self._after.get(self._key)
             if ends is not None:

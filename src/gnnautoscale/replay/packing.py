@@ -8,18 +8,27 @@ each batch is written over the one before it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale.attach import Autoscaler
-from gnnautoscale.forward import BatchEdges, EdgeRecord
-from gnnautoscale.graph import BatchInfo, BatchTensor, ReadyBatch, UnreadRows, hand_over, without_tensors
+from gnnautoscale.attach import Autoscaler, info_of
+from gnnautoscale.forward import BatchEdges, EdgeRecord, TypedMemory
+from gnnautoscale.graph import (
+    BatchInfo,
+    BatchTensor,
+    ReadyBatch,
+    TypedBatch,
+    TypedInfo,
+    UnreadRows,
+    hand_over,
+    untagged,
+    without_tensors,
+)
 from gnnautoscale.kernels import Adjacency
 
 Placement = Literal["auto", "device", "host"]
@@ -75,7 +84,12 @@ class Contents:
                 value = value.plain
             if isinstance(value, Tensor) and not isinstance(value, UnreadRows):
                 tensors["batch", name] = value
-        for record, (weights, plain) in self.records().items():
+        return tensors | self._edges(info, scaler.memory.records)
+
+    def _edges(self, info: BatchInfo, records: Mapping[str, list[EdgeRecord]]) -> dict[Any, Tensor]:
+        """The recorded edges of layer calls, in the form that each needs."""
+        tensors: dict[Any, Tensor] = {}
+        for record, (weights, plain) in self._uses(records).items():
             edges = record.for_batch(info, "a layer").to(self._device)
             if info.edges_ready is not None:
                 hand_over(edges.tensors(), info.edges_ready)
@@ -104,9 +118,12 @@ class Contents:
 
     def place(self, package: Package) -> None:
         """Let steps on the package's batch read its tensors."""
-        info, views = package.info, package.views
-        self._scaler.memory.rows_of(info).place(views["rows"])
-        for record, (weights, plain) in self.records().items():
+        info, memory = package.info, self._scaler.memory
+        memory.rows_of(info).place(package.views["rows"])
+        self._place_edges(info, memory.records, package.views)
+
+    def _place_edges(self, info: BatchInfo, records: Mapping[str, list[EdgeRecord]], views: dict[Any, Tensor]) -> None:
+        for record, (weights, plain) in self._uses(records).items():
             edge_index, constants = None, {}
             if plain:
                 edge_index = views[record, "edge_index"]
@@ -114,18 +131,34 @@ class Contents:
             adjacencies = {}
             for weight in weights:
                 named = {name[3]: value for name, value in views.items() if name[:3] == (record, "fused", weight)}
-                adjacencies[weight] = Adjacency.of(named, info.num_rows)
+                adjacencies[weight] = Adjacency.of(named, record.form(info).num_sources)
             edges = BatchEdges(constants, record.form(info), edge_index=edge_index, adjacencies=adjacencies)
             info.place(record, edges)
 
-    def records(self) -> dict[EdgeRecord, tuple[frozenset[str | None], bool]]:
+    def prepared_edges(self, info: Any) -> Iterator[Tensor]:
+        """The tensors of a batch's recorded edges that there are so far."""
+        for record in self._uses(self._scaler.memory.records):
+            yield from record.for_batch(info, "a layer").tensors()
+
+    def shrink(self, package: Package) -> None:
+        """Let go of what a batch has in memory besides its package."""
+        package.info.shrink(package.views["rows"])
+
+    def ready(self, batch: Data, package: Package | None = None) -> ReadyBatch:
+        """A batch, or its package, for the loader to yield whenever it comes back."""
+        if package is None:
+            return ReadyBatch(batch, info_of(batch))
+        lacks = {name for name, value in batch if isinstance(value, Tensor) and ("batch", name) not in package.views}
+        return ReadyBatch(package.batch, package.info, lacks)
+
+    def _uses(self, of_calls: Mapping[str, list[EdgeRecord]]) -> dict[EdgeRecord, tuple[frozenset[str | None], bool]]:
         """For each record the weights that layers fuse it with, and whether some layer needs its plain edges.
 
         Lazy edges need both.
         """
         found: dict[EdgeRecord, tuple[frozenset[str | None], bool]] = {}
         scaler = self._scaler
-        for name, records in scaler.memory.records.items():
+        for name, records in of_calls.items():
             call = scaler.calls[name]
             for position, made in enumerate(records):
                 record = made.used_by(call)
@@ -139,6 +172,69 @@ class Contents:
         return found
 
 
+class TypedContents(Contents):
+    """What a package of a batch of several types consists of; it has all attributes."""
+
+    def displace(self, info: TypedInfo) -> None:  # type: ignore[override]
+        """See :meth:`Contents.displace`."""
+        for kind, of in info.nodes.items():
+            self._scaler.memory.kinds[kind].rows_of(of).displace()
+        for of in info.edges.values():
+            of.displace()
+
+    def tensors(
+        self, batch: HeteroData, info: Any, extras: dict[str, Tensor], attributes: Iterable[str] | None
+    ) -> dict[Any, Tensor]:
+        """See :meth:`Contents.tensors`."""
+        memory = self._scaler.memory
+        tensors: dict[Any, Tensor] = {
+            ("rows", kind): memory.kinds[kind].rows_of(of).on(self._device) for kind, of in info.nodes.items()
+        }
+        tensors |= {("extra", name): value for name, value in extras.items()}
+        for kind, store in (*batch.node_items(), *batch.edge_items()):
+            for name, value in store.items():
+                if isinstance(value, Tensor):
+                    tensors["batch", kind, name] = untagged(value)
+        for kind, records in memory.recorder.records.items():
+            tensors |= self._edges(info.edges[kind], records)
+        return tensors
+
+    def package(self, batch: HeteroData, info: Any, views: dict[Any, Tensor]) -> Package:
+        """See :meth:`Contents.package`."""
+        packed, extras = copy.copy(batch), dict[str, Tensor]()
+        for name, value in views.items():
+            if name[0] == "extra":
+                extras[name[1]] = value
+            elif name[0] == "batch":
+                _, kind, attribute = name
+                of = info.nodes[kind] if isinstance(kind, str) else info.edges[kind]
+                tagged = isinstance(batch[kind][attribute], BatchTensor)
+                packed[kind][attribute] = BatchTensor.tag(value, of, attribute) if tagged else value
+        return Package(info, packed, extras, views)
+
+    def place(self, package: Package) -> None:
+        """See :meth:`Contents.place`."""
+        info, memory = cast(Any, package.info), self._scaler.memory
+        for kind, of in info.nodes.items():
+            memory.kinds[kind].rows_of(of).place(package.views["rows", kind])
+        for kind, records in memory.recorder.records.items():
+            self._place_edges(info.edges[kind], records, package.views)
+
+    def prepared_edges(self, info: Any) -> Iterator[Tensor]:
+        """See :meth:`Contents.prepared_edges`."""
+        for kind, records in self._scaler.memory.recorder.records.items():
+            for record in self._uses(records):
+                yield from record.for_batch(info.edges[kind], "a layer").tensors()
+
+    def shrink(self, package: Package) -> None:
+        """See :meth:`Contents.shrink`."""
+        cast(Any, package.info).shrink({kind: package.views["rows", kind] for kind in self._scaler.memory.kinds})
+
+    def ready(self, batch: HeteroData, package: Package | None = None) -> ReadyBatch:
+        """See :meth:`Contents.ready`."""
+        return TypedBatch(batch if package is None else package.batch, info_of(batch))
+
+
 class Packer:
     """Packs batches of an autoscaled model.
 
@@ -147,7 +243,8 @@ class Packer:
     """
 
     def __init__(self, scaler: Autoscaler, device: torch.device, placement: Placement) -> None:
-        self._contents, self._device, self._placement = Contents(scaler, device), device, placement
+        contents = TypedContents if isinstance(scaler.memory, TypedMemory) else Contents
+        self._contents, self._device, self._placement = contents(scaler, device), device, placement
         self._packages: dict[Hashable, Package] = {}
         self._kept: dict[Hashable, BatchInfo] = {}
         #: Whether packages stay on the GPU; ``None`` before the first one.
@@ -170,17 +267,17 @@ class Packer:
 
     def keep(self, batch: Data) -> None:
         """Let the loader yield a batch as it is whenever it comes back, if all such batches may stay on the GPU."""
-        info: BatchInfo = batch.edge_index.info
+        info = info_of(batch)
         if info.keeper is None or info.key in self._kept:
             return
         if self.resident is None:
-            records = (record.for_batch(info, "a layer").tensors() for record in self._contents.records())
-            tensors = [*chain(*records), *(value for _, value in batch if isinstance(value, Tensor))]
+            values = (value for store in batch.stores for value in store.values())
+            tensors = [*self._contents.prepared_edges(info), *(value for value in values if isinstance(value, Tensor))]
             self.resident = self._should_stay(info.recurring * sum(tensor.nbytes for tensor in tensors))
         if self.resident:
             info.wait()
             self._kept[info.key] = info
-            info.keeper(ReadyBatch(batch, info))
+            info.keeper(self._contents.ready(batch))
 
     def displace(self, info: BatchInfo) -> None:
         """See :meth:`Contents.displace`."""
@@ -194,7 +291,7 @@ class Packer:
         Of the batch's attributes it has those that are named, by default all. If ``placed``, steps on this batch read
         the package's tensors.
         """
-        info: BatchInfo = batch.edge_index.info
+        info = info_of(batch)
         known = self._packages.get(info.key)
         if known is None or known.info is not info or not self.resident:
             known = self._filled(known, batch, info, extras, attributes)
@@ -220,9 +317,8 @@ class Packer:
             known = self._packages[info.key] = self._contents.package(batch, info, views)
         if self.resident and info.keeper is not None:
             # From now on the loader yields the package itself.
-            info.shrink(known.views["rows"])
-            lacks = {name for name, value in batch if isinstance(value, Tensor) and ("batch", name) not in known.views}
-            info.keeper(ReadyBatch(known.batch, info, lacks))
+            self._contents.shrink(known)
+            info.keeper(self._contents.ready(batch, known))
         return known
 
     def _views(self, tensors: dict[Any, Tensor], info: BatchInfo) -> dict[Any, Tensor]:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale.attach import attached
-from gnnautoscale.forward import TypedMemory
+from gnnautoscale.attach import attached, info_of
 from gnnautoscale.graph import BatchInfo
 from gnnautoscale.replay.graphs import GraphPool, watching
 from gnnautoscale.replay.packing import Package, Packer, Placement
@@ -77,8 +76,6 @@ class Replayer:
             return "compensated steps are not captured"
         if self._device.type != "cuda":
             return "there is no GPU"
-        if isinstance(self._scaler.memory, TypedMemory):
-            return "the graph is heterogeneous"
         if self._scaler.edge_dropout:
             return "edge dropout changes the number of edges in every step"
         return None
@@ -105,7 +102,7 @@ class Replayer:
 
         Work of another ``form`` is captured by itself. Without ``trains`` it does not count as warm-up.
         """
-        memory, info = self._scaler.memory, batch.edge_index.info
+        memory, info = self._scaler.memory, info_of(batch)
         if memory.medium is None:
             # The first session chooses the medium, so only that one knows how rows move.
             return self._uncaptured(batch, work, extras, trains)
@@ -135,7 +132,7 @@ class Replayer:
         last_of_warm_up = self._warm_up == 1 and trains
         self._warm_up = max(self._warm_up - trains, 0)
         if self.why_not is None and last_of_warm_up:
-            self._scaler.memory.prepare_edges(batch.edge_index.info, self._scaler.calls, gradients=True)
+            self._scaler.memory.prepare_edges(info_of(batch), self._scaler.calls, gradients=True)
             with watching(self._model) as reasons:
                 result = work(batch, extras)
             self.why_not = next(iter(reasons), None)
@@ -144,7 +141,7 @@ class Replayer:
 
     def _packed(self, batch: Data, extras: dict[str, Tensor], key: tuple[Hashable, Hashable]) -> Package | None:
         """A batch at fixed addresses, with its values of now; ``None`` if its step must not be captured (yet)."""
-        info: BatchInfo = batch.edge_index.info
+        info = info_of(batch)
         if not info.recurring:
             self.why_not = _why_uncaptured(info)
             return None

@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch.nn.parameter import is_lazy
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale.attach import attached, refresh
+from gnnautoscale.attach import LocalLipschitz, attached, autoscale, plan_of, refresh
 from gnnautoscale.exact import ExactPasses, Loss, exact_forward, forget_captured
 from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, HaloLoader, ReadyBatch
 from gnnautoscale.replay import WARM_UP, Placement, Replayer, on_training_stream
 from gnnautoscale.tasks import Task
-from gnnautoscale.training.feed import Feed, Item, plain_item
+from gnnautoscale.training.feed import Feed, Item, as_it_is, plain_item
+from gnnautoscale.training.options import FitOptions
 from gnnautoscale.training.steps import Steps
 
 
@@ -30,7 +32,8 @@ class Engine(Steps):
 
     On a GPU each batch's step is captured if ``capture`` allows it, batches come back unchanged and the model does the
     same in every step; :attr:`how` says so, or why not. Batches that come back live where ``placement`` says. The
-    optimizer needs ``capturable=True`` there. Further arguments are those of :class:`Steps`.
+    optimizer needs ``capturable=True`` there. ``nodes`` gives those nodes of a batch that may have targets, and
+    ``rows`` their rows of the model's output. Further arguments are those of :class:`Steps`.
     """
 
     def __init__(
@@ -42,10 +45,13 @@ class Engine(Steps):
         *,
         capture: bool = True,
         placement: Placement = "auto",
+        nodes: Callable[[Any], Data] = as_it_is,
+        rows: Callable[[Any], Any] = as_it_is,
         **further: Any,
     ) -> None:
-        super().__init__(model, optimizer, task, device, **further)
-        self._feed = Feed(task, device)
+        super().__init__(model, optimizer, task, device, call=lambda batch: rows(model(batch)), **further)
+        self._rows = rows
+        self._feed = Feed(task, device, nodes)
         self._scaler = attached(model)
         self._replayer = Replayer(
             model, device, capture=capture, placement=placement, attributes=self._scaler.attributes
@@ -105,7 +111,7 @@ class Engine(Steps):
     def refresh(self, batch: Data) -> None:
         """Push fresh rows of a batch, and of compensated steps fresh gradients of these, without training on it."""
         self._replayer.why_not = self._replayer.why_not or "batches are refreshed between steps"
-        item = plain_item(batch, self.task, self.device)
+        item = plain_item(batch, self.task, self.device, self._feed.nodes)
         with self._autocast():
             refresh(self._model, item.batch, loss=lambda out: self._losses(out, item)[1])
 
@@ -130,11 +136,11 @@ class Engine(Steps):
         if not self.task.separable:
             self._exact_step_at_once(loader)
             return
-        _, targets = self.task.targets_of_graph(loader.data)
+        _, targets = self.task.targets_of_graph(self._feed.nodes(loader.data))
         count = targets.size(0)
 
         def inputs(batch: Data) -> dict[str, Tensor]:
-            rows, targets = self.task.targets(batch)
+            rows, targets = self.task.targets(self._feed.nodes(batch))
             if not targets.size(0):
                 return {}
             return {"targets": targets} if rows is None else {"targets": targets, "rows": rows}
@@ -142,7 +148,8 @@ class Engine(Steps):
         def seeds(out: Any, given: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
             if not given:
                 return [], []
-            targets, chosen = given["targets"], out[given["rows"]] if "rows" in given else out
+            out, targets = self._rows(out), given["targets"]
+            chosen = out[given["rows"]] if "rows" in given else out
             loss = self.task.loss(chosen, targets) * (targets.size(0) / count)
             self._total += loss.detach()
             return [loss], [None]
@@ -161,9 +168,9 @@ class Engine(Steps):
 
     def _exact_step_at_once(self, loader: HaloLoader) -> None:
         """An exact step whose loss takes the outputs of all nodes together."""
-        rows, targets = self.task.targets_of_graph(loader.data)
+        rows, targets = self.task.targets_of_graph(self._feed.nodes(loader.data))
         self._optimizer.zero_grad()
-        out = exact_forward(self._model, loader, device=self.device)
+        out = self._rows(exact_forward(self._model, loader, device=self.device))
         self.task.see(out, torch.arange(loader.graph.num_nodes, device=self.device))
         loss = self.task.loss(out if rows is None else out[rows.to(self.device)], targets.to(self.device))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -239,3 +246,52 @@ class Engine(Steps):
         self._whole = None
         self._captured.clear()
         self._passes.clear()
+
+
+def engine_for(
+    model: nn.Module,
+    data: Data | HeteroData,
+    train: Data,
+    loader: HaloLoader,
+    optimizer: torch.optim.Optimizer,
+    task: Task,
+    options: FitOptions,
+    **further: Any,
+) -> Engine:
+    """Attach histories of a graph to a model; returns what trains it. ``train`` are the nodes with targets."""
+    autoscale(
+        model,
+        data,
+        storage=options.storage,
+        dtype=history_dtype(options),
+        history_dir=options.history_dir,
+        edge_dropout=options.edge_dropout,
+        compensate=options.compensate,
+    )
+    if any(is_lazy(weight) for weight in model.parameters()):
+        plan_of(model, loader)  # gives them their shapes
+    per_target = None
+    if options.compensate == "gradient":
+        # On average over the batches, the loss is that of the whole graph.
+        per_target = len(loader) / task.targets_of_graph(train)[1].size(0)
+    return Engine(
+        model,
+        optimizer,
+        task,
+        torch.device(options.device),
+        grad_norm=options.grad_norm,
+        penalty=LocalLipschitz(model, options.lipschitz_radius) if options.lipschitz else None,
+        penalty_weight=options.lipschitz,
+        precision=options.precision,
+        accumulate=options.accumulate,
+        capture=options.capture,
+        placement=options.batches_on,
+        per_target=per_target,
+        **further,
+    )
+
+
+def history_dtype(options: FitOptions) -> torch.dtype | None:
+    """The type of histories; ``None`` for that of the model's rows."""
+    name = options.history_dtype
+    return None if name == "same" else getattr(torch, name.replace("float8", "float8_e4m3fn"))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnautoscale.graph import BatchInfo
+from gnnautoscale.graph import BatchInfo, TypedInfo
 
 # Steps that are counted together, at most.
 _MOST_WAITING = 256
@@ -34,7 +34,7 @@ class Flow:
         # Steps that are not counted yet; counting many of them at a time is much faster.
         self._waiting: list[tuple[_Parts, bool]] = []
 
-    def step(self, info: BatchInfo, *, skips_shared: bool = False) -> None:
+    def step(self, info: BatchInfo | TypedInfo, *, skips_shared: bool = False) -> None:
         """Count a step; with ``skips_shared`` it found the rows that the step before it wrote without a pull."""
         self.steps += 1
         self._waiting.append((self._parts(info), skips_shared))
@@ -57,7 +57,7 @@ class Flow:
             self._written[batch.own] = step
         self._waiting.clear()
 
-    def refreshed(self, info: BatchInfo | None = None) -> None:
+    def refreshed(self, info: BatchInfo | TypedInfo | None = None) -> None:
         """Note that the rows of a batch, or all of them, were written after the last step."""
         self._count()
         self._written[slice(None) if info is None else self._parts(info).own] = self.steps
@@ -100,7 +100,9 @@ class Flow:
         self.steps, self._sums = state["steps"], Counter(state["sums"])
         self._written[:] = state["written"].numpy()
 
-    def _parts(self, info: BatchInfo) -> _Parts:
+    def _parts(self, batch: BatchInfo | TypedInfo) -> _Parts:
+        info = batch.joined if isinstance(batch, TypedInfo) else batch
+
         def count() -> _Parts:
             rows = torch.bincount(self._labels[info.halo])
             own, halo = (counts.nonzero().squeeze(1) for counts in (torch.bincount(self._labels[info.nodes]), rows))

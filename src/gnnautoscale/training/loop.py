@@ -16,13 +16,13 @@ from torch import nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import PeakMemory, describe_arguments
-from gnnautoscale.attach import LocalLipschitz, autoscale, is_autoscaled
+from gnnautoscale.attach import is_autoscaled
 from gnnautoscale.data import Dataset, TypedDataset, holds_graphs, is_collection
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder, check_run_dir
 from gnnautoscale.tasks import Task, TaskName, check_task, task_for
-from gnnautoscale.training.captured import Engine
+from gnnautoscale.training.captured import engine_for
 from gnnautoscale.training.checkpoint import Checkpoint
 from gnnautoscale.training.clock import Clock
 from gnnautoscale.training.faults import explained
@@ -43,7 +43,6 @@ from gnnautoscale.training.strategies import (
     SubgraphStrategy,
     data_key,
     halo_loaders,
-    history_dtype,
     subgraph_loader,
 )
 from gnnautoscale.training.typed_baselines import TypedSubgraphStrategy, typed_subgraphs
@@ -329,42 +328,11 @@ def _with_histories(
     options: FitOptions,
 ) -> HistoryStrategy:
     """Attach histories to the model; returns what trains it with them."""
-    autoscale(
-        model,
-        dataset.train,
-        storage=options.storage,
-        dtype=history_dtype(options),
-        history_dir=options.history_dir,
-        edge_dropout=options.edge_dropout,
-        compensate=options.compensate,
-    )
-    per_target = None
-    if options.compensate == "gradient":
-        # On average over the batches, the loss is that of the whole graph.
-        per_target = len(loaders["train"]) / task.targets_of_graph(dataset.train)[1].size(0)
-    engine = Engine(
-        model,
-        optimizer,
-        task,
-        torch.device(options.device),
-        grad_norm=options.grad_norm,
-        penalty=LocalLipschitz(model, options.lipschitz_radius) if options.lipschitz else None,
-        penalty_weight=options.lipschitz,
-        precision=options.precision,
-        accumulate=options.accumulate,
-        capture=options.capture,
-        placement=options.batches_on,
-        per_target=per_target,
-    )
+    engine = engine_for(model, dataset.train, dataset.train, loaders["train"], optimizer, task, options)
     after = options.exact_after
     parts, refreshes = options.evaluate_parts, options.refresh
     strategy = HistoryStrategy(model, loaders, engine, exact_after=after, evaluate_parts=parts, refreshes=refreshes)
-    if after < options.epochs:
-        strategy.make_room_for_gradients()
-    if options.compensate == "gradient":
-        strategy.make_room_for_gradients()
-    if options.verify or (options.evaluation == "exact" and options.refresh_every != "epoch"):
-        strategy.make_room_to_evaluate()
+    strategy.make_room(options)
     return strategy
 
 

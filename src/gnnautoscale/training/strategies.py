@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale.attach import attached, detach, infer_from_histories, infer_on, refresh, unpack_batch
+from gnnautoscale.attach import attached, detach, infer_from_histories, infer_on, info_of, refresh, unpack_batch
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import GraphMemory, describe, evaluating
-from gnnautoscale.graph import ClusterLoader, Graph, HaloLoader, SampleLoader, fingerprint
+from gnnautoscale.graph import ClusterLoader, Graph, HaloLoader, RowOrder, SampleLoader, fingerprint
 from gnnautoscale.history import History
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task
@@ -178,14 +178,15 @@ class HistoryStrategy(Strategy):
             transfer = self._memory.transfer(self._engine.device)
             self.flow.step(item.info, skips_shared=transfer.skips_shared)
 
-    def make_room_to_evaluate(self) -> None:
-        """Reserve room for the second set of histories that exact evaluation in batches needs."""
-        if len(self._exact_loaders["train"]) > 1:
+    def make_room(self, options: FitOptions) -> None:
+        """Reserve room for further sets of histories: gradients, and one for exact evaluation in batches."""
+        if self._exact_after < options.epochs:
             self._memory.reserve_another_set()
-
-    def make_room_for_gradients(self) -> None:
-        """Reserve room for the gradients of histories that exact or compensated steps need."""
-        self._memory.reserve_another_set()
+        if options.compensate == "gradient":
+            self._memory.reserve_another_set()
+        evaluates = options.verify or (options.evaluation == "exact" and options.refresh_every != "epoch")
+        if evaluates and len(self._exact_loaders["train"]) > 1:
+            self._memory.reserve_another_set()
 
     @cached_property
     def _key(self) -> str:
@@ -213,7 +214,7 @@ class HistoryStrategy(Strategy):
             if flow is not None:
                 batch = self._loader.batch_of(flow.oldest(self._loader.batch_size))
                 self._engine.refresh(batch)
-                flow.refreshed(batch.edge_index.info)
+                flow.refreshed(info_of(batch))
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`Strategy.state_dict`."""
@@ -226,8 +227,7 @@ class HistoryStrategy(Strategy):
             "labels": self._loader.labels,
             "loader": self._loader.state_dict(self.done),
             "engine": self._engine.state_dict(),
-            "histories": saved_histories(memory.histories),
-            "last_gradients": saved_histories(memory.last_gradients),
+            **self._saved_rows(),
             **({} if self.flow is None else {"flow": self.flow.state_dict()}),
         }
 
@@ -238,11 +238,13 @@ class HistoryStrategy(Strategy):
         self._loader.load_state_dict(state["loader"])
         self.done = state["loader"]["done"]
         self._engine.load_state_dict(state["engine"])
-        memory, rows, gradients = self._memory, state["histories"], state["last_gradients"]
-        memory.reopen(opened_forms(rows), device, self._loader.row_order, gradients=opened_forms(gradients))
-        for opened, kept in ((memory.histories, rows), (memory.last_gradients, gradients)):
-            for slot, history in kept.items():
-                opened[slot].raw.copy_(history["raw"])
+        self._load_rows(state, device)
+
+    def _saved_rows(self) -> dict[str, Any]:
+        return saved_rows(self._memory)
+
+    def _load_rows(self, state: dict[str, Any], device: torch.device) -> None:
+        load_rows(self._memory, state, device, self._loader.row_order)
 
     def refresh(self) -> None:
         """See :meth:`Strategy.refresh`."""
@@ -257,14 +259,15 @@ class HistoryStrategy(Strategy):
     def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
         """See :meth:`Strategy.output`."""
         loader = self._exact_loaders[split]
-        out: Tensor
+        out: Any
         if evaluation == "histories":
             out = infer_from_histories(self._model, self._loaders[split])
         elif self.at_once and loader.data is self._loader.data:
             out = self._engine.output(next(loader.ready_batches())).to(self._place_of_outputs(loader))
         else:
             out = infer_on(self._place_of_outputs(loader), self._model, loader, update_histories=False)
-        return out
+        rows: Tensor = out
+        return rows
 
     def _place_of_outputs(self, loader: HaloLoader) -> torch.device:
         """Where to score outputs: on the GPU, if the task can and there is room."""
@@ -356,23 +359,30 @@ class SubgraphStrategy(Strategy):
         return out[: batch["batch_size"]] if isinstance(out, Tensor) else out
 
 
-def saved_histories(histories: dict[str, History]) -> dict[str, dict[str, Any]]:
-    """Histories in a form that checkpoints hold."""
+def saved_rows(memory: GraphMemory) -> dict[str, Any]:
+    """All rows of histories in a form that checkpoints hold."""
+    return {"histories": _saved(memory.histories), "last_gradients": _saved(memory.last_gradients)}
+
+
+def load_rows(memory: GraphMemory, state: dict[str, Any], device: torch.device, order: RowOrder) -> None:
+    """Restore the rows of a checkpoint, which are in an order."""
+    rows, gradients = state["histories"], state["last_gradients"]
+    memory.reopen(_forms(rows), device, order, gradients=_forms(gradients))
+    for opened, kept in ((memory.histories, rows), (memory.last_gradients, gradients)):
+        for slot, history in kept.items():
+            opened[slot].raw.copy_(history["raw"])
+
+
+def _saved(histories: dict[str, History]) -> dict[str, dict[str, Any]]:
     return {
         slot: {"width": history.width, "dtype": str(history.dtype).removeprefix("torch."), "raw": history.raw}
         for slot, history in histories.items()
     }
 
 
-def opened_forms(saved: dict[str, dict[str, Any]]) -> dict[str, tuple[int, torch.dtype]]:
+def _forms(saved: dict[str, dict[str, Any]]) -> dict[str, tuple[int, torch.dtype]]:
     """Width and type of each of the histories of a checkpoint."""
     return {slot: (history["width"], getattr(torch, history["dtype"])) for slot, history in saved.items()}
-
-
-def history_dtype(options: FitOptions) -> torch.dtype | None:
-    """The type of histories; ``None`` for that of the model's rows."""
-    name = options.history_dtype
-    return None if name == "same" else getattr(torch, name.replace("float8", "float8_e4m3fn"))
 
 
 def _refuse_cached(model: nn.Module) -> None:
