@@ -44,6 +44,15 @@ class KnownEdges:
         return row, keys[begin[row] + offsets] % self._num_nodes
 
 
+def with_negatives(pairs: Pairs, known: KnownEdges, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Edges, and as many pairs of random nodes without a known edge, or a few less: ends, labels and relations."""
+    drawn = torch.randint(pairs.num_nodes, pairs.ends.shape, generator=generator)
+    kept = ~known.contain(drawn[0], drawn[1], pairs.relation) & (drawn[0] != drawn[1])
+    ends = torch.cat([pairs.ends, drawn[:, kept]], dim=1)
+    relation = None if pairs.relation is None else torch.cat([pairs.relation, pairs.relation[kept]])
+    return ends, torch.arange(ends.size(1)) < pairs.ends.size(1), relation
+
+
 def pair_scores(decoder: nn.Module, out: Tensor, ends: Tensor, relation: Tensor | None) -> Tensor:
     """Scores of pairs, ``[num_pairs]``, in host memory; ``out`` holds rows of all nodes, ``[num_nodes, width]``."""
     device = _device(decoder, out)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -123,6 +124,22 @@ class Task(ABC):
             out: The model's output for the batch's own nodes, ``[batch_size, num_outputs]``.
             nodes: Which nodes of the graph they are, ``[batch_size]``.
         """
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """A context in which the task remembers nothing of what it sees, since it is no training."""
+        yield
+
+    def weight(self, targets: Tensor) -> Tensor | int:
+        """What the batch whose loss was just computed counts in the mean over batches: its number of targets.
+
+        What all batches of a graph count together is :meth:`weight_of`.
+        """
+        return targets.size(0)
+
+    def weight_of(self, data: Data) -> float:
+        """What all batches of a graph count together; see :meth:`weight`."""
+        return float(self.targets_of_graph(data)[1].size(0))
 
     def targets_of_graph(self, data: Data) -> tuple[Tensor | None, Tensor]:
         """Select what to train on in a whole graph, as :meth:`targets` does in a batch."""

@@ -106,8 +106,13 @@ class Engine(Steps):
         """Push fresh rows of a batch, and of compensated steps fresh gradients of these, without training on it."""
         self._replayer.why_not = self._replayer.why_not or "batches are refreshed between steps"
         item = plain_item(batch, self.task, self.device)
+
+        def loss(out: Any) -> Tensor:
+            self._show(out, item.batch)
+            return self._losses(out, item)[1]
+
         with self._autocast():
-            refresh(self._model, item.batch, loss=lambda out: self._losses(out, item)[1])
+            refresh(self._model, item.batch, loss=loss)
 
     def exact_epoch(self, loader: HaloLoader, after_step: Callable[[None], None], *, done: bool) -> float:
         """Train for one step with the gradient of the whole graph; returns the mean loss over all targets.

@@ -142,22 +142,16 @@ def _dataset_of(data: Any) -> Dataset:
 
 
 def _check_inseparable(task: Task, options: FitOptions) -> None:
-    """Refuse what needs a loss of each batch by itself, if the task has none."""
-    if task.separable:
+    """Refuse what exact steps cannot do if the loss takes the outputs of all nodes together."""
+    if task.separable or options.exact_after >= options.epochs:
         return
-    refused = {
-        "compensate": options.compensate if options.compensate == "gradient" else None,
-        "lipschitz": options.lipschitz or None,
-        "diagnose": "gradients" if "gradients" in options.diagnose else None,
-    }
-    exact = options.exact_after < options.epochs
-    refused["precision"] = options.precision if exact and options.precision == "bfloat16" else None
+    refused = {"lipschitz": options.lipschitz, "precision": options.precision == "bfloat16" and options.precision}
     for name, value in refused.items():
-        if value is not None:
+        if value:
             raise InputError(
-                f"{type(task).__name__} has no loss of a batch by itself, which {name}={value!r} needs",
-                got="both",
-                fix=f"Leave {name} out.",
+                f"exact steps of {type(task).__name__}, whose loss takes all outputs together, have no {name}",
+                got=f"{name}={value!r}",
+                fix=f"Leave {name} out, or the exact steps.",
             )
 
 
@@ -336,7 +330,7 @@ def _with_histories(
     per_target = None
     if options.compensate == "gradient":
         # On average over the batches, the loss is that of the whole graph.
-        per_target = len(loaders["train"]) / task.targets_of_graph(dataset.train)[1].size(0)
+        per_target = len(loaders["train"]) / task.weight_of(dataset.train)
     engine = Engine(
         model,
         optimizer,
