@@ -164,6 +164,13 @@ class GraphPrediction(Task):
         """Parts that are groups of whole graphs, or pieces of a large one."""
         return partition_graphs(data.edge_index.cpu(), data.graph_id.cpu(), num_parts, batch_size=batch_size, **how)
 
+    def skew(self, data: Data, parts: Tensor) -> float:
+        """See :meth:`Task.skew`; each piece that a part has of a graph counts once."""
+        count = int(parts.max()) + 1
+        pieces = torch.unique(data.graph_id.cpu() * count + parts)
+        targets = _graphs_as_nodes(Data(graph_y=data.graph_y.cpu()[pieces // count]))
+        return self._bound.skew(targets, pieces % count)
+
     # Training ########################################################################################################
 
     def prepare(self, loader: HaloLoader | ClusterLoader | SampleLoader) -> None:

@@ -88,6 +88,7 @@ class LinkPrediction(Task):
     percent = True
     scores_anywhere = True
     separable = False
+    least_parts = 2
     why_uncaptured = "steps on links are not captured"
 
     def __init__(

@@ -53,6 +53,8 @@ class Task(ABC):
     module: nn.Module | None = None
     #: Whether the loss of a batch needs nothing but the batch, so that the mean over batches is that of the graph.
     separable: bool = True
+    #: Number of parts that a batch has at least.
+    least_parts: int = 1
     #: Why a GPU must not capture steps, in words; ``None`` if it may.
     why_uncaptured: str | None = None
     #: Whether :meth:`score` also takes outputs on a GPU, which saves the time to copy them.

@@ -89,7 +89,7 @@ def fit(  # noqa: D417 - the options are filled in below
         raise InputError(
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
         )
-    dataset = data if isinstance(data, Dataset) else _dataset_of(data)
+    dataset = dataset_of(data)
     dataset.check()
     task = task_for(dataset, task) if task is None or isinstance(task, str) else task
     if isinstance(task, Task):
@@ -119,7 +119,10 @@ fit.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 describe_arguments(fit, {name: option.help for name, option in OPTIONS.items()})
 
 
-def _dataset_of(data: Any) -> Dataset:
+def dataset_of(data: Any) -> Dataset:
+    """The data set that someone means who passes a graph, one for each split, or lists of graphs."""
+    if isinstance(data, Dataset):
+        return data
     if isinstance(data, HeteroData):
         return TypedDataset.of_types(data)
     if isinstance(data, Data) and holds_graphs(data):
