@@ -37,7 +37,7 @@ ARCHIVE = (*PLAIN, "split", *SPARSE, "x_data", *TRIPLES, "num_nodes", "ptr", "no
 TABLES = (".csv", ".parquet")
 NOT_FEATURES = ("id", "y", "label", "split", "graph")
 MAY_BE_EMPTY = ("y", "label", "split")
-TEXT = (*NOT_FEATURES, "source", "target")
+TEXT = (*NOT_FEATURES, "source", "target", "type")
 
 # The parts of a pickled `Data`: PyG registers `Data` itself with `torch.load`, but not these.
 DATA_PARTS: list[Any] = [DataEdgeAttr, DataTensorAttr, GlobalStorage]
@@ -194,7 +194,11 @@ def _tables(nodes: dict[str, _Array], edges: dict[str, _Array]) -> dict[str, _Ar
         arrays |= {name: _of_each_graph(name, arrays) for name in ("y", "split") if name in arrays}
     if "weight" in edges:
         arrays["edge_weight"] = edges["weight"]
-    attributes = [_floats(name, edges[name]) for name in edges if name not in ("source", "target", "weight", "split")]
+    if "type" in edges:
+        kinds = _ids(edges["type"])  # words are numbered in the order of the alphabet
+        arrays["edge_type"] = kinds if kinds.dtype.kind in "iu" else np.unique(kinds, return_inverse=True)[1]
+    known = ("source", "target", "weight", "split", "type")
+    attributes = [_floats(name, edges[name]) for name in edges if name not in known]
     if attributes:
         arrays["edge_attr"] = np.stack(attributes, axis=1)
     return arrays

@@ -1,4 +1,4 @@
-"""The models of the paper's experiments: GCN, GraphSAGE, GIN, GAT, APPNP, GCNII and PNA, each built by name."""
+"""The models of the paper's experiments, GCN, GraphSAGE, GIN, GAT, APPNP, GCNII and PNA, and R-GCN for typed edges."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale._util import Option, describe_arguments, options_of
 from gnnautoscale.errors import InputError
 from gnnautoscale.models.operators import APPNP, GAT, GCN, GCNII, GIN, PNA, GraphSAGE
+from gnnautoscale.models.relational import RGCN
 from gnnautoscale.models.stack import PaperModel, Stack
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "GIN",
     "MODELS",
     "PNA",
+    "RGCN",
     "GraphSAGE",
     "Stack",
     "build_model",
@@ -39,6 +41,7 @@ MODELS: dict[str, type[PaperModel]] = {
     "gcnii": GCNII,
     "pna": PNA,
     "pna-jk": PNA,
+    "rgcn": RGCN,
 }
 
 
@@ -68,11 +71,12 @@ def check_model_options(name: str, options: Iterable[str]) -> None:
 
 
 def build_model(name: str, data: Data, num_outputs: int, **options: Any) -> nn.Module:
-    """Build one of the paper's models for a graph.
+    """Build one of the library's models for a graph.
 
     Args:
         name: One of ``MODELS``.
-        data: The training graph: its features give the input width, and its degrees scale PNA.
+        data: The training graph: its features give the input width, and its degrees scale PNA. R-GCN takes its types of
+            edges, and learns a row for each node if these have no more than one feature, as in knowledge graphs.
         num_outputs: Number of outputs per node.
         options: Options of the model; see :func:`model_options`.
 
@@ -89,6 +93,12 @@ def build_model(name: str, data: Data, num_outputs: int, **options: Any) -> nn.M
     if MODELS[name] is PNA:
         in_degree = torch.bincount(data.edge_index[1].cpu(), minlength=data.num_nodes)
         from_graph = {"jumping_knowledge": name == "pna-jk", "degrees": torch.bincount(in_degree)}
+    if MODELS[name] is RGCN:
+        if "edge_type" not in data:
+            fix = "Set data.edge_type; to predict links of several types, use the decoder distmult."
+            raise InputError("the model 'rgcn' needs edges with types", got="edges without edge_type", fix=fix)
+        relations = data.get("num_relations", int(data.edge_type.max()) + 1 if data.num_edges else 1)
+        from_graph = {"num_relations": relations, "num_nodes": data.num_nodes if data.num_features <= 1 else None}
     model = MODELS[name](data.num_features, num_outputs, **options, **from_graph)
     vars(model)["built_from"] = {"model": name, **options}
     return model

@@ -31,8 +31,8 @@ from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader
 from gnnautoscale.tasks.decoders import DecoderName, make_decoder
 from gnnautoscale.tasks.link_sampling import LinkSampleLoader
 from gnnautoscale.tasks.metrics import average_precision, roc_auc
-from gnnautoscale.tasks.pairs import EdgeKind, Meetings, Pairs, check_leaks, known_keys
-from gnnautoscale.tasks.ranking import KnownEdges, best_partners, pair_scores, ranks, with_negatives
+from gnnautoscale.tasks.pairs import EdgeKind, Meetings, Pairs, check_graphs, check_leaks, known_keys
+from gnnautoscale.tasks.ranking import KnownEdges, best_partners, check_relations, pair_scores, ranks, with_negatives
 from gnnautoscale.tasks.task import ClassWeight, Task
 
 # Edges of the training split that are ranked after an epoch; there may be many, and they decide nothing.
@@ -134,17 +134,7 @@ class LinkPrediction(Task):
 
     def check_dataset(self, dataset: Dataset) -> None:
         """Refuse graphs without pairs to score, and pairs that a model has seen."""
-        if len(dataset.graphs()) < 3:
-            raise InputError(
-                "link prediction needs a graph for each split",
-                got="one graph for several",
-                fix="Pass the three that torch_geometric.transforms.RandomLinkSplit(...)(data) returns.",
-            )
-        if len({graph.num_nodes for graph, _ in dataset.graphs()}) > 1:
-            sizes = ", ".join(str(graph.num_nodes) for graph, _ in dataset.graphs())
-            raise InputError(
-                "the graphs of link prediction have the same nodes", got=f"{sizes} nodes", fix="Split edges only."
-            )
+        check_graphs(dataset)
         for graph, splits in dataset.graphs():
             self.check(graph, splits)
         check_leaks(dataset, _edges_of(dataset), reconstruct=self.reconstruct)
@@ -405,6 +395,7 @@ class LinkPrediction(Task):
         named = {"edge_label_index": pairs, "edge_label_type": relation, "edge_type": relation}
         given = {name: value for name, value in named.items() if value is not None}
         checked = Pairs.of(Data(num_nodes=out.size(0), **given))
+        check_relations(checked.relation, self._num_relations)
         return pair_scores(self._made().eval(), out, checked.ends, checked.relation)
 
     @torch.no_grad()
@@ -432,6 +423,7 @@ class LinkPrediction(Task):
         if not 0 <= node < out.size(0):
             fix = "Check the numbering."
             raise InputError(f"node must be from 0 to {out.size(0) - 1}", got=str(node), fix=fix)
+        check_relations(None if relation is None else torch.tensor([relation]), self._num_relations)
         return best_partners(self._made().eval(), out, node, relation, count, self._known if new else None)
 
     def predictions(self, out: Tensor, data: Data) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ from gnnautoscale.attach import autoscale, infer, is_autoscaled
 from gnnautoscale.data import Dataset, datasets, files, folds, join_graphs, take_graphs
 from gnnautoscale.experiments import bench
 from gnnautoscale.experiments.reproduce.neighbourhood import measure_steps
-from gnnautoscale.experiments.reproduce.relational import RGCN
 from gnnautoscale.graph import connectivity, partition
 from gnnautoscale.models import build_model
 from gnnautoscale.runs import jsonable
@@ -45,8 +44,7 @@ def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str
     else:
         task = task_for(dataset)
     torch.manual_seed(work["seed"])
-    build = RGCN.of if work["model"] == "rgcn" else partial(build_model, work["model"])
-    model = build(dataset.train, task.num_outputs, **work["options"])
+    model = build_model(work["model"], dataset.train, task.num_outputs, **work["options"])
     fitted = fit(
         model,
         dataset,
