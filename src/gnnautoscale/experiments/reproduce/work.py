@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import lru_cache, partial
@@ -59,6 +60,9 @@ def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str
     found = fitted.to_dict()
     kept = ("scores", "metric", "best_epoch", "steps", "seconds", "peak_memory", "history_bytes", "connectivity", "how")
     result = {name: found[name] for name in kept}
+    # The first epoch tries the model, and compiles or captures.
+    later = [epoch.seconds for epoch in fitted.epochs[1:]] or [fitted.epochs[0].seconds]
+    result["seconds"]["step"] = statistics.median(later) * len(fitted.epochs) / max(1, fitted.steps)
     evaluated = [epoch for epoch in fitted.epochs if epoch.scores]
     shown = evaluated[:: -(-len(evaluated) // _MOST_POINTS)]
     result["curve"] = {
