@@ -172,6 +172,7 @@ def infer(
     pairs: Annotated[Path | None, typer.Option(help="Table of pairs to score, for --task link.")] = None,
     partners_of: Annotated[str | None, typer.Option(help="Nodes whose best new partners to find, like 3,14.")] = None,
     top: Annotated[int, typer.Option(help="Number of partners.")] = 10,
+    relation: Annotated[int | None, typer.Option(help="Type of the edges to partners, if edges have types.")] = None,
     json: Json = False,
 ) -> None:
     """Run a trained model on all nodes of a graph, exactly, in batches."""
@@ -196,7 +197,7 @@ def infer(
     for split in splits:
         facts[f"{task.metric} {split}"] = task.score(out, dataset.test, split)
     if output is not None:
-        asked = asked_pairs(task, out, pairs, partners_of, top)
+        asked = asked_pairs(task, out, pairs, partners_of, top, relation)
         arrays: dict[str, Any] = {
             name: value.numpy() for name, value in {**task.predictions(out, dataset.test), **asked}.items()
         }

@@ -39,7 +39,7 @@ ARCHIVE = (*PLAIN, "split", *SPARSE, "x_data", *TRIPLES, "num_nodes", "ptr", "no
 TABLES = (".csv", ".parquet")
 NOT_FEATURES = ("id", "y", "label", "split", "graph")
 MAY_BE_EMPTY = ("y", "label", "split")
-TEXT = (*NOT_FEATURES, "source", "target")
+TEXT = (*NOT_FEATURES, "source", "target", "type")
 
 # The parts of a pickled `Data`: PyG registers `Data` itself with `torch.load`, but not these.
 DATA_PARTS: list[Any] = [AttrType, DataEdgeAttr, DataTensorAttr, GlobalStorage]
@@ -224,7 +224,11 @@ def _tables(nodes: dict[str, _Array], edges: dict[str, _Array]) -> dict[str, _Ar
         arrays |= {name: _of_each_graph(name, arrays) for name in ("y", "split") if name in arrays}
     if "weight" in edges:
         arrays["edge_weight"] = edges["weight"]
-    attributes = [floats(name, edges[name]) for name in edges if name not in ("source", "target", "weight", "split")]
+    if "type" in edges:
+        kinds = ids(edges["type"])  # words are numbered in the order of the alphabet
+        arrays["edge_type"] = kinds if kinds.dtype.kind in "iu" else np.unique(kinds, return_inverse=True)[1]
+    others = ("source", "target", "weight", "split", "type")
+    attributes = [floats(name, edges[name]) for name in edges if name not in others]
     if attributes:
         arrays["edge_attr"] = np.stack(attributes, axis=1)
     return arrays

@@ -1,6 +1,7 @@
 """Models that are built by name.
 
-Those of the paper's experiments, GCN, GraphSAGE, GIN, GAT, APPNP, GCNII and PNA, and some of heterogeneous graphs.
+Those of the paper's experiments, GCN, GraphSAGE, GIN, GAT, APPNP, GCNII and PNA; R-GCN for typed edges; and some of
+heterogeneous graphs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gnnautoscale._util import Option, describe_arguments, options_of
 from gnnautoscale.errors import InputError
 from gnnautoscale.models.hetero import HGT, HeteroRGCN, HeteroSAGE, TypedStack, Types
 from gnnautoscale.models.operators import APPNP, GAT, GCN, GCNII, GIN, PNA, GraphSAGE
+from gnnautoscale.models.relational import RGCN
 from gnnautoscale.models.stack import NamedModel, PaperModel, Stack
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "HGT",
     "MODELS",
     "PNA",
+    "RGCN",
     "TYPED_MODELS",
     "GraphSAGE",
     "HeteroRGCN",
@@ -48,10 +51,10 @@ MODELS: dict[str, type[PaperModel]] = {
     "gcnii": GCNII,
     "pna": PNA,
     "pna-jk": PNA,
+    "rgcn": RGCN,
 }
 #: Those of heterogeneous graphs.
 TYPED_MODELS: dict[str, type[TypedStack]] = {"hetero-sage": HeteroSAGE, "hgt": HGT, "rgcn": HeteroRGCN}
-_ALL: dict[str, type[NamedModel]] = {**MODELS, **TYPED_MODELS}
 
 
 def model_options(name: str) -> Mapping[str, Option]:
@@ -62,15 +65,20 @@ def model_options(name: str) -> Mapping[str, Option]:
         >>> layers.type, layers.default, layers.help
         (<class 'int'>, 10, 'Number of propagations.')
     """
-    if name not in _ALL:
-        raise InputError(f"a model is one of {', '.join(_ALL)}", got=repr(name), fix="Choose one of these.")
-    return options_of(_ALL[name])
+    found: list[type[NamedModel]] = [models[name] for models in (TYPED_MODELS, MODELS) if name in models]
+    if not found:
+        known = dict.fromkeys([*MODELS, *TYPED_MODELS])
+        raise InputError(f"a model is one of {', '.join(known)}", got=repr(name), fix="Choose one of these.")
+    return {key: each for model in found for key, each in options_of(model).items()}
 
 
 def check_model_options(name: str, options: Iterable[str]) -> None:
     """Raise an :class:`InputError` for an option that a model does not have."""
-    known = model_options(name)
-    unknown = sorted(set(options) - known.keys())
+    _check_options(name, model_options(name), options)
+
+
+def _check_options(name: str, known: Mapping[str, Option], given: Iterable[str]) -> None:
+    unknown = sorted(set(given) - known.keys())
     if unknown:
         raise InputError(
             f"the model '{name}' takes the options {', '.join(sorted(known))}",
@@ -86,7 +94,8 @@ def build_model(
 
     Args:
         name: One of ``MODELS``, or of ``TYPED_MODELS`` for a heterogeneous graph.
-        data: The training graph: its features give the input width, and its degrees scale PNA.
+        data: The training graph: its features give the input width, and its degrees scale PNA. R-GCN takes its types of
+            edges, and learns a row for each node if these have no more than one feature, as in knowledge graphs.
         num_outputs: Number of outputs per node.
         targets: The types of nodes to compute outputs for, of a heterogeneous graph.
         options: Options of the model; see :func:`model_options`.
@@ -108,16 +117,23 @@ def build_model(
         raise InputError(rule, got=repr(name), fix="Choose one of these.")
     model: nn.Module
     if isinstance(data, HeteroData):
+        _check_options(name, options_of(TYPED_MODELS[name]), options)
         model = TYPED_MODELS[name](Types.of(data), targets, num_outputs, **options)
     else:
         from_graph: dict[str, Any] = {}
         if MODELS[name] is PNA:
             in_degree = torch.bincount(data.edge_index[1].cpu(), minlength=data.num_nodes)
             from_graph = {"jumping_knowledge": name == "pna-jk", "degrees": torch.bincount(in_degree)}
+        if MODELS[name] is RGCN:
+            if "edge_type" not in data:
+                fix = "Set data.edge_type; to predict links of several types, use the decoder distmult."
+                raise InputError("the model 'rgcn' needs edges with types", got="edges without edge_type", fix=fix)
+            relations = data.get("num_relations", int(data.edge_type.max()) + 1 if data.num_edges else 1)
+            from_graph = {"num_relations": relations, "num_nodes": data.num_nodes if data.num_features <= 1 else None}
         model = MODELS[name](data.num_features, num_outputs, **options, **from_graph)
     vars(model)["built_from"] = {"model": name, **options}
     return model
 
 
-for _name, _model in _ALL.items():
-    describe_arguments(_model, {key: each.help for key, each in model_options(_name).items()})
+for _model in {*MODELS.values(), *TYPED_MODELS.values()}:
+    describe_arguments(_model, {key: each.help for key, each in options_of(_model).items()})

@@ -220,6 +220,21 @@ def known_keys(data: Data, edges: EdgeKind, *, backwards: bool = False) -> Tenso
     return keys_of(end, start % count, None if edges.num_relations is None else start // count, count)
 
 
+def check_graphs(dataset: Dataset) -> None:
+    """Refuse a data set that has no graph for each split, of the same nodes."""
+    if len(dataset.graphs()) < 3:
+        raise InputError(
+            "link prediction needs a graph for each split",
+            got="one graph for several",
+            fix="Pass the three that torch_geometric.transforms.RandomLinkSplit(...)(data) returns.",
+        )
+    if len({graph.num_nodes for graph, _ in dataset.graphs()}) > 1:
+        sizes = ", ".join(str(graph.num_nodes) for graph, _ in dataset.graphs())
+        raise InputError(
+            "the graphs of link prediction have the same nodes", got=f"{sizes} nodes", fix="Split edges only."
+        )
+
+
 def check_messages(split: str, pairs: Pairs, place: str, data: Data, edges: EdgeKind) -> None:
     """Refuse positives of a split that are edges that pass messages in the graph of another, or the same, split."""
     asked = _keys(pairs.positives, edges)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from gnnautoscale.errors import InputError
 from gnnautoscale.tasks.decoders import Decoder
 from gnnautoscale.tasks.pairs import Pairs, keys_of
 
@@ -42,6 +43,27 @@ class KnownEdges:
         row = torch.arange(source.numel(), device=source.device).repeat_interleave(counts)
         offsets = torch.arange(row.numel(), device=source.device) - (counts.cumsum(0) - counts)[row]
         return row, keys[begin[row] + offsets] % self._num_nodes
+
+
+def check_relations(relation: Tensor | None, num_relations: int | None) -> None:
+    """Refuse relations of asked pairs that are not among those that were trained on, if that is known."""
+    if num_relations is None:
+        return
+    if relation is None:
+        fix = "Pass one for each pair (--relation, or the column relation of --pairs)."
+        raise InputError("pairs of typed edges need a relation", got="none", fix=fix)
+    if relation.numel() and not 0 <= int(relation.min()) <= int(relation.max()) < num_relations:
+        got, fix = f"{int(relation.min())} to {int(relation.max())}", "Check the numbering."
+        raise InputError(f"relations must be from 0 to {num_relations - 1}", got=got, fix=fix)
+
+
+def with_negatives(pairs: Pairs, known: KnownEdges, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Edges, and as many pairs of random nodes without a known edge, or a few less: ends, labels and relations."""
+    drawn = torch.randint(pairs.num_nodes, pairs.ends.shape, generator=generator)
+    kept = ~known.contain(drawn[0], drawn[1], pairs.relation) & (drawn[0] != drawn[1])
+    ends = torch.cat([pairs.ends, drawn[:, kept]], dim=1)
+    relation = None if pairs.relation is None else torch.cat([pairs.relation, pairs.relation[kept]])
+    return ends, torch.arange(ends.size(1)) < pairs.ends.size(1), relation
 
 
 def pair_scores(decoder: nn.Module, out: Tensor, ends: Tensor, relation: Tensor | None) -> Tensor:

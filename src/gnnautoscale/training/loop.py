@@ -89,7 +89,7 @@ def fit(  # noqa: D417 - the options are filled in below
         raise InputError(
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
         )
-    dataset = data if isinstance(data, Dataset) else _dataset_of(data)
+    dataset = dataset_of(data)
     dataset.check()
     task = task_for(dataset, task) if task is None or isinstance(task, str) else task
     if isinstance(task, Task):
@@ -119,7 +119,10 @@ fit.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 describe_arguments(fit, {name: option.help for name, option in OPTIONS.items()})
 
 
-def _dataset_of(data: Any) -> Dataset:
+def dataset_of(data: Any) -> Dataset:
+    """The data set that someone means who passes a graph, one for each split, or lists of graphs."""
+    if isinstance(data, Dataset):
+        return data
     if isinstance(data, HeteroData):
         return TypedDataset.of_types(data)
     if isinstance(data, Data) and holds_graphs(data):
@@ -142,22 +145,16 @@ def _dataset_of(data: Any) -> Dataset:
 
 
 def _check_inseparable(task: Task, options: FitOptions) -> None:
-    """Refuse what needs a loss of each batch by itself, if the task has none."""
-    if task.separable:
+    """Refuse what exact steps cannot do if the loss takes the outputs of all nodes together."""
+    if task.separable or options.exact_after >= options.epochs:
         return
-    refused = {
-        "compensate": options.compensate if options.compensate == "gradient" else None,
-        "lipschitz": options.lipschitz or None,
-        "diagnose": "gradients" if "gradients" in options.diagnose else None,
-    }
-    exact = options.exact_after < options.epochs
-    refused["precision"] = options.precision if exact and options.precision == "bfloat16" else None
+    refused = {"lipschitz": options.lipschitz, "precision": options.precision == "bfloat16" and options.precision}
     for name, value in refused.items():
-        if value is not None:
+        if value:
             raise InputError(
-                f"{type(task).__name__} has no loss of a batch by itself, which {name}={value!r} needs",
-                got="both",
-                fix=f"Leave {name} out.",
+                f"exact steps of {type(task).__name__}, whose loss takes all outputs together, have no {name}",
+                got=f"{name}={value!r}",
+                fix=f"Leave {name} out, or the exact steps.",
             )
 
 

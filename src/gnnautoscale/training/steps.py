@@ -149,7 +149,9 @@ class Steps:
         chosen = out if item.rows is None else out[item.rows]
         loss = self.task.loss(chosen, item.targets) if count else chosen.sum()
         self._check_loss(loss)
-        return loss, loss if self._per_target is None else loss * (self._per_target * count)
+        if self._per_target is None:
+            return loss, loss
+        return loss, loss * (self._per_target * (self.task.weight(item.targets) if count else 0))
 
     def _show(self, out: Any, batch: Data) -> None:
         """Show the output to a task that wants to see it."""
