@@ -15,7 +15,6 @@ import gnnautoscale.cli as cli
 from gnnautoscale.data import read_typed_graph
 from gnnautoscale.errors import InputError
 
-pytestmark = pytest.mark.filterwarnings("ignore:There exist node types:UserWarning")
 FAST = ["--epochs", "2", "--num-parts", "4", "--batch-size", "2", "--run-dir", "none", "--quiet"]
 
 

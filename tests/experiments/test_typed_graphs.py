@@ -17,8 +17,6 @@ from gnnautoscale.experiments.reproduce.relational import EntityConv, EntityRGCN
 from gnnautoscale.experiments.reproduce.typed_graphs import entities, load_typed, words
 from gnnautoscale.experiments.reproduce.work import perform
 
-pytestmark = pytest.mark.filterwarnings("ignore:There exist node types:UserWarning")
-
 
 def triples(seed: int = 0) -> dict[str, Any]:
     """20 nodes, 3 relations, 60 triples; the classes of 12 nodes are known."""

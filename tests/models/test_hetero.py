@@ -14,8 +14,6 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.models import TYPED_MODELS, build_model
 from support.typed import typed_graph
 
-pytestmark = pytest.mark.filterwarnings("ignore:There exist node types:UserWarning")
-
 
 def graph() -> HeteroData:
     """Nobody cites a venue, and terms have no features."""

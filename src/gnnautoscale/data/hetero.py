@@ -70,6 +70,14 @@ class TypedDataset(Dataset):
         """What a task looks at in a batch: the nodes with targets, without edges."""
         return nodes_of_type(batch, self.target)
 
+    def own_rows(self, rows: dict[str, Tensor]) -> Tensor:
+        """The rows of what is seen in a batch, given those of the target types' own nodes."""
+        return rows[self.target]
+
+    def all_rows(self, rows: dict[str, Tensor]) -> Tensor:
+        """The rows that a task scores, given those of all nodes of the target types."""
+        return rows[self.target]
+
     @property
     def num_features(self) -> int:
         """Columns of ``x`` of the nodes with targets; 0 if they have none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,9 +121,7 @@ class HeteroSAGE(TypedStack):
     """
 
     def _make_layer(self) -> nn.Module:
-        convs = {kind: pyg.SAGEConv(self.hidden, self.hidden) for kind in self.types.relations}
-        made: nn.Module = pyg.HeteroConv(convs, aggr="sum")
-        return made
+        return _summed({kind: pyg.SAGEConv(self.hidden, self.hidden) for kind in self.types.relations})
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -145,13 +144,21 @@ class HeteroRGCN(TypedStack):
         return _RelationalLayer(self.types, self.hidden)
 
 
+def _summed(convs: dict[EdgeType, nn.Module]) -> nn.Module:
+    """A layer for each type of edges, whose outputs add up."""
+    with warnings.catch_warnings():  # types that no edge points to keep their rows
+        warnings.filterwarnings("ignore", "There exist node types", UserWarning)
+        made: nn.Module = pyg.HeteroConv(convs, aggr="sum")
+    return made
+
+
 class _RelationalLayer(nn.Module):
     """A layer of R-GCN."""
 
     def __init__(self, types: Types, width: int) -> None:
         super().__init__()
         convs = {kind: pyg.SAGEConv(width, width, root_weight=False, bias=False) for kind in types.relations}
-        self.conv = pyg.HeteroConv(convs, aggr="sum")
+        self.conv = _summed(convs)
         self.own = ModuleDict({kind: nn.Linear(width, width) for kind in types.counts})
 
     def forward(self, x_dict: Rows, edge_index_dict: dict[EdgeType, Tensor]) -> Rows:

@@ -297,7 +297,8 @@ class LinkPrediction(Task):
         own, total = self._own, weight.sum() * self._draws
         draws = self._draws if self._is_whole else _DRAWN_MORE * self._draws
         source, target, relation, weight = (each.repeat(draws) for each in (source, target, relation, weight))
-        first, second = (own[torch.randint(own.numel(), source.shape, device=source.device)] for _ in range(2))
+        pools = self._pools(own)
+        first, second = (pool[torch.randint(pool.numel(), source.shape, device=source.device)] for pool in pools)
         if self._num_relations is not None:
             backwards = torch.rand(source.shape, device=source.device) < 0.5
             source_in, target_in = self._placed[source] >= 0, self._placed[target] >= 0
@@ -311,6 +312,14 @@ class LinkPrediction(Task):
         drawn = drawn * (total / drawn.sum().clamp(min=1e-12))
         return first, second, relation, drawn
 
+    def _pools(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """The nodes of the batch that sources and targets are drawn from: those of their types, if these differ."""
+        pairs = self._training_pairs
+        if pairs.between is None:
+            return own, own
+        source, target = (own[(own >= low) & (own < high)] for low, high in pairs.between)
+        return source, target
+
     def _stand_for(self, source: Tensor, target: Tensor) -> Tensor:
         """What pairs inside the batch stand for, ``[num_pairs]``; only for themselves if it holds all nodes."""
         if self._is_whole:
@@ -320,7 +329,7 @@ class LinkPrediction(Task):
     @property
     def _is_whole(self) -> bool:
         """Whether the batch holds all nodes."""
-        return self._own.numel() == self._training_pairs.num_nodes
+        return self._own.numel() == self._training_pairs.num_ends
 
     def _scores(
         self, out: Tensor, source: Tensor, target: Tensor, relation: Tensor, across: Tensor | None = None
@@ -359,10 +368,10 @@ class LinkPrediction(Task):
             chosen = torch.linspace(0, positives.ends.size(1) - 1, _MOST_RANKED).long()
             positives, others = positives.at(chosen), None if others is None else others[chosen]
         shape = (positives.ends.size(1), self._candidates or 0)
-        drawn = torch.randint(pairs.num_nodes, shape, generator=generator) if self._candidates else others
+        drawn = pairs.draw(shape, generator, 1) if self._candidates else others
         found = [ranks(decoder, out, positives, self._known, drawn)]
         if self._num_relations is not None and pairs.others is None:
-            drawn = torch.randint(pairs.num_nodes, shape, generator=generator) if self._candidates else None
+            drawn = pairs.draw(shape, generator, 0) if self._candidates else None
             found.append(ranks(decoder, out, positives, self._back, drawn, backwards=True))
         places = torch.cat(found)
         if self._most is not None:
@@ -424,7 +433,8 @@ class LinkPrediction(Task):
             fix = "Check the numbering."
             raise InputError(f"node must be from 0 to {out.size(0) - 1}", got=str(node), fix=fix)
         check_relations(None if relation is None else torch.tensor([relation]), self._num_relations)
-        return best_partners(self._made().eval(), out, node, relation, count, self._known if new else None)
+        among = None if self._pairs is None else self._pairs.range_of(1)
+        return best_partners(self._made().eval(), out, node, relation, count, self._known if new else None, among)
 
     def predictions(self, out: Tensor, data: Data) -> dict[str, Tensor]:
         """The rows that decoders score; see :meth:`scores` and :meth:`partners` for what they make of these."""

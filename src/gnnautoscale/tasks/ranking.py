@@ -59,7 +59,7 @@ def check_relations(relation: Tensor | None, num_relations: int | None) -> None:
 
 def with_negatives(pairs: Pairs, known: KnownEdges, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
     """Edges, and as many pairs of random nodes without a known edge, or a few less: ends, labels and relations."""
-    drawn = torch.randint(pairs.num_nodes, pairs.ends.shape, generator=generator)
+    drawn = torch.stack([pairs.draw((pairs.ends.size(1),), generator, end) for end in (0, 1)])
     kept = ~known.contain(drawn[0], drawn[1], pairs.relation) & (drawn[0] != drawn[1])
     ends = torch.cat([pairs.ends, drawn[:, kept]], dim=1)
     relation = None if pairs.relation is None else torch.cat([pairs.relation, pairs.relation[kept]])
@@ -104,6 +104,8 @@ def ranks(
         source, target = given[piece], wanted[piece]
         if candidates is None:
             scores = _against_all(decoder, out, source, kind, backwards=backwards)
+            low, high = pairs.range_of(0 if backwards else 1)
+            scores[:, :low] = scores[:, high:] = -torch.inf
             row, partner = (place.to(scores.device) for place in known.partners(source, kind))
             own = scores.gather(1, target.to(scores.device).unsqueeze(1))
             scores[row, partner] = -torch.inf
@@ -127,13 +129,24 @@ def ranks(
 
 
 def best_partners(
-    decoder: nn.Module, out: Tensor, node: int, relation: int | None, count: int, known: KnownEdges | None
+    decoder: nn.Module,
+    out: Tensor,
+    node: int,
+    relation: int | None,
+    count: int,
+    known: KnownEdges | None,
+    among: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The nodes with the best scores as targets of a node, and these, both ``[count]``; known targets are left out."""
+    """The nodes with the best scores as targets of a node, and these, both ``[count]``; known targets are left out.
+
+    Targets are ``among`` the nodes from one number to another, exclusive.
+    """
     source = torch.tensor([node])
     kind = None if relation is None else torch.tensor([relation])
     scores = _against_all(decoder, out, source, kind)
     scores[0, node] = -torch.inf
+    if among is not None:
+        scores[0, : among[0]] = scores[0, among[1] :] = -torch.inf
     if known is not None:
         scores[0, known.partners(source, kind)[1].to(scores.device)] = -torch.inf
     best = scores[0].topk(min(count, int((scores[0] > -torch.inf).sum())))

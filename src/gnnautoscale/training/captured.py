@@ -49,7 +49,7 @@ class Engine(Steps):
         rows: Callable[[Any], Any] = as_it_is,
         **further: Any,
     ) -> None:
-        super().__init__(model, optimizer, task, device, call=lambda batch: rows(model(batch)), **further)
+        super().__init__(model, optimizer, task, device, call=lambda batch: rows(model(batch)), nodes=nodes, **further)
         self._rows = rows
         self._feed = Feed(task, device, nodes)
         self._scaler = attached(model)

@@ -17,7 +17,7 @@ from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped
 
 from gnnautoscale._util import PeakMemory, describe_arguments
 from gnnautoscale.attach import is_autoscaled
-from gnnautoscale.data import Dataset, TypedDataset, holds_graphs, is_collection
+from gnnautoscale.data import Dataset, TypedDataset, TypedLinks, holds_graphs, is_collection
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder, check_run_dir
@@ -98,7 +98,7 @@ def fit(  # noqa: D417 - the options are filled in below
     task = check_task(task, dataset.train)
     _check_inseparable(task, given)
     if isinstance(dataset, TypedDataset):
-        check_typed_run(task, given)
+        check_typed_run(dataset, task, given)
     if given.evaluation == "histories" and dataset.inductive:
         raise InputError(
             "evaluation from histories needs the validation nodes in the training graph",
@@ -132,12 +132,14 @@ def dataset_of(data: Any) -> Dataset:
         return Dataset.of_graphs(data)
     if isinstance(data, Data):
         return Dataset.of(data)
+    if isinstance(data, (tuple, list)) and len(data) == 3 and all(isinstance(each, HeteroData) for each in data):
+        return TypedLinks.of_splits(data)
     if isinstance(data, (tuple, list)) and len(data) == 3 and all(is_collection(each) for each in data):
         return Dataset.of_graphs(data)
     if not isinstance(data, (tuple, list)) or len(data) != 3 or not all(isinstance(each, Data) for each in data):
         got = f"{len(data)} items" if isinstance(data, (tuple, list)) else type(data).__name__
         rule = (
-            "data must be a torch_geometric.data.Data or HeteroData, three of the former or three lists of them for "
+            "data must be a torch_geometric.data.Data or HeteroData, three of them or three lists of Data for "
             "training, validation and test, or a Dataset"
         )
         raise InputError(rule, got=got, fix="Pass one of these.")
@@ -193,6 +195,7 @@ def _train(
         with clock("partition"):
             strategy = TypedStrategy(model, dataset, optimizer, task, options, labels)
         loader = strategy.loader
+        task.prepare(loader)
         if checkpoint is not None:
             check_same_run(checkpoint, given, strategy.key, learner)
     elif options.has_histories:
@@ -208,6 +211,7 @@ def _train(
     elif isinstance(dataset, TypedDataset):
         with clock("partition"):
             subgraphs = typed_subgraphs(dataset, task, options)
+        task.prepare(subgraphs)
         strategy = TypedSubgraphStrategy(model, subgraphs, dataset, optimizer, task, options)
     else:
         with clock("partition"):

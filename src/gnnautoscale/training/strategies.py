@@ -25,7 +25,7 @@ from gnnautoscale.history import History
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.captured import Engine
-from gnnautoscale.training.feed import Item, plain_item
+from gnnautoscale.training.feed import Item, as_it_is, plain_item
 from gnnautoscale.training.flow import Flow
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.steps import Steps
@@ -300,6 +300,8 @@ class SubgraphStrategy(Strategy):
         optimizer: torch.optim.Optimizer,
         task: Task,
         options: FitOptions,
+        *,
+        nodes: Callable[[Any], Data] = as_it_is,
     ) -> None:
         _refuse_cached(model)
         self._loader, self._device = loader, torch.device(options.device)
@@ -312,6 +314,7 @@ class SubgraphStrategy(Strategy):
             task,
             self._device,
             call=self._call,
+            nodes=nodes,
             grad_norm=clip,
             precision=precision,
             accumulate=options.accumulate,

@@ -11,12 +11,13 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import unpack_batch
-from gnnautoscale.data import TypedDataset
+from gnnautoscale.data import TypedDataset, TypedLinks
 from gnnautoscale.errors import InputError
+from gnnautoscale.forward import evaluating
 from gnnautoscale.graph import ClusterLoader, SampleLoader, TypedGraph
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.feed import Item
-from gnnautoscale.training.options import FitOptions
+from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.strategies import SubgraphStrategy
 
 
@@ -25,10 +26,12 @@ def typed_subgraphs(dataset: TypedDataset, task: Task, options: FitOptions) -> C
     if options.fan_out is None:
         cut: dict[str, Any] = {name: getattr(options, name) for name in ("partition", "balance", "seed", "cache_dir")}
         return ClusterLoader(dataset.graph, options.num_parts, batch_size=options.batch_size, shuffle=True, **cut)
+    count = -(-options.num_parts // options.batch_size)
+    if isinstance(dataset, TypedLinks):
+        return task.sampled(dataset.graph, options.fan_out, count, seed=options.seed)
     rows, _ = task.targets_of_graph(dataset.train)
     nodes = torch.arange(dataset.train.num_nodes) if rows is None else rows
     nodes = nodes + TypedGraph.of(dataset.graph).first[dataset.target]
-    count = -(-options.num_parts // options.batch_size)
     return SampleLoader(dataset.graph, nodes, options.fan_out, count, seed=options.seed)
 
 
@@ -45,7 +48,7 @@ class TypedSubgraphStrategy(SubgraphStrategy):
         options: FitOptions,
     ) -> None:
         self._dataset = dataset
-        super().__init__(model, loader, dataset, optimizer, task, options)
+        super().__init__(model, loader, dataset, optimizer, task, options, nodes=dataset.seen)
         if any(is_lazy(weight) for weight in model.parameters()):
             with torch.no_grad():
                 self._call(self._whole("train").to(str(self._device)))  # gives them their shapes
@@ -64,12 +67,26 @@ class TypedSubgraphStrategy(SubgraphStrategy):
             store.e_id = torch.arange(store.edge_index.size(1))
         return whole
 
+    @torch.no_grad()
+    def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
+        """See :meth:`Strategy.output`."""
+        with evaluating(self._model):
+            rows = self._rows(self._whole(split).to(str(self._device)))
+        return self._dataset.all_rows(rows).cpu()
+
     def _call(self, batch: HeteroData) -> Tensor:
+        rows = self._rows(batch)
+        return self._dataset.own_rows({kind: each[: batch[kind].batch_size] for kind, each in rows.items()})
+
+    def _rows(self, batch: HeteroData) -> dict[str, Tensor]:
+        """The model's rows of the target types."""
         args, kwargs = unpack_batch(self._signature, type(self._model).__name__, (batch,), {})
-        out, (target,) = self._model(*args, **kwargs), self._dataset.targets
-        rows = out.get(target) if isinstance(out, dict) else out
-        if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.size(0) != batch[target].num_nodes:
-            got = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else f"a {type(out).__name__}"
-            rule = f"the model must return one row for each of the {batch[target].num_nodes} nodes of {target!r}"
-            raise InputError(rule, got=got, fix="Return these, or a dictionary that has them.")
-        return rows[: batch[target].batch_size]
+        out, kinds = self._model(*args, **kwargs), self._dataset.targets
+        rows = out if isinstance(out, dict) else {kinds[0]: out}
+        for kind in kinds:
+            each = rows.get(kind)
+            if not isinstance(each, Tensor) or each.dim() != 2 or each.size(0) != batch[kind].num_nodes:
+                got = f"shape {tuple(each.shape)}" if isinstance(each, Tensor) else f"a {type(out).__name__}"
+                rule = f"the model must return one row for each of the {batch[kind].num_nodes} nodes of {kind!r}"
+                raise InputError(rule, got=got, fix="Return these, or a dictionary that has them.")
+        return {kind: rows[kind] for kind in kinds}
