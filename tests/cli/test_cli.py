@@ -373,7 +373,7 @@ def test_a_saved_baseline_scores_as_it_did(tmp_path: Path, flags: list[str]) -> 
 
 
 # Others are trained and saved below.
-@pytest.mark.parametrize("model", [model for model in MODELS if model not in ("gcn", "gat", "pna", "pna-jk")])
+@pytest.mark.parametrize("model", [model for model in MODELS if model not in ("gcn", "gat", "pna", "pna-jk", "rgcn")])
 def test_every_model_trains(model: str) -> None:
     (run,) = answer("train", *TINY, *FAST, "--model", model, "--layers", "2", "--hidden", "4")["runs"]
     assert len(run["epochs"]) == 2
@@ -1019,12 +1019,56 @@ def test_links_of_a_file_with_splits(tmp_path: Path) -> None:
 
 def test_a_knowledge_graph_is_shown_and_trained_on(tmp_path: Path) -> None:
     file, node = tmp_path / "kg.npz", np.arange(30)
-    step = [np.stack([node, node % 2, (node + far) % 30], axis=1) for far in (1, 2, 3)]
+    step = [np.stack([node, node % 3, (node + far) % 30], axis=1) for far in (1, 2, 3)]
     np.savez(file, train=step[0], valid=step[1], test=step[2], num_nodes=30)
     assert answer("data", "--data", file) == {"nodes": 30, "directed edges": 90, "features": 1}
     data: list[str | Path] = ["--data", file, "--task", "link", "--decoder", "distmult", "--width", "8"]
-    (run,) = answer("train", *data, *FAST, "--batch-size", "2", "--metric", "mrr")["runs"]
+    model: list[str | Path] = ["--model", "rgcn", "--blocks", "2", "--save", tmp_path / "model.pt"]
+    (run,) = answer("train", *data, *model, *FAST, "--batch-size", "2", "--metric", "mrr")["runs"]
     assert run["metric"] == "MRR"
+    pairs = tmp_path / "pairs.csv"
+    pairs.write_text("source,target,relation\n0,1,0\n5,2,1\n")
+    infer: list[str | Path] = [
+        "infer",
+        tmp_path / "model.pt",
+        *data,
+        "--output",
+        tmp_path / "out.npz",
+        "--pairs",
+        pairs,
+    ]
+    answer(*infer, "--partners-of", "3", "--relation", "1", "--top", "4")
+    found = np.load(tmp_path / "out.npz")
+    weight = torch.load(tmp_path / "model.pt")["decoder"]["weight"].numpy()
+    rows = found["embeddings"]
+    scores = (rows[[0, 5]] * weight[[0, 1]] * rows[[1, 2]]).sum(1)
+    np.testing.assert_allclose(found["pair_scores"], scores, rtol=1e-4, atol=1e-5)
+    assert found["partners"].shape == (1, 4)
+    assert not np.isin(found["partners"], [(3 + far) % 30 for far in (1, 2, 3)]).any()  # edges of the data set
+    np.save(tmp_path / "pairs.npy", np.array([[0, 0, 1], [5, 1, 2]]))
+    answer(*infer[:-1], tmp_path / "pairs.npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npz")["pair_scores"], found["pair_scores"])
+    np.save(tmp_path / "pairs.npy", np.array([[0, 3, 1]]))
+    assert "relations must be from 0 to 2, but got 3 to 3" in refused(*infer[:-1], tmp_path / "pairs.npy")
+    np.save(tmp_path / "pairs.npy", np.array([[0, 1]]))
+    assert "pairs of typed edges need a relation" in refused(*infer[:-1], tmp_path / "pairs.npy")
+    assert "pairs of typed edges need a relation" in refused(*infer[:-2], "--partners-of", "3")
+
+
+def test_links_of_tables_with_types_and_splits(tmp_path: Path) -> None:
+    nodes, edges = tmp_path / "nodes.csv", tmp_path / "edges.csv"
+    nodes.write_text("id,a,b\n" + "".join(f"n{number},{number % 3},1\n" for number in range(30)))
+    rows = [
+        f"n{number},n{(number + far) % 30},{('eats', 'likes')[number % 2]},{split}\n"
+        for far, split in ((1, "train"), (2, "val"), (3, "test"), (5, "none"))
+        for number in range(30)
+    ]
+    edges.write_text("source,target,type,split\n" + "".join(rows))
+    data: list[str | Path] = ["--data", nodes, "--edges", edges, "--task", "link"]
+    typed = ["--decoder", "distmult", "--model", "rgcn", "--metric", "hits@3", "--width", "8"]
+    (run,) = answer("train", *data, *typed, *FAST, "--batch-size", "2")["runs"]
+    assert run["metric"] == "Hits@3"
+    assert "the model 'rgcn' needs edges with types" in refused("train", *data, "--model", "rgcn", *FAST)
 
 
 @pytest.mark.parametrize("mode", [["--mode", "cluster"], ["--mode", "sage", "--fan-out", "3,3"]])

@@ -54,6 +54,7 @@ def test_other_names_are_left_alone(tmp_path: Path) -> None:
     assert sorted(data.keys()) == ["edge_index", "x", "y"]
     both = as_data()
     both.colour = torch.ones(3)
+    assert both.is_node_attr("colour")  # which the graph remembers, also in a file
     torch.save(both, tmp_path / "graph.pt")
     assert sorted(read_graph(tmp_path / "graph.pt").keys()) == ["edge_index", "x", "y"]
 

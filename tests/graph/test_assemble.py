@@ -12,8 +12,8 @@ from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 from conftest import undirected_graph
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.assemble import without_tensors
-from gnnautoscale.graph.baselines import Subgraphs
 from gnnautoscale.graph.loader import HaloLoader
+from gnnautoscale.graph.subgraphs import Subgraphs
 
 
 class Molecule(Data):  # type: ignore[misc]

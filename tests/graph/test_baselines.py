@@ -13,7 +13,8 @@ from torch_geometric.nn import GIN, GraphSAGE  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from conftest import CHANNELS, odd_graph, undirected_graph, whole, with_attributes
-from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader, Subgraphs, draw_from_groups, whole_neighbourhood
+from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader
+from gnnautoscale.graph.subgraphs import Subgraphs, draw_from_groups, whole_neighbourhood
 
 GRAPHS = {"undirected": undirected_graph(), "odd": odd_graph()}
 # 0 and 1 point to each other, both to 2; 2 to 3 and to itself; 3 to 4 twice.

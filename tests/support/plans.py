@@ -23,7 +23,7 @@ _PLANS: dict[Hashable, Plan] = {}
 def plan_once(hooks: Hooks, info: BatchInfo, arguments: BoundArguments, **options: bool) -> Plan:
     """The plan of a model; one that was made before if all but the values of weights and features is the same."""
     with hooks.lifted() as model:
-        known = all(_is_known(module) for module in model.modules())
+        known = isinstance(info, BatchInfo) and all(_is_known(module) for module in model.modules())
         form = form_of_arguments(info, (arguments.args, arguments.kwargs))
         key = (_described(model, {}), form, graph_form(info.graph), *options.items()) if known else None
     if key is None:

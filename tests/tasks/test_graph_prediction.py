@@ -17,7 +17,7 @@ from torch_geometric.nn import GIN, GraphSAGE, aggr  # type: ignore[import-untyp
 import gnnautoscale as gas
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import HaloLoader
+from gnnautoscale.graph import Graph, HaloLoader
 from gnnautoscale.runs import read_run
 from gnnautoscale.tasks import GraphPrediction
 from gnnautoscale.tasks.task import Task
@@ -197,6 +197,9 @@ def test_parts_of_large_graphs_train(readout: Any, mode: str) -> None:
         {"accumulate": 2},
         {"refresh": 1},
         {"compensate": "momentum"},
+        {"compensate": "gradient"},
+        {"compensate": "gradient", "refresh": 1},
+        {"lipschitz": 0.1},
         {"storage": "host", "history_dtype": "bfloat16"},
         {"drawings": 2, "evaluate_parts": 1},
     ],
@@ -206,6 +209,27 @@ def test_options_of_steps(options: dict[str, Any]) -> None:
     task = GraphPrediction("mean", width=WIDTH)
     result = gas.fit(encoder(), large_graphs(), task=task, epochs=8, lr=0.01, **PARTS, **options)
     assert result.epochs[-1].loss < result.epochs[0].loss
+
+
+def test_the_gradients_of_parts_are_compared_with_full_batch() -> None:
+    """Exact histories and pooled rows: the last layer's gradients add up, all of them if they cross borders."""
+    data, task = large_graphs(), GraphPrediction("mean", "mlp", width=WIDTH)
+    torch.manual_seed(5)
+    task.bound_to(data, metric=None, class_weight="none")
+    model = gas.autoscale(GraphSAGE(4, 6, num_layers=2, out_channels=WIDTH), data.train)
+    both = not Graph.of(data.train).is_symmetric
+    loader = HaloLoader(data.train, 24, batch_size=3, shuffle=True, bidirectional=both)
+    task.prepare(loader)
+    rows = gas.infer(model, loader, update_histories=True)
+    task.see(rows, torch.arange(rows.size(0)))
+    task.loss(rows, task.targets_of_graph(data.train)[1])
+    before = copy.deepcopy(task.state_dict())
+    found = gas.diagnose(model, loader, "gradients", task=task)["gradients"]
+    by_name = {layer["layer"]: layer for layer in found["layers"]}
+    assert by_name["convs.1"]["relative_error"] < 1e-4
+    assert by_name["convs.0"]["relative_error"] > 1e-3
+    assert found["compensated"]["relative_error"] < 1e-3
+    assert same_bits(before, task.state_dict())  # it was no training
 
 
 def test_steps_follow_full_batch_where_nothing_is_stale() -> None:
@@ -343,9 +367,8 @@ def test_joined_graphs_with_masks() -> None:
     ("options", "message"),
     [
         ({"mode": "sage", "fan_out": [2, 2]}, "pooled from all of its nodes, but got neighbour sampling"),
-        ({"compensate": "gradient"}, "compensate='gradient' needs"),
-        ({"lipschitz": 0.1}, "lipschitz=0.1 needs"),
-        ({"diagnose": ["gradients"]}, "diagnose='gradients' needs"),
+        ({"lipschitz": 0.1, "mode": "exact"}, "exact steps of GraphPrediction.* have no lipschitz"),
+        ({"precision": "bfloat16", "exact_epochs": 1}, "have no precision"),
         ({"metric": "RMSE"}, "a metric of classes"),
     ],
 )

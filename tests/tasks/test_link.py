@@ -19,11 +19,12 @@ import gnnautoscale as gas
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import ClusterLoader
+from gnnautoscale.models import build_model
 from gnnautoscale.runs import read_run
 from gnnautoscale.tasks import Bilinear, Dot, LinkPrediction
 from gnnautoscale.tasks.metrics import roc_auc
 from gnnautoscale.tasks.pairs import Meetings
-from support.communities import FEATURES, community_graph, same_bits, weights_of
+from support.communities import FEATURES, Weights, community_graph, same_bits, weights_of
 
 Splits = tuple[Data, Data, Data]
 
@@ -191,13 +192,98 @@ def test_a_batch_of_all_nodes_has_no_rare_meetings() -> None:
     assert len(result.epochs) == 3
 
 
+@pytest.mark.parametrize("model", ["gcn", "graphsage"])
+def test_gradients_are_compared_with_full_batch(model: str) -> None:
+    """Exact histories and outputs, and negatives inside parts, where weights are 1: the last layer's add up."""
+    parts = splits()
+    train, labels = parts[0], gas.HaloLoader(parts[0], 4).labels
+    source, target = train.edge_label_index
+    kept = (train.edge_label > 0) | (labels[source] == labels[target])
+    train.edge_label_index, train.edge_label = train.edge_label_index[:, kept], train.edge_label[kept]
+    assert int((train.edge_label == 0).sum()) > 0
+    torch.manual_seed(1)
+    task = LinkPrediction("bilinear", width=8)
+    task.bound_to(Dataset("links", *parts), metric=None, class_weight="none")
+    loader = gas.HaloLoader(train, partition=labels, batch_size=2, shuffle=True)
+    task.prepare(loader)
+    scaled = gas.autoscale(build_model(model, train, 8, hidden=16, dropout=0.0), train)
+    rows = gas.infer(scaled, loader, update_histories=True)
+    task.see(rows, torch.arange(48))
+    found = gas.diagnose(scaled, loader, "gradients", task=task)["gradients"]
+    by_name = {layer["layer"]: layer for layer in found["layers"]}
+    assert by_name["convs.1"]["relative_error"] < 1e-4
+    assert by_name["convs.0"]["relative_error"] > 1e-3
+    assert found["compensated"]["relative_error"] < 1e-3
+    assert torch.equal(task.state_dict()["outputs"], rows)  # it was no training
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compensate": "gradient"},
+        {"compensate": "gradient", "refresh": 1},
+        {"compensate": "momentum"},
+        {"lipschitz": 0.1},
+        {"accumulate": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("drawn", [False, True])
+def test_options_of_steps(options: dict[str, Any], drawn: bool) -> None:
+    parts = splits(negatives=not drawn)
+    result = gas.fit(encoder(), parts, task="link", num_parts=8, batch_size=4, epochs=12, lr=0.02, **options)
+    assert result.epochs[-1].loss < result.epochs[0].loss
+
+
+def test_measuring_gradients_changes_no_bit(tmp_path: Path) -> None:
+    def run(**options: Any) -> Weights:
+        model = encoder()
+        fixed: dict[str, Any] = {"num_parts": 8, "batch_size": 4, "epochs": 3, "run_dir": str(tmp_path / str(options))}
+        gas.fit(model, splits(negatives=False), task="link", **fixed, **options)
+        return weights_of(model)
+
+    watched = run(diagnose=["gradients", "staleness"], diagnose_every=1)
+    assert same_bits(watched, run(diagnose_every="never"))
+    found = read_run(tmp_path / str({"diagnose": ["gradients", "staleness"], "diagnose_every": 1})).gradients
+    assert len(found) == 3
+    assert all(0 < each["cosine"] < 1 for each in found)
+
+
 @pytest.mark.gpu
-def test_steps_on_links_are_not_captured() -> None:
+def test_a_gpu_trains_on_links_as_a_cpu_does() -> None:
     options: dict[str, Any] = {"num_parts": 8, "batch_size": 4, "drawings": 2, "epochs": 20}
     parts = splits(negatives=True)
     on_gpu, on_cpu = (gas.fit(encoder(), parts, task="link", device=device, **options) for device in ("cuda", "cpu"))
-    assert on_gpu.how == "uncaptured, since steps on links are not captured"
     assert on_gpu.epochs[-1].loss == pytest.approx(on_cpu.epochs[-1].loss, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["full batch", "batches on the device", "batches on the host"])
+@pytest.mark.parametrize("kind", ["given", "drawn", "typed"])
+def test_captured_steps_give_the_numbers_of_uncaptured_ones(
+    kind: str, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also with negatives that are drawn: a replay draws what the step would have drawn."""
+    monkeypatch.setattr(LinkPrediction, "why_uncaptured", None)
+    parts = typed_splits() if kind == "typed" else splits(negatives=kind == "given")
+    batches: dict[str, Any] = {"num_parts": 8, "batch_size": 4, "drawings": 2, "batches_on": where.split()[-1]}
+
+    def run(name: str, **options: Any) -> tuple[gas.FitResult, Weights]:
+        torch.manual_seed(5)
+        model: nn.Module = Relational() if kind == "typed" else encoder()
+        task = LinkPrediction("distmult" if kind == "typed" else "bilinear", width=8)
+        fixed: dict[str, Any] = {"epochs": 20, "lr": 0.005, "device": "cuda", "run_dir": str(tmp_path / name)}
+        fixed |= {"mode": "full"} if where == "full batch" else batches
+        # Diagnostics and evaluations between captured steps must leave no trace either.
+        fixed |= {"diagnose": ["gradients"], "diagnose_every": 5, "evaluate_every": 4}
+        return gas.fit(model, parts, task=task, **fixed, **options), weights_of(model)
+
+    (captured, weights), (plain, others) = run("captured"), run("plain", capture=False)
+    assert captured.how.startswith("captured as")
+    assert plain.how.startswith("uncaptured, since this was asked for")
+    assert [each.loss for each in captured.epochs] == pytest.approx([each.loss for each in plain.epochs], rel=2e-4)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, others[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("typed", [False, True])
@@ -372,8 +458,7 @@ def broken(**changes: Any) -> Splits:
         (splits(), {"metric": "accuracy"}, "a metric of links is ROC-AUC, average-precision, MRR or Hits@k"),
         (splits(), {"metric": "hits@0"}, "a metric of links is"),
         (splits(), {"class_weight": "balanced"}, "link prediction has no classes to weigh"),
-        (splits(), {"compensate": "gradient"}, "which compensate='gradient' needs"),
-        (splits(), {"diagnose": ["gradients"]}, "which diagnose='gradients' needs"),
+        (splits(), {"lipschitz": 0.1, "exact_epochs": 1}, "exact steps of LinkPrediction.* have no lipschitz"),
         (splits(), {"task": LinkPrediction("distmult")}, "a decoder is dot or bilinear for edges without types"),
     ],
 )

@@ -58,7 +58,7 @@ def test_steps_with_refreshed_batches_between_them_are_not_captured(storage: str
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["device", "host"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"rgcn"}))
 def test_captured_steps_give_the_numbers_of_uncaptured_ones(name: str, storage: str, data: Data) -> None:
     replayed, how = losses(name, data, storage=storage)
     assert how.startswith("captured as 6 CUDA graphs; batches stay on the GPU")
@@ -73,9 +73,13 @@ def test_captured_steps_give_the_numbers_of_uncaptured_ones(name: str, storage: 
 def test_compensated_steps_give_the_numbers_of_a_cpu(name: str, storage: str, data: Data) -> None:
     fixed: dict[str, Any] = {"storage": storage, "compensate": "gradient", "lr": 0.002}
     on_gpu, how = losses(name, data, **fixed)
-    assert how == "uncaptured, since compensated steps are not captured"
+    assert how.startswith("captured as 6 CUDA graphs")
+    plain, _ = losses(name, data, capture=False, **fixed)
+    assert on_gpu == pytest.approx(plain, rel=2e-4)
     on_cpu, _ = losses(name, data, device="cpu", **fixed)
     assert on_gpu == pytest.approx(on_cpu, rel=2e-3)
+    _, how = losses(name, data, **{**fixed, "compensate": "momentum"})
+    assert how.startswith("uncaptured, since the host counts the neighbours")
 
 
 @pytest.mark.gpu
@@ -115,7 +119,7 @@ def test_drawings_that_come_back_are_captured(data: Data) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["device", "host"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"rgcn"}))
 def test_a_captured_evaluation_gives_the_scores_of_others(name: str, storage: str, data: Data) -> None:
     found = []
     others: list[dict[str, Any]] = [

@@ -500,7 +500,7 @@ def test_sampling_everything_gives_the_full_batch_loss_in_several_batches() -> N
 
 
 @each_baseline
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"rgcn"}))
 def test_every_model_trains_as_a_baseline(baseline: str, name: str) -> None:
     data = community_graph()
     torch.manual_seed(1)

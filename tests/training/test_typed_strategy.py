@@ -82,6 +82,28 @@ def test_full_batch_is_plain_pyg() -> None:
     assert [epoch.loss for epoch in result.epochs] == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["cluster", "sage"])
+@pytest.mark.parametrize("name", ["SAGE sum", "residual"])
+def test_baselines_learn_the_classes_too(name: str, mode: str) -> None:
+    more = {"fan_out": [3, 3]} if mode == "sage" else {}
+    result, model = trained(name, mode=mode, epochs=30, **more)
+    assert result.scores["train"] > 80.0
+    assert (result.steps, result.history_bytes, result.connectivity) == (90, 0, 0.0)
+    again, _ = trained(name, mode=mode, epochs=30, **more)
+    assert [epoch.loss for epoch in again.epochs] == [epoch.loss for epoch in result.epochs]
+    gas.autoscale(model, graph())
+    out = gas.infer(model, graph())
+    out, data = out["paper"] if isinstance(out, dict) else out, graph()["paper"]
+    right = (out.argmax(1) == data.y)[data.test_mask]
+    assert 100 * float(right.double().mean()) == pytest.approx(result.scores["test"])
+
+
+def test_sampling_all_neighbours_in_one_batch_is_full_batch() -> None:
+    full, _ = trained(mode="full", epochs=4)
+    sampled, _ = trained(mode="sage", fan_out=[-1, -1], num_parts=1, batch_size=1, epochs=4)
+    assert [epoch.loss for epoch in sampled.epochs] == pytest.approx([epoch.loss for epoch in full.epochs], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -128,7 +150,7 @@ def test_a_resumed_run_has_the_same_bits(storage: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "cluster"}, "mode='cluster'"),
+        ({"mode": "history"}, "mode='history'"),
         ({"num_workers": 2}, "num_workers=2"),
         ({"task": "link"}, "a graph for each split"),
     ],

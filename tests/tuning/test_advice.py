@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 from typer.testing import CliRunner
 
 import gnnautoscale.cli as cli
 from gnnautoscale.attach import autoscale
 from gnnautoscale.cli.advice import TUNE, parse_memory, train_command
 from gnnautoscale.cli.schema import TRAIN
-from gnnautoscale.data import datasets, generate
+from gnnautoscale.data import generate
 from gnnautoscale.data.datasets import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import GCN
@@ -84,7 +84,7 @@ class Known(Trials):
         self.done = {(parts, DEVICE): Trial(memory, step, 0.0) for parts, (step, memory) in measured.items()}
         self._failed = set()
         self._device = torch.device("cpu")
-        self._options = FitOptions(device="cpu")
+        self._options, self._task = FitOptions(device="cpu"), NodeClassification(3)
         self._rows = [(1, torch.float32)]
         self._saved = 0.0
         self._graph = Data(num_nodes=5 * UNIT)  # histories of 40 units, with a second set for evaluation
@@ -435,25 +435,34 @@ def test_refuses_an_autoscaled_model_and_a_single_node() -> None:
     mask = torch.tensor([True])
     one = Data(x=torch.ones(1, 2), edge_index=torch.zeros(2, 0, dtype=torch.long), y=torch.tensor([0]))
     one.train_mask = one.val_mask = mask
-    with pytest.raises(InputError, match="which tasks of nodes have, but got a GraphPrediction"):
-        tune.tune("gcn", datasets.load("echoes", graphs=2, nodes=400))
+    types = HeteroData(a={"x": torch.ones(2, 1), "y": torch.tensor([0, 1]), "train_mask": torch.ones(2) > 0})
+    with pytest.raises(InputError, match="tune takes graphs with one type of nodes"):
+        tune.tune("gcn", types)
     with pytest.raises(InputError, match="at least two nodes"):
         tune.tune("gcn", one)
 
 
-def test_the_proposed_command_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+ECHOES = ["--data", "echoes", "--graphs", "2", "--nodes", "400", "--readout", "mean"]
+
+
+@pytest.mark.parametrize("asked", [TINY, [*TINY, "--task", "link", "--decoder", "bilinear"], ECHOES], ids=" ".join)
+def test_the_proposed_command_trains(asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Trials, "run", lambda self, parts, place, **_: Trial(self.cuts[parts].rows * MB, 1e-3, 0.0))
     memory = ["--memory", "300MB", "--epochs", "2", "--seed", "7", "--no-keep-batches", "--hidden", "8"]
-    result = CliRunner().invoke(cli.app, ["tune", *TINY, *memory, "--json"])
+    result = CliRunner().invoke(cli.app, ["tune", *asked, *memory, "--json"])
+    assert result.exception is None, result.exception
     advice = json.loads(result.stdout)
     assert advice["options"]["num_parts"] > 1
+    assert advice["options"]["batch_size"] > ("link" in asked)
+    assert "cosine" in advice["reasons"]["compensate"]  # that was measured
     words = shlex.split(advice["command"])
     assert words[:2] == ["gas", "train"]
     trained = CliRunner().invoke(cli.app, [*words[1:], "--json", "--quiet"])
     assert trained.exception is None, trained.exception
     options = json.loads(trained.stdout)["options"]
-    wanted = {**advice["options"], "epochs": 2, "seed": 7, "keep_batches": False, "hidden": 8, "nodes": 400}
+    nodes = int(asked[asked.index("--nodes") + 1])
+    wanted = {**advice["options"], "epochs": 2, "seed": 7, "keep_batches": False, "hidden": 8, "nodes": nodes}
     assert {name: options[name] for name in wanted} == wanted
 
 

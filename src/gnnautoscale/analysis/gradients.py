@@ -16,7 +16,7 @@ from gnnautoscale._util import tensors_in
 from gnnautoscale.attach import CallModel, attached, device_of, refresh, to_model_device
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.exact import ExactPasses, Loss
+from gnnautoscale.exact import ExactPasses, Loss, exact_forward
 from gnnautoscale.forward import GraphMemory, HistoryStore, Plan, StoreExchange
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import History
@@ -25,6 +25,8 @@ from gnnautoscale.tasks import Task, task_for
 # Kept gradients are as they will be once a sweep changes the sum of all batches by less than this share. A model with
 # many layers takes many sweeps; it is measured after the last of these.
 _SETTLED, _MOST_SWEEPS = 1e-3, 20
+# What a task draws, such as pairs without an edge, is the same in every sweep.
+_SEED = 0
 
 
 class Agreement(TypedDict):
@@ -81,40 +83,58 @@ def gradient_agreement(
     learned.check(loader.data, ["train"])
     loss, scaler = _mean_loss(learned, loader.data, device_of(model)), attached(model)
     exchange = StoreExchange(HistoryStore(writes=False))
-    plain = _Sweep(model, list(weights.values()), loader, loss, call).run(lambda _: scaler.running(exchange))
-    with scaler.visiting(loader.graph, apart=True):
-        passes = ExactPasses(model, loader, call)
-        passes.forward()
-        found = passes.gradients(list(weights.values()), loss)
-    full = [
-        torch.zeros_like(total) if piece is None else piece.double() for total, piece in zip(plain, found, strict=True)
-    ]
-    owners = [_owner(model, name) for name in weights]
-    compensated, why_not, sweeps = None, None, 0
-    try:
-        gradient, sweeps = _compensated(model, list(weights), loader, loss, call)
-        compensated = _compared(owners, gradient, full)
-    except (InputError, UnsupportedModelError) as error:
-        why_not = str(error)
+    with learned.measuring():
+        plain = _Sweep(model, list(weights.values()), loader, loss, call).run(lambda _: scaler.running(exchange))
+        with scaler.visiting(loader.graph, apart=True):
+            found = _of_whole_graph(model, list(weights.values()), loader, loss, call, learned)
+        full = [
+            torch.zeros_like(total) if piece is None else piece.double()
+            for total, piece in zip(plain, found, strict=True)
+        ]
+        owners = [_owner(model, name) for name in weights]
+        compensated, why_not, sweeps = None, None, 0
+        try:
+            gradient, sweeps = _compensated(model, list(weights), loader, loss, call)
+            compensated = _compared(owners, gradient, full)
+        except (InputError, UnsupportedModelError) as error:
+            why_not = str(error)
     return {**_compared(owners, plain, full), "compensated": compensated, "why_not": why_not, "sweeps": sweeps}
 
 
 def _mean_loss(task: Task, data: Data, device: torch.device) -> Loss:
     """The mean loss over all targets of a graph, as a sum over batches."""
-    count = task.targets_of_graph(data)[1].size(0)
+    whole = task.weight_of(data)
 
     def inputs(batch: Data) -> dict[str, Tensor]:
         rows, targets = task.targets(batch)
-        found = {"targets": targets} if rows is None else {"targets": targets, "rows": rows}
+        found = {"targets": targets, "nodes": batch.n_id[: batch["batch_size"]].as_subclass(Tensor)}
+        found |= {} if rows is None else {"rows": rows}
         return {name: value.to(device) for name, value in found.items()} if targets.size(0) else {}
 
     def seeds(out: Any, given: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
         if not given:
             return [], []
-        out = out[given["rows"]] if "rows" in given else out
-        return [given["targets"].size(0) / count * task.loss(out, given["targets"])], [None]
+        task.see(out, given["nodes"])
+        loss = task.loss(out[given["rows"]] if "rows" in given else out, given["targets"])
+        return [task.weight(given["targets"]) / whole * loss], [None]
 
     return Loss(inputs, seeds)
+
+
+def _of_whole_graph(
+    model: nn.Module, weights: list[Tensor], loader: HaloLoader, loss: Loss, call: CallModel, task: Task
+) -> Sequence[Tensor | None]:
+    """The gradients of full batch; of a loss that takes the outputs of all nodes together, these are held at once."""
+    if task.separable:
+        passes = ExactPasses(model, loader, call)
+        passes.forward()
+        return passes.gradients(weights, loss)
+    device = device_of(model)
+    torch.manual_seed(_SEED)
+    with torch.enable_grad():
+        out, (_, targets) = exact_forward(model, loader, call=call, device=device), task.targets_of_graph(loader.data)
+        task.see(out, torch.arange(loader.graph.num_nodes, device=device))
+        return torch.autograd.grad(task.loss(out, targets.to(device)), weights, allow_unused=True)
 
 
 class _Sweep:
@@ -129,6 +149,7 @@ class _Sweep:
     @torch.enable_grad()
     def run(self, around: Callable[[Data], AbstractContextManager[None]] = lambda _: nullcontext()) -> list[Tensor]:
         """The gradients of all batches, added up; each is computed in a context."""
+        torch.manual_seed(_SEED)
         sums = [torch.zeros_like(weight, dtype=torch.double) for weight in self._weights]
         for batch in self._loader.in_order():
             with around(batch):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import typer
 from torch import nn
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import write_atomically
 from gnnautoscale.attach import autoscale
@@ -31,9 +32,10 @@ from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
 from gnnautoscale.cli.saved import load_model, save_model
 from gnnautoscale.cli.schema import DATA, INFER, MODEL, PARTITION, TRAIN, chosen, load_dataset, with_options
-from gnnautoscale.data import datasets
+from gnnautoscale.cli.typed import facts_of_parts, typed_facts
+from gnnautoscale.data import TypedDataset, datasets
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import HaloLoader, connectivity
+from gnnautoscale.graph import Graph, HaloLoader, TypedGraph, connectivity, groups_to_balance
 from gnnautoscale.graph import partition as cut
 from gnnautoscale.models import build_model, check_model_options
 from gnnautoscale.runs import FitResult, free_folder
@@ -76,11 +78,13 @@ def train(
             dataset, task = load_task(options, options["split"] + run)
         seed = training.seed + run
         torch.manual_seed(seed)
-        model = build_model(model_name, dataset.train, task.num_outputs, **built)
-        if run == 0 and "edge_attr" in dataset.train and not quiet:
-            say("note: none of these models uses edge features (edge_attr)")
+        graph = dataset.passing()
+        model = build_model(model_name, graph, task.num_outputs, dataset.targets, **built)
+        unused = _unused(graph)
+        if run == 0 and unused and not quiet:
+            say(f"note: none of these models uses {unused}")
         title = f"{dataset.name} {model_name} {training.mode} seed {seed}"
-        slow = ["partition"] if dataset.train.num_edges > _LONG_TO_CUT else []
+        slow = ["partition"] if graph.num_edges > _LONG_TO_CUT else []
         chosen_task = task.bound_to(dataset, metric=training.metric, class_weight=training.class_weight)
         with epochs_shown(title, training.epochs, quiet=quiet, at_once=slow, percent=chosen_task.percent) as show:
             try:
@@ -121,7 +125,10 @@ def partition(
     """Cut a graph into parts and show how many edges stay inside them."""
     _check_target("--output", output)
     with working(f"loading {options['data']}"):
-        graph = load_dataset(options).train
+        dataset = load_dataset(options)
+    typed = TypedGraph.of(dataset.graph) if isinstance(dataset, TypedDataset) else None
+    graph = dataset.train if typed is None else typed.joined.data
+    groups = groups_to_balance(Graph.of(graph) if typed is None else typed) if options["balance"] else None
     start = time.perf_counter()
     with working("partition", long=graph.num_edges > _LONG_TO_CUT):
         labels = cut(
@@ -129,6 +136,7 @@ def partition(
             graph.num_nodes,
             options["num_parts"],
             method=options["partition"],
+            groups=groups,
             seed=options["seed"],
             cache_dir=options["cache_dir"],
         )
@@ -147,6 +155,8 @@ def partition(
         "halo nodes per batch node": float(ratio.mean()),
         "seconds": seconds,
     }
+    if typed is not None:
+        facts |= facts_of_parts(typed, labels)
     if output is not None:
         write_atomically(output, lambda stream: np.save(stream, labels.numpy()), rule="--output must be writable")
     _show_facts(f"{options['data']} · {options['partition']}", facts, json)
@@ -162,6 +172,7 @@ def infer(
     pairs: Annotated[Path | None, typer.Option(help="Table of pairs to score, for --task link.")] = None,
     partners_of: Annotated[str | None, typer.Option(help="Nodes whose best new partners to find, like 3,14.")] = None,
     top: Annotated[int, typer.Option(help="Number of partners.")] = 10,
+    relation: Annotated[int | None, typer.Option(help="Type of the edges to partners, if edges have types.")] = None,
     json: Json = False,
 ) -> None:
     """Run a trained model on all nodes of a graph, exactly, in batches."""
@@ -173,8 +184,8 @@ def infer(
         raise InputError("scores of pairs and partners go to a file", got="none", fix=fix)
     with working(f"loading {options['data']}"):
         dataset, task = load_task(options, options["split"])
-    task, graph = task.bound_to(dataset, metric=options["metric"], class_weight="none"), dataset.test
-    trained = load_model(model, graph, task.num_outputs, task.module).to(device)
+    task, graph = task.bound_to(dataset, metric=options["metric"], class_weight="none"), dataset.passing("test")
+    trained = load_model(model, graph, task.num_outputs, task.module, targets=dataset.targets).to(device)
     scaled = autoscale(trained, graph, storage="host")
     start = time.perf_counter()
     with working("partition", long=graph.num_edges > _LONG_TO_CUT):
@@ -184,11 +195,11 @@ def infer(
     facts: dict[str, Any] = {"nodes": graph.num_nodes, "seconds": time.perf_counter() - start}
     splits = ("test",) if dataset.inductive else ("train", "val", "test")
     for split in splits:
-        facts[f"{task.metric} {split}"] = task.score(out, graph, split)
+        facts[f"{task.metric} {split}"] = task.score(out, dataset.test, split)
     if output is not None:
-        asked = asked_pairs(task, out, pairs, partners_of, top)
+        asked = asked_pairs(task, out, pairs, partners_of, top, relation)
         arrays: dict[str, Any] = {
-            name: value.numpy() for name, value in {**task.predictions(out, graph), **asked}.items()
+            name: value.numpy() for name, value in {**task.predictions(out, dataset.test), **asked}.items()
         }
         write_atomically(output, lambda stream: np.savez(stream, **arrays), rule="--output must be writable")
     _show_facts(f"{options['data']} · {model.name}", facts, json)
@@ -203,6 +214,9 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
             print("\n".join(datasets.names()))
         return
     dataset = load_dataset(options)
+    if isinstance(dataset, TypedDataset):
+        _show_facts(options["data"], {**typed_facts(dataset.graph), **task_for(dataset).describe(dataset)}, json)
+        return
     graphs = {"": dataset.train} if not dataset.inductive else {"train ": dataset.train, "test ": dataset.test}
     facts: dict[str, Any] = {}
     for prefix, graph in graphs.items():
@@ -291,6 +305,14 @@ def _text(value: bool | float) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+
+
+def _unused(graph: Data | HeteroData) -> str:
+    """Attributes of edges that no model on the command line uses."""
+    if isinstance(graph, Data):
+        return "edge features (edge_attr)" if "edge_attr" in graph else ""
+    names = [name for name in ("edge_attr", "edge_weight") if any(name in store for store in graph.edge_stores)]
+    return ", ".join(names)
 
 
 def _check_target(flag: str, path: Path | None) -> None:

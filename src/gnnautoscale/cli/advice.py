@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from gnnautoscale.cli.display import Json, print_json, print_table, say
-from gnnautoscale.cli.schema import DATA, MODEL, chosen, load_dataset
+from gnnautoscale.cli.links import load_task
+from gnnautoscale.cli.schema import DATA, MODEL, TASK, chosen
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import check_model_options
 from gnnautoscale.runs import explain as find
@@ -21,7 +22,7 @@ from gnnautoscale.tuning import PASSED, Advice, Candidate, amount
 from gnnautoscale.tuning import tune as propose
 
 #: Options of ``gas tune``: those of ``gas train`` that it does not propose.
-TUNE = [*DATA, *MODEL, *(OPTIONS[name] for name in PASSED)]
+TUNE = [*DATA, *TASK, *MODEL, *(OPTIONS[name] for name in PASSED)]
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
@@ -42,7 +43,8 @@ def tune(
     check_model_options(name, [])
     budget = None if memory is None else parse_memory(memory)
     training = {name: options[name] for name in PASSED}
-    advice = propose(name, load_dataset(options), memory=budget, model_options=built, **training)
+    dataset, task = load_task(options, options["split"])
+    advice = propose(name, dataset, task=task, memory=budget, model_options=built, **training)
     command = train_command(options, advice.options)
     if json:
         print_json({**advice.to_dict(), "command": command})

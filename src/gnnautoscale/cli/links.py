@@ -42,7 +42,9 @@ def _graph_task(given: dict[str, Any]) -> Task:
     return GraphPrediction(**given)
 
 
-def asked_pairs(task: Task, out: Tensor, pairs: Path | None, partners_of: str | None, top: int) -> dict[str, Tensor]:
+def asked_pairs(
+    task: Task, out: Tensor, pairs: Path | None, partners_of: str | None, top: int, relation: int | None
+) -> dict[str, Tensor]:
     """Scores of the pairs in a file, and the best partners of nodes, by the names of arrays for a file."""
     if pairs is None and partners_of is None:
         return {}
@@ -51,14 +53,14 @@ def asked_pairs(task: Task, out: Tensor, pairs: Path | None, partners_of: str | 
         raise InputError("--pairs and --partners-of belong to --task link", got=got, fix=fix)
     found = {}
     if pairs is not None:
-        found["pair_scores"] = task.scores(out, _read_pairs(pairs))
+        found["pair_scores"] = task.scores(out, *_read_pairs(pairs))
     if partners_of is not None:
         try:
             nodes = [int(word) for word in partners_of.split(",")]
         except ValueError:
             fix = "Write them like 3,14."
             raise InputError("--partners-of takes numbers of nodes", got=repr(partners_of), fix=fix) from None
-        each = [task.partners(out, node, top) for node in nodes]
+        each = [task.partners(out, node, top, relation=relation) for node in nodes]
         most = max(partners.numel() for partners, _ in each)
         found["partners"] = torch.full((len(nodes), most), -1)
         found["partner_scores"] = torch.full((len(nodes), most), -torch.inf)
@@ -68,22 +70,25 @@ def asked_pairs(task: Task, out: Tensor, pairs: Path | None, partners_of: str | 
     return found
 
 
-def _read_pairs(path: Path) -> Tensor:
-    """Pairs from a table with the columns source and target, or an array ``[pairs, 2]``; returns ``[2, pairs]``."""
+def _read_pairs(path: Path) -> tuple[Tensor, Tensor | None]:
+    """Pairs ``[2, pairs]`` and, if there are any, their relations, from a table or an array ``[pairs, 2 or 3]``."""
     try:
         if path.suffix.lower() == ".npy":
             array = np.load(path, allow_pickle=False)
         else:
             with path.open(encoding="utf-8-sig") as file:
                 names = file.readline().strip().split(",")
-                columns = [names.index("source"), names.index("target")]
+                wanted = ("source", "relation", "target") if "relation" in names else ("source", "target")
+                columns = [names.index(name) for name in wanted]
                 array = np.loadtxt(file, dtype=np.int64, delimiter=",", usecols=columns, ndmin=2)
-        if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
+        if array.ndim != 2 or array.shape[1] not in (2, 3) or array.dtype.kind not in "iu":
             raise ValueError(f"{array.dtype} {list(array.shape)}")
     except (OSError, ValueError) as error:
         raise InputError(
-            "--pairs needs a .csv file with source and target, or a .npy file of integers, [pairs, 2]",
+            "--pairs needs a .csv file with source and target, and relation if edges are typed, or a .npy file of "
+            "integers, [pairs, 2] or [pairs, 3] (source, relation, target)",
             got=f"{path} ({error})",
             fix="Write one of these; nodes are numbered from 0.",
         ) from None
-    return torch.from_numpy(array.astype(np.int64)).t().contiguous()
+    triples = torch.from_numpy(array.astype(np.int64))
+    return triples[:, [0, -1]].t().contiguous(), triples[:, 1].contiguous() if triples.size(1) == 3 else None

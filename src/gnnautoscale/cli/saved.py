@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import write_atomically
 from gnnautoscale.errors import InputError
@@ -27,10 +28,18 @@ def save_model(path: Path, model: nn.Module, options: dict[str, Any], decoder: n
     write_atomically(path, lambda stream: torch.save(content, stream), rule="the model's file must be writable")
 
 
-def load_model(path: Path, data: Data, num_outputs: int, decoder: nn.Module | None = None) -> nn.Module:
+def load_model(
+    path: Path,
+    data: Data | HeteroData,
+    num_outputs: int,
+    decoder: nn.Module | None = None,
+    *,
+    targets: Sequence[str] = (),
+) -> nn.Module:
     """Build a model that :func:`save_model` wrote for a graph with the same features, and load its weights.
 
-    The given decoder, if any, gets its weights as well.
+    The given decoder, if any, gets its weights as well. Of a heterogeneous graph, the model computes outputs for nodes
+    of the types ``targets``.
     """
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
@@ -45,14 +54,14 @@ def load_model(path: Path, data: Data, num_outputs: int, decoder: nn.Module | No
             got=f"{path} ({reason})",
             fix="Train it again.",
         ) from None
-    model = build_model(name, data, num_outputs, **options)
+    model = build_model(name, data, num_outputs, targets, **options)
     try:
         model.load_state_dict(weights)
         if decoder is not None:
             decoder.load_state_dict(saved.get("decoder") or {})
     except RuntimeError:
         raise InputError(
-            "a saved model needs a graph with the features and classes, and the decoder, that it was trained with",
+            "a saved model needs a graph with the features, types and classes, and the decoder, of its training",
             got=f"{data.num_features} features and {num_outputs} classes or outputs",
             fix="Use the data and the options of its training, or train it again.",
         ) from None

@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from gnnautoscale._util import Option, OptionGroup, check_names, option, options_of
-from gnnautoscale.data import Dataset, datasets
+from gnnautoscale.data import Dataset, datasets, open_file
 from gnnautoscale.errors import InputError
-from gnnautoscale.models import MODELS, model_options
+from gnnautoscale.models import MODELS, TYPED_MODELS, model_options
 from gnnautoscale.tasks import DecoderName, HeadName, ReadoutName, TaskName
 from gnnautoscale.training import OPTIONS
 
@@ -28,7 +28,10 @@ else:
 class Data(OptionGroup):
     """The graph to work on."""
 
-    data: str | None = option(None, "Name of a data set, or a file: .npz, .pt, or a table of nodes (.csv, .parquet).")
+    data: str | None = option(
+        None,
+        "Name of a data set; a file: .npz, .pt, or a table of nodes (.csv, .parquet); or a folder of tables by type.",
+    )
     root: str = option("data", "Folder of the published data sets.")
     split: int = option(0, "Number of the split, where a data set has several; each run takes the next.")
 
@@ -39,8 +42,11 @@ class Files(OptionGroup):
 
     edges: str | None = option(None, "Table of edges that belongs to a table of nodes.")
     features_file: str | None = option(None, "A .npy file of features, which may exceed the memory.")
-    undirected: bool | None = option(None, "Add the reverse of every edge of a file.")
+    undirected: bool | None = option(
+        None, "Add the reverse of every edge of a file; of a heterogeneous graph, as types of their own."
+    )
     max_features: int | None = option(None, "Keep only this many features of a file.")
+    target: str | None = option(None, "Type of nodes with targets, if several types of a heterogeneous graph have y.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +87,9 @@ class Graphs(OptionGroup):
 
 def _of_models() -> dict[str, Option]:
     """The options of all models together; what is not given is left to the model."""
-    found = {"model": Option("model", str, "gcn", f"One of {', '.join(MODELS)}.", "Model")}
-    for model in MODELS:
+    help_text = f"One of {', '.join(MODELS)}; of heterogeneous graphs {', '.join(TYPED_MODELS)}."
+    found = {"model": Option("model", str, "gcn", help_text, "Model")}
+    for model in (*MODELS, *TYPED_MODELS):
         for name, each in model_options(model).items():
             found.setdefault(name, replace(each, default=None, group="Model"))
     return found
@@ -102,7 +109,7 @@ TRAIN = [
     Option("runs", int, 1, "Number of runs, each with the next seed.", "Runs", least=1),
 ]
 INFER = [*DATA, *TASK, OPTIONS["metric"]]
-PARTITION = [*DATA, *(OPTIONS[name] for name in ("num_parts", "partition", "seed", "cache_dir"))]
+PARTITION = [*DATA, *(OPTIONS[name] for name in ("num_parts", "partition", "balance", "seed", "cache_dir"))]
 
 
 def chosen(group: type[OptionGroup] | list[Option], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +138,7 @@ def load_dataset(options: dict[str, Any]) -> Dataset:
             fix="Leave them out.",
         )
     if is_file:
-        return datasets.from_file(source, split=options["split"], **of_file)
+        return open_file(source, split=options["split"], **of_file)
     return datasets.load(source, options["root"], split=options["split"], **of_generator)
 
 

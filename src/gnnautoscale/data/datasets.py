@@ -87,6 +87,15 @@ class Dataset:
         """Whether validation and test nodes are unseen in training."""
         return not self.train is self.val is self.test
 
+    def passing(self, split: str = "train") -> Any:
+        """The graph whose edges pass messages in a split, a ``Data`` or ``HeteroData``."""
+        return {"train": self.train, "val": self.val, "test": self.test}[split]
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The types of nodes that a model computes outputs for, of a heterogeneous graph."""
+        return ()
+
     @property
     def num_features(self) -> int:
         """Columns of ``x``."""

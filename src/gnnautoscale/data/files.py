@@ -11,7 +11,9 @@ import importlib
 import pickle
 import re
 import warnings
-from collections.abc import Iterable
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr  # type: ignore[import-untyped]
-from torch_geometric.data.storage import GlobalStorage  # type: ignore[import-untyped]
+from torch_geometric.data.storage import AttrType, GlobalStorage  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph
@@ -37,10 +39,10 @@ ARCHIVE = (*PLAIN, "split", *SPARSE, "x_data", *TRIPLES, "num_nodes", "ptr", "no
 TABLES = (".csv", ".parquet")
 NOT_FEATURES = ("id", "y", "label", "split", "graph")
 MAY_BE_EMPTY = ("y", "label", "split")
-TEXT = (*NOT_FEATURES, "source", "target")
+TEXT = (*NOT_FEATURES, "source", "target", "type")
 
 # The parts of a pickled `Data`: PyG registers `Data` itself with `torch.load`, but not these.
-DATA_PARTS: list[Any] = [DataEdgeAttr, DataTensorAttr, GlobalStorage]
+DATA_PARTS: list[Any] = [AttrType, DataEdgeAttr, DataTensorAttr, GlobalStorage]
 
 
 def read_graph(
@@ -61,7 +63,7 @@ def read_graph(
     paired = edges is None if kind not in TABLES else edges is not None and Path(edges).suffix.lower() in TABLES
     rule = "a node table (.csv, .parquet) comes with a table of edges, and no other file does"
     _need(paired, rule, f"{path.name} and edges={edges}", "Pass edges= with a node table, and only then.")
-    arrays = _read(path) if edges is None else _tables(_read(path), _read(Path(edges)))
+    arrays = read_arrays(path) if edges is None else _tables(read_arrays(path), read_arrays(Path(edges)))
     if features_file is not None:
         given = ", ".join(name for name in arrays if name == "x" or name in SPARSE)
         _need(not given, "x comes from one file", f"features_file and {given} in {path.name}", "Leave one out.")
@@ -73,7 +75,7 @@ def read_graph(
 # Readers #############################################################################################################
 
 
-def _read(path: Path) -> dict[str, _Array]:
+def read_arrays(path: Path) -> dict[str, _Array]:
     """Read the arrays of a file, or the columns of a table, by name."""
     readers = {".npz": _archive, ".pt": _saved, ".csv": _csv, ".parquet": _parquet}
     kind = path.suffix.lower()
@@ -102,29 +104,57 @@ def _mapped(path: Path) -> _Array:
 
 def _archive(path: Path) -> dict[str, _Array]:
     with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-        fix = "Read it with gnnautoscale.data.read_typed_graph, and train in Python with gas.fit."
+        fix = "Read it with gnnautoscale.data.open_file."
         _need("node_types" not in archive.files, f"{path} must hold a plain graph", "a heterogeneous one", fix)
         return {name: archive[name] for name in _known(path, archive.files, ARCHIVE)}
 
 
 def _saved(path: Path) -> dict[str, _Array]:
-    fix = "Save a torch_geometric.data.Data with torch.save(data, path)."
+    saved = load_saved(path, Data, DATA_PARTS)
+    values = {name: saved[name] for name in _known(path, saved.keys(), PLAIN)}
+    return {name: plain_tensor(name, value).numpy() for name, value in values.items()}
+
+
+def load_saved(path: Path, kind: type[Any], parts: list[Any]) -> Any:
+    """Open a saved PyG object of a class without running code; its pickle may hold ``parts`` besides tensors."""
+    fix = f"Save a torch_geometric.data.{kind.__name__} with torch.save(data, path)."
     try:
-        with torch.serialization.safe_globals(DATA_PARTS):
+        with _allowing(parts):
             saved = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         needs = re.search(r"GLOBAL (\S+)", str(error))
         if needs is None:
             raise
         raise InputError(f"{path} must open without running code", got=f"a pickled {needs[1]}", fix=fix) from error
-    _need(isinstance(saved, Data), f"{path} must hold a PyG Data", f"a {type(saved).__name__}", fix)
-    values = {name: saved[name] for name in _known(path, saved.keys(), PLAIN)}
-    for name, value in values.items():
-        dense = isinstance(value, Tensor) and value.layout == torch.strided
-        _need(dense, f"{name} must be a dense tensor", f"a {type(value).__name__}", fix)
-        plain = value.detach().as_subclass(Tensor)
-        values[name] = (plain.float() if plain.is_floating_point() else plain).numpy()
-    return values
+    _need(isinstance(saved, kind), f"{path} must hold a PyG {kind.__name__}", f"a {type(saved).__name__}", fix)
+    return saved
+
+
+@contextmanager
+def _allowing(parts: list[Any]) -> Iterator[None]:
+    """Let ``torch.load`` make these parts besides what PyG allows; stores that were used hold a ``defaultdict``."""
+    before = torch.serialization.get_safe_globals()
+    others = [part for part in before if part is not defaultdict]
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([*others, *parts, set, (_ordered, "collections.defaultdict")])
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def _ordered(*_: Any) -> OrderedDict[Any, Any]:
+    """Stands for a ``defaultdict``, which ``torch.load`` refuses to fill."""
+    return OrderedDict()
+
+
+def plain_tensor(name: str, value: Any) -> Tensor:
+    """A dense tensor of a saved object, floating ones as float32; anything else is refused."""
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+    _need(is_dense, f"{name} must be a dense tensor", f"a {type(value).__name__}", "Save it as one.")
+    plain: Tensor = value.detach().as_subclass(Tensor)
+    return plain.float() if plain.is_floating_point() else plain
 
 
 def _csv(path: Path) -> dict[str, _Array]:
@@ -179,22 +209,26 @@ def _tables(nodes: dict[str, _Array], edges: dict[str, _Array]) -> dict[str, _Ar
     complete = len(targets) <= 1 and len(features) > 0 and {"source", "target"} <= edges.keys()
     rule = "nodes need features and at most one of y and label, and edges need source and target"
     _need(complete, rule, f"{', '.join(nodes)}, and {', '.join(edges)}", "Rename the columns.")
-    ids = _ids(nodes["id"]) if "id" in nodes else np.arange(nodes[features[0]].size)
-    arrays = {"edge_index": np.stack([_places(ids, _ids(edges[end])) for end in ("source", "target")])}
-    arrays["x"] = np.stack([_floats(name, nodes[name]) for name in features], axis=1)
+    known = ids(nodes["id"]) if "id" in nodes else np.arange(nodes[features[0]].size)
+    arrays = {"edge_index": np.stack([places(known, ids(edges[end])) for end in ("source", "target")])}
+    arrays["x"] = np.stack([floats(name, nodes[name]) for name in features], axis=1)
     if targets:
-        arrays["y"] = _numbers(targets[0], nodes[targets[0]])
+        arrays["y"] = numbers(targets[0], nodes[targets[0]])
     arrays |= {
         name: table["split"].astype(str)
         for name, table in (("split", nodes), ("edge_split", edges))
         if "split" in table
     }
     if "graph" in nodes:
-        _, arrays["graph_id"] = np.unique(_ids(nodes["graph"]), return_inverse=True)
+        _, arrays["graph_id"] = np.unique(ids(nodes["graph"]), return_inverse=True)
         arrays |= {name: _of_each_graph(name, arrays) for name in ("y", "split") if name in arrays}
     if "weight" in edges:
         arrays["edge_weight"] = edges["weight"]
-    attributes = [_floats(name, edges[name]) for name in edges if name not in ("source", "target", "weight", "split")]
+    if "type" in edges:
+        kinds = ids(edges["type"])  # words are numbered in the order of the alphabet
+        arrays["edge_type"] = kinds if kinds.dtype.kind in "iu" else np.unique(kinds, return_inverse=True)[1]
+    others = ("source", "target", "weight", "split", "type")
+    attributes = [floats(name, edges[name]) for name in edges if name not in others]
     if attributes:
         arrays["edge_attr"] = np.stack(attributes, axis=1)
     return arrays
@@ -209,29 +243,29 @@ def _of_each_graph(name: str, arrays: dict[str, _Array]) -> _Array:
     return found
 
 
-def _ids(column: _Array) -> _Array:
+def ids(column: _Array) -> _Array:
     """Convert ids to integers if all of them are, else leave them as text."""
     try:
-        return _integers("id, source and target", column)
+        return integers("id, source and target", column)
     except InputError:
         if column.dtype.kind == "U":
             return column
         raise
 
 
-def _places(ids: _Array, wanted: _Array) -> _Array:
-    """Find the row of each wanted id in the node table."""
+def places(ids: _Array, wanted: _Array, table: str = "the node table") -> _Array:
+    """Find the row of each wanted id in a table of nodes."""
     if ids.dtype.kind != wanted.dtype.kind:
         ids, wanted = ids.astype(str), wanted.astype(str)
     order = np.argsort(ids, kind="stable")
     known = ids[order]
-    _need(known.size > 0, "a node table needs at least one row", "none", "Check that the file is complete.")
+    _need(known.size > 0, f"{table} needs at least one row", "none", "Check that the file is complete.")
     twice = known[1:][known[1:] == known[:-1]]
-    _need(twice.size == 0, "node ids must be distinct", f"twice {twice[:1]}", "Give every node its own.")
+    _need(twice.size == 0, f"ids of {table} must be distinct", f"twice {twice[:1]}", "Give every node its own.")
     place = np.minimum(np.searchsorted(known, wanted), known.size - 1)
     unknown = wanted[known[place] != wanted]
     got = f"{unknown.size} unknown ids, the first {unknown[:1]}"
-    _need(unknown.size == 0, "edges must name ids of the node table", got, "Add the nodes or drop the edges.")
+    _need(unknown.size == 0, f"edges must name ids of {table}", got, "Add the nodes or drop the edges.")
     return order[place]
 
 
@@ -245,16 +279,16 @@ def _assemble(arrays: dict[str, _Array], max_features: int | None) -> Data:
     if any(name in arrays for name in (*SPARSE, "x_data")):
         complete = all(name in arrays for name in SPARSE) and "x" not in arrays
         _need(complete, f"sparse x is {', '.join(SPARSE)}", ", ".join(arrays), "Give all three, and no x.")
-        arrays["x"] = _dense(arrays, max_features)
+        arrays["x"] = dense(arrays, max_features)
     _mark_graphs(arrays)
     missing = ", ".join(name for name in ("edge_index", "x") if name not in arrays)
     _need(not missing, f"a graph file needs {missing}", ", ".join(arrays) or "nothing", "Add it.")
     masks = [name for name in MASKS if name in arrays]
     one = len(masks) == 0 or (len(masks) == 3 and "split" not in arrays)
     _need(one, "a split is either split or all three masks", ", ".join(arrays), "Give one of them, or none.")
-    convert = {"edge_index": _integers, "edge_type": _integers, "y": _numbers, "split": _splits, "edge_split": _splits}
-    convert |= {"graph_id": _integers, "graph_split": _splits, "graph_y": _numbers}
-    convert |= {"x": _floats, "edge_weight": _floats, "edge_attr": _floats}
+    convert = {"edge_index": integers, "edge_type": integers, "y": numbers, "split": splits, "edge_split": splits}
+    convert |= {"graph_id": integers, "graph_split": splits, "graph_y": numbers}
+    convert |= {"x": floats, "edge_weight": floats, "edge_attr": floats}
     values = {name: to(name, arrays[name]) for name, to in convert.items() if name in arrays}
     values["x"] = values["x"][..., :max_features]
     for name in masks:
@@ -274,20 +308,20 @@ def _assemble(arrays: dict[str, _Array], max_features: int | None) -> Data:
 def _mark_graphs(arrays: dict[str, _Array]) -> None:
     """Name what belongs to whole graphs, if the file holds several with a target for each; tags become features."""
     if "node_tag" in arrays:
-        tag = _integers("node_tag", arrays.pop("node_tag"))
+        tag = integers("node_tag", arrays.pop("node_tag"))
         _need(
             "x" not in arrays and tag.ndim == 1 and tag.min(initial=0) >= 0, "node_tag stands for x", "both", "Drop x."
         )
         arrays["x"] = np.eye(int(tag.max(initial=0)) + 1, dtype=np.float32)[tag]
     if "ptr" in arrays:
-        first = _integers("ptr", arrays.pop("ptr"))
+        first = integers("ptr", arrays.pop("ptr"))
         fits = first.ndim == 1 and first.size > 1 and first[0] == 0 and bool((np.diff(first) > 0).all())
         _need(
             fits, "ptr must be the first node of each graph and the number of nodes", "others", "Let it ascend from 0."
         )
         arrays["graph_id"] = np.repeat(np.arange(first.size - 1), np.diff(first))
     if "graph_id" in arrays and "y" in arrays:
-        number = _integers("graph_id", arrays["graph_id"])
+        number = integers("graph_id", arrays["graph_id"])
         nodes = number.size
         if arrays["y"].shape[:1] == (number.max(initial=-1) + 1,) != (nodes,):
             arrays["graph_y"] = arrays.pop("y")
@@ -300,29 +334,29 @@ def _of_triples(arrays: dict[str, _Array]) -> dict[str, _Array]:
     complete = set(TRIPLES) <= arrays.keys() and "num_nodes" in arrays and "edge_index" not in arrays
     rule = f"a knowledge graph is {', '.join(TRIPLES)} and num_nodes"
     _need(complete, rule, ", ".join(arrays), "Give all of them, and no edge_index.")
-    triples = [_integers(name, arrays.pop(name)) for name in TRIPLES]
+    triples = [integers(name, arrays.pop(name)) for name in TRIPLES]
     form = all(each.ndim == 2 and each.shape[1] == 3 for each in triples)
     shapes = ", ".join(str(list(each.shape)) for each in triples)
     _need(form, "triples must be [n, 3]: source, relation, target", shapes, "Transpose them.")
     source, relation, target = np.concatenate(triples).T
     made = {"edge_index": np.stack([source, target]), "edge_type": relation}
     made["edge_split"] = np.repeat([0, 1, 2], [len(each) for each in triples])
-    count = int(_integers("num_nodes", arrays.pop("num_nodes")))
+    count = int(integers("num_nodes", arrays.pop("num_nodes")))
     return {"x": np.ones((count, 1), dtype=np.float32), **made, **arrays}
 
 
-def _dense(arrays: dict[str, _Array], max_features: int | None) -> _Array:
+def dense(arrays: dict[str, _Array], max_features: int | None, name: str = "x") -> _Array:
     """Convert sparse rows to a dense matrix of at most ``max_features`` columns."""
-    indptr, indices, shape = (_integers(name, arrays[name]) for name in SPARSE)
+    indptr, indices, shape = (integers(name, arrays[name]) for name in SPARSE)
     data = arrays.get("x_data")
     fits = shape.shape == (2,) and indptr.shape == (shape[0] + 1,) and indices.shape == (indptr[-1],)
     fits = bool(fits and indptr[0] == 0 and (np.diff(indptr) >= 0).all())
     fits = bool(fits and ((indices >= 0) & (indices < shape[1])).all() and (data is None or data.size == indices.size))
     fix = "Save the parts of a scipy.sparse.csr_array."
-    _need(fits, "sparse x must be a compressed sparse row matrix", "arrays that contradict each other", fix)
+    _need(fits, f"sparse {name} must be a compressed sparse row matrix", "arrays that contradict each other", fix)
     keep = indices < (shape[1] if max_features is None else max_features)
     row = np.repeat(np.arange(shape[0]), np.diff(indptr))[keep]
-    value = np.ones(row.size, dtype=np.float32) if data is None else _floats("x_data", data)[keep]
+    value = np.ones(row.size, dtype=np.float32) if data is None else floats("x_data", data)[keep]
     x = torch.zeros(int(shape[0]), min(int(shape[1]), max_features or int(shape[1])))
     where = (torch.from_numpy(row), torch.from_numpy(indices[keep]))
     return x.index_put_(where, torch.from_numpy(value), accumulate=data is not None).numpy()
@@ -342,7 +376,8 @@ def _both_ways(data: Data) -> Data:
     return data
 
 
-def _integers(name: str, column: _Array) -> _Array:
+def integers(name: str, column: _Array) -> _Array:
+    """Convert to int64; anything but integers is refused."""
     try:
         if column.dtype.kind in "iuU":
             return column.astype(np.int64)
@@ -351,21 +386,22 @@ def _integers(name: str, column: _Array) -> _Array:
     raise InputError(f"{name} must be integers", got=f"type {column.dtype}", fix="Save them as int64.")
 
 
-def _splits(name: str, column: _Array) -> _Array:
+def splits(name: str, column: _Array) -> _Array:
     """Convert splits to their numbers, if they are words."""
     if column.dtype.kind != "U":
-        return _integers(name, column)
+        return integers(name, column)
     words = [column == word for word in ("train", "val", "test", "none", "")]
-    return _integers(name, np.select(words, ["0", "1", "2", "-1", "-1"], column))
+    return integers(name, np.select(words, ["0", "1", "2", "-1", "-1"], column))
 
 
-def _floats(name: str, column: _Array) -> _Array:
+def floats(name: str, column: _Array) -> _Array:
+    """Convert to float32; anything but numbers is refused."""
     _need(column.dtype.kind in "fiub", f"{name} must be numbers", f"type {column.dtype}", "Convert or drop it.")
     with np.errstate(over="ignore"):  # what is too large becomes infinite, which the checks refuse
         return column.astype(np.float32, copy=False)
 
 
-def _numbers(name: str, column: _Array) -> _Array:
+def numbers(name: str, column: _Array) -> _Array:
     """Convert targets: integers to int64, yes or no to bool, everything else to float32; several 0 and 1 as well.
 
     What is empty in a table is unknown: -1 beside integers, else NaN.
@@ -373,7 +409,7 @@ def _numbers(name: str, column: _Array) -> _Array:
     if column.dtype.kind == "U":
         empty = np.isin(np.char.lower(column), ("", "nan"))
         try:
-            return _integers(name, np.where(empty, "-1", column))
+            return integers(name, np.where(empty, "-1", column))
         except InputError:
             try:
                 column = np.where(empty, "nan", column).astype(np.float64)
@@ -382,7 +418,7 @@ def _numbers(name: str, column: _Array) -> _Array:
     if column.dtype.kind == "b":
         return column
     labels = column.ndim > 1 and bool(np.isin(column, (0, 1)).all())
-    return column.astype(np.int64) if column.dtype.kind in "iu" and not labels else _floats(name, column)
+    return column.astype(np.int64) if column.dtype.kind in "iu" and not labels else floats(name, column)
 
 
 def _need(holds: bool, rule: str, got: str, fix: str) -> None:

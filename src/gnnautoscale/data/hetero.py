@@ -1,14 +1,16 @@
-"""Data sets of heterogeneous graphs: the targets are those of one type of nodes."""
+"""Data sets of heterogeneous graphs: the targets are those of one type of nodes. Opens files of either kind."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale.data.datasets import Dataset
+from gnnautoscale.data.datasets import Dataset, from_file, split_at_random
+from gnnautoscale.data.hetero_files import is_typed_file, read_typed_graph
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import TypedGraph
 
@@ -55,6 +57,27 @@ class TypedDataset(Dataset):
         nodes = nodes_of_type(graph, target)
         return TypedDataset(name, nodes, nodes, nodes, graph, target)
 
+    def passing(self, split: str = "train") -> HeteroData:
+        """See :meth:`Dataset.passing`."""
+        return self.graph
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """See :meth:`Dataset.targets`."""
+        return (self.target,)
+
+    def seen(self, batch: HeteroData) -> Data:
+        """What a task looks at in a batch: the nodes with targets, without edges."""
+        return nodes_of_type(batch, self.target)
+
+    def own_rows(self, rows: dict[str, Tensor]) -> Tensor:
+        """The rows of what is seen in a batch, given those of the target types' own nodes."""
+        return rows[self.target]
+
+    def all_rows(self, rows: dict[str, Tensor]) -> Tensor:
+        """The rows that a task scores, given those of all nodes of the target types."""
+        return rows[self.target]
+
     @property
     def num_features(self) -> int:
         """Columns of ``x`` of the nodes with targets; 0 if they have none."""
@@ -64,6 +87,56 @@ class TypedDataset(Dataset):
     def check(self) -> None:
         """Refuse graphs that no model can be trained on; targets and splits are checked by the task."""
         TypedGraph.of(self.graph)
+
+
+def open_file(
+    path: str | Path,
+    *,
+    target: str | None = None,
+    split: int = 0,
+    undirected: bool = False,
+    max_features: int | None = None,
+    **options: Any,
+) -> Dataset:
+    """Make a data set of a plain or a heterogeneous graph in a file or folder.
+
+    Args:
+        path: See :func:`read_typed_graph` for heterogeneous graphs, ``from_file`` for plain ones.
+        target: The type of nodes with targets, if several types have some.
+        split: Seed of a random split, if the file has none.
+        undirected: Add the reverse of each edge; of a heterogeneous graph, as types of their own.
+        max_features: Keep only the first columns of ``x``.
+        options: Further arguments of ``from_file``, for plain graphs.
+
+    Example:
+        >>> import numpy as np
+        >>> from tempfile import mkdtemp
+        >>> file = Path(mkdtemp()) / "papers.npz"
+        >>> edges = {"edges_author__writes__paper": [[0, 1], [2, 0]]}
+        >>> np.savez(file, node_types=["author", "paper"], num_nodes=[2, 3], y_paper=[0, 1, 0], **edges)
+        >>> dataset = open_file(file)
+        >>> dataset.name, dataset.target, int(dataset.train.train_mask.sum())
+        ('papers', 'paper', 2)
+    """
+    path = Path(path)
+    chosen: dict[str, Any] = {"undirected": undirected, "max_features": max_features}
+    if not is_typed_file(path):
+        if target is not None:
+            fix = "Leave it out."
+            raise InputError("target is a type of nodes of a heterogeneous graph", got=f"{path}, a plain one", fix=fix)
+        return from_file(path, split=split, **chosen, **options)
+    if options:
+        fix = "Leave them out; see the documentation of gnnautoscale.data.read_typed_graph."
+        raise InputError("a heterogeneous graph comes in one file or folder", got=", ".join(options), fix=fix)
+    graph = read_typed_graph(path, **chosen)
+    dataset = TypedDataset.of_types(graph, target, path.stem)
+    if "train_mask" not in graph[dataset.target]:
+        drawn = split_at_random(nodes_of_type(graph, dataset.target), split)
+        for name in ("train_mask", "val_mask", "test_mask"):
+            graph[dataset.target][name] = drawn[name]
+        dataset = TypedDataset.of_types(graph, dataset.target, path.stem)
+    dataset.check()
+    return dataset
 
 
 def nodes_of_type(graph: HeteroData, kind: str) -> Any:

@@ -1,37 +1,80 @@
-"""Reads heterogeneous graphs from ``.npz`` files."""
+"""Reads heterogeneous graphs: NumPy archives, folders of tables, saved ``HeteroData``.
+
+Reading never runs code. ``TypedGraph`` checks what the values mean, and the task checks targets and splits.
+"""
 
 from __future__ import annotations
 
+import difflib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import csr_matrix  # type: ignore[import-untyped]
 from torch import Tensor
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
+from torch_geometric.data.storage import BaseStorage, EdgeStorage, NodeStorage  # type: ignore[import-untyped]
 
+from gnnautoscale.data import files
 from gnnautoscale.errors import InputError
+from gnnautoscale.graph import EdgeType
 
 _Arrays = Mapping[str, NDArray[Any]]
-_SPLITS = ("train", "val", "test")
-_SPARSE = ("indptr", "indices", "data", "shape")
+# What a type of nodes or edges can have in an archive, as the beginning of an array's name.
+_OF_NODES = ("x", "y", "split", *files.MASKS)
+_OF_EDGES = ("edges", "edge_weight", "edge_attr")
+# The parts of a sparse matrix of features, by the end of an array's name; data may be missing.
+_SPARSE = ("indptr", "indices", "shape", "data")
+_SEE = "See the documentation of gnnautoscale.data.read_typed_graph."
 
 
-def read_typed_graph(path: str | Path, *, undirected: bool = False) -> HeteroData:
+def is_typed_file(path: str | Path) -> bool:
+    """Whether a file or folder holds a heterogeneous graph: by its names of arrays, or what was saved.
+
+    Example:
+        >>> is_typed_file("graph.csv")
+        False
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            return True
+        if path.suffix.lower() == ".npz":
+            with zipfile.ZipFile(path) as archive:
+                return "node_types.npy" in archive.namelist()
+        if path.suffix.lower() == ".pt":
+            with zipfile.ZipFile(path) as archive:
+                pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+                return b"torch_geometric.data.hetero_data" in archive.read(pickled)
+    except (OSError, zipfile.BadZipFile, StopIteration):  # the reader of plain graphs says what is wrong
+        pass
+    return False
+
+
+def read_typed_graph(path: str | Path, *, undirected: bool = False, max_features: int | None = None) -> HeteroData:
     """Read a heterogeneous graph.
 
-    Arrays of the file: ``node_types``, ``[types]``, and ``num_nodes``, ``[types]``; edges of each type as
-    ``edges_A__R__B``, ``[2, num_edges]``, from nodes of type A by the relation R to nodes of type B; and for any type T
-    features ``x_T``, dense or as the parts of a sparse matrix in rows, ``x_T_indptr``, ``x_T_indices``, ``x_T_data``,
-    ``x_T_shape``; targets ``y_T``; and ``split_T``, 0 for training, 1 for validation, 2 for tests, 3 or -1 for none.
+    **An archive** (``.npz``) has the arrays ``node_types``, ``[types]``, and ``num_nodes``, ``[types]``; edges of each
+    type as ``edges_A__R__B``, ``[2, num_edges]``, from nodes of type A by the relation R to nodes of type B, with
+    ``edge_weight_A__R__B`` and ``edge_attr_A__R__B`` if they have some; and for any type T features ``x_T``, dense or
+    as the parts of a sparse matrix in rows, ``x_T_indptr``, ``x_T_indices``, ``x_T_shape`` and, unless all are 1,
+    ``x_T_data``; targets ``y_T``; and ``split_T``, 0 or "train", 1 or "val", 2 or "test", 3, -1 or "none"; or instead
+    ``train_mask_T``, ``val_mask_T`` and ``test_mask_T``.
+
+    **A folder** has a table for each type, ``.csv`` or ``.parquet``: ``nodes_T`` with any of the columns ``id``, ``y``
+    (or ``label``) and ``split``, where all others are features; and ``edges_A__R__B`` with ``source`` and ``target``,
+    ids or else numbers of rows, any of ``weight``, and all others are edge features.
+
+    **A saved graph** (``.pt``) is a ``HeteroData``, written by ``torch.save``. Its tensors are read.
 
     Args:
-        path: The file.
-        undirected: Add the reverse of each type of edges as a type of its own, ``(B, rev_R, A)``.
+        path: The file or folder.
+        undirected: Add the reverse of each type of edges as a type of its own, ``(B, rev_R, A)``, with the same edge
+            attributes.
+        max_features: Keep only the first columns of each type's ``x``.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -41,85 +84,197 @@ def read_typed_graph(path: str | Path, *, undirected: bool = False) -> HeteroDat
         >>> read_typed_graph(file, undirected=True).edge_types
         [('author', 'writes', 'paper'), ('paper', 'rev_writes', 'author')]
     """
-    arrays = _opened(Path(path))
+    path = Path(path)
+    _need(max_features is None or max_features >= 1, "max_features must be at least 1", str(max_features))
+    try:
+        readers = {".npz": _archive, ".pt": _saved}
+        known = path.is_dir() or path.suffix.lower() in readers
+        _need(known, "a heterogeneous graph is a readable folder or a file that ends in .npz or .pt", str(path))
+        graph = _folder(path) if path.is_dir() else readers[path.suffix.lower()](path)
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:  # a damaged file can make its reader raise almost anything
+        reason = (str(error) or type(error).__name__).splitlines()[0].partition(". ")[0]
+        fix = "Check the path, or write the file again."
+        raise InputError(f"{path} must be a readable heterogeneous graph", got=reason, fix=fix) from error
+    _need(bool(graph.edge_types), f"{path} must have a type of edges", "none")
+    for store in graph.node_stores:
+        if max_features is not None and isinstance(store.get("x"), Tensor):
+            store.x = store.x[:, :max_features].contiguous()
+    return _both_ways(graph) if undirected else graph
+
+
+# Readers #############################################################################################################
+
+
+def _archive(path: Path) -> HeteroData:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in archive.files}
     for name in ("node_types", "num_nodes"):
         _need(name in arrays, f"{path} must have the array {name}", ", ".join(arrays) or "none")
     kinds, counts = arrays["node_types"].tolist(), arrays["num_nodes"].tolist()
     fits = isinstance(kinds, list) and isinstance(counts, list) and len(kinds) == len(counts) == len(set(kinds))
     fits = fits and all(isinstance(kind, str) for kind in kinds) and all(isinstance(count, int) for count in counts)
     _need(fits, "node_types must be distinct names, and num_nodes an integer for each", f"{kinds} and {counts}")
-    graph, used = HeteroData(), {"node_types", "num_nodes"}
+    relations = {name.removeprefix("edges_"): _ends(name, kinds) for name in arrays if name.startswith("edges_")}
+    _check_names(path, arrays, kinds, relations)
+    graph = HeteroData()
     for kind, count in zip(kinds, counts, strict=True):
-        graph[kind].num_nodes = count
-        for name, value in _of_nodes(arrays, kind, count).items():
-            graph[kind][name] = value
-        used |= {f"{name}_{kind}" for name in ("x", "y", "split")} | {f"x_{kind}_{part}" for part in _SPARSE}
-    for name in (each for each in arrays if each.startswith("edges_")):
-        ends = tuple(name.removeprefix("edges_").split("__"))
-        known = len(ends) == 3 and ends[0] in kinds and ends[2] in kinds
-        _need(known, f"{name} must be edges_A__R__B with types of nodes A and B", ", ".join(kinds))
-        edges = arrays[name]
-        form = edges.ndim == 2 and edges.shape[0] == 2 and edges.dtype.kind in "iu"
-        _need(form, f"{name} must be integers, [2, num_edges]", f"{edges.dtype} {list(edges.shape)}")
-        edge_index = torch.from_numpy(edges.astype(np.int64))
-        graph[ends].edge_index = edge_index
-        if undirected:
-            graph[ends[2], f"rev_{ends[1]}", ends[0]].edge_index = edge_index.flip(0)
-        used.add(name)
-    unknown = sorted(arrays.keys() - used)
-    _need(not unknown, f"{path} must have arrays of nodes and edges only", ", ".join(unknown))
+        found = {name: arrays[f"{name}_{kind}"] for name in _OF_NODES if f"{name}_{kind}" in arrays}
+        parts = {f"x_{part}": arrays[f"x_{kind}_{part}"] for part in _SPARSE if f"x_{kind}_{part}" in arrays}
+        if parts:
+            missing = [f"x_{kind}_{part}" for part in _SPARSE[:3] if f"x_{part}" not in parts]
+            whole = not missing and "x" not in found
+            got = f"no {', '.join(missing)}" if missing else f"x_{kind} as well"
+            _need(whole, f"sparse features of {kind!r} are {', '.join(_SPARSE)}", got)
+            found["x"] = files.dense(parts, None, f"x_{kind}")
+        _add_nodes(graph, kind, count, found)
+    for name, ends in relations.items():
+        found = {each: arrays[f"{each}_{name}"] for each in _OF_EDGES if f"{each}_{name}" in arrays}
+        _add_edges(graph, ends, found.pop("edges"), found)
     return graph
 
 
-def _opened(path: Path) -> dict[str, NDArray[Any]]:
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, zipfile.BadZipFile, AttributeError, TypeError) as error:
-        fix = "Write it with numpy.savez."
-        raise InputError(
-            "a heterogeneous graph comes as a readable .npz file", got=f"{path} ({error})", fix=fix
-        ) from None
+def _folder(path: Path) -> HeteroData:
+    tables = {file.stem: file for file in sorted(path.iterdir()) if file.suffix.lower() in files.TABLES}
+    rule = f"{path} must have tables nodes_T and edges_A__R__B, .csv or .parquet, one for each type"
+    strange = [name for name in tables if not name.startswith(("nodes_", "edges_"))]
+    _need(bool(tables) and not strange, rule, ", ".join(strange) or "none")
+    twice = sum(file.suffix.lower() in files.TABLES for file in path.iterdir()) > len(tables)
+    _need(not twice, rule, "two tables of the same name")
+    graph, ids = HeteroData(), dict[str, NDArray[Any]]()
+    for name, file in tables.items():
+        if name.startswith("nodes_"):
+            kind, columns = name.removeprefix("nodes_"), files.read_arrays(file)
+            count = len(next(iter(columns.values())))
+            ids[kind] = files.ids(columns["id"]) if "id" in columns else np.arange(count)
+            _add_nodes(graph, kind, count, _of_table(file, columns))
+    for name, file in tables.items():
+        if name.startswith("edges_"):
+            ends, columns = _ends(name, list(ids)), files.read_arrays(file)
+            complete = {"source", "target"} <= columns.keys()
+            _need(complete, f"{file.name} must have the columns source and target", ", ".join(columns))
+            sides = zip((ends[0], ends[2]), ("source", "target"), strict=True)
+            index = [files.places(ids[kind], files.ids(columns[side]), f"nodes_{kind}") for kind, side in sides]
+            others = [
+                files.floats(each, columns[each]) for each in columns if each not in ("source", "target", "weight")
+            ]
+            found = {"edge_weight": columns["weight"]} if "weight" in columns else {}
+            found |= {"edge_attr": np.stack(others, axis=1)} if others else {}
+            _add_edges(graph, ends, np.stack(index), found)
+    return graph
 
 
-def _of_nodes(arrays: _Arrays, kind: str, count: int) -> dict[str, Tensor]:
-    """The attributes of a type of nodes."""
-    found: dict[str, Tensor] = {}
-    x = arrays.get(f"x_{kind}")
-    if f"x_{kind}_indptr" in arrays:
-        x = _dense(arrays, kind)
-    if x is not None:
-        form = x.ndim == 2 and x.shape[0] == count and x.dtype.kind in "fiub"
-        _need(form, f"x_{kind} must be numbers, [{count}, features]", f"{x.dtype} {list(x.shape)}")
-        found["x"] = torch.from_numpy(x.astype(np.float32))
-    y = arrays.get(f"y_{kind}")
-    if y is not None:
-        form = y.ndim >= 1 and y.shape[0] == count and y.dtype.kind in "fiub"
-        _need(form, f"y_{kind} must have a row for each of {count} nodes", f"{y.dtype} {list(y.shape)}")
-        found["y"] = torch.from_numpy(y.astype(np.int64) if y.dtype.kind in "iu" else y.astype(np.float32))
-    split = arrays.get(f"split_{kind}")
-    if split is not None:
-        form = split.shape == (count,) and split.dtype.kind in "iu" and bool(np.isin(split, (-1, 0, 1, 2, 3)).all())
-        _need(form, f"split_{kind} must be 0, 1, 2, 3 or -1, [{count}]", f"{split.dtype} {list(split.shape)}")
-        for number, name in enumerate(_SPLITS):
-            found[f"{name}_mask"] = torch.from_numpy(split == number)
-    return found
+def _of_table(file: Path, columns: _Arrays) -> dict[str, NDArray[Any]]:
+    targets = [name for name in columns if name in ("y", "label")]
+    _need(len(targets) <= 1, f"{file.name} must have at most one of y and label", "both")
+    features = [files.floats(name, columns[name]) for name in columns if name not in ("id", "y", "label", "split")]
+    found = {"x": np.stack(features, axis=1)} if features else {}
+    found |= {"y": columns[targets[0]]} if targets else {}
+    return {**found, **({"split": columns["split"]} if "split" in columns else {})}
 
 
-def _dense(arrays: _Arrays, kind: str) -> NDArray[Any]:
-    parts = [arrays.get(f"x_{kind}_{part}") for part in _SPARSE]
-    missing = [f"x_{kind}_{name}" for name, part in zip(_SPARSE, parts, strict=True) if part is None]
-    _need(not missing, f"sparse features of {kind!r} need four arrays", f"no {', '.join(missing)}")
-    indptr, indices, data, shape = parts
-    try:
-        matrix = csr_matrix((np.asarray(data, dtype=np.float32), indices, indptr), shape=np.asarray(shape).tolist())
-        matrix.check_format(full_check=True)
-    except (ValueError, TypeError) as error:
-        _need(False, f"sparse features of {kind!r} must be a matrix in rows", str(error))
-    dense: NDArray[Any] = matrix.toarray()
-    return dense
+def _saved(path: Path) -> HeteroData:
+    parts = [*files.DATA_PARTS, BaseStorage, NodeStorage, EdgeStorage]
+    saved = files.load_saved(path, HeteroData, parts)
+    graph = HeteroData()
+    for kind, store in (*saved.node_items(), *saved.edge_items()):
+        named = {name: value for name, value in store.items() if isinstance(value, Tensor)}
+        for name, value in named.items():
+            graph[kind][name] = files.plain_tensor(f"{name} of {kind!r}", value)
+        if kind in saved.edge_types:
+            rule = f"edges of {kind!r} must be edge_index"
+            _need("edge_index" in named, rule, ", ".join(store.keys()) or "none")
+        else:
+            count = store.num_nodes
+            _need(
+                isinstance(count, int),
+                f"{path} must say how many nodes of {kind!r} there are",
+                "neither x nor num_nodes",
+            )
+            graph[kind].num_nodes = count
+    return graph
+
+
+# Assembly ############################################################################################################
+
+
+def _add_nodes(graph: HeteroData, kind: str, count: int, found: _Arrays) -> None:
+    """Add a type of nodes with its features, targets and splits."""
+    graph[kind].num_nodes = count
+    values: dict[str, NDArray[Any]] = {}
+    if "x" in found:
+        values["x"] = files.floats(f"x_{kind}", found["x"])
+        form = values["x"].ndim == 2 and values["x"].shape[0] == count
+        _need(form, f"x_{kind} must be numbers, [{count}, features]", str(list(values["x"].shape)))
+    if "y" in found:
+        values["y"] = files.numbers(f"y_{kind}", found["y"])
+        form = values["y"].ndim >= 1 and values["y"].shape[0] == count
+        _need(form, f"y_{kind} must have a row for each of {count} nodes", str(list(values["y"].shape)))
+    masks = [name for name in files.MASKS if name in found]
+    one = len(masks) in (0, 3) and not (masks and "split" in found)
+    _need(one, f"a split of {kind!r} is either split or all three masks", ", ".join(found))
+    if "split" in found:
+        split = files.splits(f"split_{kind}", found["split"])
+        form = split.shape == (count,) and bool(np.isin(split, (-1, 0, 1, 2, 3)).all())
+        got = f"{list(split.shape)} with values from {split.min(initial=0)} to {split.max(initial=0)}"
+        _need(form, f"split_{kind} must be 0, 1, 2, 3 or -1, [{count}]", got)
+        values |= {name: split == number for number, name in enumerate(files.MASKS)}
+    for name in masks:
+        form = found[name].shape == (count,) and bool(np.isin(found[name], (0, 1)).all())
+        _need(form, f"{name}_{kind} must be True or False, [{count}]", f"{found[name].dtype} {list(found[name].shape)}")
+        values[name] = found[name].astype(np.bool_)
+    for name, value in values.items():
+        graph[kind][name] = torch.from_numpy(np.ascontiguousarray(value))
+
+
+def _add_edges(graph: HeteroData, kind: EdgeType, edges: NDArray[Any], found: _Arrays) -> None:
+    """Add a type of edges with their attributes."""
+    name = "__".join(kind)
+    form = edges.ndim == 2 and edges.shape[0] == 2 and edges.dtype.kind in "iu"
+    _need(form, f"edges_{name} must be integers, [2, num_edges]", f"{edges.dtype} {list(edges.shape)}")
+    graph[kind].edge_index = torch.from_numpy(edges.astype(np.int64))
+    for each, value in found.items():
+        values = files.floats(f"{each}_{name}", value)
+        form = values.ndim >= 1 and values.shape[0] == edges.shape[1]
+        _need(form, f"{each}_{name} must have a row for each of {edges.shape[1]} edges", str(list(values.shape)))
+        graph[kind][each] = torch.from_numpy(np.ascontiguousarray(values))
+
+
+def _both_ways(graph: HeteroData) -> HeteroData:
+    """Add the reverse of each type of edges."""
+    for kind in list(graph.edge_types):
+        source, relation, target = kind
+        back = target, f"rev_{relation}", source
+        free = back not in graph.edge_types
+        _need(free, "undirected adds reverse types of edges", f"a graph that has {back!r} already; leave it out")
+        for name, value in graph[kind].items():
+            graph[back][name] = value.flip(0) if name == "edge_index" else value
+    return graph
+
+
+def _ends(name: str, kinds: list[str]) -> EdgeType:
+    """The type of edges that an array or a table is named after."""
+    ends = name.removeprefix("edges_").split("__")
+    known = len(ends) == 3 and ends[0] in kinds and ends[2] in kinds
+    _need(known, f"{name} must be edges_A__R__B with types of nodes A and B", ", ".join(kinds) or "no types")
+    return ends[0], ends[1], ends[2]
+
+
+def _check_names(path: Path, found: Iterable[str], kinds: list[str], relations: Iterable[str]) -> None:
+    """Refuse arrays that look like those of a type but are of none; others are ignored."""
+    known = {"node_types", "num_nodes", *(f"{name}_{kind}" for name in _OF_NODES for kind in kinds)}
+    known |= {f"x_{kind}_{part}" for kind in kinds for part in _SPARSE}
+    known |= {f"{name}_{kind}" for name in _OF_EDGES for kind in relations}
+    begins = tuple(f"{name}_" for name in (*_OF_NODES, *_OF_EDGES))
+    wrong = [
+        name
+        for name in found
+        if name not in known and (name.startswith(begins) or difflib.get_close_matches(name, known, n=1, cutoff=0.8))
+    ]
+    _need(not wrong, f"arrays of {path} must belong to one of the types {', '.join(kinds)}", ", ".join(wrong))
 
 
 def _need(holds: bool, rule: str, got: str) -> None:
     if not holds:
-        raise InputError(rule, got=got, fix="See the documentation of read_typed_graph.")
+        raise InputError(rule, got=got, fix=_SEE)

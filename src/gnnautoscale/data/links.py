@@ -94,6 +94,7 @@ def _typed_graph(data: Data, known: Tensor, asked: Tensor, split: Tensor) -> Dat
         if name in graph:
             graph[name] = torch.cat([graph[name], graph[name] + count if name == "edge_type" else graph[name]])
     graph.edge_label_type = data.edge_type[asked]
+    graph.num_relations = 2 * count  # some may be missing from the graph of a split
     return graph
 
 

@@ -5,7 +5,7 @@ nothing about models or histories.
 """
 
 from gnnautoscale.graph.assemble import without_tensors
-from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader, Subgraphs, check_fan_out, whole_neighbourhood
+from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, hand_over, untagged
 from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph, check_nodes, rows_of
@@ -13,8 +13,10 @@ from gnnautoscale.graph.hashing import fingerprint
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.graph.partitioning import Partitioner, connectivity, partition
 from gnnautoscale.graph.ready import ReadyBatch, tagged_copies
+from gnnautoscale.graph.subgraphs import Subgraphs, check_fan_out, whole_neighbourhood
 from gnnautoscale.graph.typed_batch import TypedBatch, TypedInfo
 from gnnautoscale.graph.typed_graph import EdgeType, TypedGraph
+from gnnautoscale.graph.typed_parts import connectivity_by_type, groups_to_balance
 from gnnautoscale.graph.unread import UnreadRows
 from gnnautoscale.graph.whole_graphs import partition_graphs
 
@@ -40,7 +42,9 @@ __all__ = [
     "check_fan_out",
     "check_nodes",
     "connectivity",
+    "connectivity_by_type",
     "fingerprint",
+    "groups_to_balance",
     "hand_over",
     "partition",
     "partition_graphs",

@@ -260,9 +260,10 @@ def without_tensors(batch: Data) -> Data:
     return bare
 
 
-def write_counts(data: Data) -> list[int]:
+def write_counts(data: Any) -> list[int]:
     """Counters of in-place writes, one per tensor: equal lists mean unchanged data."""
-    return [value._version for _, value in data if isinstance(value, Tensor) and not value.is_inference()]
+    values = [value for store in data.stores for value in store.values() if isinstance(value, Tensor)]
+    return [value._version for value in values if not value.is_inference()]
 
 
 def build_each(

@@ -23,6 +23,7 @@ from gnnautoscale.graph.partitioning import partition as cut
 from gnnautoscale.graph.ready import ReadyBatch, in_pinned_memory, in_turn, tagged_copies
 from gnnautoscale.graph.typed_batch import TypedBatch, TypedBuilder, TypedInfo
 from gnnautoscale.graph.typed_graph import TypedGraph, joined_labels
+from gnnautoscale.graph.typed_parts import groups_to_balance
 from gnnautoscale.kernels import Halo
 
 _HOST = torch.device("cpu")
@@ -45,6 +46,8 @@ class HaloLoader:
         num_parts: Number of parts to cut into. Not needed when ``partition`` gives the labels.
         partition: How to cut: ``"metis"``, ``"kaminpar"`` or ``"random"``, as :func:`gnnautoscale.partition` does, or
             the part of each node as integers ``[num_nodes]``, in a dictionary by type for a heterogeneous graph.
+        balance: Let each part have about as many training nodes, and of a heterogeneous graph nodes of each type, as
+            any other. This cuts more edges.
         batch_size: Number of parts in a batch.
         shuffle: Draw parts into batches at random, anew for each epoch.
         drawings: Draw this many times only, then reuse these drawings at random. Their batches recur, so the loader
@@ -74,6 +77,7 @@ class HaloLoader:
         num_parts: int | None = None,
         *,
         partition: Partitioner | Tensor | dict[str, Tensor] = "metis",
+        balance: bool = False,
         batch_size: int = 1,
         shuffle: bool = False,
         drawings: int | None = None,
@@ -106,7 +110,7 @@ class HaloLoader:
         self.data = data
         #: The graph as it was when batches were last asked for.
         self.graph: Any = TypedGraph.of(data) if typed else Graph.of(data)
-        self.labels = _labels(self.graph, num_parts, partition, seed, cache_dir)
+        self.labels = _labels(self.graph, num_parts, partition, balance, seed, cache_dir)
         self.num_parts = int(self.labels.max()) + 1
         if batch_size > self.num_parts:
             rule = f"batch_size must be at most the number of parts, {self.num_parts}"
@@ -429,7 +433,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _labels(
-    graph: Graph | TypedGraph, num_parts: int | None, partition: Any, seed: int, cache_dir: str | None
+    graph: Graph | TypedGraph, num_parts: int | None, partition: Any, balance: bool, seed: int, cache_dir: str | None
 ) -> Tensor:
     if isinstance(partition, dict) and isinstance(graph, TypedGraph):
         partition = joined_labels(graph, partition)
@@ -445,4 +449,7 @@ def _labels(
     if partition not in PARTITIONERS:
         rule = f"partition must be one of {PARTITIONERS} or a tensor of labels"
         raise InputError(rule, got=repr(partition), fix="Choose one of these.")
-    return cut(graph.edge_index, graph.num_nodes, num_parts, method=partition, seed=seed, cache_dir=cache_dir)
+    how: dict[str, Any] = {"method": partition, "seed": seed, "cache_dir": cache_dir}
+    if balance:
+        how["groups"] = groups_to_balance(graph)
+    return cut(graph.edge_index, graph.num_nodes, num_parts, **how)

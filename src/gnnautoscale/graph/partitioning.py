@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gnnautoscale._util import write_atomically
 from gnnautoscale.errors import InputError
+from gnnautoscale.graph.balancing import balanced
 from gnnautoscale.graph.hashing import fingerprint
 from gnnautoscale.graph.partitioners import import_kaminpar, kaminpar, metis
 from gnnautoscale.graph.undirected import chunks, undirected
@@ -25,6 +26,7 @@ def partition(
     *,
     method: Partitioner = "metis",
     edge_weight: Tensor | None = None,
+    groups: Tensor | None = None,
     seed: int = 0,
     cache_dir: str | Path | None = None,
 ) -> Tensor:
@@ -48,6 +50,9 @@ def partition(
         method: How to choose the parts.
         edge_weight: The cost of cutting each edge, finite and not negative, ``[num_edges]``. Only proportions matter:
             they are rounded to thousandths of their mean, and at least 1.
+        groups: The group of each node, such as its type, ``[num_nodes]``, numbered from 0: each part gets about equally
+            many nodes of each group. Partitioners balance all nodes together; nodes are moved afterwards, which cuts
+            more edges.
         seed: The same seed gives the same parts, whatever the global random state; but KaMinPar's threads race, so that
             on several cores its parts differ from call to call, about equally good. Use ``cache_dir``, or keep the
             labels, to have the same again. METIS gives small graphs the same parts for any seed.
@@ -71,23 +76,27 @@ def partition(
         raise InputError("num_parts must be between 1 and num_nodes", got=f"{num_parts} for {num_nodes} nodes", fix=fix)
     edges = _check_edges(edge_index, num_nodes)
     weight = None if edge_weight is None else _check_weight(edge_weight, edges.size(1))
+    groups = None if groups is None else _check_groups(groups, num_nodes)
 
     if method not in PARTITIONERS:
         raise InputError(f"method must be one of {PARTITIONERS}", got=repr(method), fix="Choose one of these.")
     if method == "random":
         order = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed))
+        if groups is not None:  # one group after the other, each in random order, dealt out in turn
+            order = order[groups[order].argsort(stable=True)]
+            return torch.empty_like(order).index_copy(0, order, torch.arange(num_nodes) % num_parts)
         return _blocks(num_nodes, num_parts)[order]
     version = pymetis.version if method == "metis" else import_kaminpar().__version__
     if num_parts == 1:
         return torch.zeros(num_nodes, dtype=torch.int64)
     if cache_dir is None:
-        return _cut(edges, num_nodes, num_parts, method, weight, seed)
+        return _cut(edges, num_nodes, num_parts, method, weight, seed, groups)
 
     setting = {"num_nodes": num_nodes, "num_parts": num_parts, "method": method, "version": version, "seed": seed}
-    path = Path(cache_dir) / f"{fingerprint(edges, weight, **setting)}.npy"
+    path = Path(cache_dir) / f"{fingerprint(edges, weight, *(() if groups is None else (groups,)), **setting)}.npy"
     labels = _load(path, num_nodes, num_parts)
     if labels is None:
-        labels = _cut(edges, num_nodes, num_parts, method, weight, seed)
+        labels = _cut(edges, num_nodes, num_parts, method, weight, seed, groups)
         _save(path, labels)
     return labels
 
@@ -148,18 +157,26 @@ def connectivity(edge_index: Tensor, labels: Tensor) -> Tensor:
     num_nodes = labels.numel()
     labels = check_labels(labels, num_nodes)
     edges = _check_edges(edge_index, num_nodes)
+    sizes = torch.bincount(labels)
+    return halo_sizes(edges, labels, labels, sizes.numel()).double() / sizes
+
+
+def halo_sizes(edges: Tensor, sources: Tensor, targets: Tensor, num_parts: int) -> Tensor:
+    """The number of nodes outside each part that have an edge into it, ``[num_parts]``.
+
+    ``sources`` and ``targets`` are the parts of the nodes that edges, ``[2, num_edges]``, come from and point to.
+    """
     # A node counts once for each part it has edges into, however many edges.
-    halo, found = labels.new_empty(0), []
+    num_nodes, halo, found = max(sources.numel(), 1), targets.new_empty(0), []
     for chunk in chunks(edges.size(1)):
         source, target = edges[:, chunk]
-        part = labels[target]
-        outside = labels[source] != part
+        part = targets[target]
+        outside = sources[source] != part
         found.append(_distinct(part[outside] * num_nodes + source[outside]))
         if sum(each.numel() for each in found) > halo.numel():
             halo, found = _distinct(torch.cat([halo, *found])), []
     halo = _distinct(torch.cat([halo, *found]))
-    sizes = torch.bincount(labels)
-    return torch.bincount(halo // num_nodes, minlength=sizes.numel()).double() / sizes
+    return torch.bincount(halo // num_nodes, minlength=num_parts)
 
 
 def _distinct(values: Tensor) -> Tensor:
@@ -199,18 +216,35 @@ def _check_weight(edge_weight: Tensor, num_edges: int) -> Tensor:
     return weight
 
 
+def _check_groups(groups: Tensor, num_nodes: int) -> Tensor:
+    """Returns the groups as int64 on the CPU."""
+    whole = groups.dtype in (torch.int32, torch.int64) and groups.shape == (num_nodes,)
+    if not whole or int(groups.min()) < 0:
+        rule, got = f"groups must be integers from 0, [{num_nodes}]", f"{groups.dtype} {list(groups.shape)}"
+        raise InputError(rule, got=got, fix="Number them with groups.unique(return_inverse=True)[1].")
+    return groups.to("cpu", torch.int64)
+
+
 def _blocks(num_nodes: int, num_parts: int) -> Tensor:
     """Contiguous parts whose sizes differ by at most one."""
     return torch.arange(num_nodes) * num_parts // num_nodes
 
 
 def _cut(
-    edges: Tensor, num_nodes: int, num_parts: int, method: Partitioner, weight: Tensor | None, seed: int
+    edges: Tensor,
+    num_nodes: int,
+    num_parts: int,
+    method: Partitioner,
+    weight: Tensor | None,
+    seed: int,
+    groups: Tensor | None,
 ) -> Tensor:
     graph = undirected(edges, num_nodes, weight)
     if graph.neighbors.numel() == 0:
-        return _blocks(num_nodes, num_parts)
-    return _fill((metis if method == "metis" else kaminpar)(graph, num_parts, seed), num_parts)
+        labels = _blocks(num_nodes, num_parts)
+    else:
+        labels = _fill((metis if method == "metis" else kaminpar)(graph, num_parts, seed), num_parts)
+    return labels if groups is None else _fill(balanced(graph, labels, groups, num_parts), num_parts)
 
 
 def _fill(labels: Tensor, num_parts: int) -> Tensor:

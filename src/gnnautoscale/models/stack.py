@@ -23,21 +23,16 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 @dataclass(eq=False, repr=False)
-class PaperModel(nn.Module, ABC):
-    """A model whose options are the fields of a dataclass, each declared with ``option``.
+class NamedModel(nn.Module, ABC):
+    """A model that is built by name: its options are fields of a dataclass, each declared with ``option``.
 
     A subclass adds fields or changes their defaults, creates its modules in ``_build``, and computes in ``forward``.
     """
 
-    in_channels: int
-    out_channels: int
     _: KW_ONLY
     hidden: int = option(64, "Width of hidden layers.")
     layers: int = option(2, "Number of layers.")
     dropout: float = option(0.5, "Probability of dropout.")
-
-    #: Whether the layers use edge weights.
-    takes_edge_weight = False
 
     def __post_init__(self) -> None:
         super().__init__()  # keeps the numbers that the dataclass has set already
@@ -58,6 +53,20 @@ class PaperModel(nn.Module, ABC):
     def _build(self) -> None:
         """Create the modules."""
 
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+@dataclass(eq=False, repr=False)
+class PaperModel(NamedModel):
+    """A model of a plain graph, with features of one width."""
+
+    in_channels: int
+    out_channels: int
+
+    #: Whether the layers use edge weights.
+    takes_edge_weight = False
+
     @abstractmethod
     def decayed_modules(self) -> Iterable[nn.Module]:
         """The modules whose weights decay by ``weight_decay_conv``; the others decay by ``weight_decay_other``."""
@@ -69,9 +78,6 @@ class PaperModel(nn.Module, ABC):
                 got="edge_weight",
                 fix="Remove data.edge_weight, or use GCN, GCNII or APPNP.",
             )
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
 
 
 @dataclass(eq=False, repr=False)

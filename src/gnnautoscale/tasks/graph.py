@@ -6,7 +6,8 @@ graph that are not in a batch are pooled as they were last known, see :mod:`gnna
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 from weakref import ref
 
@@ -86,7 +87,7 @@ class GraphPrediction(Task):
         self._train: Data | None = None
         # The targets of training graphs, on each device once, since a captured step cannot wait for a copy.
         self._y: dict[torch.device, Tensor] = {}
-        self._own = torch.empty(0)
+        self._own = self._weight_of_batch = torch.empty(0)
         self._seen: ref[Tensor] | None = None
 
     # Data ############################################################################################################
@@ -163,6 +164,13 @@ class GraphPrediction(Task):
         """Parts that are groups of whole graphs, or pieces of a large one."""
         return partition_graphs(data.edge_index.cpu(), data.graph_id.cpu(), num_parts, batch_size=batch_size, **how)
 
+    def skew(self, data: Data, parts: Tensor) -> float:
+        """See :meth:`Task.skew`; each piece that a part has of a graph counts once."""
+        count = int(parts.max()) + 1
+        pieces = torch.unique(data.graph_id.cpu() * count + parts)
+        targets = _graphs_as_nodes(Data(graph_y=data.graph_y.cpu()[pieces // count]))
+        return self._bound.skew(targets, pieces % count)
+
     # Training ########################################################################################################
 
     def prepare(self, loader: HaloLoader | ClusterLoader | SampleLoader) -> None:
@@ -198,14 +206,25 @@ class GraphPrediction(Task):
                 fix="Give GraphPrediction the number of the model's outputs as width.",
             )
 
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """See :meth:`Task.measuring`."""
+        with self._pieces.measuring():
+            yield
+
     def loss(self, out: Any, targets: Tensor) -> Tensor:
         """The mean loss over graphs, each weighted by the share of its nodes that the batch has."""
         if self._seen is None or self._seen() is not out or not isinstance(out, Tensor):
             rule = "the loss of graphs follows the batch that the model has just seen"
-            raise InputError(rule, got="other outputs", fix="Leave out what computes gradients on its own (diagnose).")
+            raise InputError(rule, got="other outputs", fix="Call see(out, nodes) first.")
         pooled, share = self._pieces.pool(out, self._own, targets)
         losses = self._bound.losses(self._predicted(pooled), self._targets_on(out.device)[targets[:, 0]])
-        return (losses * share.to(losses.dtype)).sum() / share.sum().to(losses.dtype)
+        self._weight_of_batch = share.sum().to(losses.dtype)
+        return (losses * share.to(losses.dtype)).sum() / self._weight_of_batch
+
+    def weight(self, targets: Tensor) -> Tensor:
+        """See :meth:`Task.weight`: the sum of its shares of graphs."""
+        return self._weight_of_batch
 
     def _targets_on(self, device: torch.device) -> Tensor:
         if device not in self._y:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -30,8 +31,8 @@ from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader
 from gnnautoscale.tasks.decoders import DecoderName, make_decoder
 from gnnautoscale.tasks.link_sampling import LinkSampleLoader
 from gnnautoscale.tasks.metrics import average_precision, roc_auc
-from gnnautoscale.tasks.pairs import EdgeKind, Meetings, Pairs, check_leaks, known_keys
-from gnnautoscale.tasks.ranking import KnownEdges, best_partners, pair_scores, ranks
+from gnnautoscale.tasks.pairs import EdgeKind, Meetings, Pairs, check_graphs, check_leaks, known_keys
+from gnnautoscale.tasks.ranking import KnownEdges, best_partners, check_relations, pair_scores, ranks, with_negatives
 from gnnautoscale.tasks.task import ClassWeight, Task
 
 # Edges of the training split that are ranked after an epoch; there may be many, and they decide nothing.
@@ -87,6 +88,7 @@ class LinkPrediction(Task):
     percent = True
     scores_anywhere = True
     separable = False
+    least_parts = 2
     why_uncaptured = "steps on links are not captured"
 
     def __init__(
@@ -116,6 +118,7 @@ class LinkPrediction(Task):
         self._meetings = Meetings(torch.empty(0), 1.0)
         # Whether batches have no other nodes than their own, and whether they bring all of their pairs.
         self._alone = self._sampled = False
+        self._measures, self._weight_of_batch = False, torch.empty(0)
 
     def _choose(self, metric: str) -> None:
         plain = metric.lower().replace("_", "-").replace(" ", "-")
@@ -131,17 +134,7 @@ class LinkPrediction(Task):
 
     def check_dataset(self, dataset: Dataset) -> None:
         """Refuse graphs without pairs to score, and pairs that a model has seen."""
-        if len(dataset.graphs()) < 3:
-            raise InputError(
-                "link prediction needs a graph for each split",
-                got="one graph for several",
-                fix="Pass the three that torch_geometric.transforms.RandomLinkSplit(...)(data) returns.",
-            )
-        if len({graph.num_nodes for graph, _ in dataset.graphs()}) > 1:
-            sizes = ", ".join(str(graph.num_nodes) for graph, _ in dataset.graphs())
-            raise InputError(
-                "the graphs of link prediction have the same nodes", got=f"{sizes} nodes", fix="Split edges only."
-            )
+        check_graphs(dataset)
         for graph, splits in dataset.graphs():
             self.check(graph, splits)
         check_leaks(dataset, _edges_of(dataset), reconstruct=self.reconstruct)
@@ -237,10 +230,20 @@ class LinkPrediction(Task):
         if not self._alone:
             if not self._outputs.numel():
                 self._outputs = torch.zeros(count, out.size(1), dtype=out.dtype, device=out.device)
-            self._outputs[nodes] = out.detach().to(self._outputs.dtype)
+            if not self._measures:
+                self._outputs[nodes] = out.detach().to(self._outputs.dtype)
         self._placed.fill_(-1)
         self._placed[nodes] = torch.arange(nodes.numel(), device=out.device)
         self._own, self._seen = nodes, ref(out)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """See :meth:`Task.measuring`."""
+        self._measures = True
+        try:
+            yield
+        finally:
+            self._measures = False
 
     def loss(self, out: Any, targets: Tensor) -> Tensor:
         """Binary cross entropy of given and drawn pairs, the weighted mean.
@@ -250,12 +253,12 @@ class LinkPrediction(Task):
         """
         if self._seen is None or self._seen() is not out or not isinstance(out, Tensor):
             rule = "the loss of links follows the batch that the model has just seen"
-            raise InputError(rule, got="other outputs", fix="Leave out what computes gradients on its own (diagnose).")
+            raise InputError(rule, got="other outputs", fix="Call see(out, nodes) first.")
         source, target, label, relation = targets.unbind(dim=1)
         place, edge = self._placed, label > 0
         across = (place[source] < 0) | (place[target] < 0)
         # Edges in two batches count half in each; others only where both ends are, for all who do not meet.
-        others = self._weight(source, target).masked_fill(across, 0.0)
+        others = self._stand_for(source, target).masked_fill(across, 0.0)
         weight, wanted = torch.where(edge, torch.where(across, 0.5, 1.0), others), label.float()
         scores = self._scores(out, source, target, relation, across)
         if self._draws:
@@ -263,7 +266,17 @@ class LinkPrediction(Task):
             scores, weight = torch.cat([scores, self._scores(out, *drawn)]), torch.cat([weight, others])
             wanted = F.pad(wanted, (0, weight.numel() - wanted.numel()))
         losses = F.binary_cross_entropy_with_logits(scores.float(), wanted, reduction="none")
-        return (losses * weight).sum() / weight.sum().clamp(min=1e-12)
+        self._weight_of_batch = weight.sum()
+        return (losses * weight).sum() / self._weight_of_batch.clamp(min=1e-12)
+
+    def weight(self, targets: Tensor) -> Tensor:
+        """See :meth:`Task.weight`: the sum over pairs."""
+        return self._weight_of_batch
+
+    def weight_of(self, data: Data) -> float:
+        """See :meth:`Task.weight_of`."""
+        label = Pairs.of(data).label
+        return float(label.numel() + self._draws * int(label.sum()))
 
     @property
     def _draws(self) -> int:
@@ -284,7 +297,8 @@ class LinkPrediction(Task):
         own, total = self._own, weight.sum() * self._draws
         draws = self._draws if self._is_whole else _DRAWN_MORE * self._draws
         source, target, relation, weight = (each.repeat(draws) for each in (source, target, relation, weight))
-        first, second = (own[torch.randint(own.numel(), source.shape, device=source.device)] for _ in range(2))
+        pools = self._pools(own)
+        first, second = (pool[torch.randint(pool.numel(), source.shape, device=source.device)] for pool in pools)
         if self._num_relations is not None:
             backwards = torch.rand(source.shape, device=source.device) < 0.5
             source_in, target_in = self._placed[source] >= 0, self._placed[target] >= 0
@@ -292,13 +306,21 @@ class LinkPrediction(Task):
             first, second = torch.where(backwards, first, source), torch.where(backwards, target, second)
         kind = None if self._num_relations is None else relation
         real = ~self._trained.contain(first, second, kind) & (first != second) & (weight > 0)
-        drawn = self._weight(first, second) * real
+        drawn = self._stand_for(first, second) * real
         if self._num_relations is not None:
             drawn = drawn * weight  # an edge that two batches see has one negative, not two
         drawn = drawn * (total / drawn.sum().clamp(min=1e-12))
         return first, second, relation, drawn
 
-    def _weight(self, source: Tensor, target: Tensor) -> Tensor:
+    def _pools(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """The nodes of the batch that sources and targets are drawn from: those of their types, if these differ."""
+        pairs = self._training_pairs
+        if pairs.between is None:
+            return own, own
+        source, target = (own[(own >= low) & (own < high)] for low, high in pairs.between)
+        return source, target
+
+    def _stand_for(self, source: Tensor, target: Tensor) -> Tensor:
         """What pairs inside the batch stand for, ``[num_pairs]``; only for themselves if it holds all nodes."""
         if self._is_whole:
             return torch.ones(source.shape, device=source.device)
@@ -307,7 +329,7 @@ class LinkPrediction(Task):
     @property
     def _is_whole(self) -> bool:
         """Whether the batch holds all nodes."""
-        return self._own.numel() == self._training_pairs.num_nodes
+        return self._own.numel() == self._training_pairs.num_ends
 
     def _scores(
         self, out: Tensor, source: Tensor, target: Tensor, relation: Tensor, across: Tensor | None = None
@@ -338,7 +360,7 @@ class LinkPrediction(Task):
         if self.metric in ("ROC-AUC", "average-precision"):
             ends, label, relation = pairs.ends, pairs.label, pairs.relation
             if bool(label.all()):
-                ends, label, relation = self._with_negatives(pairs, generator)
+                ends, label, relation = with_negatives(pairs, self._known, generator)
             measure = roc_auc if self.metric == "ROC-AUC" else average_precision
             return 100.0 * measure(pair_scores(decoder, out, ends, relation), label)
         others = pairs.others
@@ -346,23 +368,15 @@ class LinkPrediction(Task):
             chosen = torch.linspace(0, positives.ends.size(1) - 1, _MOST_RANKED).long()
             positives, others = positives.at(chosen), None if others is None else others[chosen]
         shape = (positives.ends.size(1), self._candidates or 0)
-        drawn = torch.randint(pairs.num_nodes, shape, generator=generator) if self._candidates else others
+        drawn = pairs.draw(shape, generator, 1) if self._candidates else others
         found = [ranks(decoder, out, positives, self._known, drawn)]
         if self._num_relations is not None and pairs.others is None:
-            drawn = torch.randint(pairs.num_nodes, shape, generator=generator) if self._candidates else None
+            drawn = pairs.draw(shape, generator, 0) if self._candidates else None
             found.append(ranks(decoder, out, positives, self._back, drawn, backwards=True))
         places = torch.cat(found)
         if self._most is not None:
             return 100.0 * float((places <= self._most).double().mean())
         return 100.0 * float((1 / places).mean())
-
-    def _with_negatives(self, pairs: Pairs, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The positives, and as many pairs of random nodes without a known edge, or a few less."""
-        drawn = torch.randint(pairs.num_nodes, pairs.ends.shape, generator=generator)
-        kept = ~self._known.contain(drawn[0], drawn[1], pairs.relation) & (drawn[0] != drawn[1])
-        ends = torch.cat([pairs.ends, drawn[:, kept]], dim=1)
-        relation = None if pairs.relation is None else torch.cat([pairs.relation, pairs.relation[kept]])
-        return ends, torch.arange(ends.size(1)) < pairs.ends.size(1), relation
 
     def _made(self) -> nn.Module:
         if self.module is None:
@@ -390,6 +404,7 @@ class LinkPrediction(Task):
         named = {"edge_label_index": pairs, "edge_label_type": relation, "edge_type": relation}
         given = {name: value for name, value in named.items() if value is not None}
         checked = Pairs.of(Data(num_nodes=out.size(0), **given))
+        check_relations(checked.relation, self._num_relations)
         return pair_scores(self._made().eval(), out, checked.ends, checked.relation)
 
     @torch.no_grad()
@@ -417,7 +432,9 @@ class LinkPrediction(Task):
         if not 0 <= node < out.size(0):
             fix = "Check the numbering."
             raise InputError(f"node must be from 0 to {out.size(0) - 1}", got=str(node), fix=fix)
-        return best_partners(self._made().eval(), out, node, relation, count, self._known if new else None)
+        check_relations(None if relation is None else torch.tensor([relation]), self._num_relations)
+        among = None if self._pairs is None else self._pairs.range_of(1)
+        return best_partners(self._made().eval(), out, node, relation, count, self._known if new else None, among)
 
     def predictions(self, out: Tensor, data: Data) -> dict[str, Tensor]:
         """The rows that decoders score; see :meth:`scores` and :meth:`partners` for what they make of these."""

@@ -67,7 +67,7 @@ class LinkSampleLoader(SampleLoader):
         drawn[:, 2] = 0
         count, random = drawn.size(0), self._generator
         if pairs.relation is None:
-            drawn[:, :2] = torch.randint(pairs.num_nodes, (count, 2), generator=random)
+            drawn[:, :2] = torch.stack([pairs.draw((count,), random, end) for end in (0, 1)], dim=1)
         else:
             end = torch.randint(2, (count,), generator=random)
             drawn[torch.arange(count), end] = torch.randint(pairs.num_nodes, (count,), generator=random)

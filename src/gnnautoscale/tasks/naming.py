@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from gnnautoscale.data import Dataset
+from gnnautoscale.data import Dataset, TypedLinks
 from gnnautoscale.errors import InputError
 from gnnautoscale.tasks.graph import GraphPrediction
 from gnnautoscale.tasks.link import LinkPrediction
@@ -31,6 +31,8 @@ def task_for(dataset: Dataset, name: str | None = None) -> Task:
         >>> task_for(Dataset.of(Data(x=torch.eye(2), y=torch.tensor([0.5, 1])))).metric
         'RMSE'
     """
+    if name is None and isinstance(dataset, TypedLinks):
+        name = "link"
     if name is None:
         y = dataset.train.get("y")
         numbers = isinstance(y, Tensor) and y.layout == torch.strided and kind_of(y) == "numbers"

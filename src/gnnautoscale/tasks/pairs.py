@@ -29,6 +29,8 @@ class Pairs:
         relation: Their types, ``[num_pairs]``, or ``None`` if edges have none.
         num_nodes: Number of nodes of the graph.
         others: For each positive, in order, targets that it has no edge to, ``[num_positives, count]``, or ``None``.
+        between: The first and the last number, exclusive, of nodes that can be sources, and of those that can be
+            targets; by default all.
     """
 
     ends: Tensor
@@ -36,6 +38,7 @@ class Pairs:
     relation: Tensor | None
     num_nodes: int
     others: Tensor | None = None
+    between: tuple[tuple[int, int], tuple[int, int]] | None = None
 
     @staticmethod
     def of(data: Data) -> Pairs:
@@ -83,7 +86,20 @@ class Pairs:
         if label.shape != (ends.size(1),):
             got, fix = f"{list(label.shape)}", "Give each pair one label."
             raise InputError(f"edge_label must be [{ends.size(1)}]", got=got, fix=fix)
-        return Pairs(ends, label > 0, _relations(data, ends.size(1)), num_nodes)
+        return Pairs(ends, label > 0, _relations(data, ends.size(1)), num_nodes, between=data.get("between"))
+
+    def range_of(self, end: int) -> tuple[int, int]:
+        """The first and the last number, exclusive, of nodes that can be sources, for 0, or targets, for 1."""
+        return (0, self.num_nodes) if self.between is None else self.between[end]
+
+    @property
+    def num_ends(self) -> int:
+        """Number of nodes that can be at an end of a pair."""
+        return sum(high - low for low, high in {self.range_of(0), self.range_of(1)})
+
+    def draw(self, shape: tuple[int, ...], generator: torch.Generator, end: int) -> Tensor:
+        """Random nodes for an end of pairs: sources for 0, targets for 1."""
+        return torch.randint(*self.range_of(end), shape, generator=generator)
 
     @property
     def positives(self) -> Pairs:
@@ -93,7 +109,7 @@ class Pairs:
     def at(self, chosen: Tensor) -> Pairs:
         """Some of the pairs, by their place."""
         relation = None if self.relation is None else self.relation[chosen]
-        return Pairs(self.ends[:, chosen], self.label[chosen], relation, self.num_nodes)
+        return Pairs(self.ends[:, chosen], self.label[chosen], relation, self.num_nodes, between=self.between)
 
     @cached_property
     def are_edges(self) -> bool:
@@ -218,6 +234,21 @@ def known_keys(data: Data, edges: EdgeKind, *, backwards: bool = False) -> Tenso
         return keys
     start, end = keys // count, keys % count
     return keys_of(end, start % count, None if edges.num_relations is None else start // count, count)
+
+
+def check_graphs(dataset: Dataset) -> None:
+    """Refuse a data set that has no graph for each split, of the same nodes."""
+    if len(dataset.graphs()) < 3:
+        raise InputError(
+            "link prediction needs a graph for each split",
+            got="one graph for several",
+            fix="Pass the three that torch_geometric.transforms.RandomLinkSplit(...)(data) returns.",
+        )
+    if len({graph.num_nodes for graph, _ in dataset.graphs()}) > 1:
+        sizes = ", ".join(str(graph.num_nodes) for graph, _ in dataset.graphs())
+        raise InputError(
+            "the graphs of link prediction have the same nodes", got=f"{sizes} nodes", fix="Split edges only."
+        )
 
 
 def check_messages(split: str, pairs: Pairs, place: str, data: Data, edges: EdgeKind) -> None:

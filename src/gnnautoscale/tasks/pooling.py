@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +45,16 @@ class PooledParts:
         self._when: Tensor | None = None
         self._now = torch.ones((), dtype=torch.long)
         self._there: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self._measures = False
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """A context in which pooled rows are not remembered."""
+        self._measures = True
+        try:
+            yield
+        finally:
+            self._measures = False
 
     def graphs_of(self, nodes: Tensor) -> Tensor:
         """The graphs of some nodes, ``[num_nodes]`` in host memory, and all pieces of each of them.
@@ -77,7 +89,8 @@ class PooledParts:
         if self._known is None:
             self._known = own.new_zeros(self._num_pieces + 1, own.size(1))
         known, fresh = self._known[pieces].to(own.dtype), own[:, :1] > 0
-        self._known[pieces] = torch.where(fresh, own.detach(), known).to(self._known.dtype)
+        if not self._measures:
+            self._known[pieces] = torch.where(fresh, own.detach(), known).to(self._known.dtype)
         known = self._brought_forward(known, own.detach(), fresh, pieces)
         if self._dropout and self.readout.training:
             known = known * (torch.rand(count, 1, device=out.device) >= self._dropout)
@@ -99,8 +112,9 @@ class PooledParts:
         weight = torch.where(fresh & (known[:, :1] > 0), own[:, :1], 0.0)
         moved = self.readout.place(own) - self.readout.place(known)
         rate = (weight * moved).sum(dim=0) / (weight * age).sum().clamp(min=1)
-        when[pieces] = torch.where(fresh.squeeze(1), now, when[pieces])
-        now += 1
+        if not self._measures:
+            when[pieces] = torch.where(fresh.squeeze(1), now, when[pieces])
+            now += 1
         return self.readout.moved(known, age * rate)
 
     def _when_on(self, device: torch.device) -> tuple[Tensor, Tensor]:

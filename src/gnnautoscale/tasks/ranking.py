@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from gnnautoscale.errors import InputError
 from gnnautoscale.tasks.decoders import Decoder
 from gnnautoscale.tasks.pairs import Pairs, keys_of
 
@@ -42,6 +43,27 @@ class KnownEdges:
         row = torch.arange(source.numel(), device=source.device).repeat_interleave(counts)
         offsets = torch.arange(row.numel(), device=source.device) - (counts.cumsum(0) - counts)[row]
         return row, keys[begin[row] + offsets] % self._num_nodes
+
+
+def check_relations(relation: Tensor | None, num_relations: int | None) -> None:
+    """Refuse relations of asked pairs that are not among those that were trained on, if that is known."""
+    if num_relations is None:
+        return
+    if relation is None:
+        fix = "Pass one for each pair (--relation, or the column relation of --pairs)."
+        raise InputError("pairs of typed edges need a relation", got="none", fix=fix)
+    if relation.numel() and not 0 <= int(relation.min()) <= int(relation.max()) < num_relations:
+        got, fix = f"{int(relation.min())} to {int(relation.max())}", "Check the numbering."
+        raise InputError(f"relations must be from 0 to {num_relations - 1}", got=got, fix=fix)
+
+
+def with_negatives(pairs: Pairs, known: KnownEdges, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Edges, and as many pairs of random nodes without a known edge, or a few less: ends, labels and relations."""
+    drawn = torch.stack([pairs.draw((pairs.ends.size(1),), generator, end) for end in (0, 1)])
+    kept = ~known.contain(drawn[0], drawn[1], pairs.relation) & (drawn[0] != drawn[1])
+    ends = torch.cat([pairs.ends, drawn[:, kept]], dim=1)
+    relation = None if pairs.relation is None else torch.cat([pairs.relation, pairs.relation[kept]])
+    return ends, torch.arange(ends.size(1)) < pairs.ends.size(1), relation
 
 
 def pair_scores(decoder: nn.Module, out: Tensor, ends: Tensor, relation: Tensor | None) -> Tensor:
@@ -82,6 +104,8 @@ def ranks(
         source, target = given[piece], wanted[piece]
         if candidates is None:
             scores = _against_all(decoder, out, source, kind, backwards=backwards)
+            low, high = pairs.range_of(0 if backwards else 1)
+            scores[:, :low] = scores[:, high:] = -torch.inf
             row, partner = (place.to(scores.device) for place in known.partners(source, kind))
             own = scores.gather(1, target.to(scores.device).unsqueeze(1))
             scores[row, partner] = -torch.inf
@@ -105,13 +129,24 @@ def ranks(
 
 
 def best_partners(
-    decoder: nn.Module, out: Tensor, node: int, relation: int | None, count: int, known: KnownEdges | None
+    decoder: nn.Module,
+    out: Tensor,
+    node: int,
+    relation: int | None,
+    count: int,
+    known: KnownEdges | None,
+    among: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The nodes with the best scores as targets of a node, and these, both ``[count]``; known targets are left out."""
+    """The nodes with the best scores as targets of a node, and these, both ``[count]``; known targets are left out.
+
+    Targets are ``among`` the nodes from one number to another, exclusive.
+    """
     source = torch.tensor([node])
     kind = None if relation is None else torch.tensor([relation])
     scores = _against_all(decoder, out, source, kind)
     scores[0, node] = -torch.inf
+    if among is not None:
+        scores[0, : among[0]] = scores[0, among[1] :] = -torch.inf
     if known is not None:
         scores[0, known.partners(source, kind)[1].to(scores.device)] = -torch.inf
     best = scores[0].topk(min(count, int((scores[0] > -torch.inf).sum())))

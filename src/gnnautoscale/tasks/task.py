@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -52,6 +53,8 @@ class Task(ABC):
     module: nn.Module | None = None
     #: Whether the loss of a batch needs nothing but the batch, so that the mean over batches is that of the graph.
     separable: bool = True
+    #: Number of parts that a batch has at least.
+    least_parts: int = 1
     #: Why a GPU must not capture steps, in words; ``None`` if it may.
     why_uncaptured: str | None = None
     #: Whether :meth:`score` also takes outputs on a GPU, which saves the time to copy them.
@@ -123,6 +126,22 @@ class Task(ABC):
             out: The model's output for the batch's own nodes, ``[batch_size, num_outputs]``.
             nodes: Which nodes of the graph they are, ``[batch_size]``.
         """
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """A context in which the task remembers nothing of what it sees, since it is no training."""
+        yield
+
+    def weight(self, targets: Tensor) -> Tensor | int:
+        """What the batch whose loss was just computed counts in the mean over batches: its number of targets.
+
+        What all batches of a graph count together is :meth:`weight_of`.
+        """
+        return targets.size(0)
+
+    def weight_of(self, data: Data) -> float:
+        """What all batches of a graph count together; see :meth:`weight`."""
+        return float(self.targets_of_graph(data)[1].size(0))
 
     def targets_of_graph(self, data: Data) -> tuple[Tensor | None, Tensor]:
         """Select what to train on in a whole graph, as :meth:`targets` does in a batch."""

@@ -8,7 +8,7 @@ from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.checkpoint import latest_checkpoint
 from gnnautoscale.training.feed import plain_item
 from gnnautoscale.training.journal import describe_machine, versions
-from gnnautoscale.training.loop import fit
+from gnnautoscale.training.loop import dataset_of, fit
 from gnnautoscale.training.optimizer import make_optimizer
 from gnnautoscale.training.options import (
     OPTIONS,
@@ -29,6 +29,7 @@ __all__ = [
     "Optimization",
     "Output",
     "Steps",
+    "dataset_of",
     "describe_machine",
     "fit",
     "latest_checkpoint",

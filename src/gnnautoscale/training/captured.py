@@ -49,7 +49,7 @@ class Engine(Steps):
         rows: Callable[[Any], Any] = as_it_is,
         **further: Any,
     ) -> None:
-        super().__init__(model, optimizer, task, device, call=lambda batch: rows(model(batch)), **further)
+        super().__init__(model, optimizer, task, device, call=lambda batch: rows(model(batch)), nodes=nodes, **further)
         self._rows = rows
         self._feed = Feed(task, device, nodes)
         self._scaler = attached(model)
@@ -112,8 +112,13 @@ class Engine(Steps):
         """Push fresh rows of a batch, and of compensated steps fresh gradients of these, without training on it."""
         self._replayer.why_not = self._replayer.why_not or "batches are refreshed between steps"
         item = plain_item(batch, self.task, self.device, self._feed.nodes)
+
+        def loss(out: Any) -> Tensor:
+            self._show(out, item.batch)
+            return self._losses(out, item)[1]
+
         with self._autocast():
-            refresh(self._model, item.batch, loss=lambda out: self._losses(out, item)[1])
+            refresh(self._model, item.batch, loss=loss)
 
     def exact_epoch(self, loader: HaloLoader, after_step: Callable[[None], None], *, done: bool) -> float:
         """Train for one step with the gradient of the whole graph; returns the mean loss over all targets.
@@ -273,7 +278,7 @@ def engine_for(
     per_target = None
     if options.compensate == "gradient":
         # On average over the batches, the loss is that of the whole graph.
-        per_target = len(loader) / task.targets_of_graph(train)[1].size(0)
+        per_target = len(loader) / task.weight_of(train)
     return Engine(
         model,
         optimizer,

@@ -17,7 +17,7 @@ from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped
 
 from gnnautoscale._util import PeakMemory, describe_arguments
 from gnnautoscale.attach import is_autoscaled
-from gnnautoscale.data import Dataset, TypedDataset, holds_graphs, is_collection
+from gnnautoscale.data import Dataset, TypedDataset, TypedLinks, holds_graphs, is_collection
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder, check_run_dir
@@ -45,6 +45,7 @@ from gnnautoscale.training.strategies import (
     halo_loaders,
     subgraph_loader,
 )
+from gnnautoscale.training.typed_baselines import TypedSubgraphStrategy, typed_subgraphs
 from gnnautoscale.training.typed_strategy import TypedStrategy, check_typed_run
 
 
@@ -88,7 +89,7 @@ def fit(  # noqa: D417 - the options are filled in below
         raise InputError(
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
         )
-    dataset = data if isinstance(data, Dataset) else _dataset_of(data)
+    dataset = dataset_of(data)
     dataset.check()
     task = task_for(dataset, task) if task is None or isinstance(task, str) else task
     if isinstance(task, Task):
@@ -97,7 +98,7 @@ def fit(  # noqa: D417 - the options are filled in below
     task = check_task(task, dataset.train)
     _check_inseparable(task, given)
     if isinstance(dataset, TypedDataset):
-        check_typed_run(task, given)
+        check_typed_run(dataset, task, given)
     if given.evaluation == "histories" and dataset.inductive:
         raise InputError(
             "evaluation from histories needs the validation nodes in the training graph",
@@ -118,7 +119,10 @@ fit.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 describe_arguments(fit, {name: option.help for name, option in OPTIONS.items()})
 
 
-def _dataset_of(data: Any) -> Dataset:
+def dataset_of(data: Any) -> Dataset:
+    """The data set that someone means who passes a graph, one for each split, or lists of graphs."""
+    if isinstance(data, Dataset):
+        return data
     if isinstance(data, HeteroData):
         return TypedDataset.of_types(data)
     if isinstance(data, Data) and holds_graphs(data):
@@ -128,12 +132,14 @@ def _dataset_of(data: Any) -> Dataset:
         return Dataset.of_graphs(data)
     if isinstance(data, Data):
         return Dataset.of(data)
+    if isinstance(data, (tuple, list)) and len(data) == 3 and all(isinstance(each, HeteroData) for each in data):
+        return TypedLinks.of_splits(data)
     if isinstance(data, (tuple, list)) and len(data) == 3 and all(is_collection(each) for each in data):
         return Dataset.of_graphs(data)
     if not isinstance(data, (tuple, list)) or len(data) != 3 or not all(isinstance(each, Data) for each in data):
         got = f"{len(data)} items" if isinstance(data, (tuple, list)) else type(data).__name__
         rule = (
-            "data must be a torch_geometric.data.Data or HeteroData, three of the former or three lists of them for "
+            "data must be a torch_geometric.data.Data or HeteroData, three of them or three lists of Data for "
             "training, validation and test, or a Dataset"
         )
         raise InputError(rule, got=got, fix="Pass one of these.")
@@ -141,22 +147,16 @@ def _dataset_of(data: Any) -> Dataset:
 
 
 def _check_inseparable(task: Task, options: FitOptions) -> None:
-    """Refuse what needs a loss of each batch by itself, if the task has none."""
-    if task.separable:
+    """Refuse what exact steps cannot do if the loss takes the outputs of all nodes together."""
+    if task.separable or options.exact_after >= options.epochs:
         return
-    refused = {
-        "compensate": options.compensate if options.compensate == "gradient" else None,
-        "lipschitz": options.lipschitz or None,
-        "diagnose": "gradients" if "gradients" in options.diagnose else None,
-    }
-    exact = options.exact_after < options.epochs
-    refused["precision"] = options.precision if exact and options.precision == "bfloat16" else None
+    refused = {"lipschitz": options.lipschitz, "precision": options.precision == "bfloat16" and options.precision}
     for name, value in refused.items():
-        if value is not None:
+        if value:
             raise InputError(
-                f"{type(task).__name__} has no loss of a batch by itself, which {name}={value!r} needs",
-                got="both",
-                fix=f"Leave {name} out.",
+                f"exact steps of {type(task).__name__}, whose loss takes all outputs together, have no {name}",
+                got=f"{name}={value!r}",
+                fix=f"Leave {name} out, or the exact steps.",
             )
 
 
@@ -190,11 +190,12 @@ def _train(
     rate = LearningRate(optimizer, options.schedule, options.epochs, higher_is_better=task.higher_is_better)
     strategy: Strategy
     loader: HaloLoader | None = None
-    if isinstance(dataset, TypedDataset):
+    if isinstance(dataset, TypedDataset) and options.has_histories:
         labels = None if checkpoint is None else labels_of(checkpoint, sum(dataset.graph.num_nodes_dict.values()))
         with clock("partition"):
             strategy = TypedStrategy(model, dataset, optimizer, task, options, labels)
         loader = strategy.loader
+        task.prepare(loader)
         if checkpoint is not None:
             check_same_run(checkpoint, given, strategy.key, learner)
     elif options.has_histories:
@@ -207,6 +208,11 @@ def _train(
         if checkpoint is not None:
             check_same_run(checkpoint, given, data_key(loader, task), learner)
         strategy = _with_histories(model, dataset, loaders, optimizer, task, options)
+    elif isinstance(dataset, TypedDataset):
+        with clock("partition"):
+            subgraphs = typed_subgraphs(dataset, task, options)
+        task.prepare(subgraphs)
+        strategy = TypedSubgraphStrategy(model, subgraphs, dataset, optimizer, task, options)
     else:
         with clock("partition"):
             subgraphs = subgraph_loader(dataset.train, task, options)

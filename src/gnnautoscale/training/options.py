@@ -45,6 +45,11 @@ class Batches(OptionGroup):
     partition: Partitioner = option(
         "metis", 'How to cut the graph: "metis"; "kaminpar", on all cores (extra "partition"); or "random".'
     )
+    balance: bool = option(
+        False,
+        "Let each part have about as many training nodes, and of a heterogeneous graph nodes of each type, as any "
+        "other, which cuts more edges.",
+    )
     drawings: int | None = option(
         None,
         "Draw parts into batches this many times, then reuse these drawings in random order, so that batches are kept "

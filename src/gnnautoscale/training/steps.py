@@ -13,7 +13,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale.attach import LocalLipschitz
 from gnnautoscale.errors import InputError
 from gnnautoscale.tasks import Task
-from gnnautoscale.training.feed import Item
+from gnnautoscale.training.feed import Item, as_it_is
 from gnnautoscale.transfer import Times
 
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -23,6 +23,7 @@ class Steps:
     """Trains a model on batches, one step after the other.
 
     ``call`` takes a batch and returns the model's output for the batch's own nodes; it is the model itself by default.
+    ``nodes`` gives those nodes of a batch that the task looks at, in the order of the output.
     The optimizer steps after ``accumulate`` batches with targets, and at the end of an epoch, with the mean of their
     gradients, which are clipped to ``grad_norm``. ``precision`` is that of matrix products: full, TF32 inside products,
     or bfloat16 by autocast. A batch's loss is the mean over its targets, or ``per_target`` times their sum; then
@@ -37,6 +38,7 @@ class Steps:
         device: torch.device,
         *,
         call: Callable[[Data], Any] | None = None,
+        nodes: Callable[[Any], Data] = as_it_is,
         grad_norm: float | None = None,
         penalty: LocalLipschitz | None = None,
         penalty_weight: float = 0.0,
@@ -46,6 +48,7 @@ class Steps:
     ) -> None:
         self._model, self._optimizer, self.task = model, optimizer, task
         self._call: Callable[[Data], Any] = model if call is None else call
+        self._nodes = nodes
         self._grad_norm, self._penalty, self._penalty_weight = grad_norm, penalty, penalty_weight
         self._precision: Precision = precision
         self._accumulate, self._per_target = accumulate, per_target
@@ -149,12 +152,15 @@ class Steps:
         chosen = out if item.rows is None else out[item.rows]
         loss = self.task.loss(chosen, item.targets) if count else chosen.sum()
         self._check_loss(loss)
-        return loss, loss if self._per_target is None else loss * (self._per_target * count)
+        if self._per_target is None:
+            return loss, loss
+        return loss, loss * (self._per_target * (self.task.weight(item.targets) if count else 0))
 
     def _show(self, out: Any, batch: Data) -> None:
         """Show the output to a task that wants to see it."""
         if type(self.task).see is not Task.see:
-            self.task.see(out, batch.n_id[: batch["batch_size"]])
+            nodes = self._nodes(batch)
+            self.task.see(out, nodes.n_id[: nodes["batch_size"]])
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, Tensor) or loss.dim():

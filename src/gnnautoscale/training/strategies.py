@@ -25,7 +25,7 @@ from gnnautoscale.history import History
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.captured import Engine
-from gnnautoscale.training.feed import Item, plain_item
+from gnnautoscale.training.feed import Item, as_it_is, plain_item
 from gnnautoscale.training.flow import Flow
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.steps import Steps
@@ -300,6 +300,8 @@ class SubgraphStrategy(Strategy):
         optimizer: torch.optim.Optimizer,
         task: Task,
         options: FitOptions,
+        *,
+        nodes: Callable[[Any], Data] = as_it_is,
     ) -> None:
         _refuse_cached(model)
         self._loader, self._device = loader, torch.device(options.device)
@@ -312,6 +314,7 @@ class SubgraphStrategy(Strategy):
             task,
             self._device,
             call=self._call,
+            nodes=nodes,
             grad_norm=clip,
             precision=precision,
             accumulate=options.accumulate,
@@ -323,18 +326,25 @@ class SubgraphStrategy(Strategy):
         result.how = f"uncaptured: a plain model on {self._loader.kind}"
 
     def _train(self, number: int, most: int | None, after_step: Callable[[Item | None], None]) -> float:
-        items = (plain_item(batch, self._steps.task, self._device) for batch in islice(self._loader, most))
+        items = (self._item(batch) for batch in islice(self._loader, most))
         return self._steps.train((item for item in items if item.targets.size(0)), after_step)
 
-    @torch.no_grad()
-    def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
-        """See :meth:`Strategy.output`."""
+    def _item(self, batch: Any) -> Item:
+        return plain_item(batch, self._steps.task, self._device)
+
+    def _whole(self, split: str) -> Any:
+        """A split's graph as one batch."""
         graph = self._graphs[split]
         whole = copy.copy(graph)
         whole.n_id, whole.e_id = torch.arange(graph.num_nodes), torch.arange(graph.num_edges)
         whole.batch_size = graph.num_nodes
+        return whole
+
+    @torch.no_grad()
+    def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
+        """See :meth:`Strategy.output`."""
         # Copied even if it is on the device already: a model may write into its inputs.
-        whole = whole.apply(lambda value: value.to(self._device, copy=True))
+        whole = self._whole(split).apply(lambda value: value.to(self._device, copy=True))
         with evaluating(self._model):
             out: Tensor = self._call(whole)
         return out.cpu()
@@ -400,7 +410,7 @@ def halo_loaders(
 
     ``labels`` holds the part of each node of the training graph, ``[num_nodes]``, if it is already cut.
     """
-    names = ("partition", "seed", "num_workers", "cache_dir")
+    names = ("partition", "balance", "seed", "num_workers", "cache_dir")
     common: dict[str, Any] = {"keep": options.keep_batches, **{name: getattr(options, name) for name in names}}
     if torch.device(options.device).type == "cuda" and not options.num_workers:
         common["device"] = options.device
@@ -434,7 +444,8 @@ def subgraph_loader(graph: Data, task: Task, options: FitOptions) -> ClusterLoad
     common: dict[str, Any] = {"seed": options.seed, "num_workers": options.num_workers}
     if options.fan_out is None:
         labels = _cut(task, graph, options.num_parts, options.batch_size, options)
-        common |= {"partition": options.partition if labels is None else labels, "cache_dir": options.cache_dir}
+        common |= {"partition": options.partition if labels is None else labels, "balance": options.balance}
+        common["cache_dir"] = options.cache_dir
         count = options.num_parts if labels is None else None
         return ClusterLoader(graph, count, batch_size=options.batch_size, shuffle=True, **common)
     return task.sampled(graph, options.fan_out, -(-options.num_parts // options.batch_size), **common)

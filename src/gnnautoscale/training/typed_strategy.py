@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gnnautoscale.attach import attached
-from gnnautoscale.data import TypedDataset, nodes_of_type
+from gnnautoscale.data import TypedDataset, TypedLinks
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import TypedMemory
 from gnnautoscale.graph import HaloLoader, fingerprint
-from gnnautoscale.tasks import Task
+from gnnautoscale.tasks import LinkPrediction, Task
 from gnnautoscale.training.captured import engine_for
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.strategies import HistoryStrategy, load_rows, saved_rows
@@ -22,16 +22,22 @@ from gnnautoscale.training.strategies import HistoryStrategy, load_rows, saved_r
 _REFUSED = {"num_workers": 0}
 
 
-def check_typed_run(task: Task, options: FitOptions) -> None:
+def check_typed_run(dataset: TypedDataset, task: Task, options: FitOptions) -> None:
     """Refuse what needs a plain graph."""
     refused = {name: getattr(options, name) for name, plain in _REFUSED.items() if getattr(options, name) != plain}
-    if options.mode not in ("gas", "full", "exact"):
+    if options.mode not in ("gas", "full", "exact", "cluster", "sage"):
         refused["mode"] = options.mode
-    if type(task).see is not Task.see or type(task).cut is not Task.cut:
+    links = isinstance(dataset, TypedLinks)
+    if links != isinstance(task, LinkPrediction) or type(task).cut is not Task.cut:
         refused["task"] = task
+    if links and options.mode == "exact":
+        refused["mode"] = options.mode
+    for name in ("exact_epochs", "evaluate_parts"):
+        if links and getattr(options, name):
+            refused[name] = getattr(options, name)
     for name, value in refused.items():
         got = type(value).__name__ if name == "task" else f"{name}={value!r}"
-        fix = "Use a task of nodes." if name == "task" else f"Leave {name} out."
+        fix = "Use a task that fits the data." if name == "task" else f"Leave {name} out."
         raise InputError("this needs a plain graph", got=f"a heterogeneous one, with {got}", fix=fix)
 
 
@@ -47,7 +53,7 @@ class TypedStrategy(HistoryStrategy):
         options: FitOptions,
         labels: Tensor | None,
     ) -> None:
-        self._target = dataset.target
+        self._dataset = dataset
         cut: Any = options.partition if labels is None else labels
         whole = options.mode == "full"
         #: Makes the batches.
@@ -55,6 +61,7 @@ class TypedStrategy(HistoryStrategy):
             dataset.graph,
             (1 if whole else options.num_parts) if labels is None else None,
             partition=cut,
+            balance=options.balance,
             batch_size=1 if whole else options.batch_size,
             shuffle=True,
             drawings=None if whole else options.drawings,
@@ -64,7 +71,6 @@ class TypedStrategy(HistoryStrategy):
             device=options.device,
             bidirectional=options.compensate != "none",
         )
-        nodes = partial(nodes_of_type, kind=self._target)
         engine = engine_for(
             model,
             dataset.graph,
@@ -73,12 +79,12 @@ class TypedStrategy(HistoryStrategy):
             optimizer,
             task,
             options,
-            nodes=nodes,
-            rows=partial(_of_target, model, self._target),
+            nodes=dataset.seen,
+            rows=lambda out: dataset.own_rows(_of_targets(model, dataset.targets, out)),
         )
         super().__init__(
             model,
-            dict.fromkeys(("train", "val", "test"), self.loader),
+            _loaders(dataset, self.loader, options),
             engine,
             exact_after=options.exact_after,
             evaluate_parts=options.evaluate_parts,
@@ -92,8 +98,11 @@ class TypedStrategy(HistoryStrategy):
         """See :meth:`Strategy.output`."""
         out: Any = super().output(split, evaluation)
         is_chosen = self.at_once and evaluation != "histories"
-        rows: Tensor = out if is_chosen else _of_target(self._model, self._target, out)
+        rows: Tensor = out if is_chosen else self._all_rows(out)
         return rows
+
+    def _all_rows(self, out: Any) -> Tensor:
+        return self._dataset.all_rows(_of_targets(self._model, self._dataset.targets, out))
 
     def _saved_rows(self) -> dict[str, Any]:
         memory: TypedMemory = attached(self._model).memory
@@ -105,16 +114,32 @@ class TypedStrategy(HistoryStrategy):
             load_rows(memory.kinds[kind], kept, device, self.loader.row_orders[kind])
 
 
-def _of_target(model: nn.Module, target: str, out: Any) -> Any:
-    """The rows of the type that has targets."""
+def _loaders(dataset: TypedDataset, loader: HaloLoader, options: FitOptions) -> dict[str, HaloLoader]:
+    """One loader for each split; the graphs of other splits have the same nodes, and so the same parts."""
+    made = {id(dataset.passing()): loader}
+    for split in ("val", "test"):
+        graph = dataset.passing(split)
+        if id(graph) not in made:
+            made[id(graph)] = HaloLoader(
+                graph,
+                partition=loader.labels,
+                batch_size=loader.batch_size,
+                keep=options.keep_batches,
+                device=options.device,
+            )
+    return {split: made[id(dataset.passing(split))] for split in ("train", "val", "test")}
+
+
+def _of_targets(model: nn.Module, targets: Sequence[str], out: Any) -> dict[str, Tensor]:
+    """The rows of the types that have targets."""
     if isinstance(out, dict):
-        if target in out:
-            return out[target]
+        if all(target in out for target in targets):
+            return {target: out[target] for target in targets}
         got = f"a dictionary with {', '.join(map(repr, out))}"
     else:
         kinds = getattr(attached(model).plan, "output_kinds", [])
-        if isinstance(out, Tensor) and kinds == [target]:
-            return out
+        if isinstance(out, Tensor) and kinds == list(targets):
+            return {targets[0]: out}
         got = f"rows of {', '.join(kinds)}" if isinstance(out, Tensor) else type(out).__name__
-    rule = f"the model must return rows of {target!r}, or a dictionary that has them"
+    rule = f"the model must return rows of {' and '.join(map(repr, targets))}, or a dictionary that has them"
     raise InputError(rule, got=got, fix="Return these, or choose another target.")

@@ -14,23 +14,23 @@ from torch import nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import options_of, undisturbed
-from gnnautoscale.data import Dataset
+from gnnautoscale.data import Dataset, TypedDataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.history import Medium
 from gnnautoscale.models import build_model
 from gnnautoscale.runs import compensation_pays
-from gnnautoscale.tasks import Task, task_for
-from gnnautoscale.training import OPTIONS, FitOptions, HistoryDtype, Output
-from gnnautoscale.tuning.trials import SECONDS, Place, Trials, with_margin
+from gnnautoscale.tasks import Task, TaskName, task_for
+from gnnautoscale.training import OPTIONS, FitOptions, HistoryDtype, Output, dataset_of
+from gnnautoscale.tuning.trials import JOINED, SECONDS, Place, Trials, with_margin
 
 # Fewer parts have smaller halos, so more parts must be faster by more than this.
 FASTER = 0.2
 # Smaller batches leave a processor little to do.
 LEAST_NODES = 50
 MOST_COUNTS = 10
-# Parts to join into a batch if that brings its classes closer to the graph's by SKEW (0.24 on WordNet), and how often a
-# GPU draws them: it captures recurring batches.
-JOINED, SKEW, DRAWINGS = 10, 0.1, 4
+# Parts are joined into a batch if that brings its classes closer to the graph's by SKEW (0.24 on WordNet); a GPU draws
+# them so often, since it captures recurring batches.
+SKEW, DRAWINGS = 0.1, 4
 # Halo nodes per batch node, times the histories on top of each other: errors enter with each halo row and each layer.
 # At 1, a batch of a 2-layer model pulls as many rows as it computes.
 RISK = 1.0
@@ -105,9 +105,9 @@ class Advice:
 
 def tune(
     model: str | Callable[[], nn.Module],
-    data: Data | Dataset,
+    data: Data | Dataset | tuple[Data, Data, Data] | tuple[list[Data], list[Data], list[Data]],
     *,
-    task: Task | None = None,
+    task: Task | TaskName | None = None,
     memory: int | None = None,
     model_options: dict[str, Any] | None = None,
     **options: Any,
@@ -116,8 +116,8 @@ def tune(
 
     Args:
         model: The name of one of the library's models, or a function that builds a model of your own.
-        data: The graph to train on, or a data set.
-        task: What to learn; by default the task that fits the data.
+        data: The graph to train on, or a data set, as :func:`gnnautoscale.fit` takes them.
+        task: What to learn, likewise; by default the task that fits the data.
         memory: Bytes to train in, of the GPU's memory where there is one; by default all that is free.
         model_options: Options of the named model.
         options: Other options of :func:`gnnautoscale.fit`, such as ``device`` or ``grad_norm``.
@@ -143,13 +143,14 @@ def tune(
         )
     if memory is not None and memory <= 0:
         raise InputError("memory must be a positive number of bytes", got=str(memory), fix="Change it.")
-    dataset = data if isinstance(data, Dataset) else Dataset.of(data)
+    dataset = dataset_of(data)
+    if isinstance(dataset, TypedDataset):
+        fix = "Choose settings yourself; see docs/settings.md."
+        raise InputError("tune takes graphs with one type of nodes", got="a heterogeneous one", fix=fix)
     dataset.check()
-    learned = task_for(dataset) if task is None else task
-    if not learned.separable:
-        got, fix = f"a {type(learned).__name__}", "Choose settings yourself; see docs/settings.md."
-        raise InputError("tune compares losses of batches by themselves, which tasks of nodes have", got=got, fix=fix)
+    learned = task_for(dataset, task) if task is None or isinstance(task, str) else task
     learned.check_dataset(dataset)
+    learned = learned.bound_to(dataset, metric=given.metric, class_weight=given.class_weight)
     if dataset.train.num_nodes < 2:
         raise InputError("a graph to cut has at least two nodes", got="fewer", fix="Train on it as it is.")
 
@@ -294,6 +295,8 @@ def _why_parts(chosen: Candidate, candidates: Sequence[Candidate], trials: Trial
 def _join(chosen: Candidate, place: Place, trials: Trials) -> tuple[dict[str, Any], str]:
     """Whether batches of several small parts fit, and are better samples of the graph than larger parts."""
     parts = JOINED * chosen.num_parts
+    if trials.together > 1:
+        return {"num_parts": parts, "batch_size": JOINED}, "this task needs several parts in a batch"
     if parts > max(trials.cuts):
         return {"batch_size": 1}, f"{parts} parts, to join {JOINED} of them into a batch, would be too small"
     single, joined = trials.cuts[chosen.num_parts], trials.joined(parts, JOINED)

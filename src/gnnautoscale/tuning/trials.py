@@ -28,6 +28,8 @@ MARGIN, LEAST_MARGIN = 0.2, 30 * 10**6
 EPOCHS, STEPS, SECONDS = 3, 16, 120.0
 # A trial runs only if an estimate of its memory may be wrong by this factor.
 SAFETY = 2.0
+# Parts to join into a batch, where that is better or the task needs several.
+JOINED = 10
 # Batches in memory if none is kept (measured): in use, being copied, being cut, and evaluated.
 AT_A_TIME = 4
 # Options that would make a trial longer or end it early.
@@ -93,7 +95,8 @@ class Trial:
 class Trials:
     """Cuts a graph, trains on it for a few steps where that is safe, and estimates the rest.
 
-    ``counts`` are numbers of parts, ascending, and ``memory`` the bytes to train in, ``None`` for all that are free.
+    ``counts`` are numbers of batches, ascending: of parts, unless the task needs several of them :attr:`together` in a
+    batch. ``memory`` are the bytes to train in, ``None`` for all that are free.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class Trials:
         #: Bytes to train in.
         self.budget = self._free if memory is None else memory
         #: What is known about each number of parts.
-        self.cuts = {count: self.cut(count) for count in counts}
+        self.cuts = {count: self._batches_of(count) for count in counts}
         self._rows, self.levels, self._saved = self._probe()
         #: Places for histories: first the choice of ``storage="auto"``, then those that take less memory.
         self.places = self._possible_places()
@@ -132,6 +135,11 @@ class Trials:
         return self._options.lipschitz > 0
 
     @property
+    def together(self) -> int:
+        """Number of parts in a batch."""
+        return 1 if self._task.least_parts == 1 else JOINED
+
+    @property
     def on_gpu(self) -> bool:
         """Whether trials run on a GPU."""
         return self._device.type == "cuda"
@@ -142,17 +150,25 @@ class Trials:
 
     # What is known without training ##################################################################################
 
-    def cut(self, parts: int) -> Cut:
+    def cut(self, parts: int, together: int = 1) -> Cut:
         """Cut the graph as ``gas train`` would."""
-        seed, cache = self._options.seed, self._options.cache_dir
-        labels = partition(self._graph.edge_index, self._graph.num_nodes, parts, seed=seed, cache_dir=cache)
+        how: dict[str, Any] = {"seed": self._options.seed, "cache_dir": self._options.cache_dir}
+        labels = self._task.cut(self._graph, parts, together, **how)
+        if labels is None:
+            labels = partition(self._graph.edge_index, self._graph.num_nodes, parts, **how)
         return Cut.of(self._graph, labels, self._task)
 
     def joined(self, parts: int, together: int) -> Cut:
         """Batches of several parts, drawn at random."""
-        labels = self.cut(parts).labels
+        labels = self.cut(parts, together).labels
         order = torch.randperm(parts, generator=torch.Generator().manual_seed(self._options.seed))
         return Cut.of(self._graph, (order // together)[labels], self._task)
+
+    def _batches_of(self, count: int) -> Cut:
+        """What a number of batches is made of."""
+        if self.together == 1 or count == 1:
+            return self.cut(count)
+        return self.joined(self.together * count, self.together)
 
     def _probe(self) -> tuple[list[tuple[int, torch.dtype]], int, float]:
         """Widths and types of all histories, their depth, and bytes that autograd keeps per row."""
@@ -236,8 +252,9 @@ class Trials:
 
     def run(self, parts: int, place: Place, **changed: Any) -> Trial:
         """Train for a few epochs, with changed options of ``fit``; one part is full batch."""
-        batches = self._batches(parts)
-        model, result = self._fit(parts, place, {"steps_per_epoch": batches, **changed})
+        batches, together = self._batches(parts), 1 if parts == 1 else self.together
+        how = {"batch_size": together, "steps_per_epoch": batches, **changed}
+        model, result = self._fit(parts * together, place, how)
         detach(model)  # frees the folder of histories
         if result.peak_memory is None:
             raise InputError("trials need a system that reports the memory in use", got="none", fix="Use Linux.")
@@ -252,7 +269,7 @@ class Trials:
         """
         model, _ = self._fit(parts, place, {"batch_size": together, "steps_per_epoch": STEPS})
         try:
-            labels, both = self.cut(parts).labels, not Graph.of(self._graph).is_symmetric
+            labels, both = self.cut(parts, together).labels, not Graph.of(self._graph).is_symmetric
             loader = HaloLoader(self._graph, partition=labels, batch_size=together, bidirectional=both)
             refresh(model, loader)
             found = diagnose(model, loader, "gradients", task=self._task)["gradients"]

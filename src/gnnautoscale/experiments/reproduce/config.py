@@ -135,6 +135,8 @@ class Experiment:
             return train
         at_once = train["mode"] in ("full", "exact")
         batches = 1 if at_once else -(-train["num_parts"] // train["batch_size"])
+        if not at_once:
+            batches = -(-batches // train.get("accumulate", 1))
         epochs = max(1, (given if steps is None else steps) // batches)
         return {**train, "epochs": epochs, "evaluate_every": max(1, epochs // evaluations)}
 
@@ -144,7 +146,7 @@ class Experiment:
 _BATCHED = ("gas", "history", "cluster", "sage")
 _OF_MODES = {
     **dict.fromkeys(("num_parts", "batch_size", "partition", "storage"), (*_BATCHED, "exact")),
-    **dict.fromkeys(("steps_per_epoch", "refresh_every"), _BATCHED),
+    **dict.fromkeys(("steps_per_epoch", "refresh_every", "accumulate"), _BATCHED),
     "drawings": ("gas", "history"),
     "edge_dropout": ("gas", "history", "full"),
     "fan_out": ("sage",),

@@ -1,0 +1,86 @@
+"""The command on heterogeneous graphs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import gnnautoscale.cli as cli
+from gnnautoscale.data import read_typed_graph
+from gnnautoscale.errors import InputError
+
+FAST = ["--epochs", "2", "--num-parts", "4", "--batch-size", "2", "--run-dir", "none", "--quiet"]
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Authors without features, papers of two classes, and who writes what, in one direction."""
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    y = np.arange(40) % 2
+    edges = np.stack([random.integers(0, 10, 90) * 2, random.integers(0, 20, 90) * 2])
+    edges[:, 45:] += 1
+    x = random.normal(size=(40, 3)) + y[:, None]
+    split = np.where(y < 0, 3, np.arange(40) // 2 % 4)
+    arrays: dict[str, Any] = {"x_paper": x, "y_paper": y, "split_paper": split, "edges_author__writes__paper": edges}
+    np.savez(tmp_path / "papers.npz", node_types=["author", "paper"], num_nodes=[20, 40], **arrays)
+    return tmp_path / "papers.npz"
+
+
+def call(*arguments: Any) -> Any:
+    result = CliRunner().invoke(cli.app, [str(each) for each in arguments])
+    if result.exception is not None:
+        raise result.exception
+    return result
+
+
+@pytest.mark.parametrize("model", ["hetero-sage", "hgt", "rgcn"])
+def test_a_model_is_trained_and_run(model: str, file: Path) -> None:
+    chosen = ["--model", model, "--hidden", 8, "--layers", 2, "--dropout", 0.1]
+    data = ["--data", file, "--undirected"]
+    made = json.loads(call("train", *data, *chosen, *FAST, "--save", "model.pt", "--json").stdout)
+    (run,) = made["runs"]
+    found = json.loads(call("infer", "model.pt", *data, "--num-parts", 3, "--output", "out.npz", "--json").stdout)
+    for split in ("train", "val", "test"):
+        assert found[f"accuracy {split}"] == pytest.approx(run["scores"][split])
+    with np.load("out.npz") as predictions:
+        assert predictions["scores"].shape == (40, 2)
+
+
+def test_a_folder_and_a_saved_graph_are_taken(file: Path) -> None:
+    torch.save(read_typed_graph(file), "papers.pt")
+    folder = Path("tables")
+    folder.mkdir()
+    graph = read_typed_graph(file)
+    (folder / "nodes_author.csv").write_text("id\n" + "".join(f"a{i}\n" for i in range(20)))
+    rows = zip(graph["paper"].x.tolist(), graph["paper"].y.tolist(), strict=True)
+    text = "".join(f"{i},{a},{b},{c},{y}\n" for i, ((a, b, c), y) in enumerate(rows))
+    (folder / "nodes_paper.csv").write_text("id,a,b,c,y\n" + text)
+    edges = graph["author", "writes", "paper"].edge_index.t().tolist()
+    (folder / "edges_author__writes__paper.csv").write_text(
+        "source,target\n" + "".join(f"a{s},{t}\n" for s, t in edges)
+    )
+    facts = [json.loads(call("data", "--data", path, "--json").stdout) for path in (file, "papers.pt", "tables")]
+    assert facts[0] == facts[1]
+    drawn = {f"{split} nodes in split": count for split, count in (("train", 24), ("val", 8), ("test", 8))}
+    assert facts[2] == {**facts[0], **drawn}
+    assert (facts[0]["author nodes"], facts[0]["author features"], facts[0]["author writes paper"]) == (20, 0, 90)
+    call("train", "--data", "tables", "--undirected", "--model", "hetero-sage", *FAST)
+
+
+def test_what_does_not_fit_is_refused(file: Path) -> None:
+    with pytest.raises(InputError, match=r"models of a heterogeneous graph are .*but got 'gcn'"):
+        call("train", "--data", file, *FAST)
+    with pytest.raises(InputError, match=r"models of a plain graph are .*but got 'hgt'"):
+        call("train", "--data", "communities", "--nodes", 400, "--model", "hgt", *FAST)
+    with pytest.raises(InputError, match="one of the types of nodes"):
+        call("train", "--data", file, "--model", "hgt", "--target", "book", *FAST)
+    call("train", "--data", file, "--undirected", "--model", "rgcn", *FAST, "--save", "model.pt")
+    with pytest.raises(InputError, match="of its training"):
+        call("infer", "model.pt", "--data", file)

@@ -1,0 +1,160 @@
+"""Links of heterogeneous graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
+from torch_geometric.transforms import RandomLinkSplit, ToUndirected  # type: ignore[import-untyped]
+
+import gnnautoscale as gas
+from gnnautoscale.data import TypedLinks
+from gnnautoscale.errors import InputError
+from gnnautoscale.models import build_model
+from gnnautoscale.tasks import LinkPrediction
+from gnnautoscale.tasks.pairs import Pairs
+
+LIKES, LIKED = ("user", "likes", "item"), ("item", "rev_likes", "user")
+
+
+def graph() -> HeteroData:
+    """Users of two kinds like items of their kind; shops have nothing to do with it."""
+    generator = torch.Generator().manual_seed(0)
+    data = HeteroData()
+    for kind, count in (("shop", 3), ("item", 40), ("user", 30)):
+        data[kind].x = torch.randn(count, 4, generator=generator)
+        data[kind].x[:, 0] = torch.arange(count) % 2 * 4.0 - 2.0
+    pairs = torch.cartesian_prod(torch.arange(30), torch.arange(40))
+    pairs = pairs[(pairs.sum(1) % 2 == 0) & (torch.rand(1200, generator=generator) < 0.5)]
+    data[LIKES].edge_index = pairs.t().contiguous()
+    data["shop", "sells", "item"].edge_index = torch.stack([torch.arange(40) % 3, torch.arange(40)])
+    return data
+
+
+def splits(**options: Any) -> list[HeteroData]:
+    torch.manual_seed(0)
+    given = {"edge_types": [LIKES], "rev_edge_types": [LIKED], "disjoint_train_ratio": 0.3, **options}
+    made: list[HeteroData] = list(RandomLinkSplit(add_negative_train_samples=False, **given)(ToUndirected()(graph())))
+    return made
+
+
+def trained(data: Any = None, **options: Any) -> tuple[gas.FitResult, nn.Module, LinkPrediction]:
+    data = splits() if data is None else data
+    torch.manual_seed(0)
+    task = LinkPrediction(width=8, metric=options.pop("metric", "ROC-AUC"))
+    model = build_model("hetero-sage", data[0], 8, ["user", "item"], hidden=8, dropout=0.0)
+    defaults = {"num_parts": 8, "batch_size": 4, "epochs": 25, "lr": 0.02, "device": "cpu", "evaluate_every": 5}
+    return gas.fit(model, data, task=task, **{**defaults, **options}), model, task
+
+
+@pytest.mark.parametrize("mode", ["gas", "full", "cluster", "sage"])
+def test_every_mode_learns_who_likes_what(mode: str) -> None:
+    result, _, _ = trained(mode=mode, **({"fan_out": [4, 4]} if mode == "sage" else {}))
+    assert result.metric == "ROC-AUC"
+    # A third of the negatives are of the same kind, which nothing tells from edges: 83 is what can be had on average.
+    assert result.scores["test"] > 78.0
+    again, _, _ = trained(mode=mode, **({"fan_out": [4, 4]} if mode == "sage" else {}))
+    assert [epoch.loss for epoch in again.epochs] == [epoch.loss for epoch in result.epochs]
+
+
+def test_scores_are_those_of_plain_pyg() -> None:
+    data = splits()
+    result, model, _ = trained(data, epochs=5)
+    gas.detach(model)
+    test = data[2]
+    numbers = {kind: torch.arange(store.num_nodes) for kind, store in test.node_items()}
+    with torch.no_grad():
+        out = model.eval()(test.edge_index_dict, numbers, test.x_dict)
+    user, item = test[LIKES].edge_label_index
+    scores = (out["user"][user] * out["item"][item]).sum(1)
+    positive, negative = scores[test[LIKES].edge_label > 0], scores[test[LIKES].edge_label == 0]
+    above = (positive.unsqueeze(1) > negative).double() + 0.5 * (positive.unsqueeze(1) == negative)
+    assert 100 * float(above.mean()) == pytest.approx(result.scores["test"], abs=0.01)
+
+
+def test_negatives_and_ranks_stay_within_the_types() -> None:
+    links = TypedLinks.of_splits(splits())
+    pairs = Pairs.of(links.train)
+    (low, high), (first, last) = pairs.range_of(0), pairs.range_of(1)
+    assert (low, high, first, last, pairs.num_ends) == (43, 73, 3, 43, 70)
+    for end, (start, stop) in enumerate((pairs.range_of(0), pairs.range_of(1))):
+        drawn = pairs.draw((200,), torch.Generator().manual_seed(0), end)
+        assert int(drawn.min()) >= start
+        assert int(drawn.max()) < stop
+        assert ((pairs.ends[end] >= start) & (pairs.ends[end] < stop)).all()
+    result, model, task = trained(metric="MRR", epochs=3)
+    assert 0.0 < result.scores["test"] <= 100.0
+    rows: dict[str, Tensor] = gas.infer(model, splits()[2])
+    whole = links.all_rows(rows)
+    assert whole.shape == (73, 8)
+    assert not whole[:3].any()
+    partners, _ = task.partners(whole, 43, 5)
+    assert ((partners >= 3) & (partners < 43)).all()
+
+
+def test_leaks_are_found_in_the_type_and_in_its_reverse() -> None:
+    data = splits()
+    asked = data[2][LIKES]
+    leaked = asked.edge_label_index[:, asked.edge_label > 0][:, :3]
+    for kind, edges in ((LIKES, leaked), (LIKED, leaked.flip(0))):
+        broken = [each.clone() for each in data]
+        broken[0][kind].edge_index = torch.cat([broken[0][kind].edge_index, edges], dim=1)
+        with pytest.raises(
+            InputError, match=r"positives of the test split must not be edges .* train graph, but got 3"
+        ):
+            trained(broken)
+    # The reverse is known by its edges as well, whatever its name.
+    renamed = splits(rev_edge_types=None)
+    for each in renamed:
+        each["item", "pleases", "user"].edge_index = each[LIKED].edge_index
+        del each[LIKED]
+    with pytest.raises(InputError, match="must not be edges that pass messages"):
+        trained(renamed)
+
+
+def test_links_within_one_type() -> None:
+    generator = torch.Generator().manual_seed(1)
+    data = HeteroData()
+    data["user"].x = torch.randn(40, 4, generator=generator)
+    data["user"].x[:, 0] = torch.arange(40) % 2 * 4.0 - 2.0
+    data["shop"].num_nodes = 2
+    pairs = torch.cartesian_prod(torch.arange(40), torch.arange(40))
+    pairs = pairs[(pairs[:, 0] < pairs[:, 1]) & (pairs.sum(1) % 2 == 0)]
+    pairs = pairs[torch.rand(pairs.size(0), generator=generator) < 0.4].t()
+    data["user", "knows", "user"].edge_index = torch.cat([pairs, pairs.flip(0)], dim=1)
+    data["shop", "serves", "user"].edge_index = torch.stack([torch.arange(40) % 2, torch.arange(40)])
+    torch.manual_seed(0)
+    kind = [("user", "knows", "user")]
+    split = RandomLinkSplit(is_undirected=True, disjoint_train_ratio=0.3, edge_types=kind)(data)
+    model = build_model("hetero-sage", data, 8, ["user"], hidden=8, dropout=0.0)
+    options: dict[str, Any] = {"num_parts": 8, "batch_size": 4, "epochs": 25, "lr": 0.02, "device": "cpu"}
+    result = gas.fit(model, split, **options)
+    assert result.scores["test"] > 70.0  # of about 82 that can be had
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    whole, model, _ = trained(epochs=4)
+    trained(epochs=2, checkpoint_dir=str(tmp_path / "saved"))
+    resumed, other, _ = trained(epochs=4, resume=str(tmp_path / "saved"), checkpoint_dir=str(tmp_path / "saved"))
+    assert [epoch.loss for epoch in resumed.epochs] == [epoch.loss for epoch in whole.epochs]
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    data = splits()
+    with pytest.raises(InputError, match="mode='exact'"):
+        trained(data, mode="exact")
+    with pytest.raises(InputError, match="one type of edges has edge_label_index"):
+        trained([graph()] * 3)
+    with pytest.raises(InputError, match="the val graph must have edge_label_index"):
+        trained([data[0], graph(), data[2]])
+    other = data[1].clone()
+    other["shop"].x = torch.ones(4, 4)
+    with pytest.raises(InputError, match="have the same nodes"):
+        trained([data[0], other, data[2]])
+    with pytest.raises(InputError, match="y must be a dense tensor"):
+        gas.fit(nn.Identity(), data, task="classification")
