@@ -74,6 +74,26 @@ def test_a_packed_batch_trains_as_it_did(name: str, placement: Placement) -> Non
 
 
 @pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.parametrize("name", ["SAGE sum", "GCN", "weighted"])
+def test_a_packed_batch_of_compensated_steps_trains_as_it_did(name: str) -> None:
+    data = typed_graph(4)
+    torch.manual_seed(2)
+    model = gas.autoscale(MODELS[name]().double().eval(), data, compensate="gradient")
+    loader = gas.HaloLoader(data, 4, bidirectional=True)
+    for _ in range(8):  # until nothing is stale
+        for batch in loader:
+            grads(model, model(batch))
+    packer = Packer(attached(model), CPU, "device")
+    for number, ready in enumerate(loader.ready_batches()):
+        ready.info.key = number
+        batch = ready.tagged_copy()
+        want = grads(model, model(batch))
+        package = packer.pack(batch, {}, None, placed=True)
+        for one, other in zip(grads(model, model(package.batch)), want, strict=True):
+            assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_no_gpu")
 def test_a_package_has_what_fused_layers_need_and_no_more() -> None:
     data = typed_graph(4)
     model = autoscaled("SAGE sum", data)
