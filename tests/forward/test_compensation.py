@@ -240,8 +240,8 @@ def test_rows_lie_between_what_was_kept_and_what_misses_neighbours() -> None:
     kept, partial = torch.zeros(3, 2), torch.tensor([[3.0, 4.0], [0.0, 10.0], [0.0, 0.0]])
     before = torch.zeros(2, 2)
     assert torch.equal(between(kept, partial, before, before), kept)  # nothing is stale
-    # The batch's rows have moved by 5, so rows may move by 5, too, and less if they are further apart than that.
-    moved = torch.tensor([[5.0, 0.0], [0.0, 5.0]])
+    # The batch's rows have moved by 5 on average, so rows may move by 5, too, and less if they are further apart.
+    moved = torch.tensor([[5.0, 10.0], [5.0, -10.0]])
     assert torch.equal(between(kept, partial, before, moved), torch.tensor([[3.0, 4.0], [0.0, 2.5], [0.0, 0.0]]))
 
 

@@ -286,12 +286,13 @@ def neighbours(info: BatchInfo) -> float:
 def between(kept: Tensor, partial: Tensor, before: Tensor, now: Tensor, summed: float = 1.0) -> Tensor:
     """Rows between those that were kept and those that miss neighbours, by how wrong both seem to be.
 
-    Rows that were kept are as stale as those kept ``before`` of the batch, whose rows of ``now`` are known. A row that
-    is further than that from the partial one differs from it by missing neighbours. So it moves by the ratio of the two
-    squared distances, as in Stein's estimator: all the way if it may be that stale, and not at all if nothing is.
+    Rows that were kept are as stale as those kept ``before`` of the batch, whose rows of ``now`` are known: on average
+    they have moved by some way. What moves each row by itself, such as dropout, does not count. A row that is further
+    than that from the partial one differs from it by missing neighbours. So it moves by the ratio of the two squared
+    distances, as in Stein's estimator: all the way if it may be that stale, and not at all if nothing is.
 
-    A layer sums up ``summed`` rows. Weights move all of them in the same direction, so in a sum staleness adds up,
-    while what rows miss, each something else, averages out. Therefore staleness counts that many times.
+    A layer sums up ``summed`` rows. In the sum staleness adds up, since all rows move by the same way, while what they
+    miss, each something else, averages out. Therefore staleness counts that many times.
 
     Args:
         kept: Rows of the halo, ``[num_halo, ...]``.
@@ -307,7 +308,7 @@ def between(kept: Tensor, partial: Tensor, before: Tensor, now: Tensor, summed: 
         >>> between(kept, partial, before=torch.zeros(3, 1), now=torch.ones(3, 1), summed=3.0).squeeze(1)
         tensor([0.5000, 1.0000])
     """
-    stale = as_matrix(now - before).square().sum(1).mean()
+    stale = as_matrix(now - before).mean(0).square().sum()
     apart = as_matrix(partial - kept).square().sum(1) + (summed - 1.0) * stale
     share = (summed * stale / apart.clamp(min=torch.finfo(apart.dtype).tiny)).clamp(max=1.0)
     return kept + _as_rows(share, kept) * (partial - kept)
