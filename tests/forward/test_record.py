@@ -95,6 +95,7 @@ def test_self_loops_are_never_dropped() -> None:
     edges = torch.tensor([[0] * 50 + [7], [1] * 50 + [7]])
     assert keep_edges(edges, 0.999).tolist()[-1] == 50
     assert keep_edges(edges, 0.0).tolist() == list(range(51))
+    assert keep_edges(edges, 0.999, has_loops=False).numel() < 10
 
 
 def test_recorded_edges_are_found_among_the_layers_own() -> None:

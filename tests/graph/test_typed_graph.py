@@ -13,7 +13,7 @@ from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import TypedGraph
+from gnnautoscale.graph import TypedGraph, typed_batch
 from support.typed import GRAPH, KINDS, RELATIONS, typed_graph
 
 
@@ -127,3 +127,70 @@ def set_rows(name: str, rows: Any) -> Callable[[HeteroData], None]:
 def test_graphs_that_are_none_are_refused(change: Callable[[HeteroData], None], message: str) -> None:
     with pytest.raises(InputError, match=message):
         TypedGraph.of(changed(change))
+
+
+def same_batches(one: HeteroData, other: HeteroData) -> None:
+    """Compare all tensors of two batches, and what is known about their edges."""
+    for kind, store in (*one.node_items(), *one.edge_items()):
+        for name, value in store.items():
+            got = other[kind][name]
+            assert torch.equal(value.cpu(), got.cpu()) if isinstance(value, torch.Tensor) else value == got
+    infos = [batch[RELATIONS[0]].edge_index.info.typed for batch in (one, other)]
+    for kind in KINDS:
+        rows = [info.nodes[kind].rows.cpu() for info in infos]
+        assert torch.equal(*rows)
+        assert torch.equal(*(info.nodes[kind].n_id for info in infos))
+    for kind in RELATIONS:
+        of = [info.edges[kind] for info in infos]
+        assert torch.equal(*(info.found.source.cpu() for info in of))
+        assert torch.equal(*(info.edges.on(info.device).ptr.cpu() for info in of))
+        assert torch.equal(*(info.e_id for info in of))
+
+
+def test_what_is_known_about_edges_of_a_type_is_that_of_a_plain_graph() -> None:
+    loader = gas.HaloLoader(GRAPH, 5, partition="random", batch_size=2)
+    for batch in loader:
+        for kind in RELATIONS:
+            info: Any = batch[kind].edge_index.info
+            table, (source, target) = info.table, batch[kind].edge_index.plain
+            whole = table.cut(info.own).on(torch.device("cpu"))
+            assert torch.equal(info.edges.on(torch.device("cpu")).ptr, whole.ptr)
+            assert torch.equal(info.edges.on(torch.device("cpu")).take(table.edge).long(), batch[kind].e_id)
+            assert torch.equal(info.e_id, batch[kind].e_id)
+            assert torch.equal(info.edges.on(torch.device("cpu")).target, target)
+            assert torch.equal(info.found.source.long(), source)
+            assert max(whole.ptr.diff().tolist(), default=0) <= info.edges.longest <= table.longest
+
+
+def test_edges_of_all_types_are_grouped_by_source_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    kept: list[Any] = []
+    plain = typed_batch.SortedByType.pointers
+
+    def pointers(self: Any, sizes: list[int]) -> Any:
+        kept.append(self)
+        return plain(self, sizes)
+
+    monkeypatch.setattr(typed_batch.SortedByType, "pointers", pointers)
+    batch = next(iter(gas.HaloLoader(GRAPH, 5, partition="random", batch_size=2)))
+    for kind, (order, source) in zip(RELATIONS, kept[0].by_source(), strict=True):
+        own = batch[kind].edge_index.plain[0]
+        assert torch.equal(order, own.argsort(stable=True))
+        assert torch.equal(source.long(), own[order])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2, "shuffle": True}, {"bidirectional": True}, {"keep": False}])
+def test_a_gpu_assembles_the_same_batches(options: dict[str, Any]) -> None:
+    data = typed_graph(2)
+    data["author"].x = data["author"].x.float()
+    host, device = (gas.HaloLoader(data, 5, partition="random", device=where, **options) for where in ("cpu", "cuda"))
+    for _ in range(3):  # kept halos, too
+        for one, other in zip(host, device, strict=True):
+            assert other["paper"].x.is_cuda
+            assert other[RELATIONS[0]].edge_index.is_cuda
+            same_batches(one, other)
+            for kind in RELATIONS:
+                order, source = other[kind].edge_index.info.found.by_source
+                own = one[kind].edge_index.plain[0]
+                assert torch.equal(own[order.cpu()], source.long().cpu())

@@ -51,6 +51,18 @@ def test_a_model_learns_the_classes_of_one_type(name: str) -> None:
     assert 100 * float(right.double().mean()) == pytest.approx(result.scores["test"])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["device", "host"])
+def test_a_gpu_captures_steps_that_learn(storage: str) -> None:
+    options: dict[str, Any] = {"storage": storage, "drawings": 2, "epochs": 20, "device": "cuda"}
+    (captured, _), (plain, _) = (trained(capture=capture, **options) for capture in (True, False))
+    assert captured.how.startswith("captured as")
+    assert plain.how.startswith("uncaptured")
+    losses = [[epoch.loss for epoch in result.epochs] for result in (captured, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert captured.scores["train"] > 90.0
+
+
 def test_full_batch_is_plain_pyg() -> None:
     result, _ = trained(mode="full", epochs=5)
     torch.manual_seed(0)
@@ -140,7 +152,6 @@ def test_a_resumed_run_has_the_same_bits(storage: str, tmp_path: Path) -> None:
     [
         ({"mode": "history"}, "mode='history'"),
         ({"num_workers": 2}, "num_workers=2"),
-        ({"verify": True}, "verify=True"),
         ({"task": "link"}, "a graph for each split"),
     ],
 )

@@ -6,40 +6,40 @@ import copy
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale.attach.autoscaler import attached, attached_to_plain_graph
-from gnnautoscale.attach.calling import CallModel, call_with_batch, to_model_device
+from gnnautoscale.attach.autoscaler import attached
+from gnnautoscale.attach.calling import CallModel, call_with_batch, info_of, to_model_device
+from gnnautoscale.attach.changes import EdgeList, by_node, changed_targets, differ, pair_edges, rank
 from gnnautoscale.attach.inference import weights_checksum
 from gnnautoscale.attach.scalable import ScalableGNN
+from gnnautoscale.attach.typed_growth import TypedChange, check_grown_types, old_nodes_first
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import (
     ActiveLayer,
-    EdgeRecord,
     GraphMemory,
     Observer,
     Plan,
     RowStore,
     Session,
     SweepExchange,
-    as_matrix,
     evaluating,
     run_pass,
 )
-from gnnautoscale.graph import Graph, HaloLoader
+from gnnautoscale.graph import Graph, HaloLoader, TypedGraph
 
 # A part takes new nodes until it is this much larger than the mean.
 _MOST_ABOVE_MEAN = 1.25
-# How many rows to compare at once.
-_MOST_COMPARED = 1 << 20
 
 
 @torch.no_grad()
-def grow(model: nn.Module, loader: HaloLoader, data: Data, *, call: CallModel = call_with_batch) -> HaloLoader:
+def grow(
+    model: nn.Module, loader: HaloLoader, data: Data | HeteroData, *, call: CallModel = call_with_batch
+) -> HaloLoader:
     """Move an autoscaled model to a graph with new nodes, new edges or new features.
 
     New nodes join the part of most of their neighbours; new nodes that know only new nodes follow these. A part a
@@ -54,9 +54,9 @@ def grow(model: nn.Module, loader: HaloLoader, data: Data, *, call: CallModel = 
     Args:
         model: An autoscaled model.
         loader: A loader of the model's training graph.
-        data: The grown graph: the old nodes first and in their order, and all old edges in any order (in another
-            order, sums of edge weights may be rounded differently and count as changed). Features and edge weights may
-            differ, but must be new tensors, because the old ones are compared with them.
+        data: The grown graph: the old nodes (of each type) first and in their order, and all old edges in any order
+            (in another order, sums of edge weights may be rounded differently and count as changed). Features and edge
+            weights may differ, but must be new tensors, because the old ones are compared with them.
         call: Calls the model with a batch, if ``model(batch)`` does not fit.
 
     Returns:
@@ -76,13 +76,20 @@ def grow(model: nn.Module, loader: HaloLoader, data: Data, *, call: CallModel = 
         >>> gas.predict(model, loader, torch.tensor([10])).shape
         torch.Size([1, 2])
     """
-    scaler = attached_to_plain_graph(model, "grow")
-    before = scaler.memory_of(loader.graph)
-    _check_old(loader.graph, scaler.key)
-    graph = _check_grown(loader.graph, data)
-    grown = loader.with_data(data, grown_parts(loader.labels, graph.edge_index, graph.num_nodes))
+    scaler, old = attached(model), loader.graph
+    before = scaler.memory_of(old)
+    if isinstance(old, TypedGraph):
+        old.check_unwritten(labels=False)
+        graph: Any = check_grown_types(old, data)
+        places = old_nodes_first(old, graph)
+        labels = grown_parts(loader.labels, places[graph.edge_index], graph.num_nodes)[places]
+    else:
+        _check_old(old, scaler.key)
+        graph = _check_grown(old, data)
+        labels = grown_parts(loader.labels, graph.edge_index, graph.num_nodes)
+    grown = loader.with_data(data, labels)
     batch = _small_batch(grown, model)
-    memory = before.grown(batch.edge_index.info, batch.edge_index.device)
+    memory = before.grown(info_of(batch), batch.edge_stores[0].edge_index.device)
     with scaler.moved_to(grown.graph, memory), evaluating(model):
         _bring_up_to_date(model, before, loader, grown, batch, call)
     if isinstance(model, ScalableGNN):
@@ -115,21 +122,16 @@ def grown_parts(labels: Tensor, edge_index: Tensor, num_nodes: int) -> Tensor:
         # For each node the part with most of its neighbours, the first of equals.
         order = count.argsort(descending=True, stable=True)
         order = order[(wishes[order] // num_parts).argsort(stable=True)]
-        order = order[_rank(wishes[order] // num_parts) == 0]
+        order = order[rank(wishes[order] // num_parts) == 0]
         # Into each part the nodes with most neighbours there, as many as fit.
         order = order[count[order].argsort(descending=True, stable=True)]
         order = order[(wishes[order] % num_parts).argsort(stable=True)]
         wish = wishes[order]
-        wish = wish[_rank(wish % num_parts) < room[wish % num_parts]]
+        wish = wish[rank(wish % num_parts) < room[wish % num_parts]]
         parts[wish // num_parts] = wish % num_parts
     left = (parts < 0).nonzero().squeeze(1)
     parts[left] = _smallest_first(torch.bincount(parts[parts >= 0], minlength=num_parts), left.numel())
     return parts
-
-
-def _rank(values: Tensor) -> Tensor:
-    """For each of some sorted values the number of equal ones before it."""
-    return torch.arange(values.numel()) - torch.searchsorted(values, values)
 
 
 def _smallest_first(sizes: Tensor, count: int) -> Tensor:
@@ -145,58 +147,7 @@ def _smallest_first(sizes: Tensor, count: int) -> Tensor:
     return order[:filled].repeat_interleave(added)
 
 
-# Changes #############################################################################################################
-
-
-class EdgeList(NamedTuple):
-    """Sources and targets of edges, each ``[num_edges]``, and edge-level values by name, each ``[num_edges, ...]``."""
-
-    source: Tensor
-    target: Tensor
-    values: dict[str, Tensor]
-
-    @staticmethod
-    def of(record: EdgeRecord) -> EdgeList:
-        """The edges of a record, in the direction of messages."""
-        row = record.edges.target_row
-        return EdgeList(record.edges.edge_index[1 - row], record.edges.edge_index[row], record.constants)
-
-    @staticmethod
-    def of_graph(graph: Graph, *, reverse: bool = False) -> EdgeList:
-        """A graph's own edges, or their reverse."""
-        source, target = graph.edge_index.flip(0) if reverse else graph.edge_index
-        return EdgeList(source, target, graph.edge_attributes)
-
-
-def pair_edges(old: EdgeList, new: EdgeList, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Positions of common edges in the old and in the new graph, each ``[num_common]``, and of their other edges.
-
-    Parallel edges are paired in their order.
-
-    Example:
-        >>> old = EdgeList(torch.tensor([0, 1]), torch.tensor([1, 2]), {})
-        >>> new = EdgeList(torch.tensor([1, 2, 0]), torch.tensor([2, 0, 1]), {})
-        >>> pair_edges(old, new, num_nodes=3)
-        (tensor([0, 1]), tensor([2, 0]), tensor([], dtype=torch.int64), tensor([1]))
-    """
-    keys_old, order_old = (old.source * num_nodes + old.target).sort(stable=True)
-    keys_new, order_new = (new.source * num_nodes + new.target).sort(stable=True)
-    place = (torch.searchsorted(keys_new, keys_old) + _rank(keys_old)).clamp(max=keys_new.numel())
-    found = torch.cat([keys_new, keys_new.new_full((1,), -1)])[place] == keys_old
-    added = torch.ones(keys_new.numel(), dtype=torch.bool)
-    added[place[found]] = False
-    return order_old[found], order_new[place[found]], order_old[~found], order_new[added]
-
-
-def _changed_targets(old: EdgeList | None, new: EdgeList, num_nodes: int) -> Tensor:
-    """The nodes with different incoming edges or edge values; all nodes if these cannot be compared."""
-    if old is None or old.values.keys() != new.values.keys():
-        return torch.arange(num_nodes)
-    before, after, gone, added = pair_edges(old, new, num_nodes)
-    changed = torch.zeros(after.numel(), dtype=torch.bool)
-    for name, values in old.values.items():
-        changed |= _differ(values[before], new.values[name][after])
-    return torch.cat([old.target[gone], new.target[added], new.target[after[changed]]])
+# Affected rows ########################################################################################################
 
 
 def _changed_nodes(old: Graph, new: Graph, data: Data) -> Tensor:
@@ -204,26 +155,9 @@ def _changed_nodes(old: Graph, new: Graph, data: Data) -> Tensor:
     changed = torch.ones(new.num_nodes, dtype=torch.bool)
     changed[: old.num_nodes] = False
     for name, value in old.features.items():
-        after = _by_node(data, name, new.features[name])[: old.num_nodes]
-        changed[: old.num_nodes] |= _differ(_by_node(data, name, value), after)
+        after = by_node(data, name, new.features[name])[: old.num_nodes]
+        changed[: old.num_nodes] |= differ(by_node(data, name, value), after)
     return changed
-
-
-def _differ(before: Tensor, after: Tensor) -> Tensor:
-    """Mask of the rows that differ, ``[num_rows]``."""
-    after = after.to(before.device)
-    if before.dtype == after.dtype and torch.equal(before, after):
-        return torch.zeros(before.size(0), dtype=torch.bool)
-    pieces = zip(torch.split(before, _MOST_COMPARED), torch.split(after, _MOST_COMPARED), strict=True)
-    return torch.cat([as_matrix(one != other).any(1).cpu() for one, other in pieces])
-
-
-def _by_node(data: Data, name: str, value: Tensor) -> Tensor:
-    """An attribute with its nodes or edges in the first dimension."""
-    return value.movedim(data.__cat_dim__(name, value), 0)
-
-
-# Affected rows #######################################################################################################
 
 
 class _EdgeCalls(Observer):
@@ -259,7 +193,7 @@ class Change:
         for key, (before, after) in used.items():
             reached[after.target[self._affected[after.source]]] = True
             if key not in self._changed:
-                self._changed[key] = _changed_targets(before, after, self._new.num_nodes)
+                self._changed[key] = changed_targets(before, after, self._new.num_nodes)
             reached[self._changed[key]] = True
         self._affected = reached
         return reached.nonzero().squeeze(1)
@@ -278,7 +212,7 @@ class Change:
 
 
 def _bring_up_to_date(
-    model: nn.Module, before: GraphMemory, loader: HaloLoader, grown: HaloLoader, batch: Data, call: CallModel
+    model: nn.Module, before: Any, loader: HaloLoader, grown: HaloLoader, batch: Data, call: CallModel
 ) -> None:
     """Recompute the rows that the change reaches, level by level; ``batch`` is a small one to find edge calls with."""
     scaler = attached(model)
@@ -290,14 +224,18 @@ def _bring_up_to_date(
     if plan.live - memory.histories.keys():
         return
     checksum = weights_checksum(model)
-    change = Change(before, loader.graph, grown, ignores_edges=plan.ignores_edges)
+    change: Change | TypedChange
+    if isinstance(loader.graph, TypedGraph):
+        change = TypedChange(before, loader.graph, grown)
+    else:
+        change = Change(before, loader.graph, grown, ignores_edges=plan.ignores_edges)
     levels = [(level, change.next_level(_edge_calls(model, level, batch, call))) for level in plan.levels]
     size = math.ceil(loader.graph.num_nodes * loader.batch_size / loader.num_parts)
     for level, nodes in levels:
         nodes = nodes[grown.labels[nodes].argsort(stable=True)]
         with scaler.running(SweepExchange(level)):
             for some in torch.tensor_split(nodes, math.ceil(nodes.numel() / size)) if nodes.numel() else ():
-                run_pass(partial(call, model, to_model_device(grown.batch_for(some), model)))
+                run_pass(partial(call, model, to_model_device(_batch_for(grown, some), model)))
     if before.is_written_by(checksum):
         memory.mark_written_by(checksum)
 
@@ -314,7 +252,13 @@ def _small_batch(loader: HaloLoader, model: nn.Module) -> Data:
     """The batch of one node with few neighbours."""
     degree = torch.bincount(loader.graph.edge_index[1], minlength=loader.graph.num_nodes)
     node = degree.masked_fill(degree == 0, loader.graph.edge_index.size(1)).argmin()
-    return to_model_device(loader.batch_for(node.unsqueeze(0)), model)
+    return to_model_device(_batch_for(loader, node.unsqueeze(0)), model)
+
+
+def _batch_for(loader: HaloLoader, nodes: Tensor) -> Data:
+    """The batch of some nodes, those of a heterogeneous graph in the joined one."""
+    graph = loader.graph
+    return loader.batch_for(graph.split(nodes) if isinstance(graph, TypedGraph) else nodes)
 
 
 # Checks ##############################################################################################################
@@ -355,7 +299,7 @@ def _check_grown(old: Graph, data: Data) -> Graph:
                 fix=f"Give it the same attributes, each with one row for every {level}.",
             )
         for name, value in before.items():
-            expected, got = _by_node(data, name, value), _by_node(data, name, after[name])
+            expected, got = by_node(data, name, value), by_node(data, name, after[name])
             if expected.dtype != got.dtype or expected.shape[1:] != got.shape[1:]:
                 raise InputError(
                     f"{name} must still have rows of shape {tuple(expected.shape[1:])} and type {expected.dtype}",

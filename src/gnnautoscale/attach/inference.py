@@ -249,7 +249,7 @@ def predict(
     scaler, loader = attached(model), loader_for(model, loader)
     graph = loader.follow()
     memory = scaler.memory_of(graph)
-    given = _by_type(nodes, graph)
+    given = nodes_by_type(nodes, graph)
     unique = {kind: torch.unique(each, return_inverse=True) for kind, each in given.items()}
     distinct = {kind: found[0] for kind, found in unique.items()}
     batch = to_model_device(loader.batch_for(distinct if isinstance(graph, TypedGraph) else distinct[""]), model)
@@ -280,7 +280,7 @@ def predict(
     return map_tensors(chosen, out)
 
 
-def _by_type(nodes: Any, graph: Graph | TypedGraph) -> dict[str, Tensor]:
+def nodes_by_type(nodes: Any, graph: Graph | TypedGraph) -> dict[str, Tensor]:
     """Checked nodes by type; a plain graph has one type, without a name."""
     if not isinstance(graph, TypedGraph):
         return {"": check_nodes(nodes, graph.num_nodes)}

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import available_memory, tensors_in
 from gnnautoscale.attach.autoscaler import Autoscaler, attached
 from gnnautoscale.attach.calling import CallModel, device_of, unpack_batch
 from gnnautoscale.errors import InputError
-from gnnautoscale.forward import Plan, describe, has_rows
-from gnnautoscale.graph import Graph, Subgraphs
+from gnnautoscale.forward import Plan, TypedPlan, describe, has_rows
+from gnnautoscale.graph import Graph, Subgraphs, TypedGraph
 
 #: Puts a model into a mode for as long as the context lasts.
 Mode = Callable[[nn.Module], AbstractContextManager[None]]
@@ -52,12 +52,20 @@ class Rows:
 class Recomputation:
     """Recomputes nodes, ``[count]``: on the whole graph if it fits into memory, else on their receptive field.
 
-    The model's ``plan`` tells how wide its layers are, and how far it looks.
+    Those of a heterogeneous graph are nodes of the joined graph. The model's ``plan`` tells how wide its layers are,
+    and how far it looks.
     """
 
-    def __init__(self, model: nn.Module, graph: Graph, nodes: Tensor, plan: Plan) -> None:
-        self._scaler, self._graph, self._nodes = attached(model), graph, nodes
-        self._widths = [math.prod(rows.shape[1:]) for rows in (*plan.rows.values(), *graph.features.values())]
+    def __init__(self, model: nn.Module, graph: Graph | TypedGraph, nodes: Tensor, plan: Plan) -> None:
+        self._scaler, self._whole, self._nodes = attached(model), graph, nodes
+        self._graph = graph.joined if isinstance(graph, TypedGraph) else graph
+        features = (
+            graph.features
+            if isinstance(graph, Graph)
+            else {kind: rows["x"] for kind, rows in graph.rows.items() if "x" in rows}
+        )
+        self._widths = [math.prod(rows.shape[1:]) for rows in (*plan.rows.values(), *features.values())]
+        self._kinds = Kinds(plan)
         self._hops = receptive_hops(plan)
         places = list(dict.fromkeys([device_of(model), torch.device("cpu")]))
         needed = self._bytes(graph.num_nodes, graph.edge_index.size(1))
@@ -75,22 +83,32 @@ class Recomputation:
         layers = {name: torch.cat([piece.layers[name] for piece in pieces]) for name in names}
         return Rows(outputs, layers, pieces[0].described)
 
-    def _subgraphs(self) -> Iterator[tuple[Data, Tensor]]:
-        """The subgraphs to run, and in each the rows of the nodes to recompute."""
-        if self._groups is None:
-            whole = copy.copy(self._graph.data)
-            count = self._graph.num_nodes
-            whole.n_id, whole.e_id = torch.arange(count), torch.arange(self._graph.edge_index.size(1))
-            whole.batch_size = whole.num_nodes = count
-            yield whole, self._nodes
+    def _subgraphs(self) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+        """The subgraphs to run, and in each the rows of the nodes to recompute, by type."""
+        graph = self._whole
+        if isinstance(graph, TypedGraph):
+            if self._groups is None:
+                yield _typed_subgraph(graph, None), graph.split(self._nodes)
+            for group in self._groups or ():
+                inside = graph.split(receptive_field(self._graph, group, self._hops))
+                rows = {kind: torch.arange(each.numel()) for kind, each in graph.split(group).items()}
+                yield _typed_subgraph(graph, inside), rows
             return
-        subgraphs = Subgraphs(self._graph.data, self._graph)
+        if self._groups is None:
+            whole = copy.copy(graph.data)
+            count = graph.num_nodes
+            whole.n_id, whole.e_id = torch.arange(count), torch.arange(graph.edge_index.size(1))
+            whole.batch_size = whole.num_nodes = count
+            yield whole, {"": self._nodes}
+            return
+        subgraphs = Subgraphs(graph.data, graph)
         for group in self._groups:
-            subgraph = subgraphs.induced(receptive_field(self._graph, group, self._hops))
-            yield subgraph, torch.arange(group.numel())
+            subgraph = subgraphs.induced(receptive_field(graph, group, self._hops))
+            yield subgraph, {"": torch.arange(group.numel())}
 
-    def _run(self, mode: Mode, call: CallModel, subgraph: Data, rows: Tensor) -> Rows:
-        plain = _PlainCopy(self._scaler, self._device, rows, subgraph.num_nodes)
+    def _run(self, mode: Mode, call: CallModel, subgraph: Any, rows: dict[str, Tensor]) -> Rows:
+        counts = {"": subgraph.num_nodes} if "" in rows else dict(subgraph.num_nodes_dict)
+        plain = _PlainCopy(self._scaler, self._device, rows, counts, self._kinds)
         # Copied even if it is on the device already: a model may write into its inputs.
         subgraph = subgraph.apply(lambda value: value.to(self._device, copy=True))
         try:
@@ -104,7 +122,9 @@ class Recomputation:
                 got=f"{type(error).__name__}: {error}",
                 fix="Pass the same call as to gas.infer; it is called with that copy, and with the graph as a batch.",
             ) from error
-        return Rows([plain.chosen(value) for value in tensors_in(out)], plain.layers, plain.described)
+        kinds = self._kinds.of_outputs(len(tensors_in(out)))
+        outputs = [plain.chosen(value, kind) for value, kind in zip(tensors_in(out), kinds, strict=True)]
+        return Rows(outputs, plain.layers, plain.described)
 
     def _split(self, nodes: Tensor) -> Iterator[Tensor]:
         """Groups of the nodes whose receptive fields fit into memory."""
@@ -132,15 +152,57 @@ class Recomputation:
         return _COPIES * 4 * (num_edges * max(self._widths, default=1) + num_nodes * sum(self._widths))
 
 
+class Kinds:
+    """The types of nodes that a model's layers and outputs have rows of; in a plain graph there is one, without name.
+
+    Example:
+        >>> Kinds(Plan()).of_call("conv"), Kinds(Plan()).of_outputs(2)
+        ('', ['', ''])
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def of_call(self, call: str) -> str | None:
+        """That of a layer call; ``None`` if it is not known, or several."""
+        return (self._plan.call_kinds.get(call) or None) if isinstance(self._plan, TypedPlan) else ""
+
+    def of_outputs(self, count: int) -> list[str]:
+        """Those of the model's outputs, of which there are so many."""
+        return self._plan.output_kinds if isinstance(self._plan, TypedPlan) else [""] * count
+
+
+def _typed_subgraph(graph: TypedGraph, nodes: dict[str, Tensor] | None) -> HeteroData:
+    """All of a graph, or what is between some nodes, with the attributes of a batch."""
+    data = copy.copy(graph.data)
+    for kind, edges in graph.relations.items():
+        data[kind].e_id = torch.arange(edges.edge_index.size(1))
+    for kind, count in graph.counts.items():
+        data[kind].n_id = torch.arange(count)
+        data[kind].num_nodes = count
+    data = data if nodes is None else data.subgraph(nodes)
+    for kind in graph.counts:
+        data[kind].batch_size = data[kind].num_nodes = data[kind].n_id.numel()
+    return data
+
+
 class _PlainCopy:
     """A copy of a model without histories, which notes what its layers return for some of the rows.
 
     It names calls of layers as :class:`Session` does.
     """
 
-    def __init__(self, scaler: Autoscaler, device: torch.device, rows: Tensor, num_rows: int) -> None:
+    def __init__(
+        self,
+        scaler: Autoscaler,
+        device: torch.device,
+        rows: dict[str, Tensor],
+        num_rows: dict[str, int],
+        kinds: Kinds,
+    ) -> None:
         self.model = scaler.bare_copy().to(device)
-        self._rows, self._num_rows = rows.to(device), num_rows
+        self._rows, self._num_rows = {kind: each.to(device) for kind, each in rows.items()}, num_rows
+        self._kinds = kinds
         self.layers: dict[str, Tensor] = {}
         self.described: dict[str, str] = {}
         self._active: list[str] = []
@@ -165,13 +227,15 @@ class _PlainCopy:
             out = run(*args, **kwargs)
         finally:
             self._active.pop()
-        if has_rows(out, self._num_rows):
-            self.layers[call] = self.chosen(out)
+        kind = self._kinds.of_call(call)
+        if kind is not None and has_rows(out, self._num_rows[kind]):
+            self.layers[call] = self.chosen(out, kind)
         return out
 
-    def chosen(self, value: Tensor) -> Tensor:
-        """The chosen rows of a value, in host memory; none of a value that is not node-level."""
-        return (value.detach()[self._rows] if has_rows(value, self._num_rows) else value.detach()[:0]).cpu()
+    def chosen(self, value: Tensor, kind: str) -> Tensor:
+        """The chosen rows of a value of a type, in host memory; none of a value that is not node-level."""
+        there = has_rows(value, self._num_rows[kind])
+        return (value.detach()[self._rows[kind]] if there else value.detach()[:0]).cpu()
 
 
 def receptive_hops(plan: Plan) -> int:

@@ -18,16 +18,16 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in, undisturbed
-from gnnautoscale.attach.autoscaler import attached, attached_to_plain_graph
-from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, to_model_device
-from gnnautoscale.attach.inference import infer, plan_of, sweep
-from gnnautoscale.attach.recomputation import Mode, Recomputation, Rows
+from gnnautoscale.attach.autoscaler import attached
+from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, info_of, to_model_device
+from gnnautoscale.attach.inference import infer, nodes_by_type, plan_of, sweep
+from gnnautoscale.attach.recomputation import Kinds, Mode, Recomputation, Rows
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import (
     Arguments,
-    GraphMemory,
     HistoryStore,
     Observer,
+    PendingRows,
     Plan,
     Session,
     StoreExchange,
@@ -35,7 +35,7 @@ from gnnautoscale.forward import (
     evaluating,
     has_rows,
 )
-from gnnautoscale.graph import BatchInfo, HaloLoader, check_nodes
+from gnnautoscale.graph import BatchInfo, Graph, HaloLoader, TypedGraph, TypedInfo
 from gnnautoscale.planner import expected_randomness
 
 # How far rows may be off, relative to the largest value of their column, by rounding: of rows and of histories.
@@ -102,7 +102,7 @@ def verify(
     model: nn.Module,
     loader: HaloLoader,
     *,
-    nodes: int | Tensor = 100,
+    nodes: int | Tensor | dict[str, Tensor] = 100,
     call: CallModel = call_with_batch,
     seed: int = 0,
 ) -> Verification:
@@ -123,7 +123,8 @@ def verify(
     Args:
         model: An autoscaled model.
         loader: Makes the batches, of the training graph or of another one.
-        nodes: Number of nodes to draw, or their indices ``[count]``.
+        nodes: Number of nodes to draw, or their indices ``[count]``; on a heterogeneous graph a dictionary of these by
+            type, or the number of nodes to draw of all types that the model has outputs for.
         call: Calls the model with a batch, if ``model(batch)`` does not fit. It is also called with the plain copy, and
             then with the whole graph, or a part of it, that has the attributes of a batch.
         seed: Determines the drawn nodes.
@@ -142,25 +143,26 @@ def verify(
         >>> found.exact, found.nodes, found.how
         (True, 10, 'the whole graph')
     """
-    attached_to_plain_graph(model, "verify")
     if not isinstance(loader, HaloLoader):
         raise InputError(
             "verify takes a HaloLoader", got=type(loader).__name__, fix="Pass HaloLoader(data, num_parts=...)."
         )
     scaler, graph = attached(model), loader.follow()
-    chosen = _chosen(nodes, graph.num_nodes, seed)
     with _full_precision(device_of(model)), scaler.visiting(graph, apart=True):
         with evaluating(model):
             plan = plan_of(model, loader, call)  # may initialize lazy weights, which stay
         with undisturbed(device_of(model)):
             with _untouched(model):
                 outputs = tensors_in(infer(model, loader, call=call, update_histories=False))
+            chosen = _chosen(nodes, graph, seed, plan)
+            by_type = _by_type(graph, chosen)
             precision, tolerance = _tolerance(model, plan, outputs, len(loader) > 1)
             plain = Recomputation(model, graph, chosen, plan)
             exact = plain.run(evaluating, call)
-            inference, layer = _largest_error([value[chosen] for value in outputs], exact.outputs), None
+            pairs = zip(outputs, Kinds(plan).of_outputs(len(outputs)), strict=True)
+            inference, layer = _largest_error([value[by_type[kind]] for value, kind in pairs], exact.outputs), None
             if inference > tolerance:
-                layer = _first_deviating(_steps(model, loader, chosen, evaluating, call), exact, tolerance)
+                layer = _first_deviating(_steps(model, loader, chosen, evaluating, call, plan), exact, tolerance)
             training, note = None, ""
             try:
                 training, other = _compare_training(model, loader, chosen, call, tolerance)
@@ -198,7 +200,7 @@ def _compare_training(
             got="a model that leaves out some of them at random in every step",
             fix="Leave out fewer of them.",
         )
-    steps = _steps(model, loader, nodes, _training_without_chance, seeded)
+    steps = _steps(model, loader, nodes, _training_without_chance, seeded, plan)
     error = _largest_error(steps.outputs, exact.outputs)
     return error, _first_deviating(steps, exact, tolerance) if error > tolerance else None
 
@@ -209,15 +211,20 @@ def _call_seeded(call: CallModel, seed: int, model: nn.Module, batch: Data) -> A
     return call(model, batch)
 
 
-def _chosen(nodes: int | Tensor, num_nodes: int, seed: int) -> Tensor:
-    """The nodes to recompute, sorted and distinct, ``[count]``."""
-    if isinstance(nodes, Tensor):
-        nodes = check_nodes(nodes, num_nodes)
+def _chosen(nodes: Any, graph: Graph | TypedGraph, seed: int, plan: Plan) -> Tensor:
+    """The nodes to recompute, sorted and distinct, ``[count]``; those of a heterogeneous graph in the joined one."""
+    if isinstance(nodes, (Tensor, dict)):
+        first = graph.first if isinstance(graph, TypedGraph) else {"": 0}
+        nodes = torch.cat([first[kind] + each for kind, each in nodes_by_type(nodes, graph).items()])
     elif not isinstance(nodes, bool) and isinstance(nodes, int) and nodes >= 0:
-        nodes = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed))[:nodes]
+        among = torch.arange(graph.num_nodes)
+        if isinstance(graph, TypedGraph):  # those that the model has outputs for
+            kinds = dict.fromkeys(Kinds(plan).of_outputs(0))
+            among = torch.cat([graph.first[kind] + torch.arange(graph.counts[kind]) for kind in kinds])
+        nodes = among[torch.randperm(among.numel(), generator=torch.Generator().manual_seed(seed))[:nodes]]
     if not isinstance(nodes, Tensor) or not nodes.numel():
         got = "no nodes" if isinstance(nodes, Tensor) else repr(nodes)
-        rule = "verify takes a number of nodes to draw, at least 1, or their indices"
+        rule = "verify takes a number of nodes to draw, at least 1, or their indices, by type if there are several"
         raise InputError(rule, got=got, fix="Leave nodes out to draw 100 of them.")
     chosen: Tensor = torch.unique(nodes)
     return chosen
@@ -266,18 +273,21 @@ def _first_deviating(found: Rows, exact: Rows, tolerance: float) -> str | None:
 # Training steps ######################################################################################################
 
 
-def _steps(model: nn.Module, loader: HaloLoader, nodes: Tensor, mode: Mode, call: CallModel) -> Rows:
+def _steps(model: nn.Module, loader: HaloLoader, nodes: Tensor, mode: Mode, call: CallModel, plan: Plan) -> Rows:
     """What steps compute for some nodes, in a mode and with histories that a sweep in the same mode has filled."""
-    scaler, seen, histories = attached(model), _Seen(nodes), dict[str, Tensor]()
+    scaler, graph, histories = attached(model), loader.graph, dict[str, Tensor]()
+    by_type = _by_type(graph, nodes)
+    seen = _Seen(by_type, Kinds(plan))
     call = partial(_from_the_same_state, call)
     with _untouched(model), mode(model), scaler.visiting(loader.graph, apart=True) as memory:
         if len(loader) > 1:
             sweep(model, loader, call)
-            histories = _kept(memory, loader.batch_for(nodes).edge_index.info, device_of(model))
+            batch = loader.batch_for(by_type if isinstance(graph, TypedGraph) else nodes)
+            histories = _kept(memory, info_of(batch), device_of(model))
         exchange = StoreExchange(HistoryStore(writes=False))
         with scaler.running(exchange, observers=[seen]), torch.enable_grad():
             for batch in loader.in_order():
-                info = batch.edge_index.info
+                info = info_of(batch)
                 if seen.any_in(info):
                     seen.output(info, call(model, to_model_device(batch, model)))
     return Rows(list(seen.outputs.values()), seen.layers, histories=histories)
@@ -289,8 +299,11 @@ def _from_the_same_state(call: CallModel, model: nn.Module, batch: Data) -> Any:
         return call(model, batch)
 
 
-def _kept(memory: GraphMemory, info: BatchInfo, device: torch.device) -> dict[str, Tensor]:
+def _kept(memory: Any, info: Any, device: torch.device) -> dict[str, Tensor]:
     """The rows of a batch's own nodes in all histories, by slot, each ``[batch_size, width]``."""
+    if isinstance(info, TypedInfo):
+        kinds = (_kept(memory.kinds[kind], of, device) for kind, of in info.nodes.items())
+        return {slot: rows for each in kinds for slot, rows in each.items()}
     index = memory.rows_of(info).index[: info.batch_size]
     return {
         slot: history.pull(index, device=device, dtype=torch.double).cpu() for slot, history in memory.histories.items()
@@ -300,39 +313,51 @@ def _kept(memory: GraphMemory, info: BatchInfo, device: torch.device) -> dict[st
 class _Seen(Observer):
     """Keeps what layers and the model return for some nodes, batch by batch."""
 
-    def __init__(self, nodes: Tensor) -> None:
-        self._nodes = nodes
+    def __init__(self, nodes: dict[str, Tensor], kinds: Kinds) -> None:
+        self._nodes, self._kinds = nodes, kinds
         self.layers: dict[str, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
 
-    def any_in(self, info: BatchInfo) -> bool:
+    def any_in(self, info: BatchInfo | TypedInfo) -> bool:
         """Whether a batch holds one of the nodes."""
-        return bool((self._places(info) >= 0).any())
+        return any(bool((self._places(_of_kind(info, kind), kind) >= 0).any()) for kind in self._nodes)
 
-    def output(self, info: BatchInfo, out: Any) -> None:
+    def output(self, info: BatchInfo | TypedInfo, out: Any) -> None:
         """Keep the output of a batch."""
-        for number, value in enumerate(tensors_in(out)):
-            self._keep(self.outputs, number, value, info)
+        found = tensors_in(out)
+        for number, (value, kind) in enumerate(zip(found, self._kinds.of_outputs(len(found)), strict=True)):
+            self._keep(self.outputs, number, value, info, kind)
 
     def around_layer(
         self, session: Session, call: str, layer: MessagePassing, arguments: Arguments, run: Callable[[], Any]
     ) -> Any:
         """See :meth:`Observer.around_layer`."""
-        out = run()
-        if has_rows(out, session.info.num_rows, session.info.batch_size):
-            self._keep(self.layers, call, out, session.info)
+        out, kind = run(), self._kinds.of_call(call)
+        of = None if kind is None else _of_kind(session.info, kind)
+        if of is not None and kind is not None and has_rows(out, of.num_rows, of.batch_size):
+            rows = out.plain if isinstance(out, PendingRows) else out  # of which the batch's own are there
+            self._keep(self.layers, call, rows, session.info, kind)
         return out
 
-    def _places(self, info: BatchInfo) -> Tensor:
-        return info.graph.locate(info.nodes, self._nodes)
+    def _places(self, info: BatchInfo, kind: str) -> Tensor:
+        return info.graph.locate(info.nodes, self._nodes[kind])
 
-    def _keep(self, kept: dict[Any, Tensor], name: Any, value: Tensor, info: BatchInfo) -> None:
-        places = self._places(info)
+    def _keep(self, kept: dict[Any, Tensor], name: Any, value: Tensor, info: BatchInfo | TypedInfo, kind: str) -> None:
+        places = self._places(_of_kind(info, kind), kind)
         here, rows = places >= 0, value.detach().cpu()
         if name not in kept:
-            kept[name] = torch.zeros((self._nodes.numel(), *rows.shape[1:]), dtype=rows.dtype)
+            kept[name] = torch.zeros((self._nodes[kind].numel(), *rows.shape[1:]), dtype=rows.dtype)
         if kept[name].shape[1:] == rows.shape[1:]:
             kept[name][here] = rows[places[here]].to(kept[name].dtype)
+
+
+def _of_kind(info: BatchInfo | TypedInfo, kind: str) -> BatchInfo:
+    return info.nodes[kind] if isinstance(info, TypedInfo) else info
+
+
+def _by_type(graph: Graph | TypedGraph, nodes: Tensor) -> dict[str, Tensor]:
+    """Chosen nodes by type; a plain graph has one type, without a name."""
+    return graph.split(nodes) if isinstance(graph, TypedGraph) else {"": nodes}
 
 
 # Modes ###############################################################################################################

@@ -32,7 +32,7 @@ from gnnautoscale.forward.hooks import Hooks, has_hooks, running_session
 from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.norms import uses_own_statistics
 from gnnautoscale.forward.observe import LayerRun, Observer
-from gnnautoscale.forward.pending import exchanged
+from gnnautoscale.forward.pending import PendingRows, exchanged
 from gnnautoscale.forward.plan import SHORTCUTS, LayerCall, Plan, Shortcut, TypedPlan
 from gnnautoscale.forward.record import ArgumentKind, Arguments, EdgeRecord, describe, has_rows
 from gnnautoscale.forward.session import Normalize, Session, check_layout, evaluating
@@ -65,6 +65,7 @@ __all__ = [
     "NeedsStatistics",
     "Normalize",
     "Observer",
+    "PendingRows",
     "Plan",
     "PlanOnly",
     "RecordedDraws",

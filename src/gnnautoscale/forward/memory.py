@@ -294,15 +294,14 @@ class GraphMemory:
         """
         self.settle()
         self._close_transfer()
-        graph, storage = info.graph, self.medium or self.storage
-        memory = GraphMemory(graph, graph.num_nodes, storage, self.dtype, self.folder, overlap=self._overlap)
+        graph, storage = None if info.typed is not None else info.graph, self.medium or self.storage
+        num_nodes = max(info.order.nodes.numel(), 1)  # of some type there may be none
+        memory = GraphMemory(graph, num_nodes, storage, self.dtype, self.folder, overlap=self._overlap)
         memory.why, memory._written_by = self.why, self._written_by
         if self.histories:
             memory.reopen(_forms(self.histories), device, gradients=_forms(self.last_gradients))
-            row_before, row_now = (
-                self.row_order(info).row_of.long(),
-                memory.row_order(info).row_of[: self.num_nodes].long(),
-            )
+            row_before = self.row_order(info).row_of.long()
+            row_now = memory.row_order(info).row_of[: row_before.numel()].long()
         for before, now in ((self.histories, memory.histories), (self.last_gradients, memory.last_gradients)):
             for slot, history in before.items():
                 # Wide enough for every type, so that rows come back as they were.

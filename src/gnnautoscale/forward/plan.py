@@ -45,6 +45,7 @@ class LayerCall:
         remembered: Results of functions of edges that a record replaces; see :mod:`gnnautoscale.forward.memo`.
         like: An earlier call, and its name, whose records are the same on every graph.
         closed: Whether the call computes the halo's rows too.
+        layer: The class of the layer, if it matters.
     """
 
     kinds: list[ArgumentKind]
@@ -61,6 +62,7 @@ class LayerCall:
     remembered: dict[Any, Any] = field(default_factory=dict, repr=False)
     like: tuple[str, LayerCall] | None = None
     closed: bool = False
+    layer: type | None = None
 
     @property
     def has_edge_updater(self) -> bool:
@@ -162,17 +164,21 @@ class TypedPlan(Plan):
         kinds: The type of nodes that each slot has rows of.
         slot_of: The slot that a layer call's rows become a part of.
         call_rows: For each of these calls an empty tensor with the shape and type of its rows.
+        call_kinds: The type of nodes that it has rows of, if that is one.
         norm_kinds: The type of nodes that each call of a batch norm sees.
         output_kinds: The type of nodes of each tensor of the output.
         unchanged: The layer calls that propagate over the edges that they get as they are.
+        own_rows: Whether layers pass on rows of the batch's own nodes only, which are combined before the halo's join.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
     slot_of: dict[str, str] = field(default_factory=dict)
     call_rows: dict[str, Tensor] = field(default_factory=dict)
+    call_kinds: dict[str, str] = field(default_factory=dict)
     norm_kinds: dict[str, str] = field(default_factory=dict)
     output_kinds: list[str] = field(default_factory=list)
     unchanged: set[str] = field(default_factory=set)
+    own_rows: bool = False
 
     _of_kinds: dict[str, Plan] = field(default_factory=dict, init=False, repr=False)
 

@@ -108,6 +108,7 @@ class TypedMemory:
             for kind, count in graph.counts.items()
         }
         self.recorder = TypedRecorder(graph)
+        self._overlap = overlap
 
     # Rows and how they move ##########################################################################################
 
@@ -195,6 +196,12 @@ class TypedMemory:
         """See :meth:`GraphMemory.reserve_another_set`."""
         for memory in self.kinds.values():
             memory.reserve_another_set()
+
+    def grown(self, info: TypedInfo, device: torch.device) -> TypedMemory:
+        """See :meth:`GraphMemory.grown`."""
+        made = TypedMemory(info.graph, self.medium or self.storage, self.dtype, self.folder, overlap=self._overlap)
+        made.kinds = {kind: memory.grown(info.nodes[kind], device) for kind, memory in self.kinds.items()}
+        return made
 
     def apart(self, graph: TypedGraph, device: torch.device) -> TypedMemory:
         """See :meth:`GraphMemory.apart`."""

@@ -148,11 +148,13 @@ class TypedSession(Session):
         args, kwargs = map_tensors(untagged, arguments)
         slot = self.plan.slot_of.get(call)
         if slot is not None and target is not None and not self._exchange.computes(self.kinds[target], slot):
-            like = self.plan.call_rows[call]
-            out: Any = like.new_zeros((self.info.nodes[target].num_rows, *like.shape[1:]), device=self.device)
-            return self._pending(call, target, out)
+            like, of = self.plan.call_rows[call], self.info.nodes[target]
+            count = of.batch_size if self.plan.own_rows else of.num_rows
+            return self._pending(call, target, like.new_zeros((count, *like.shape[1:]), device=self.device))
 
         def compute(*args: Any, **kwargs: Any) -> Any:
+            if "pair" in planned.shortcuts:
+                args = self._with_own_targets(relations[0], args[0]), *args[1:]
             self.active.append(ActiveLayer(call, layer, records, planned))
             self._targets.append(target)
             try:
@@ -165,7 +167,7 @@ class TypedSession(Session):
 
         info = self.info.edges[relations[0]] if len(relations) == 1 else self.info
         run_layer = partial(self._run_and_repeat, call, layer, planned, compute, (args, kwargs), info)
-        out = self._exchange.run_layer(self, call, run_layer)
+        out: Any = self._exchange.run_layer(self, call, run_layer)
         if self.active:  # the layer around this one knows what to do with its rows
             return out
         if isinstance(out, Tensor) and target is not None:
@@ -181,20 +183,28 @@ class TypedSession(Session):
 
     def _pending(self, call: str, kind: str, rows: Tensor) -> Tensor:
         info = self.info.nodes[kind]
-        if not has_rows(rows, info.num_rows):
+        if not has_rows(rows, info.num_rows, info.batch_size):
             got = f"shape {tuple(rows.shape)}"
             rule = f"'{call}' must return one row for each of the {info.num_rows} {kind!r} nodes of batch and halo"
             raise UnsupportedModelError(rule, got=got, fix="Call it with all rows of batch[...].x.")
         if call in self.plan.inner:
             return rows
+        if self.plan.own_rows and not self.plan.calls[call].closed:
+            rows = self.kinds[kind].own(rows)
         return PendingRows.of(rows, self._exchange_pending, kind, (call,))
 
     def _exchange_pending(self, kind: str, calls: tuple[str, ...], rows: Tensor) -> Tensor:
         """Exchange rows of a type that some layer calls have computed together."""
         slot = self._numbered(self._slots, _slot_name(kind, calls))
         self.note_slot(slot, kind, calls)
-        out: Tensor = self._exchange.at_slot(self.kinds[kind], slot, lambda: rows)
+        session = self.kinds[kind]
+        out: Tensor = session.widened(self._exchange.at_slot(session, slot, lambda: rows))
         return out
+
+    def _with_own_targets(self, relation: EdgeType, rows: Any) -> tuple[Tensor, Tensor]:
+        """The rows that messages of a type come from, and the batch's own that they go to."""
+        source, target = rows if isinstance(rows, tuple) else (rows, rows)
+        return source, self.kinds[relation[2]].own(target)
 
     def note_slot(self, slot: str, kind: str, calls: tuple[str, ...]) -> None:
         """Called before a slot's rows are exchanged."""

@@ -87,6 +87,23 @@ class TypedGraph:
         """The edges of the joined graph, ``[2, num_edges]``."""
         return self.joined.edge_index
 
+    def features_of(self, kind: str) -> dict[str, Tensor]:
+        """The node-level tensors of a type apart from labels and masks, by name."""
+        return {name: value for name, value in self.rows[kind].items() if not is_label(name)}
+
+    def split(self, nodes: Tensor) -> dict[str, Tensor]:
+        """Nodes of the joined graph, ``[count]``, by type, with their numbers among those of their type.
+
+        Example:
+            >>> data = HeteroData()
+            >>> data["author"].num_nodes, data["paper"].num_nodes = 2, 3
+            >>> data["author", "writes", "paper"].edge_index = torch.tensor([[0, 1], [2, 0]])
+            >>> TypedGraph.of(data).split(torch.tensor([1, 4]))
+            {'author': tensor([1]), 'paper': tensor([2])}
+        """
+        firsts = [(kind, self.first[kind], count) for kind, count in self.counts.items()]
+        return {kind: nodes[(nodes >= first) & (nodes < first + count)] - first for kind, first, count in firsts}
+
     def follow(self, data: HeteroData) -> TypedGraph:
         """The graph of the same data as it is now, which must have as many nodes; itself if nothing changed."""
         now = TypedGraph.of(data)
@@ -124,12 +141,7 @@ class TypedGraph:
     def key(self) -> str:
         """A fingerprint of edges, features and edge-level attributes: all that histories depend on besides weights."""
         parts = {str(kind): graph.key for kind, graph in self.relations.items()}
-        features = {
-            f"{kind} {name}": value
-            for kind, rows in self.rows.items()
-            for name, value in rows.items()
-            if not is_label(name)
-        }
+        features = {f"{kind} {name}": value for kind in self.rows for name, value in self.features_of(kind).items()}
         return fingerprint(*features.values(), nodes=_listed(self.counts), names=",".join(features), **parts)
 
     def _relation(self, kind: EdgeType) -> Graph:

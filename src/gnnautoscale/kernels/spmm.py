@@ -18,7 +18,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.kernels import plain_spmm
 from gnnautoscale.kernels.available import use_triton
 from gnnautoscale.kernels.halo import Count, expand_targets, regroup
-from gnnautoscale.kernels.long_rows import RowSegments, split_long_rows
+from gnnautoscale.kernels.long_rows import LONG_ROW, RowSegments, split_long_rows
 
 REDUCES = ("sum", "mean", "max", "min")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -155,11 +155,13 @@ class Adjacency:
     def prepare(self, *, gradients: bool) -> None:
         """Start what a GPU would have to be waited for later; with ``gradients`` also the transpose."""
         if self.ptr.is_cuda:
-            _ = self._longest_t if gradients else None
+            _ = (self.transposed, self._longest_t) if gradients else None
 
     @cached_property
     def _longest_t(self) -> Count:
-        return Count(self.transposed[0].diff().amax() if self.num_sources else self.ptr.new_zeros(()))
+        if self.num_edges <= LONG_ROW:  # then no row is long
+            return Count(torch.tensor(self.num_edges))
+        return Count(self.transposed[0].diff().amax())
 
     @cached_property
     def segments(self) -> RowSegments | None:

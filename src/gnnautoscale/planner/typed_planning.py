@@ -105,7 +105,7 @@ def _planned(graphs: list[TypedTrialGraph], actor: Understudy, wanted: list[list
         for graph, observed in zip(graphs, seen, strict=True):
             deviation = deviation or _rehearsed(graph, actor, plan, observed)
         if deviation is None:
-            _fuse(plan, graphs, actor, seen)
+            _take_shortcuts(plan, graphs, actor, seen)
             plan.end_trial()
             return plan
         several = {name for name, call in plan.calls.items() if call.num_propagations > 1 and _is_of_one(call)} - inner
@@ -118,18 +118,37 @@ def _planned(graphs: list[TypedTrialGraph], actor: Understudy, wanted: list[list
         inner |= several
 
 
-def _fuse(plan: TypedPlan, graphs: list[TypedTrialGraph], actor: Understudy, seen: list[_Observation]) -> None:
-    """Let layers aggregate in one kernel, if nothing changes by that."""
-    before = {name: call.shortcuts for name, call in plan.calls.items()}
+def _take_shortcuts(
+    plan: TypedPlan, graphs: list[TypedTrialGraph], actor: Understudy, seen: list[_Observation]
+) -> None:
+    """Take all shortcuts that do not change the batch's rows."""
     for call in plan.calls.values():
         call.shortcuts = call.possible_shortcuts
-    try:
-        found = [_rehearsed(graph, actor, plan, observed) for graph, observed in zip(graphs, seen, strict=True)]
-    except Exception:
-        found = [_DeviationError(Plan.OUTPUT)]
-    if any(found):
-        for name, call in plan.calls.items():
-            call.shortcuts = before[name]
+    plan.own_rows = True
+    while True:
+        culprits: list[LayerCall] = []
+        try:
+            found = [_rehearsed(graph, actor, plan, observed) for graph, observed in zip(graphs, seen, strict=True)]
+            deviation = next((each for each in found if each is not None), None)
+            if deviation is None:
+                return
+            culprits = [call for name, call in plan.calls.items() if plan.slot_of.get(name) == deviation.slot]
+        except _LayerFailedError as failed:
+            culprits = [call for call in plan.calls.values() if call.layer is plan.calls[failed.call].layer]
+        except Exception:  # noqa: S110
+            pass  # something between the layers
+        paired = [call for call in culprits if "pair" in call.shortcuts]
+        if paired:
+            for call in paired:
+                call.shortcuts -= {"pair", "short"}
+        elif plan.own_rows:
+            plan.own_rows = False
+            for call in plan.calls.values():
+                call.shortcuts -= {"pair", "short"}
+        else:
+            for call in plan.calls.values():
+                call.shortcuts = frozenset()
+            return
 
 
 def _merged(plans: list[TypedPlan]) -> TypedPlan:
@@ -178,7 +197,9 @@ def _rehearsed(
                 actor.reset()
                 rehearsal = _Rehearsal(seen)
                 policy = way(rehearsal)
-                session = TypedSession(info, plan, graph.memory, graph.device, policy, normalize=rehearsal.normalize)
+                session = _RehearsingSession(
+                    info, plan, graph.memory, graph.device, policy, normalize=rehearsal.normalize
+                )
                 session.begin()
                 arguments = graph.arguments(batch)
                 watched = other_modules(actor.model) if way is StoreExchange else {}
@@ -189,6 +210,28 @@ def _rehearsed(
     except _DeviationError as deviation:
         return deviation.with_traceback(None)
     return None
+
+
+class _LayerFailedError(Exception):
+    """A layer that cannot run in a trial."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(call)
+        self.call = call
+
+
+class _RehearsingSession(TypedSession):
+    """A pass that says which layer has failed."""
+
+    def _run_layer(self, call: str, layer: MessagePassing, run: Callable[..., Any], arguments: Arguments) -> Any:
+        try:
+            return super()._run_layer(call, layer, run, arguments)
+        except (_DeviationError, _LayerFailedError):
+            raise
+        except Exception as error:
+            if any("pair" in each.shortcuts for each in self.plan.calls.values()):
+                raise _LayerFailedError(call) from error
+            raise
 
 
 @dataclass
@@ -221,6 +264,7 @@ class _ObservingSession(TypedSession):
 
     def _pending(self, call: str, kind: str, rows: Tensor) -> Tensor:
         self.plan.call_rows[call] = rows.detach()[:0]
+        self.plan.call_kinds[call] = kind if self.plan.call_kinds.get(call, kind) == kind else ""
         return super()._pending(call, kind, rows)
 
 
@@ -296,10 +340,20 @@ class _Observation(ExchangePolicy, EdgeSource):
         for value, attribute in zip(tensors_in(arguments), attributes, strict=True):
             kinds.append("own" if attribute is not None else self._argument_kind(value, relations[0]))
         nested = any(isinstance(module, MessagePassing) for module in layer.modules() if module is not layer)
-        possible: frozenset[Shortcut] = frozenset({"fused"} if len(relations) == 1 and may_fuse(layer) else ())
-        made = LayerCall(kinds, attributes, nested=nested, possible_shortcuts=possible)
+        possible: set[Shortcut] = {"fused"} if len(relations) == 1 and may_fuse(layer) else set()
+        if len(relations) == 1 and call not in self.plan.inner and self._takes_rows(arguments, relations[0]):
+            possible |= {"pair", "short"}
+        made = LayerCall(kinds, attributes, nested=nested, possible_shortcuts=frozenset(possible), layer=type(layer))
         self._relation = relations[0] if len(relations) == 1 else None
         return self.plan.calls.setdefault(call, made), []
+
+    def _takes_rows(self, arguments: Arguments, relation: EdgeType) -> bool:
+        """Whether a layer gets rows of both ends of edges first, or of the one type that both are of."""
+        first = arguments[0][0] if arguments[0] else None
+        targets = self._info.nodes[relation[2]].num_rows
+        if isinstance(first, Tensor):
+            return relation[0] == relation[2] and has_rows(first, targets)
+        return isinstance(first, tuple) and len(first) == 2 and has_rows(first[1], targets)
 
     def _argument_kind(self, value: Tensor, relation: EdgeType) -> ArgumentKind:
         if has_rows(value, self._info.nodes[relation[2]].num_rows):

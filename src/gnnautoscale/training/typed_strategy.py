@@ -19,7 +19,7 @@ from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.strategies import HistoryStrategy, load_rows, saved_rows
 
 # What a heterogeneous graph cannot do yet, and the value that leaves it out.
-_REFUSED = {"num_workers": 0, "verify": False}
+_REFUSED = {"num_workers": 0}
 
 
 def check_typed_run(dataset: TypedDataset, task: Task, options: FitOptions) -> None:
