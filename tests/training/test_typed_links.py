@@ -61,6 +61,14 @@ def test_every_mode_learns_who_likes_what(mode: str) -> None:
     assert [epoch.loss for epoch in again.epochs] == [epoch.loss for epoch in result.epochs]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["gas", "full", "cluster", "sage"])
+def test_a_gpu_learns_as_a_cpu_does(mode: str) -> None:
+    more = {"fan_out": [4, 4]} if mode == "sage" else {}
+    on_gpu, on_cpu = (trained(mode=mode, device=device, **more)[0] for device in ("cuda", "cpu"))
+    assert on_gpu.scores["test"] == pytest.approx(on_cpu.scores["test"], abs=6.0)  # other negatives are drawn
+
+
 def test_scores_are_those_of_plain_pyg() -> None:
     data = splits()
     result, model, _ = trained(data, epochs=5)
