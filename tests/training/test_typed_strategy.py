@@ -101,7 +101,7 @@ def test_baselines_learn_the_classes_too(name: str, mode: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["cluster", "sage"])
 def test_baselines_on_a_gpu_are_those_on_a_cpu(mode: str) -> None:
-    more = {"fan_out": [3, 3]} if mode == "sage" else {}
+    more: dict[str, Any] = {"fan_out": [3, 3]} if mode == "sage" else {}
     on_gpu, on_cpu = (trained(mode=mode, device=device, **more)[0] for device in ("cuda", "cpu"))
     assert [epoch.loss for epoch in on_gpu.epochs] == pytest.approx([epoch.loss for epoch in on_cpu.epochs], rel=1e-3)
 
