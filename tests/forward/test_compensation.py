@@ -16,7 +16,7 @@ import gnnautoscale as gas
 from conftest import Stack, assert_same, call_whole, odd_graph, undirected_graph, whole
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward.compensation import between, share_at_hand, trusted
+from gnnautoscale.forward.compensation import between, moved_on, share_at_hand
 from support.layers import C, three_layers
 
 # Enough for rows and then gradients to pass through three layers of up to three propagations each.
@@ -245,15 +245,25 @@ def test_rows_lie_between_what_was_kept_and_what_misses_neighbours() -> None:
     assert torch.equal(between(kept, partial, before, moved), torch.tensor([[3.0, 4.0], [0.0, 2.5], [0.0, 0.0]]))
 
 
-def test_kept_gradients_count_as_far_as_those_of_the_batch_were_right() -> None:
-    kept, before = torch.tensor([[8.0, 0.0], [0.0, -2.0]]), torch.tensor([[3.0, 0.0], [0.0, 4.0]])
-    assert torch.equal(trusted(kept, before, before), kept)
-    assert torch.equal(trusted(kept, before, 3 * before), kept)  # never more than they are
-    assert torch.equal(trusted(kept, before, before / 2), kept / 2)
-    assert torch.equal(trusted(kept, before, before / 2 + before.flip(0)), kept / 2)  # by what they have in common
-    assert not trusted(kept, before, before.flip(0)).any()
-    assert not trusted(kept, before, -before).any()
-    assert torch.equal(trusted(kept, torch.zeros(2, 2), torch.zeros(2, 2)), kept)
+def test_staleness_adds_up_where_rows_do() -> None:
+    kept, partial = torch.zeros(2, 1), torch.tensor([[6.0], [12.0]])
+    before, moved = torch.zeros(4, 1), torch.full((4, 1), 3.0)
+    # 4 * 9 / (36 + 3 * 9) and 4 * 9 / (144 + 3 * 9) of the way.
+    assert_same(between(kept, partial, before, moved, 4.0), torch.tensor([[6 * 36 / 63], [12 * 36 / 171]]), 1e-6)
+    assert torch.equal(between(kept, partial, before, before, 4.0), kept)
+
+
+def test_gradients_of_outputs_move_on_with_these() -> None:
+    curvature = torch.tensor([[0.5]])
+    rows, out = torch.tensor([[1.0], [3.0], [5.0], [7.0]]), torch.tensor([[2.0], [5.0], [6.5], [8.5]])
+    kept = curvature * rows
+    assert torch.equal(moved_on(kept, rows, out, now=curvature * out[:2]), curvature * out[2:])
+    # Where gradients do not follow, or turn against their rows, they stay as they were.
+    assert torch.equal(moved_on(kept, rows, out, now=kept[:2]), kept[2:])
+    assert torch.equal(moved_on(kept, rows, out, now=-curvature * out[:2]), kept[2:])
+    assert torch.equal(moved_on(kept, rows, rows, now=kept[:2]), kept[2:])
+    without = kept * torch.tensor([[1.0], [1.0], [0.0], [1.0]])  # a node without a target
+    assert moved_on(without, rows, out, now=curvature * out[:2]).squeeze(1).tolist() == [0.0, 4.25]
 
 
 def test_the_last_layer_has_a_history_of_gradients_only() -> None:

@@ -119,8 +119,8 @@ def test_edge_dropout_keeps_edge_features_with_their_edges(
     plain = copy.deepcopy(model)
     kept: list[Tensor] = []
 
-    def keep(edge_index: Tensor, dropout: float, **options: bool) -> Tensor:
-        positions = keep_edges(edge_index, dropout, **options)
+    def keep(edge_index: Tensor, dropout: float, *, has_loops: bool) -> Tensor:
+        positions = keep_edges(edge_index, dropout, has_loops=has_loops)
         kept.append(edge_index[:, positions])
         return positions
 

@@ -65,12 +65,12 @@ def test_another_width_starts_with_zeros() -> None:
 @pytest.mark.parametrize("medium", ["device", "host", "disk"])
 def test_last_gradients_of_every_slot(medium: Medium, tmp_path: Path) -> None:
     memory = filled(medium, tmp_path if medium == "disk" else None, torch.int8)
-    gradients = memory.last_gradient("b", plan_of(3), CPU)  # which has no history of rows
+    gradients = memory.last_gradient("b", plan_of(3), CPU, with_rows=False)  # which has no history of rows
     assert gradients.dtype == torch.float32  # their sizes vary more than those of rows
     gradients.push(ROWS, torch.arange(4))
-    assert memory.last_gradient("b", plan_of(3), CPU) is gradients
+    assert memory.last_gradient("b", plan_of(3), CPU, with_rows=False) is gradients
     assert torch.equal(gradients.pull(torch.arange(4), device=CPU, dtype=torch.float32), ROWS)
-    assert memory.last_gradient("b", plan_of(5), CPU).width == 5
+    assert memory.last_gradient("b", plan_of(5), CPU, with_rows=True).width == 10
     memory.release()
 
 

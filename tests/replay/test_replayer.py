@@ -80,13 +80,6 @@ def test_what_was_asked_for_comes_first() -> None:
     assert Replayer(autoscaled(data), CPU, capture=False).why_not == "this was asked for"
 
 
-def test_compensated_steps_are_not_captured() -> None:
-    data = undirected_graph()
-    model = build_model("gcn", data, 4, hidden=CHANNELS, layers=2)
-    gas.autoscale(model, data, compensate="gradient")
-    assert Replayer(model, CPU).why_not == "compensated steps are not captured"
-
-
 # What a step asks for ################################################################################################
 
 

@@ -7,11 +7,12 @@ differentiates through them:
 * Forward, the rows of a slot are cut off from what they were computed from. The model goes on with the batch's rows and
   with the halo's rows between the history's, which lag behind, and those computed here, which miss neighbours.
 * Backward, slots come in reverse order. The gradient of the batch's rows is complete by then, and is kept for other
-  batches. That of the halo's rows is what their own batches have kept, as far as that can be trusted. Together they
-  flow on to the slots before.
+  batches. That of the halo's rows lies between what their own batches have kept and what has arrived here. Where rows
+  are the model's output nothing arrives, since the loss is that of the batch: there it is what was kept, moved on with
+  the rows themselves. Together they flow on to the slots before.
 * Weights get their gradient from the batch's own rows, so that each node counts once in an epoch.
 
-How far something lags behind is known of the batch's own rows (:func:`between`, :func:`trusted`). If weights do not
+How far something lags behind is known of the batch's own rows (:func:`between`, :func:`moved_on`). If weights do not
 move nothing does, and a history's row and its kept gradient belong to the whole graph. A sum over neighbours is linear
 in each of them. So once nothing is stale any more the batches' gradients add up to that of the whole graph wherever
 slots lie behind layers that are linear in their messages.
@@ -103,7 +104,7 @@ class GradientExchange(StepExchange):
         known = self._exchange(session, slot, own)
         if not own.size(0):  # of a rare type there may be none, which says nothing about others
             return known
-        return torch.cat([own, between(known[halo], out[halo], before, own)])
+        return torch.cat([own, between(known[halo], out[halo], before, own, neighbours(session.info))])
 
     def output(self, session: Session, out: Any) -> Any:
         """Connect the output to the weights that it was computed with."""
@@ -133,27 +134,40 @@ class _Backward:
         arrived = _Sums([stage.rows for stage in stages])
         self._differentiate(self.outputs, gradients, arrived, total)
         self.outputs = []
+        # What arrives at the halo's rows lacks what their own outputs would add.
+        puts_out = [gradient is not None for gradient in arrived.values]
         while stages:
             stage, gradient = stages.pop(), arrived.pop()
             gradient = torch.zeros_like(stage.rows) if gradient is None else gradient
-            both, own = self._exchange(stage, gradient)
+            both, own = self._exchange(stage, gradient, puts_out.pop())
             if self._session.plan.needs[stage.slot]:
                 self._differentiate([stage.out], (both,), arrived, None)
             self._differentiate([stage.out], (_padded(own, stage.out),), None, total)
         return total.values
 
-    def _exchange(self, stage: _Stage, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the gradients of the batch's rows; returns them with those of the halo's rows, and alone."""
+    def _exchange(self, stage: _Stage, gradient: Tensor, puts_out: bool) -> tuple[Tensor, Tensor]:
+        """Keep the gradients of the batch's rows; returns them with those of the halo's rows, and alone.
+
+        With gradients of rows that the model puts out, the rows are kept too.
+        """
         session = stage.session
-        own = session.own(gradient)
+        own, memory = session.own(gradient), session.memory
         if not session.plan.needs[stage.slot]:  # nothing flows on from there
             return own, own
-        place = session.memory.rows_of(session.info)
-        index, halo = place.on(session.device), slice(place.batch_size, None)
-        history = session.memory.last_gradient(stage.slot, session.plan, session.device)
-        kept = history.pull(index, device=session.device, dtype=own.dtype).view(-1, *own.shape[1:])
-        history.push(as_matrix(own), index[: place.batch_size], place.runs)
-        return torch.cat([own, trusted(kept[halo], session.own(kept), own)]), own
+        place = memory.rows_of(session.info)
+        index, size = place.on(session.device), place.batch_size
+        history = memory.last_gradient(stage.slot, session.plan, session.device, with_rows=puts_out)
+        kept = history.pull(index, device=session.device, dtype=own.dtype)
+        out, now = as_matrix(stage.out.detach()), as_matrix(own)
+        history.push(torch.cat([now, out[:size]], dim=1) if puts_out else now, index[:size], place.runs)
+        if not size:  # see GradientExchange._rows_between
+            halo = kept[:, : now.size(1)]
+        elif puts_out:
+            gradients, rows = kept.chunk(2, dim=1)
+            halo = moved_on(gradients, rows, out, now, neighbours(session.info))
+        else:
+            halo = between(kept[size:], as_matrix(gradient)[size:], kept[:size], now, neighbours(session.info))
+        return torch.cat([own, halo.reshape(-1, *own.shape[1:])]), own
 
     def _differentiate(
         self, outputs: list[Tensor], gradients: tuple[Tensor, ...], arrived: _Sums | None, total: _Sums | None
@@ -264,51 +278,65 @@ def _share_at_hand(info: BatchInfo) -> Tensor:
     return torch.where(degree > 0, found / degree.clamp(min=1), 1.0).to(info.device)
 
 
-def between(kept: Tensor, partial: Tensor, before: Tensor, now: Tensor) -> Tensor:
+def neighbours(info: BatchInfo) -> float:
+    """How many edges point to a node of a batch, on average, but at least one."""
+    return max(1.0, sum(edges.num_edges for edges in info.incoming) / max(1, info.batch_size))
+
+
+def between(kept: Tensor, partial: Tensor, before: Tensor, now: Tensor, summed: float = 1.0) -> Tensor:
     """Rows between those that were kept and those that miss neighbours, by how wrong both seem to be.
 
     Rows that were kept are as stale as those kept ``before`` of the batch, whose rows of ``now`` are known. A row that
     is further than that from the partial one differs from it by missing neighbours. So it moves by the ratio of the two
     squared distances, as in Stein's estimator: all the way if it may be that stale, and not at all if nothing is.
 
+    A layer sums up ``summed`` rows. Weights move all of them in the same direction, so in a sum staleness adds up,
+    while what rows miss, each something else, averages out. Therefore staleness counts that many times.
+
     Args:
         kept: Rows of the halo, ``[num_halo, ...]``.
         partial: The same rows, computed from some of their neighbours, ``[num_halo, ...]``.
         before: What was kept of the batch's rows, ``[batch_size, ...]``.
         now: The batch's rows, ``[batch_size, ...]``.
+        summed: How many rows a layer sums up, at least 1.
 
     Example:
         >>> kept, partial = torch.tensor([[0.0], [0.0]]), torch.tensor([[0.5], [2.0]])
         >>> between(kept, partial, before=torch.zeros(3, 1), now=torch.ones(3, 1)).squeeze(1)
         tensor([0.5000, 0.5000])
+        >>> between(kept, partial, before=torch.zeros(3, 1), now=torch.ones(3, 1), summed=3.0).squeeze(1)
+        tensor([0.5000, 1.0000])
     """
     stale = as_matrix(now - before).square().sum(1).mean()
-    apart = as_matrix(partial - kept).square().sum(1)
-    share = (stale / apart.clamp(min=torch.finfo(apart.dtype).tiny)).clamp(max=1.0)
+    apart = as_matrix(partial - kept).square().sum(1) + (summed - 1.0) * stale
+    share = (summed * stale / apart.clamp(min=torch.finfo(apart.dtype).tiny)).clamp(max=1.0)
     return kept + _as_rows(share, kept) * (partial - kept)
 
 
-def trusted(kept: Tensor, before: Tensor, now: Tensor) -> Tensor:
-    """Kept gradients of the halo, as far as those of the batch's own rows have turned out to be right.
+def moved_on(kept: Tensor, rows: Tensor, out: Tensor, now: Tensor, summed: float = 1.0) -> Tensor:
+    """Kept gradients of the halo's outputs, moved on as far as these have moved.
 
-    They count by the factor between 0 and 1 that takes what was kept ``before`` of the batch nearest to what it is
-    ``now``: fully if nothing has changed, less if gradients turn or become smaller, and not at all, as in a plain step,
-    if the two have nothing to do with each other.
+    The batch tells how gradients answer to outputs: the factor, at least 0, that takes the steps of its rows nearest to
+    those of their gradients. It is the curvature of the loss, if that is the same everywhere. Nodes without a kept
+    gradient have no target, or were never trained on, and stay without.
 
     Args:
-        kept: Gradients of the halo's rows, ``[num_halo, ...]``.
-        before: What was kept of the batch's rows, ``[batch_size, ...]``.
-        now: The gradients of the batch's rows, ``[batch_size, ...]``.
+        kept: Kept gradients of batch and halo, ``[num_rows, width]``.
+        rows: The outputs that these belong to, ``[num_rows, width]``.
+        out: The outputs of now, of the halo as far as neighbours are there, ``[num_rows, width]``.
+        now: The gradients of the batch's rows of now, ``[batch_size, width]``.
+        summed: See :func:`between`.
 
     Example:
-        >>> trusted(torch.tensor([[8.0]]), before=torch.tensor([[3.0], [4.0]]), now=torch.tensor([[5.0], [2.5]]))
-        tensor([[8.]])
-        >>> trusted(torch.tensor([[8.0]]), before=torch.tensor([[3.0], [4.0]]), now=torch.tensor([[-2.5], [5.0]]))
-        tensor([[4.]])
+        >>> rows, out = torch.tensor([[1.0], [2.0], [2.0]]), torch.tensor([[2.0], [3.0], [3.0]])
+        >>> moved_on(0.5 * rows, rows, out, now=0.5 * out[:2])  # of the loss x^2 / 4
+        tensor([[1.5000]])
     """
-    size = before.square().sum()
-    # A batch without targets knows nothing about its last gradients, but depends on those of others.
-    return kept * torch.where(size > 0, (before * now).sum() / size, 1.0).clamp(0.0, 1.0)
+    own, halo, known = slice(now.size(0)), slice(now.size(0), None), (kept != 0).any(1, keepdim=True)
+    moved, turned = (known[own] * (new - old[own]) for new, old in ((out[own], rows), (now, kept)))
+    factor = (moved * turned).sum() / moved.square().sum().clamp(min=torch.finfo(moved.dtype).tiny)
+    there = between(rows[halo], out[halo], rows[own], out[own], summed)
+    return kept[halo] + factor.clamp(min=0.0) * known[halo] * (there - rows[halo])
 
 
 def _goes_beyond(session: Session) -> bool:

@@ -214,9 +214,13 @@ class GraphMemory:
             self.gradients[slot] = RowSums(self._opened(f"gradient of {slot}", history.width, dtype, device))
         return self.gradients[slot]
 
-    def last_gradient(self, slot: str, plan: Plan, device: torch.device) -> History:
-        """The last known gradients of the slot's rows, created on first use, and anew for rows of another width."""
+    def last_gradient(self, slot: str, plan: Plan, device: torch.device, *, with_rows: bool) -> History:
+        """The last known gradients of the slot's rows, created on first use, and anew for rows of another width.
+
+        They may have the rows that they belong to beside them.
+        """
         width, dtype = self._form(plan.rows[slot])
+        width *= 1 + with_rows
         known = self.last_gradients.get(slot)
         if known is None or known.width != width or not known.serves(device):
             dtype = dtype if dtype in _ADDED else plan.rows[slot].dtype

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -166,6 +167,10 @@ def keep_edges(edge_index: Tensor, dropout: float, *, has_loops: bool = True) ->
 class EdgePreparer(ABC):
     """Prepares the recorded edges of batches that a GPU assembles, beside what it does for others."""
 
+    def __init__(self) -> None:
+        # The layer calls that each batch was prepared for: those of another plan may need other edges.
+        self._prepared_for: WeakKeyDictionary[Any, Mapping[str, LayerCall]] = WeakKeyDictionary()
+
     @for_later
     def prepare_from_now_on(self, info: Any, calls: Mapping[str, LayerCall], gradients: bool) -> None:
         """Prepare the edges of a batch that a GPU has assembled, if nobody did; whoever assembles others prepares them.
@@ -175,13 +180,19 @@ class EdgePreparer(ABC):
         before, wanted = info.table.preparations.get(self), (calls, gradients)
         if before is None or before[0] is not calls or before[1] != gradients:
             info.table.preparations[self] = wanted
-        if info.edges_ready is None:
+        if info.edges_ready is None or self._prepared_for.get(info) is not calls:
             with torch.cuda.stream(assembly_stream(info.device)):
                 self.prepare(info, *wanted)
 
-    @abstractmethod
     def prepare(self, info: Any, calls: Mapping[str, LayerCall], gradients: bool) -> None:
         """Prepare the recorded edges of a batch on the current stream of its GPU, and note when they are ready."""
+        self._prepare(info, calls, gradients)
+        self._prepared_for[info] = calls
+        info.edges_ready = assembly_stream(info.device).record_event()
+
+    @abstractmethod
+    def _prepare(self, info: Any, calls: Mapping[str, LayerCall], gradients: bool) -> None:
+        """Prepare the recorded edges of a batch on the current stream."""
 
 
 def prepare_edges(
@@ -211,6 +222,7 @@ class Recorder(EdgePreparer):
     """
 
     def __init__(self, graph: Graph) -> None:
+        super().__init__()
         self.graph = graph
         #: The records of each call, as of its last use.
         self.records: dict[str, list[EdgeRecord]] = {}
@@ -246,10 +258,8 @@ class Recorder(EdgePreparer):
         self.records[call] = self._made[key]
         return self.records[call]
 
-    def prepare(self, info: BatchInfo, calls: Mapping[str, LayerCall], gradients: bool) -> None:
-        """See :meth:`EdgePreparer.prepare`."""
+    def _prepare(self, info: BatchInfo, calls: Mapping[str, LayerCall], gradients: bool) -> None:
         prepare_edges(self.records, info, calls, gradients)
-        info.edges_ready = assembly_stream(info.device).record_event()
 
     def _forget_oldest(self, call: str) -> None:
         """Make room for other records of a call, since a number may change in every step."""

@@ -12,7 +12,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import LayerCall, TypedPlan
 from gnnautoscale.forward.record import Arguments, EdgePreparer, EdgeRecord, OwnEdges, Recorder, prepare_edges
-from gnnautoscale.graph import BatchInfo, EdgeType, TypedGraph, TypedInfo, assembly_stream
+from gnnautoscale.graph import BatchInfo, EdgeType, TypedGraph, TypedInfo
 from gnnautoscale.history import Folder, History, RowSums, Storage
 from gnnautoscale.transfer import BatchRows, Times, Transfer
 
@@ -21,6 +21,7 @@ class TypedRecorder(EdgePreparer):
     """Records the layer calls of a model over edges of one type; see :class:`Recorder`."""
 
     def __init__(self, graph: TypedGraph) -> None:
+        super().__init__()
         self._recorders = {kind: Recorder(relation) for kind, relation in graph.relations.items() if kind[0] == kind[2]}
         self._as_they_are: dict[EdgeType, EdgeRecord] = {}
         #: The records of each call by type of edges, as of its last use.
@@ -38,11 +39,9 @@ class TypedRecorder(EdgePreparer):
         self.records.setdefault(kind, {})[call] = found
         return found
 
-    def prepare(self, info: Any, calls: Mapping[str, LayerCall], gradients: bool) -> None:
-        """See :meth:`EdgePreparer.prepare`."""
+    def _prepare(self, info: Any, calls: Mapping[str, LayerCall], gradients: bool) -> None:
         for kind, records in self.records.items():
             prepare_edges(records, info.edges[kind], calls, gradients)
-        info.edges_ready = assembly_stream(info.device).record_event()
 
 
 class TypedTransfer:

@@ -105,7 +105,8 @@ class HaloLoader:
             raise InputError(rule, got=f"{num_workers=} and {device=}", fix="Leave one of the two out.")
         typed = isinstance(data, HeteroData)
         if typed and num_workers:
-            raise InputError("a heterogeneous graph takes no workers", got=f"{num_workers=}", fix="Leave it out.")
+            rule, fix = "workers build batches of plain graphs", "Leave it out; a GPU assembles batches itself."
+            raise InputError(rule, got=f"{num_workers=} with a HeteroData", fix=fix)
         self.data = data
         #: The graph as it was when batches were last asked for.
         self.graph: Any = TypedGraph.of(data) if typed else Graph.of(data)
