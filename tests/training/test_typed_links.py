@@ -145,10 +145,11 @@ def test_links_within_one_type() -> None:
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
-    whole, model, _ = trained(epochs=4, evaluate_every=1)
-    trained(epochs=2, evaluate_every=1, checkpoint_dir=str(tmp_path / "saved"))
+    data = splits()
+    whole, model, _ = trained(data, epochs=4, evaluate_every=1)
+    trained(data, epochs=2, evaluate_every=1, checkpoint_dir=str(tmp_path / "saved"))
     saved: dict[str, Any] = {"resume": str(tmp_path / "saved"), "checkpoint_dir": str(tmp_path / "saved")}
-    resumed, other, _ = trained(epochs=4, evaluate_every=1, **saved)
+    resumed, other, _ = trained(data, epochs=4, evaluate_every=1, **saved)
     assert [epoch.loss for epoch in resumed.epochs] == [epoch.loss for epoch in whole.epochs]
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
