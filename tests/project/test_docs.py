@@ -39,7 +39,7 @@ hetero = HeteroData()
 hetero["author"].x, hetero["paper"].x = torch.randn(60, 8), data.x[:100]
 hetero["paper"].y, hetero["paper"].train_mask = data.y[:100], data.train_mask[:100]
 hetero["paper"].val_mask = hetero["paper"].test_mask = ~data.train_mask[:100]
-writes = torch.stack([torch.randint(60, (200,)), torch.randint(100, (200,))])
+writes = torch.unique(torch.stack([torch.randint(60, (200,)), torch.randint(100, (200,))]), dim=1)
 hetero["author", "writes", "paper"].edge_index, hetero["paper", "by", "author"].edge_index = writes, writes.flip(0)
 hetero["paper", "cites", "paper"].edge_index = torch.randint(100, (2, 300))
 """,

@@ -61,6 +61,14 @@ def test_every_mode_learns_who_likes_what(mode: str) -> None:
     assert [epoch.loss for epoch in again.epochs] == [epoch.loss for epoch in result.epochs]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["gas", "full", "cluster", "sage"])
+def test_a_gpu_learns_as_a_cpu_does(mode: str) -> None:
+    more = {"fan_out": [4, 4]} if mode == "sage" else {}
+    on_gpu, on_cpu = (trained(mode=mode, device=device, **more)[0] for device in ("cuda", "cpu"))
+    assert on_gpu.scores["test"] == pytest.approx(on_cpu.scores["test"], abs=6.0)  # other negatives are drawn
+
+
 def test_scores_are_those_of_plain_pyg() -> None:
     data = splits()
     result, model, _ = trained(data, epochs=5)
@@ -137,9 +145,11 @@ def test_links_within_one_type() -> None:
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
-    whole, model, _ = trained(epochs=4)
-    trained(epochs=2, checkpoint_dir=str(tmp_path / "saved"))
-    resumed, other, _ = trained(epochs=4, resume=str(tmp_path / "saved"), checkpoint_dir=str(tmp_path / "saved"))
+    data = splits()
+    whole, model, _ = trained(data, epochs=4, evaluate_every=1)
+    trained(data, epochs=2, evaluate_every=1, checkpoint_dir=str(tmp_path / "saved"))
+    saved: dict[str, Any] = {"resume": str(tmp_path / "saved"), "checkpoint_dir": str(tmp_path / "saved")}
+    resumed, other, _ = trained(data, epochs=4, evaluate_every=1, **saved)
     assert [epoch.loss for epoch in resumed.epochs] == [epoch.loss for epoch in whole.epochs]
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 

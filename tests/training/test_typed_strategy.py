@@ -98,6 +98,14 @@ def test_baselines_learn_the_classes_too(name: str, mode: str) -> None:
     assert 100 * float(right.double().mean()) == pytest.approx(result.scores["test"])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["cluster", "sage"])
+def test_baselines_on_a_gpu_are_those_on_a_cpu(mode: str) -> None:
+    more: dict[str, Any] = {"fan_out": [3, 3]} if mode == "sage" else {}
+    on_gpu, on_cpu = (trained(mode=mode, device=device, **more)[0] for device in ("cuda", "cpu"))
+    assert [epoch.loss for epoch in on_gpu.epochs] == pytest.approx([epoch.loss for epoch in on_cpu.epochs], rel=1e-3)
+
+
 def test_sampling_all_neighbours_in_one_batch_is_full_batch() -> None:
     full, _ = trained(mode="full", epochs=4)
     sampled, _ = trained(mode="sage", fan_out=[-1, -1], num_parts=1, batch_size=1, epochs=4)
@@ -152,6 +160,7 @@ def test_a_resumed_run_has_the_same_bits(storage: str, tmp_path: Path) -> None:
     [
         ({"mode": "history"}, "mode='history'"),
         ({"num_workers": 2}, "num_workers=2"),
+        ({"diagnose": ["gradients"]}, "diagnose="),
         ({"task": "link"}, "a graph for each split"),
     ],
 )

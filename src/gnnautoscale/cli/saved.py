@@ -61,7 +61,7 @@ def load_model(
             decoder.load_state_dict(saved.get("decoder") or {})
     except RuntimeError:
         raise InputError(
-            "a saved model needs a graph with the features, types and classes, and the decoder, of its training",
+            "a saved model needs a graph with the features and types, classes and decoder that it was trained with",
             got=f"{data.num_features} features and {num_outputs} classes or outputs",
             fix="Use the data and the options of its training, or train it again.",
         ) from None

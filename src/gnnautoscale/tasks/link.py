@@ -157,6 +157,8 @@ class LinkPrediction(Task):
         if self.module is None:
             self.module = make_decoder(self._named, self._num_relations, self.num_outputs)
         self._pairs = Pairs.of(dataset.train)
+        if self._pairs.between is not None:
+            self.why_uncaptured = "steps on links between types are not captured"
         self._meetings = Meetings(torch.zeros(self._pairs.num_nodes, dtype=torch.long), 1.0)
         count, graphs = self._pairs.num_nodes, [graph for graph, _ in dataset.graphs()]
         self._known, self._back = (

@@ -148,7 +148,7 @@ def describe_run(
     options: dict[str, Any], dataset: Dataset, task: Task, model: nn.Module, loader: HaloLoader | None
 ) -> dict[str, Any]:
     """What a run is, as plain values; ``loader`` cuts the training graph into parts, if the mode has a halo."""
-    graph = dataset.train
+    graph = dataset.passing()
     built: dict[str, Any] = getattr(model, "built_from", {})
     name = built.get("model", type(model).__name__.lower())
     return {
