@@ -272,9 +272,15 @@ def test_gradients_that_are_worse_than_none_are_of_no_use() -> None:
     assert not is_of_use(2.1 * now, now)
     assert is_of_use(now / 10, now)
     assert not is_of_use(-now, now)
-    assert not is_of_use(now.flip(0), now)
     assert not is_of_use(now, torch.zeros(2, 2))
     assert is_of_use(torch.zeros(2, 2), now)  # nobody knows
+
+
+def test_what_each_row_does_by_itself_does_not_count() -> None:
+    noise = torch.where(torch.arange(640).view(-1, 1) % 2 == 0, 5.0, -5.0)
+    together = torch.repeat_interleave(torch.tensor([1.0, -1.0]), 320).view(-1, 1)
+    assert is_of_use(together + noise, together - noise)
+    assert not is_of_use(noise - together, noise + together)
 
 
 def test_the_last_layer_has_a_history_of_gradients_only() -> None:

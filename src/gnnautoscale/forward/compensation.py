@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -35,6 +36,9 @@ from gnnautoscale.forward.plan import Plan
 from gnnautoscale.forward.session import Session
 from gnnautoscale.graph import BatchInfo
 from gnnautoscale.kernels import OwnRows
+
+# How many rows next to each other are summed up to tell what all of them do from what each does.
+_SUMMED = 64
 
 #: How steps make up for the border of a batch.
 Compensation = Literal["none", "gradient", "momentum"]
@@ -348,16 +352,22 @@ def moved_on(kept: Tensor, rows: Tensor, out: Tensor, now: Tensor, summed: float
 def is_of_use(predicted: Tensor, now: Tensor) -> Tensor:
     """Whether gradients that were predicted for the batch are nearer to those of ``now`` than none at all would be.
 
-    If not, those of the halo, predicted likewise, would do harm: the gradient ends there, as in a plain step. Nothing
-    is known about a batch that was never trained on.
+    If not, those of the halo, predicted likewise, would do harm: the gradient ends there, as in a plain step. Sums of
+    rows are compared that lie next to each other, mostly neighbours in the graph: in these, what dropout does to each
+    row by itself averages out, as it does in the layers before. Nothing is known about a batch that was never trained
+    on.
 
     Example:
         >>> now = torch.tensor([[1.0, 2.0]])
         >>> is_of_use(torch.tensor([[3.0, 2.0]]), now).item(), is_of_use(torch.tensor([[4.0, 2.0]]), now).item()
         (True, False)
     """
-    size = predicted.square().sum()
-    return (2.0 * (predicted * now).sum() > size) | (size == 0)
+    before, after = (
+        F.pad(rows, (0, 0, 0, -rows.size(0) % _SUMMED)).view(-1, _SUMMED, rows.size(1)).sum(1)
+        for rows in (predicted, now)
+    )
+    size = before.square().sum()
+    return (2.0 * (before * after).sum() > size) | (size == 0)
 
 
 def _goes_beyond(session: Session) -> bool:
