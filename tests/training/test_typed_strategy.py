@@ -160,7 +160,7 @@ def test_a_resumed_run_has_the_same_bits(storage: str, tmp_path: Path) -> None:
     [
         ({"mode": "history"}, "mode='history'"),
         ({"num_workers": 2}, "num_workers=2"),
-        ({"diagnose": ["gradients"]}, "diagnose="),
+        ({"diagnose": ["lipschitz"]}, "diagnose="),
         ({"task": "link"}, "a graph for each split"),
     ],
 )
