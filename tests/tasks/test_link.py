@@ -260,11 +260,8 @@ def test_a_gpu_trains_on_links_as_a_cpu_does() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", ["full batch", "batches on the device", "batches on the host"])
 @pytest.mark.parametrize("kind", ["given", "drawn", "typed"])
-def test_captured_steps_give_the_numbers_of_uncaptured_ones(
-    kind: str, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_captured_steps_give_the_numbers_of_uncaptured_ones(kind: str, where: str, tmp_path: Path) -> None:
     """Also with negatives that are drawn: a replay draws what the step would have drawn."""
-    monkeypatch.setattr(LinkPrediction, "why_uncaptured", None)
     parts = typed_splits() if kind == "typed" else splits(negatives=kind == "given")
     batches: dict[str, Any] = {"num_parts": 8, "batch_size": 4, "drawings": 2, "batches_on": where.split()[-1]}
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCNConv, GraphConv  # type: ignore[import-untyped]
+from torch_geometric.utils import coalesce  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from gnnautoscale.data import generate
@@ -80,6 +81,20 @@ def test_compensated_steps_give_the_numbers_of_a_cpu(name: str, storage: str, da
     assert on_gpu == pytest.approx(on_cpu, rel=2e-3)
     _, how = losses(name, data, **{**fixed, "compensate": "momentum"})
     assert how.startswith("uncaptured, since the host counts the neighbours")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compensate", ["none", "gradient"])
+def test_nodes_with_very_many_edges_do_not_stand_in_the_way(compensate: str, data: Data) -> None:
+    # Wherever such a node is, it takes part in the step that is watched before the first capture.
+    hub, others = torch.zeros(599, dtype=torch.long), torch.arange(1, 600)
+    star = torch.stack([torch.cat([hub, others]), torch.cat([others, hub])])
+    data.edge_index = coalesce(torch.cat([data.edge_index, star], dim=1))
+    fixed: dict[str, Any] = {"compensate": compensate, "lr": 0.002}
+    replayed, how = losses("gcn", data, **fixed)
+    assert how.startswith("captured as 6 CUDA graphs")
+    plain, _ = losses("gcn", data, capture=False, **fixed)
+    assert replayed == pytest.approx(plain, rel=2e-4)
 
 
 @pytest.mark.gpu

@@ -60,7 +60,7 @@ def test_a_gpu_captures_steps_that_learn(storage: str) -> None:
     assert plain.how.startswith("uncaptured")
     losses = [[epoch.loss for epoch in result.epochs] for result in (captured, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
-    assert captured.scores["train"] > 90.0
+    assert losses[0][-1] < losses[0][0] / 10  # scores are those of the best epoch, which may be an early one
 
 
 def test_full_batch_is_plain_pyg() -> None:
@@ -161,7 +161,7 @@ def test_a_resumed_run_has_the_same_bits(storage: str, tmp_path: Path) -> None:
     [
         ({"mode": "history"}, "mode='history'"),
         ({"num_workers": 2}, "num_workers=2"),
-        ({"diagnose": ["gradients"]}, "diagnose="),
+        ({"diagnose": ["lipschitz"]}, "diagnose="),
         ({"task": "link"}, "a graph for each split"),
     ],
 )

@@ -11,26 +11,37 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from gnnautoscale._util import tensors_in
-from gnnautoscale.attach import CallModel, attached, call_with_batch, collect, sweep
+from gnnautoscale.attach import (
+    CallModel,
+    attached,
+    attached_to_plain_graph,
+    call_with_batch,
+    collect,
+    info_of,
+    sweep,
+)
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import (
     ExchangePolicy,
+    GraphMemory,
     Plan,
     RowStore,
     Session,
     StoreExchange,
     SweepExchange,
+    TypedMemory,
+    TypedPlan,
     as_matrix,
     evaluating,
 )
-from gnnautoscale.graph import HaloLoader
+from gnnautoscale.graph import BatchInfo, HaloLoader, TypedInfo
 from gnnautoscale.history import History, codec_for
 
 Number = TypeVar("Number", float, Tensor)
@@ -173,11 +184,14 @@ class LayerErrors:
     r"""Errors of a layer at every node, each ``[num_nodes]``.
 
     Attributes:
-        name: The layer's slot, or "output" for the last layer, which has no history.
+        name: The layer's slot, or "output" for the last layer, which has no history; "output of" a type if outputs
+            are of several types.
         closeness: :math:`\| \tilde{h}_v - h_v \|`, the paper's :math:`\delta`.
         staleness: :math:`\| \bar{h}_v - \tilde{h}_v \|`, the paper's :math:`\epsilon`.
         history: :math:`\| \bar{h}_v - h_v \|`, at most the sum of these.
         norm: :math:`\| h_v \|`, for relative errors.
+        kind: The type of these nodes, in a heterogeneous graph.
+        has_history: Whether it is a slot.
     """
 
     name: str
@@ -185,6 +199,8 @@ class LayerErrors:
     staleness: Tensor
     history: Tensor
     norm: Tensor
+    kind: str | None = None
+    has_history: bool = True
 
 
 @dataclass(frozen=True)
@@ -219,14 +235,15 @@ def measure(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with
     """
     kept, computed, zero = _histories(model, loader), dict[str, Tensor](), torch.zeros(())
     with evaluating(model):
-        output = _outputs(model, loader, call, _steps(kept, computed))
+        outputs = _outputs(model, loader, call, _steps(kept, computed))
         exact = _exact(model, loader, call)
-    kept["output"] = computed["output"] = output
+    plan = attached(model).plan
+    kinds = {**plan.kinds, **_output_kinds(plan)} if isinstance(plan, TypedPlan) else {}
     found = []
-    for name, now in computed.items():
-        old, right = kept.get(name, zero), exact[name]
-        pairs = (now, right), (old, now), (old, right), (right, zero)
-        found.append(LayerErrors(name, *(_distance(*pair) for pair in pairs)))
+    for name, now in (*computed.items(), *outputs.items()):
+        old, right = now if name in outputs else kept.get(name, zero), exact[name]
+        close, stale, off, norm = starmap(_distance, ((now, right), (old, now), (old, right), (right, zero)))
+        found.append(LayerErrors(name, close, stale, off, norm, kinds.get(name), name not in outputs))
     return found
 
 
@@ -247,6 +264,7 @@ def compare_bounds(
         edges: The edges of messages, with those that layers add.
         call: Calls the model with a batch, if ``model(batch)`` does not fit.
     """
+    attached_to_plain_graph(model, "the paper's bounds")
     errors = measure(model, loader, call=call)
     needs = [(slot, needed) for slot, needed in cast(Plan, attached(model).plan).needs.items() if slot != Plan.OUTPUT]
     if any(needed != {before} for (before, _), (_, needed) in pairwise(needs)):
@@ -292,9 +310,9 @@ def error_by_sweep(
         raise InputError("sweeps must be at least 1", got=repr(sweeps), fix="Use the number of layers.")
     rows = _histories(model, loader)
     with evaluating(model):
-        exact = _exact(model, loader, call)["output"]
+        exact = _exact(model, loader, call)
         found = [_outputs(model, loader, call, _steps(rows, rows)) for _ in range(sweeps)]
-    return [float(_distance(output, exact).max()) for output in found]
+    return [max(float(_distance(rows, exact[name]).max()) for name, rows in outputs.items()) for outputs in found]
 
 
 class _Rows(RowStore):
@@ -316,7 +334,7 @@ class _Rows(RowStore):
     def write(self, session: Session, slot: str, rows: Tensor) -> None:
         rows, kept = as_matrix(rows).cpu(), self._written
         if slot not in kept:
-            kept[slot] = torch.zeros(session.info.graph.num_nodes, rows.size(1), dtype=rows.dtype)
+            kept[slot] = torch.zeros(session.memory.num_nodes, rows.size(1), dtype=rows.dtype)
         kept[slot][session.info.nodes] = rows.to(kept[slot])
 
 
@@ -329,22 +347,48 @@ def _exact(model: nn.Module, loader: HaloLoader, call: CallModel) -> dict[str, T
     exact: dict[str, Tensor] = {}
     store = _Rows(exact, exact, rounded=False)
     sweep(model, loader, call, store)
-    exact["output"] = _outputs(model, loader, call, SweepExchange(None, store))
-    return exact
+    return exact | _outputs(model, loader, call, SweepExchange(None, store))
 
 
-def _outputs(model: nn.Module, loader: HaloLoader, call: CallModel, exchange: ExchangePolicy) -> Tensor:
-    """The model's outputs for all nodes, ``[num_nodes, width]``."""
-    out = tensors_in(collect(model, loader, call, exchange))
-    return torch.cat([as_matrix(value).double() for value in out], dim=1)
+def _outputs(model: nn.Module, loader: HaloLoader, call: CallModel, exchange: ExchangePolicy) -> dict[str, Tensor]:
+    """The model's outputs for all nodes, ``[num_nodes, width]``, by name; see :class:`LayerErrors`."""
+    out = [as_matrix(value).double() for value in tensors_in(collect(model, loader, call, exchange))]
+    plan = attached(model).plan
+    if not isinstance(plan, TypedPlan):
+        return {"output": torch.cat(out, dim=1)}
+    return {
+        name: torch.cat([value for value, its in zip(out, plan.output_kinds, strict=True) if its == kind], dim=1)
+        for name, kind in _output_kinds(plan).items()
+    }
+
+
+def _output_kinds(plan: TypedPlan) -> dict[str, str]:
+    """The type of nodes of each output, by its name."""
+    kinds = list(dict.fromkeys(plan.output_kinds))
+    return {"output": kinds[0]} if len(kinds) == 1 else {f"output of {kind}": kind for kind in kinds}
 
 
 def _histories(model: nn.Module, loader: HaloLoader) -> dict[str, Tensor]:
     """The rows of all histories, in the order of nodes."""
     memory = attached(model).memory_of(loader.graph)
     memory.settle()
-    pieces = torch.split(memory.row_order(next(loader.in_order()).edge_index.info).row_of, _CHUNK)
+    info = info_of(next(loader.in_order()))
+    found: dict[str, Tensor] = {}
+    for of, its in memory_by_type(memory, info):
+        found |= _rows_of_histories(of, torch.split(of.row_order(its).row_of, _CHUNK))
+    return found
 
+
+def memory_by_type(
+    memory: GraphMemory | TypedMemory, info: BatchInfo | TypedInfo
+) -> list[tuple[GraphMemory, BatchInfo]]:
+    """The histories of each type of nodes and where a batch lies in them; a plain graph has one."""
+    if isinstance(memory, TypedMemory) and isinstance(info, TypedInfo):
+        return [(of, info.nodes[kind]) for kind, of in memory.kinds.items()]
+    return [(cast(GraphMemory, memory), cast(BatchInfo, info))]
+
+
+def _rows_of_histories(memory: GraphMemory, pieces: Sequence[Tensor]) -> dict[str, Tensor]:
     def all_rows(history: History) -> Tensor:
         dtype, where = torch.double if history.dtype == torch.double else torch.float, history.raw.device
         return torch.cat([history.pull(piece, device=where, dtype=dtype).cpu() for piece in pieces]).double()

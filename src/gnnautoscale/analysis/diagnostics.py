@@ -30,11 +30,12 @@ from gnnautoscale.attach import (
     attached_to_plain_graph,
     call_with_batch,
     device_of,
+    info_of,
     to_model_device,
 )
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import HistoryStore, LayerRun, Observer, Plan, StoreExchange, evaluating
-from gnnautoscale.graph import HaloLoader
+from gnnautoscale.graph import HaloLoader, TypedGraph, TypedInfo
 from gnnautoscale.models import Stack
 from gnnautoscale.tasks import Task
 
@@ -55,6 +56,7 @@ def diagnose(
     *,
     ages: Tensor | None = None,
     task: Task | None = None,
+    target: str | None = None,
     call: CallModel = call_with_batch,
 ) -> dict[str, dict[str, Any]]:
     r"""Measure the errors of a model with its current weights and histories.
@@ -67,12 +69,18 @@ def diagnose(
     amplifies a small change of its inputs on the whole graph, and the constants of its messages and its update if
     these are known.
 
+    On a heterogeneous graph each slot has rows of one type of nodes, and so has its staleness. There is no bound, and
+    no ``"lipschitz"``.
+
     Args:
         model: An autoscaled model.
         loader: Makes the batches of the training graph.
         what: The diagnostics to run, or one of them.
-        ages: Number of steps since each node's rows were written, ``[num_nodes]``, -1 for never; optional.
+        ages: Number of steps since each node's rows were written, ``[num_nodes]``, -1 for never; optional. The types of
+            a heterogeneous graph lie behind each other.
         task: Gives the loss for ``"gradients"``; by default node classification, which needs ``y`` and ``train_mask``.
+        target: The type of nodes with targets for ``"gradients"`` on a heterogeneous graph; by default the only one
+            that has both outputs of the model and ``y``.
         call: Calls the model with a batch, if ``model(batch)`` does not fit.
 
     Returns:
@@ -99,11 +107,12 @@ def diagnose(
         raise InputError(rule, got=repr(what), fix="Name them in a list.")
     probes: dict[str, Callable[..., Mapping[str, Any]]] = {
         "staleness": partial(_staleness, ages=ages),
-        "gradients": partial(gradient_agreement, task=task),
+        "gradients": partial(gradient_agreement, task=task, target=target),
         "lipschitz": _lipschitz,
     }
     found: dict[str, dict[str, Any]] = {}
-    attached_to_plain_graph(model, "diagnose")
+    if "lipschitz" in names:
+        attached_to_plain_graph(model, "'lipschitz'")
     with _nothing_changed(model):
         for name in names:
             start = time.perf_counter()
@@ -113,16 +122,28 @@ def diagnose(
 
 
 def _staleness(model: nn.Module, loader: HaloLoader, *, call: CallModel, ages: Tensor | None) -> dict[str, Any]:
-    errors = measure(model, loader, call=call)
-    pulled = torch.zeros(loader.graph.num_nodes, dtype=torch.bool)
+    errors, graph = measure(model, loader, call=call), loader.graph
+    pulled = torch.zeros(graph.num_nodes, dtype=torch.bool)
     for batch in loader.in_order():
-        pulled[batch.edge_index.info.halo] = True
-    bounds = _bounds(model, loader, errors)
-    return {"layers": [_layer(at, pulled, ages, bound) for at, bound in zip(errors, bounds, strict=True)]}
+        info = info_of(batch)
+        pulled[(info.joined if isinstance(info, TypedInfo) else info).halo] = True
+    if not isinstance(graph, TypedGraph):
+        bounds = _bounds(model, loader, errors)
+        return {"layers": [_layer(at, pulled, ages, bound) for at, bound in zip(errors, bounds, strict=True)]}
+
+    def of_type(kind: str, by_node: Tensor) -> Tensor:
+        return by_node[graph.first[kind] : graph.first[kind] + graph.counts[kind]]
+
+    layers = []
+    for at in errors:
+        kind = cast(str, at.kind)
+        own_ages = None if ages is None else of_type(kind, ages)
+        layers.append({**_layer(at, of_type(kind, pulled), own_ages, None), "type": kind})
+    return {"layers": layers}
 
 
 def _layer(errors: LayerErrors, pulled: Tensor, ages: Tensor | None, bound: float | None) -> dict[str, Any]:
-    has_history = errors.name != "output" and bool(pulled.any())
+    has_history = errors.has_history and bool(pulled.any())
     old = torch.zeros_like(pulled) if ages is None or not has_history else pulled & (ages >= 0)
     return {
         "layer": errors.name,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypedDict
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,13 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
-from gnnautoscale.attach import CallModel, attached, device_of, refresh, to_model_device
-from gnnautoscale.data import Dataset
+from gnnautoscale.analysis.bounds import memory_by_type
+from gnnautoscale.attach import Autoscaler, CallModel, attached, device_of, info_of, refresh, to_model_device
+from gnnautoscale.data import Dataset, TypedDataset
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.exact import ExactPasses, Loss, exact_forward
-from gnnautoscale.forward import GraphMemory, HistoryStore, Plan, StoreExchange
-from gnnautoscale.graph import HaloLoader
+from gnnautoscale.forward import GraphMemory, HistoryStore, Plan, StoreExchange, TypedMemory, TypedPlan
+from gnnautoscale.graph import BatchInfo, HaloLoader
 from gnnautoscale.history import History
 from gnnautoscale.tasks import Task, task_for
 
@@ -70,7 +71,7 @@ class GradientAgreement(StepAgreement):
 
 
 def gradient_agreement(
-    model: nn.Module, loader: HaloLoader, *, call: CallModel, task: Task | None = None
+    model: nn.Module, loader: HaloLoader, *, call: CallModel, task: Task | None = None, target: str | None = None
 ) -> GradientAgreement:
     """Compare the gradient of the mean loss over all targets, summed over all batches, with that of full batch.
 
@@ -79,9 +80,12 @@ def gradient_agreement(
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if not weights:
         raise InputError("'gradients' needs weights", got="a model without any to train", fix="Leave gradients out.")
-    learned = task_for(Dataset.of(loader.data)) if task is None else task
-    learned.check(loader.data, ["train"])
-    loss, scaler = _mean_loss(learned, loader.data, device_of(model)), attached(model)
+    scaler = attached(model)
+    dataset = _typed_dataset(scaler, loader, target) if isinstance(scaler.memory, TypedMemory) else None
+    learned = task_for(dataset or Dataset.of(loader.data)) if task is None else task
+    data = loader.data if dataset is None else dataset.train
+    learned.check(data, ["train"])
+    loss = _mean_loss(learned, data, device_of(model), dataset)
     exchange = StoreExchange(HistoryStore(writes=False))
     with learned.measuring():
         plain = _Sweep(model, list(weights.values()), loader, loss, call).run(lambda _: scaler.running(exchange))
@@ -101,11 +105,25 @@ def gradient_agreement(
     return {**_compared(owners, plain, full), "compensated": compensated, "why_not": why_not, "sweeps": sweeps}
 
 
-def _mean_loss(task: Task, data: Data, device: torch.device) -> Loss:
-    """The mean loss over all targets of a graph, as a sum over batches."""
+def _typed_dataset(scaler: Autoscaler, loader: HaloLoader, target: str | None) -> TypedDataset:
+    """The nodes with targets: of the type named, or the only one with both outputs and ``y``."""
+    kinds = dict.fromkeys(scaler.plan.output_kinds if isinstance(scaler.plan, TypedPlan) else loader.data.node_types)
+    able = [kind for kind in kinds if "y" in loader.data[kind]]
+    if (target or able[:1]) and (target in able or (target is None and len(able) == 1)):
+        return TypedDataset.of_types(loader.data, target or able[0])
+    raise InputError(
+        "'gradients' needs one type of nodes with outputs of the model and targets y",
+        got=f"target={target!r} and {', '.join(able) or 'no such type'}",
+        fix="Name the type, target=..., or leave gradients out.",
+    )
+
+
+def _mean_loss(task: Task, data: Data, device: torch.device, dataset: TypedDataset | None) -> Loss:
+    """The mean loss over all targets of a graph, as a sum over batches; a data set has those of one type of nodes."""
     whole = task.weight_of(data)
 
     def inputs(batch: Data) -> dict[str, Tensor]:
+        batch = batch if dataset is None else dataset.seen(batch)
         rows, targets = task.targets(batch)
         found = {"targets": targets, "nodes": batch.n_id[: batch["batch_size"]].as_subclass(Tensor)}
         found |= {} if rows is None else {"rows": rows}
@@ -114,6 +132,8 @@ def _mean_loss(task: Task, data: Data, device: torch.device) -> Loss:
     def seeds(out: Any, given: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
         if not given:
             return [], []
+        if dataset is not None and isinstance(out, dict):
+            out = out[dataset.target]
         task.see(out, given["nodes"])
         loss = task.loss(out[given["rows"]] if "rows" in given else out, given["targets"])
         return [task.weight(given["targets"]) / whole * loss], [None]
@@ -180,16 +200,18 @@ def _compensated(
             break
     device = device_of(model)
     for batch in loader.in_order():
-        _take_rows(memory, now, attached(model).plan, batch, device)
-    return sweep.run(lambda batch: _undone(memory, batch, device)), sweeps
+        of_types = zip(memory_by_type(memory, info_of(batch)), memory_by_type(now, info_of(batch)), strict=True)
+        for (mine, info), (kept, _) in of_types:
+            _take_rows(mine, kept, cast(Plan, attached(model).plan), info, device)
+    return sweep.run(lambda batch: _all_undone(memory, info_of(batch), device)), sweeps
 
 
-def _take_rows(memory: GraphMemory, now: GraphMemory, plan: Plan | None, batch: Data, device: torch.device) -> None:
+def _take_rows(memory: GraphMemory, now: GraphMemory, plan: Plan | None, info: BatchInfo, device: torch.device) -> None:
     """Take over a batch's rows of histories as they are now, zero if never written.
 
     Others, which the model has in no history as it is, stay exact.
     """
-    place, source = memory.rows_of(batch.edge_index.info), now.rows_of(batch.edge_index.info)
+    place, source = memory.rows_of(info), now.rows_of(info)
     for slot, history in memory.histories.items():
         if slot in now.histories:
             index = source.on(device)[: source.batch_size]
@@ -202,9 +224,17 @@ def _take_rows(memory: GraphMemory, now: GraphMemory, plan: Plan | None, batch: 
 
 
 @contextmanager
-def _undone(memory: GraphMemory, batch: Data, device: torch.device) -> Iterator[None]:
+def _all_undone(memory: Any, info: Any, device: torch.device) -> Iterator[None]:
     """Undo what a step writes, so that every batch is computed as if it came next."""
-    place = memory.rows_of(batch.edge_index.info)
+    with ExitStack() as undone:
+        for of, its in memory_by_type(memory, info):
+            undone.enter_context(_undone(of, its, device))
+        yield
+
+
+@contextmanager
+def _undone(memory: GraphMemory, info: BatchInfo, device: torch.device) -> Iterator[None]:
+    place = memory.rows_of(info)
     index = place.on(device)[: place.batch_size]
     kept = (*memory.histories.values(), *memory.last_gradients.values())
     before = [history.pull(index, device=device, dtype=_exact_type(history)) for history in kept]

@@ -12,10 +12,10 @@ differentiates through them:
   the rows themselves. Together they flow on to the slots before.
 * Weights get their gradient from the batch's own rows, so that each node counts once in an epoch.
 
-How far something lags behind is known of the batch's own rows (:func:`between`, :func:`moved_on`). If weights do not
-move nothing does, and a history's row and its kept gradient belong to the whole graph. A sum over neighbours is linear
-in each of them. So once nothing is stale any more the batches' gradients add up to that of the whole graph wherever
-slots lie behind layers that are linear in their messages.
+How far something lags behind is known of the batch's own rows (:func:`between`, :func:`moved_on`,
+:func:`is_of_use`). If weights do not move nothing does, and a history's row and its kept gradient belong to the whole
+graph. A sum over neighbours is linear in each of them. So once nothing is stale any more the batches' gradients add up
+to that of the whole graph wherever slots lie behind layers that are linear in their messages.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -35,6 +36,9 @@ from gnnautoscale.forward.plan import Plan
 from gnnautoscale.forward.session import Session
 from gnnautoscale.graph import BatchInfo
 from gnnautoscale.kernels import OwnRows
+
+# How many rows next to each other are summed up to tell what all of them do from what each does.
+_SUMMED = 64
 
 #: How steps make up for the border of a batch.
 Compensation = Literal["none", "gradient", "momentum"]
@@ -160,14 +164,19 @@ class _Backward:
         kept = history.pull(index, device=session.device, dtype=own.dtype)
         out, now = as_matrix(stage.out.detach()), as_matrix(own)
         history.push(torch.cat([now, out[:size]], dim=1) if puts_out else now, index[:size], place.runs)
+        halo = self._of_halo(session, kept, now, out if puts_out else None, as_matrix(gradient)[size:])
+        return torch.cat([own, halo.view(-1, *own.shape[1:])]), own
+
+    def _of_halo(self, session: Session, kept: Tensor, now: Tensor, out: Tensor | None, arrived: Tensor) -> Tensor:
+        """The gradients of the halo's rows, ``[num_halo, width]``; ``out`` are rows that the model puts out."""
+        size, summed = now.size(0), neighbours(session.info)
         if not size:  # see GradientExchange._rows_between
-            halo = kept[:, : now.size(1)]
-        elif puts_out:
-            gradients, rows = kept.chunk(2, dim=1)
-            halo = moved_on(gradients, rows, out, now, neighbours(session.info))
-        else:
-            halo = between(kept[size:], as_matrix(gradient)[size:], kept[:size], now, neighbours(session.info))
-        return torch.cat([own, halo.reshape(-1, *own.shape[1:])]), own
+            return kept[:, : arrived.size(1)]
+        if out is None:
+            return between(kept[size:], arrived, kept[:size], now, summed) * is_of_use(kept[:size], now)
+        gradients, rows = kept.chunk(2, dim=1)
+        predicted = moved_on(gradients, rows, out, now, summed)
+        return predicted[size:] * is_of_use(predicted[:size], now)
 
     def _differentiate(
         self, outputs: list[Tensor], gradients: tuple[Tensor, ...], arrived: _Sums | None, total: _Sums | None
@@ -315,7 +324,7 @@ def between(kept: Tensor, partial: Tensor, before: Tensor, now: Tensor, summed: 
 
 
 def moved_on(kept: Tensor, rows: Tensor, out: Tensor, now: Tensor, summed: float = 1.0) -> Tensor:
-    """Kept gradients of the halo's outputs, moved on as far as these have moved.
+    """Kept gradients of outputs, moved on as far as these have moved, ``[num_rows, width]``.
 
     The batch tells how gradients answer to outputs: the factor, at least 0, that takes the steps of its rows nearest to
     those of their gradients. It is the curvature of the loss, if that is the same everywhere. Nodes without a kept
@@ -330,14 +339,35 @@ def moved_on(kept: Tensor, rows: Tensor, out: Tensor, now: Tensor, summed: float
 
     Example:
         >>> rows, out = torch.tensor([[1.0], [2.0], [2.0]]), torch.tensor([[2.0], [3.0], [3.0]])
-        >>> moved_on(0.5 * rows, rows, out, now=0.5 * out[:2])  # of the loss x^2 / 4
-        tensor([[1.5000]])
+        >>> moved_on(0.5 * rows, rows, out, now=0.5 * out[:2]).squeeze(1)  # of the loss x^2 / 4
+        tensor([1.0000, 1.5000, 1.5000])
     """
     own, halo, known = slice(now.size(0)), slice(now.size(0), None), (kept != 0).any(1, keepdim=True)
-    moved, turned = (known[own] * (new - old[own]) for new, old in ((out[own], rows), (now, kept)))
-    factor = (moved * turned).sum() / moved.square().sum().clamp(min=torch.finfo(moved.dtype).tiny)
-    there = between(rows[halo], out[halo], rows[own], out[own], summed)
-    return kept[halo] + factor.clamp(min=0.0) * known[halo] * (there - rows[halo])
+    there = torch.cat([out[own], between(rows[halo], out[halo], rows[own], out[own], summed)])
+    moved, turned = known * (there - rows), known[own] * (now - kept[own])
+    size = moved[own].square().sum().clamp(min=torch.finfo(moved.dtype).tiny)
+    return kept + ((moved[own] * turned).sum() / size).clamp(min=0.0) * moved
+
+
+def is_of_use(predicted: Tensor, now: Tensor) -> Tensor:
+    """Whether gradients that were predicted for the batch are nearer to those of ``now`` than none at all would be.
+
+    If not, those of the halo, predicted likewise, would do harm: the gradient ends there, as in a plain step. Sums of
+    rows are compared that lie next to each other, mostly neighbours in the graph: in these, what dropout does to each
+    row by itself averages out, as it does in the layers before. Nothing is known about a batch that was never trained
+    on.
+
+    Example:
+        >>> now = torch.tensor([[1.0, 2.0]])
+        >>> is_of_use(torch.tensor([[3.0, 2.0]]), now).item(), is_of_use(torch.tensor([[4.0, 2.0]]), now).item()
+        (True, False)
+    """
+    before, after = (
+        F.pad(rows, (0, 0, 0, -rows.size(0) % _SUMMED)).view(-1, _SUMMED, rows.size(1)).sum(1)
+        for rows in (predicted, now)
+    )
+    size = before.square().sum()
+    return (2.0 * (before * after).sum() > size) | (size == 0)
 
 
 def _goes_beyond(session: Session) -> bool:

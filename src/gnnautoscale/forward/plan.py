@@ -168,6 +168,7 @@ class TypedPlan(Plan):
         norm_kinds: The type of nodes that each call of a batch norm sees.
         output_kinds: The type of nodes of each tensor of the output.
         unchanged: The layer calls that propagate over the edges that they get as they are.
+        emptied: The layer calls that get no edges where recorded ones replace what they make of them.
         own_rows: Whether layers pass on rows of the batch's own nodes only, which are combined before the halo's join.
     """
 
@@ -178,6 +179,7 @@ class TypedPlan(Plan):
     norm_kinds: dict[str, str] = field(default_factory=dict)
     output_kinds: list[str] = field(default_factory=list)
     unchanged: set[str] = field(default_factory=set)
+    emptied: set[str] = field(default_factory=set)
     own_rows: bool = False
 
     _of_kinds: dict[str, Plan] = field(default_factory=dict, init=False, repr=False)

@@ -145,7 +145,17 @@ class TypedSession(Session):
         relations = relations_of(self.info, arguments)
         ends = {kind[2] if layer.flow == "source_to_target" else kind[0] for kind in relations}
         target = next(iter(ends)) if len(relations) == 1 else None
-        args, kwargs = map_tensors(untagged, arguments)
+        own_edges: dict[int, Tensor] = {}
+
+        def own(value: Tensor) -> Tensor:
+            if not empties or not isinstance(value, BatchTensor) or not value.is_own_edges:
+                return untagged(value)
+            empty = value.emptied().plain
+            own_edges[id(empty)] = empty
+            return empty
+
+        empties = bool(records) and call in self.plan.emptied
+        args, kwargs = map_tensors(own, arguments)
         slot = self.plan.slot_of.get(call)
         if slot is not None and target is not None and not self._exchange.computes(self.kinds[target], slot):
             like, of = self.plan.call_rows[call], self.info.nodes[target]
@@ -155,7 +165,7 @@ class TypedSession(Session):
         def compute(*args: Any, **kwargs: Any) -> Any:
             if "pair" in planned.shortcuts:
                 args = self._with_own_targets(relations[0], args[0]), *args[1:]
-            self.active.append(ActiveLayer(call, layer, records, planned))
+            self.active.append(ActiveLayer(call, layer, records, planned, edge_values=dict(own_edges)))
             self._targets.append(target)
             try:
                 out = run(*args, **kwargs)

@@ -110,6 +110,21 @@ def _take_shortcuts(
     for call in plan.calls.values():
         call.shortcuts = call.possible_shortcuts
     plan.own_rows = True
+    empty = {name: call.layer for name, call in plan.calls.items() if not call.nested and name not in plan.unchanged}
+    plan.emptied = set(empty)
+    _drop_wrong_shortcuts(plan, graphs, actor, seen)
+    for layer in {empty[name] for name in empty.keys() - plan.emptied}:
+        plan.emptied |= (more := {name for name, kind in empty.items() if kind is layer})
+        try:
+            right = not any(_rehearsed(graph, actor, plan, known) for graph, known in zip(graphs, seen, strict=True))
+        except Exception:  # the layer needs its own edges
+            right = False
+        plan.emptied -= set() if right else more
+
+
+def _drop_wrong_shortcuts(
+    plan: TypedPlan, graphs: list[TypedTrialGraph], actor: Understudy, seen: list[_Observation]
+) -> None:
     while True:
         culprits: list[LayerCall] = []
         try:
@@ -123,7 +138,9 @@ def _take_shortcuts(
         except Exception:  # noqa: S110
             pass  # something between the layers
         paired = [call for call in culprits if "pair" in call.shortcuts]
-        if paired:
+        if plan.emptied:
+            plan.emptied = set()
+        elif paired:
             for call in paired:
                 call.shortcuts -= {"pair", "short"}
         elif plan.own_rows:

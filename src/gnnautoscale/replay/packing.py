@@ -279,6 +279,10 @@ class Packer:
             self._kept[info.key] = info
             info.keeper(self._contents.ready(batch))
 
+    def prepare(self, batch: Data) -> None:
+        """Find all that steps on a batch read, some of which the host has to wait for, such as rows of many edges."""
+        self._contents.tensors(batch, info_of(batch), {}, ())
+
     def displace(self, info: BatchInfo) -> None:
         """See :meth:`Contents.displace`."""
         self._contents.displace(info)

@@ -133,6 +133,7 @@ class Replayer:
         self._warm_up = max(self._warm_up - trains, 0)
         if self.why_not is None and last_of_warm_up:
             self._scaler.memory.prepare_edges(info_of(batch), self._scaler.calls, gradients=True)
+            self.packer.prepare(batch)
             with watching(self._model) as reasons:
                 result = work(batch, extras)
             self.why_not = next(iter(reasons), None)

@@ -168,8 +168,11 @@ def _layer_figures(layers: _Layers, title: str, y_title: str, *, x_title: str = 
     if not values:
         return []
     if len({run.number for its in layers.values() for run, _ in its}) == 1:
-        # The tag is the end of the layer's name, such as 0 for convs.0.
-        series = [Series(layer, layers[layer][0][1], at, layer.split(".")[-1][:3]) for at, layer in enumerate(some)]
+        # The tag is the end of the layer's name, such as 0 for convs.0, or of its type of nodes.
+        tags = [layer.split(" ")[-1].split(".")[-1][:3] for layer in some]
+        series = [
+            Series(layer, layers[layer][0][1], at, tag) for at, (layer, tag) in enumerate(zip(some, tags, strict=True))
+        ]
         keys = [Key(one.name, one.color) for one in series]
         label = f"{title} by {x_title}, of {len(series)} layers"
         plot = line_chart(series, label=label, x_title=x_title, y_title=y_title)
@@ -198,4 +201,4 @@ def _left_out(layers: _Layers) -> str:
 
 
 def _called(layer: str) -> str:
-    return "the output" if layer == "output" else layer
+    return f"the {layer}" if layer.split(" of ")[0] == "output" else layer

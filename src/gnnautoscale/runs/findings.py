@@ -123,10 +123,12 @@ def _staleness(record: RunRecord) -> Finding | None:
     first, last = ({layer["layer"]: layer for layer in record.staleness[at]["layers"]} for at in (0, -1))
     layer = max(last, key=lambda name: _relative(last[name]), default="")
     now = _relative(last.get(layer, {}))
-    output = _relative(last[OUTPUT], "closeness") if OUTPUT in last else None
+    # Those of a heterogeneous graph may be of several types.
+    outputs = [layer for name, layer in last.items() if name == OUTPUT or name.startswith(f"{OUTPUT} of ")]
+    output = max((_relative(layer, "closeness") for layer in outputs), default=None)
     if now <= STALENESS or (output is not None and output <= OUTPUT_ERROR):
         return None
-    outputs = f", and outputs by {output:.2g} of theirs" if output is not None else ""
+    theirs = f", and outputs by {output:.2g} of theirs" if output is not None else ""
     before = _relative(first[layer]) if layer in first else now
     if len(record.staleness) < 2:
         trend = "It was measured only once, so there is no trend."
@@ -137,7 +139,7 @@ def _staleness(record: RunRecord) -> Finding | None:
     refreshed = record.option("refresh_every") not in (None, "never")
     return Finding(
         "staleness",
-        f"Histories of '{layer}' are off by {now:.2g} of the embeddings' norm{outputs}. {trend}{old}",
+        f"Histories of '{layer}' are off by {now:.2g} of the embeddings' norm{theirs}. {trend}{old}",
         "Batches train on halo rows that the current weights would not produce.",
         "Cut into fewer parts (--num-parts), lower --lr, or clip gradients (--grad-norm 1)."
         if refreshed

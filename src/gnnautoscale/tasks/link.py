@@ -88,7 +88,6 @@ class LinkPrediction(Task):
     scores_anywhere = True
     separable = False
     least_parts = 2
-    why_uncaptured = "steps on links are not captured"
 
     def __init__(
         self,

@@ -35,7 +35,8 @@ class Journal:
     """Follows a training run and writes its folder and for TensorBoard; without a folder it does nothing.
 
     ``loader`` is ``None`` in modes without a halo. ``what`` to measure comes on top of what each epoch takes and moves,
-    and ``every`` says when: "auto", "never", or a number of epochs.
+    and ``every`` says when: "auto", "never", or a number of epochs. ``target`` is the type of nodes with targets, in a
+    heterogeneous graph.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class Journal:
         *,
         what: Sequence[Diagnostic],
         every: str | int,
+        target: str | None = None,
         board: Board | None = None,
     ) -> None:
         self._folder, self._strategy, self._model, self._loader = folder, strategy, model, loader
-        self._task, self._every, self._board = task, str(every), board
+        self._task, self._every, self._target, self._board = task, str(every), target, board
         # One batch of all nodes pulls nothing that could be stale.
         able = folder is not None and loader is not None
         self._what = [name for name in what if name != "staleness" or len(loader or ()) > 1] if able else []
@@ -73,7 +75,7 @@ class Journal:
             return
         ages = None if self._strategy.flow is None else self._strategy.flow.ages()
         try:
-            found = diagnose(self._model, self._loader, self._what, ages=ages, task=self._task)
+            found = diagnose(self._model, self._loader, self._what, ages=ages, task=self._task, target=self._target)
         except (RuntimeError, MemoryError) as error:  # such as a lack of memory: no reason to end a run of days
             warnings.warn(f"errors of histories are not measured any more, since that failed: {error}", stacklevel=2)
             self._what = []

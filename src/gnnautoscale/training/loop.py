@@ -325,5 +325,6 @@ def _open_journal(
             for epoch in epochs:  # of a run that resumes with a new folder
                 folder.append(epoch_record(epoch))
         board = Board(folder.path, len(epochs) + 1) if options.tensorboard else None
-    what, every = () if isinstance(dataset, TypedDataset) else options.diagnose, options.diagnose_every
-    return Journal(folder, run.strategy, model, loader, task, what=what, every=every, board=board)
+    target = dataset.target if isinstance(dataset, TypedDataset) else None
+    what, every = options.diagnose, options.diagnose_every
+    return Journal(folder, run.strategy, model, loader, task, what=what, every=every, target=target, board=board)

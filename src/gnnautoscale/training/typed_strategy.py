@@ -26,9 +26,9 @@ def check_typed_run(dataset: TypedDataset, task: Task, options: FitOptions) -> N
     refused = {name: getattr(options, name) for name, plain in _REFUSED.items() if getattr(options, name) != plain}
     if options.mode not in ("gas", "full", "exact", "cluster", "sage"):
         refused["mode"] = options.mode
-    if set(options.diagnose) - {"staleness"}:  # which is measured by default, and left out here
-        refused["diagnose"] = options.diagnose
     links = isinstance(dataset, TypedLinks)
+    if set(options.diagnose) & ({"lipschitz", "gradients"} if links else {"lipschitz"}):
+        refused["diagnose"] = options.diagnose
     if links != isinstance(task, LinkPrediction) or type(task).cut is not Task.cut:
         refused["task"] = task
     if links and options.mode == "exact":
