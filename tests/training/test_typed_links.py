@@ -57,8 +57,8 @@ def test_every_mode_learns_who_likes_what(mode: str) -> None:
     assert result.metric == "ROC-AUC"
     # A third of the negatives are of the same kind, which nothing tells from edges: 83 is what can be had on average.
     assert result.scores["test"] > 78.0
-    again, _, _ = trained(mode=mode, **({"fan_out": [4, 4]} if mode == "sage" else {}))
-    assert [epoch.loss for epoch in again.epochs] == [epoch.loss for epoch in result.epochs]
+    again, _, _ = trained(mode=mode, epochs=5, **({"fan_out": [4, 4]} if mode == "sage" else {}))
+    assert [epoch.loss for epoch in again.epochs] == [epoch.loss for epoch in result.epochs[:5]]
 
 
 @pytest.mark.gpu

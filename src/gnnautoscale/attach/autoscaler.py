@@ -14,9 +14,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
-from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
 from gnnautoscale.attach.calling import (
@@ -27,15 +25,14 @@ from gnnautoscale.attach.calling import (
     unpack_batch,
     weighted_sum,
 )
-from gnnautoscale.errors import InputError, UnsupportedModelError
+from gnnautoscale.attach.hooked import HookedModel
+from gnnautoscale.errors import InputError
 from gnnautoscale.forward import (
-    OVERRIDES,
     Arguments,
     Compensation,
     ExchangePolicy,
     Form,
     GraphMemory,
-    Hooks,
     LayerCall,
     Normalize,
     Observer,
@@ -44,10 +41,6 @@ from gnnautoscale.forward import (
     TypedMemory,
     TypedPlan,
     TypedSession,
-    Watch,
-    describe,
-    has_hooks,
-    held_tensors,
     step_exchange,
 )
 from gnnautoscale.graph import BatchTensor, Graph, TypedGraph, TypedInfo
@@ -98,11 +91,8 @@ class Autoscaler:
         compensate: Compensation = "none",
         explicit: bool = False,
     ) -> None:
-        _check_model(model)
         self.memory, self.key = memory, key
         self.edge_dropout, self.compensate, self._explicit = edge_dropout, compensate, explicit
-        self._form: Form | None = None
-        self._version = 0
         #: How many forward passes the model has begun.
         self.num_passes = 0
         #: The plan of the last pass; ``None`` before the first.
@@ -110,32 +100,25 @@ class Autoscaler:
         self._step_plan: Plan | None = None
         self._planned_for: _Situation | None = None
         self._plans: dict[_Situation, Plan] = {}
-        # The weights and buffers that the model may branch on.
-        self._reads: frozenset[str] = frozenset()
         self._passes = _Passes(step_exchange(compensate), trains=True)
         # Records of other graphs that the model was evaluated on.
         self._others: dict[str, GraphMemory] = {}
         self._visited: tuple[str, GraphMemory] | None = None
         # The batch of the last training step, the versions of weights, and the inputs.
         self._last_inputs: tuple[Any, int, list[ref[Tensor]]] = None, 0, []
-        self._signature = inspect.signature(model.forward)
-        self._model = model
-        self._hooks = Hooks(model, partial(self._forward, model))
-        self._attach()
+        self._model, self._signature = model, inspect.signature(model.forward)  # before hooks take its place
+        self._hooked = HookedModel(model, self, partial(self._forward, model))
+        self._hooks = self._hooked.hooks
 
-    def _attach(self) -> None:
-        """Attach hooks to all layers that the model has now."""
-        self._hooks.attach()
-        self._hooks.override(self._model, "_autoscaler", self)
-        self._weights = list(self._model.parameters())  # kept, because finding them takes time in every step
-        self._watch = Watch(self._model)
+    @property
+    def version(self) -> int:
+        """Changes when the model does, apart from its weights and its mode."""
+        return self._hooked.version
 
-    def _values_read(self) -> list[Tensor]:
-        """The weights, buffers and other tensors of the model that it may branch on."""
-        if not self._reads:
-            return []
-        named = (*self._model.named_parameters(), *self._model.named_buffers(), *held_tensors(self._model))
-        return [value for name, value in named if name in self._reads]
+    @property
+    def form(self) -> Form:
+        """The model's modules, modes and attributes as they are now."""
+        return self._hooked.form
 
     def detach(self) -> None:
         """Restore the model."""
@@ -163,32 +146,19 @@ class Autoscaler:
         memory = self.memory_of(info.graph)
         plan, passes = self._plan_for(info, arguments), self._passes
         # A model without weights runs where its arguments are.
-        device = next((value.device for value in (*self._weights, *tensors_in(arguments))), info.device)
+        device = next((value.device for value in (*self._hooked.weights, *tensors_in(arguments))), info.device)
         edge_dropout = self.edge_dropout if passes.trains and model.training else 0.0
+        how: dict[str, Any] = {
+            "normalize": passes.normalize,
+            "observers": passes.observers,
+            "edge_dropout": edge_dropout,
+        }
         session: Session
         if isinstance(info, TypedInfo):
-            session = TypedSession(
-                info,
-                cast(TypedPlan, plan),
-                memory,
-                device,
-                passes.exchange,
-                normalize=passes.normalize,
-                observers=passes.observers,
-                edge_dropout=edge_dropout,
-            )
+            session = TypedSession(info, cast(TypedPlan, plan), memory, device, passes.exchange, **how)
         else:
-            session = Session(
-                info,
-                plan,
-                memory,
-                device,
-                passes.exchange,
-                normalize=passes.normalize,
-                observers=passes.observers,
-                edge_dropout=edge_dropout,
-                input_gradients=passes.input_gradients or (passes.trains and needs_input_gradients(arguments)),
-            )
+            how["input_gradients"] = passes.input_gradients or (passes.trains and needs_input_gradients(arguments))
+            session = Session(info, plan, memory, device, passes.exchange, **how)
         self.num_passes += 1
         if passes.trains:
             self._step_plan = session.plan  # which computes the halo's rows too in some steps
@@ -202,7 +172,7 @@ class Autoscaler:
 
     def _compare_inputs(self, info: Any, arguments: Arguments) -> None:
         """Warn if the model runs twice on a batch with different inputs, since histories have room for one."""
-        versions = sum(weight._version for weight in self._weights)
+        versions = sum(weight._version for weight in self._hooked.weights)
         plain = [value for value in tensors_in(arguments) if not isinstance(value, BatchTensor)]
         inputs = [value for value in plain if value.layout == torch.strided]
         same_step, before = self._last_inputs[:2] == (info, versions), self._last_inputs[2]
@@ -236,9 +206,7 @@ class Autoscaler:
                     explicit=self._explicit,
                     at_sums=self.compensate == "gradient",
                 )
-                self._watch.ignored |= plan.harmless
-                self._reads |= plan.reads
-                self._watch.look()  # lazy weights have their shapes now
+                self._hooked.planned(plan)
                 if info.device.type == "cuda":
                     gc.collect()  # rehearsals leave tensors in reference cycles, which a GPU has no room for
                 situation = self._situation(info, arguments)
@@ -248,42 +216,14 @@ class Autoscaler:
 
     def _situation(self, info: Any, arguments: Arguments) -> _Situation:
         model, given = self.form, form_of_arguments(info, arguments)
-        kinds = frozenset({(weight.dtype, weight.device.type) for weight in self._weights})
+        kinds = frozenset({(weight.dtype, weight.device.type) for weight in self._hooked.weights})
         form = tuple(info.edges) if isinstance(info, TypedInfo) else graph_form(info.graph)
         structure = model.structure, model.mode, given.structure, form, kinds
-        read = tuple(float(weighted_sum(value)) for value in self._values_read())
+        read = tuple(float(weighted_sum(value)) for value in self._hooked.values_read())
         return _Situation(structure, (model.numbers, given.numbers, read))
 
     def _bound(self, arguments: Arguments) -> inspect.BoundArguments:
         return self._signature.bind(*arguments[0], **arguments[1])
-
-    @property
-    def version(self) -> int:
-        """Changes when the model does, apart from its weights and its mode."""
-        form = self.form._replace(mode=None)
-        if form != self._form:
-            self._form, self._version = form, self._version + 1
-        return self._version
-
-    @property
-    def form(self) -> Form:
-        """The model's modules, modes and attributes as they are now; layers that were replaced get hooks."""
-        if self._watch.has_changed():
-            changed, before = self._watch.changes(), self._watch.modules
-            if replaced := [f"{path}.{name}" for path, name in changed if name in OVERRIDES and path in before]:
-                raise InputError(
-                    "the methods that hooks override must stay as they are while a model is autoscaled",
-                    got=f"another {replaced[0]}",
-                    fix="Call gas.detach(model), replace the method, and autoscale the model again.",
-                )
-            self._watch.look()
-            if [*before.values()] != [*self._watch.modules.values()]:
-                with self._hooks.lifted() as model:
-                    _check_model(model)
-                ignored = self._watch.ignored
-                self._attach()
-                self._watch.ignored = ignored
-        return self._watch.form
 
     def running(
         self,
@@ -412,37 +352,6 @@ def memory_for(
     if isinstance(graph, TypedGraph):
         return TypedMemory(graph, storage, dtype, folder, overlap=overlap)
     return GraphMemory(graph, graph.num_nodes, storage, dtype, folder, overlap=overlap)
-
-
-def _check_model(model: nn.Module) -> None:
-    """Refuse a model that cannot have histories."""
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MessagePassing)]
-    if not layers:
-        raise UnsupportedModelError(
-            "an autoscaled model needs at least one message-passing layer (torch_geometric.nn.MessagePassing)",
-            got=f"{type(model).__name__} without one",
-            fix="Train a model that passes no messages on plain batches of nodes; it needs no histories.",
-        )
-    for module in model.modules():
-        if has_hooks(module) or is_autoscaled(module):
-            raise InputError(
-                "a model can be autoscaled only once, and only as a whole",
-                got=f"{type(module).__name__}, which is, or belongs to, an autoscaled model",
-                fix="Call gas.detach on that model first.",
-            )
-        if isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UnsupportedModelError(
-                "histories need the original model",
-                got=f"{type(module).__name__}, which torch.compile has wrapped",
-                fix="Pass the uncompiled model; on a GPU, gas.fit captures whole training steps as CUDA graphs.",
-            )
-    for name, layer in layers:
-        if getattr(layer, "cached", False):
-            raise UnsupportedModelError(
-                f"{describe(name, layer)} must compute its edges in every call",
-                got="cached=True, which would reuse the edges of the first batch",
-                fix="Create it with cached=False; the normalized edges are recorded once anyway.",
-            )
 
 
 def attached(model: nn.Module) -> Autoscaler:

@@ -1,7 +1,8 @@
-"""What has changed between two versions of a graph: edges, their values, and features."""
+"""What has changed between two versions of a graph: edges, their values, and features; and how far that reaches."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,32 @@ def changed_targets(old: EdgeList | None, new: EdgeList, num_nodes: int) -> Tens
     for name, values in old.values.items():
         changed |= differ(values[before], new.values[name][after])
     return torch.cat([old.target[gone], new.target[added], new.target[after[changed]]])
+
+
+class ReachedNodes:
+    """The nodes that a change to a graph reaches, level by level; at first those that are ``changed``, ``[num_nodes]``.
+
+    Example:
+        >>> path = EdgeList(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 3]), {})
+        >>> nodes = ReachedNodes(torch.tensor([True, False, False, False]))
+        >>> [nodes.next_level({"path": (path, path)}).tolist() for _ in range(2)]
+        [[0, 1], [0, 1, 2]]
+    """
+
+    def __init__(self, changed: Tensor) -> None:
+        self._nodes = changed
+        self._targets: dict[Any, Tensor] = {}  # shared by layers with the same records
+
+    def next_level(self, used: Mapping[Any, tuple[EdgeList | None, EdgeList]]) -> Tensor:
+        """The nodes that messages along the edges of a level, before and after, bring the change to, ``[count]``."""
+        reached = self._nodes.clone()
+        for key, (before, after) in used.items():
+            reached[after.target[self._nodes[after.source]]] = True
+            if key not in self._targets:
+                self._targets[key] = changed_targets(before, after, reached.numel())
+            reached[self._targets[key]] = True
+        self._nodes = reached
+        return reached.nonzero().squeeze(1)
 
 
 def differ(before: Tensor, after: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped
 
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.calling import CallModel, call_with_batch, info_of, to_model_device
-from gnnautoscale.attach.changes import EdgeList, by_node, changed_targets, differ, pair_edges, rank
+from gnnautoscale.attach.changes import EdgeList, ReachedNodes, by_node, differ, pair_edges, rank
 from gnnautoscale.attach.inference import weights_checksum
 from gnnautoscale.attach.scalable import ScalableGNN
 from gnnautoscale.attach.typed_growth import TypedChange, check_grown_types, old_nodes_first
@@ -177,8 +177,7 @@ class Change:
         self._before, self._old, self._new, self._ignores_edges = before, old, loader.graph, ignores_edges
         # Edges that a model derives itself are reversed ones only if the halo is bidirectional.
         self._directions = {False, loader.bidirectional or loader.graph.is_symmetric}
-        self._affected = _changed_nodes(old, loader.graph, loader.data)
-        self._changed: dict[Any, Tensor] = {}  # shared by layers with the same records
+        self._reached = ReachedNodes(_changed_nodes(old, loader.graph, loader.data))
 
     def next_level(self, edge_calls: list[ActiveLayer]) -> Tensor:
         """The nodes whose rows in the next level must be recomputed, given that level's edge calls."""
@@ -189,14 +188,7 @@ class Change:
                 used[old, active.record] = None if old is None else EdgeList.of(old), EdgeList.of(active.record)
         for reverse in self._own_directions(edge_calls):
             used[reverse] = EdgeList.of_graph(self._old, reverse=reverse), EdgeList.of_graph(self._new, reverse=reverse)
-        reached = self._affected.clone()
-        for key, (before, after) in used.items():
-            reached[after.target[self._affected[after.source]]] = True
-            if key not in self._changed:
-                self._changed[key] = changed_targets(before, after, self._new.num_nodes)
-            reached[self._changed[key]] = True
-        self._affected = reached
-        return reached.nonzero().squeeze(1)
+        return self._reached.next_level(used)
 
     def _own_directions(self, edge_calls: list[ActiveLayer]) -> set[bool]:
         """Whether the graph's own edges are used too, forward (``False``) or reversed (``True``)."""

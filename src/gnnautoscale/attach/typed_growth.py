@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale.attach.changes import EdgeList, by_node, changed_targets, differ, pair_edges
+from gnnautoscale.attach.changes import EdgeList, ReachedNodes, by_node, differ, pair_edges
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import ActiveLayer, TypedMemory
 from gnnautoscale.graph import EdgeType, Graph, HaloLoader, TypedGraph
@@ -97,8 +97,7 @@ class TypedChange:
         self._before, self._old, self._new = before, old, loader.graph
         # Edges that a model derives itself are reversed ones only if the halo is bidirectional.
         self._directions = {False, loader.bidirectional or loader.graph.joined.is_symmetric}
-        self._affected = self._changed_nodes()
-        self._changed: dict[Any, Tensor] = {}
+        self._reached = ReachedNodes(self._changed_nodes())
 
     def _changed_nodes(self) -> Tensor:
         """Mask of the nodes that are new or have different features, ``[num_nodes]``."""
@@ -130,14 +129,7 @@ class TypedChange:
                         None if lists[0] is None else self._lifted(relation, lists[0], reverse=False),
                         self._lifted(relation, lists[1], reverse=False),
                     )
-        reached = self._affected.clone()
-        for key, (before, after) in used.items():
-            reached[after.target[self._affected[after.source]]] = True
-            if key not in self._changed:
-                self._changed[key] = changed_targets(before, after, self._new.num_nodes)
-            reached[self._changed[key]] = True
-        self._affected = reached
-        return reached.nonzero().squeeze(1)
+        return self._reached.next_level(used)
 
     def _relations(self, active: ActiveLayer) -> dict[EdgeType, set[bool]]:
         """The types of edges that a layer call gets, and whether messages go along (``False``) or against them."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
@@ -35,3 +36,10 @@ def given_gradients(inputs: Callable[[Data], dict[str, Tensor]]) -> Loss:
         return tensors_in(out), [given[str(place)] for place in range(len(given))]
 
     return Loss(inputs, seeds)
+
+
+def differentiate(rows: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Start a backward pass at some rows with their gradients; rows that need none are left out."""
+    pairs = [(row, given) for row, given in zip(rows, gradients, strict=True) if row.requires_grad]
+    if pairs:
+        torch.autograd.backward([row for row, _ in pairs], [given for _, given in pairs])

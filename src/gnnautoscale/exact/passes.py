@@ -5,7 +5,7 @@ The levels of slots are swept forward, then backward; see :mod:`gnnautoscale.for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import map_tensors, tensors_in, undisturbed
+from gnnautoscale._util import map_tensors, undisturbed
 from gnnautoscale.attach import (
     CallModel,
     LocalLipschitz,
@@ -28,9 +28,10 @@ from gnnautoscale.attach import (
     to_model_device,
 )
 from gnnautoscale.errors import UnsupportedModelError
-from gnnautoscale.exact.captured import CapturedSweeps, Form, Inputs, PlacedRows, Recipe
+from gnnautoscale.exact.captured import CapturedSweeps
 from gnnautoscale.exact.kinds import KEPT, StepKind
-from gnnautoscale.exact.loss import Loss, given_gradients
+from gnnautoscale.exact.loss import Loss, differentiate, given_gradients
+from gnnautoscale.exact.recipes import Recipes
 from gnnautoscale.forward import (
     Draws,
     GradientStore,
@@ -249,7 +250,7 @@ class ExactPasses:
             if penalty is not None and penalty[0].has_terms:
                 share = penalty[1] * info.batch_size / self._loader.graph.num_nodes
                 rows, gradients = [*rows, share * penalty[0].value()], [*gradients, None]
-            _differentiate(rows, gradients)
+            differentiate(rows, gradients)
             found = {slot: as_matrix(gradient) for slot, gradient in store.gradients.items()}
             with self._beside(*index.values(), *found.values()):
                 for slot, gradient in found.items():
@@ -362,82 +363,9 @@ class ExactPasses:
         every = list(self._model.parameters())
         for number in known.learned or ():
             known.sums[number] = torch.zeros_like(every[number])
-        recipes: dict[tuple[Stage, bool], Recipe] = {}
-        for stage in (*map(Stage, range(len(self._plan.levels)), self._plan.levels), Stage(len(self._plan.levels))):
-            if stage.level is not None or with_output:
-                recipes[stage, False] = self._recipe(known, replays, stage, None)
-            recipes[stage, True] = self._recipe(known, replays, stage, self._loss or given_gradients(lambda _: {}))
-        replays.capture(self._scaler, recipes)
+        recipes = Recipes(self._model, self._plan, known, replays, self._pass)
+        replays.capture(self._scaler, recipes.of(self._loss or given_gradients(lambda _: {}), with_output=with_output))
         return replays
-
-    def _recipe(self, known: StepKind, replays: CapturedSweeps, stage: Stage, loss: Loss | None) -> Recipe:
-        """How to capture the passes of a stage, forward without a ``loss`` and backward with one."""
-        slots, names = known.reads[stage]
-        rows, level = self._plan.rows, sorted(stage.level or ())
-
-        def inputs(number: int) -> Inputs:
-            own, all_rows = replays.size_of(number)
-            found: Inputs = {
-                ("rows", slot): (rows[slot].dtype, torch.Size([all_rows, *rows[slot].shape[1:]])) for slot in slots
-            }
-            found |= {("attribute", name): replays.attribute(number, name) for name in names}
-            if loss is not None and stage.level is not None:
-                found |= {
-                    ("gradient", slot): (rows[slot].dtype, torch.Size([own, *rows[slot].shape[1:]])) for slot in level
-                }
-            elif loss is not None:
-                given = [(kind, torch.Size([own, *row])) for kind, row in known.outputs]
-                whole: Inputs = {("loss", str(place)): form for place, form in enumerate(given)}
-                found |= replays.form_of_loss(number) if loss.fixed else whole
-            return found
-
-        def outputs(number: int) -> tuple[dict[str, Form], list[Form]]:
-            own, all_rows = replays.size_of(number)
-            count, written = (all_rows, sorted(slots)) if loss is not None else (own, level)
-            forms = {slot: (rows[slot].dtype, torch.Size([count, *rows[slot].shape[1:]])) for slot in written}
-            others = known.outputs if loss is None and stage.level is None else ()
-            return forms, [(kind, torch.Size([own, *row])) for kind, row in others]
-
-        def run(
-            batch: Data, store: PlacedRows, there: Mapping[tuple[str, str], Tensor], draws: Draws
-        ) -> tuple[dict[str, Tensor], list[Tensor]]:
-            if loss is None:
-                with torch.no_grad():
-                    out = self._pass(StageExchange(stage, store, draws), batch)
-                return {slot: store.written[slot] for slot in level}, tensors_in(out) if out is not None else []
-            return self._captured_backward(known, stage, loss, batch, GradientStore(store), there, draws), []
-
-        return Recipe(inputs, outputs, known.places, run)
-
-    @torch.enable_grad()
-    def _captured_backward(
-        self,
-        known: StepKind,
-        stage: Stage,
-        loss: Loss,
-        batch: Data,
-        store: GradientStore,
-        there: Mapping[tuple[str, str], Tensor],
-        draws: Draws,
-    ) -> dict[str, Tensor]:
-        every = list(self._model.parameters())
-        for number, weight in enumerate(every):
-            weight.grad = known.sums.get(number)
-        try:
-            out = self._pass(StageExchange(stage, store, draws), batch)
-            if stage.level is None:
-                inputs = {name: value for (kind, name), value in there.items() if kind == "loss"}
-                rows, gradients = loss.seeds(out, inputs)
-            else:
-                rows = list(store.outputs.values())
-                gradients = [there["gradient", slot] for slot in store.outputs]
-            _differentiate(rows, gradients)
-            if any(weight.grad is not known.sums.get(number) for number, weight in enumerate(every)):
-                raise RuntimeError("other weights have a gradient than in the first step")
-        finally:
-            for weight in every:
-                weight.grad = None
-        return store.gradients
 
     def _replay_forward(self, replays: CapturedSweeps, use: Callable[[Data, Any], None] | None) -> None:
         memory = self._scaler.memory_of(self._loader.graph)
@@ -467,9 +395,3 @@ class ExactPasses:
             replays.run(stage, backward=True, seed=self._seed, histories=histories, gradients=gradients, loss=given)
         for number, weight in enumerate(self._model.parameters()):
             weight.grad = known.sums[number].clone() if number in known.sums else None
-
-
-def _differentiate(rows: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    pairs = [(row, given) for row, given in zip(rows, gradients, strict=True) if row.requires_grad]
-    if pairs:
-        torch.autograd.backward([row for row, _ in pairs], [given for _, given in pairs])

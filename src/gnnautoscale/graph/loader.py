@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from functools import cached_property, partial
-from itertools import islice
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,22 +11,17 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.assemble import Assembly, BatchBuilder, build_each
-from gnnautoscale.graph.batch import BatchInfo, assembly_stream
+from gnnautoscale.graph.assemble import BatchBuilder
+from gnnautoscale.graph.batch_source import BatchSource
 from gnnautoscale.graph.drawing import PartDrawing, PartGroup
 from gnnautoscale.graph.edges import RowOrder
 from gnnautoscale.graph.graph import Graph, check_distinct_nodes
 from gnnautoscale.graph.partitioning import PARTITIONERS, Partitioner, check_labels, connectivity
 from gnnautoscale.graph.partitioning import partition as cut
-from gnnautoscale.graph.ready import ReadyBatch, in_pinned_memory, in_turn, tagged_copies
-from gnnautoscale.graph.typed_batch import TypedBatch, TypedBuilder, TypedInfo
+from gnnautoscale.graph.ready import ReadyBatch, tagged_copies
+from gnnautoscale.graph.typed_batch import TypedBuilder
 from gnnautoscale.graph.typed_graph import TypedGraph, joined_labels
 from gnnautoscale.graph.typed_parts import groups_to_balance
-from gnnautoscale.kernels import Halo
-
-_HOST = torch.device("cpu")
-# How many batches a GPU searches for their halo ahead of the one that gets its rows.
-_AHEAD = 1
 
 
 class HaloLoader:
@@ -120,14 +113,11 @@ class HaloLoader:
         order = self.labels.argsort(stable=True)
         starts = [0, *torch.bincount(self.labels).cumsum(0).tolist()]
         build: Any = TypedBuilder if typed else BatchBuilder
-        self._builder: Any = build(self.graph, RowOrder(order), starts, bidirectional)
+        builder = build(self.graph, RowOrder(order), starts, bidirectional)
         self._drawing = PartDrawing(self.num_parts, batch_size, shuffle=shuffle, drawings=drawings, seed=seed)
         # Seeds the workers, so that they do not touch the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
-        self._ready: dict[PartGroup, ReadyBatch] = {}
-        self._identity = object()
-        # The halos of batches that come back, for a GPU.
-        self._halos: dict[PartGroup, Tensor] = {}
+        self._source = BatchSource(builder, self.num_batches, self._worker_seeds)
 
     def __len__(self) -> int:
         return -(-self.num_parts // self.batch_size)
@@ -142,8 +132,7 @@ class HaloLoader:
         """
         graph = self.graph.follow(self.data)
         if graph is not self.graph:
-            self.graph, self._builder, self._ready = graph, self._builder.of(graph), {}
-            self._identity, self._halos = object(), {}  # old batches do not come back
+            self.graph, self._source = graph, self._source.of(graph)
             vars(self).pop("connectivity", None)
         return graph
 
@@ -153,12 +142,13 @@ class HaloLoader:
         Kept batches need to have these attributes only, by default all.
         """
         self.follow()
-        return self._batches(self._drawing.epoch(), keep=self.is_fixed, device=self.device, kept_with=kept_with)
+        how: dict[str, Any] = {"keep": self.is_fixed, "num_workers": self.num_workers, "kept_with": kept_with}
+        return self._source.batches(self._drawing.epoch(), self.device, **how)
 
     def first_of_next_epoch(self) -> ReadyBatch | None:
         """The batch that the next epoch begins with, if it is built already."""
         self.follow()
-        return self._ready.get(self._drawing.first_of_next_epoch())
+        return self._source.kept(self._drawing.first_of_next_epoch())
 
     def state_dict(self, done: int = 0) -> dict[str, Any]:
         """State for a checkpoint, which makes a loader continue with the same batches.
@@ -188,7 +178,7 @@ class HaloLoader:
 
     def nodes_of(self, parts: PartGroup) -> Tensor:
         """The nodes of some parts, part by part, ``[num_nodes_in_parts]``."""
-        builder = self._builder
+        builder = self._source.builder
         nodes: Tensor = builder.table.order.nodes_at(builder.own_rows(parts).index)
         return nodes
 
@@ -207,13 +197,13 @@ class HaloLoader:
     @property
     def row_order(self) -> RowOrder:
         """The order in which tables and histories keep the rows of this loader's nodes."""
-        order: RowOrder = self._builder.table.order
+        order: RowOrder = self._source.builder.table.order
         return order
 
     @property
     def row_orders(self) -> dict[str, RowOrder]:
         """The order of the rows of each type of nodes of a heterogeneous graph."""
-        orders: dict[str, RowOrder] = self._builder.orders
+        orders: dict[str, RowOrder] = self._source.builder.orders
         return orders
 
     def in_order(
@@ -238,16 +228,14 @@ class HaloLoader:
         """
         self.follow()
         groups = self._drawing.in_order(together)
-        there = device or self.device
-        batches = self._batches(groups, keep=self.keep, device=there, only=only, kept_with=only, unread=unread)
-        return tagged_copies(batches)
+        how: dict[str, Any] = {"keep": self.keep, "num_workers": self.num_workers, "unread": unread}
+        return tagged_copies(self._source.batches(groups, device or self.device, only=only, kept_with=only, **how))
 
     def any_batch(self, device: torch.device | None = None) -> Data:
         """One of the batches of a sweep, on the given device, by default on that of the loader."""
         self.follow()
-        group = self._drawing.in_order()[0]
-        there = device or self.device
-        return next(tagged_copies(self._batches([group], keep=self.keep, device=there)))
+        first = self._drawing.in_order()[:1]
+        return next(tagged_copies(self._source.batches(first, device or self.device, keep=self.keep)))
 
     def batch_of(self, parts: Iterable[int]) -> Data:
         """The batch of some parts, with their halo.
@@ -262,114 +250,7 @@ class HaloLoader:
         # Parts that are batches of their own come back; other groups may not.
         keep = self.is_fixed and self.batch_size == 1
         group = tuple(sorted(parts))
-        batches = self._batches([group], keep=keep, device=self.device, num_workers=0)
-        return next(tagged_copies(batches))
-
-    def _batches(
-        self,
-        groups: list[PartGroup],
-        *,
-        keep: bool,
-        device: torch.device,
-        num_workers: int | None = None,
-        only: Collection[str] | None = None,
-        kept_with: Collection[str] | None = None,
-        unread: bool = False,
-    ) -> Iterator[ReadyBatch]:
-        # What belongs to the graph as it is now, since another iteration may follow a change in the meantime.
-        if device.type == "cuda":
-            state = self._builder, self._ready, self._halos
-            return in_turn(self._assembling(*state, groups, keep, device, only, kept_with, unread), device)
-        if isinstance(self._builder, TypedBuilder):
-            return self._typed(self._builder, self._ready, groups, keep)
-        workers = self.num_workers if num_workers is None else num_workers
-        return self._built(self._builder, self._ready, groups, keep, workers)
-
-    def _typed(
-        self, builder: TypedBuilder, kept: dict[PartGroup, ReadyBatch], groups: list[PartGroup], keep: bool
-    ) -> Iterator[ReadyBatch]:
-        """Batches of several types in host memory."""
-        for group in groups:
-            ready = kept.get(group)
-            if ready is None or not ready.is_on(_HOST) or not ready.intact():
-                assembly = builder.start(builder.own_rows(group), _HOST, (self._identity, group) if keep else None)
-                ready = self._ready_batch(*assembly.finish(), builder.graph)
-            if keep:
-                kept[group] = ready
-            yield ready
-
-    def _built(
-        self,
-        builder: BatchBuilder,
-        kept: dict[PartGroup, ReadyBatch],
-        groups: list[PartGroup],
-        keep: bool,
-        num_workers: int,
-    ) -> Iterator[ReadyBatch]:
-        """Batches in host memory."""
-        # Decide now which batches to build: another iteration may add to those kept in the meantime.
-        ready = {group: kept[group] for group in groups if group in kept and kept[group].is_on(_HOST)}
-        missing = [group for group in groups if group not in ready]
-        built = build_each(partial(_build, builder), missing, num_workers, self._worker_seeds)
-        for group in groups:
-            if group in ready and ready[group].intact():
-                batch = ready[group]
-            else:
-                data, rows, source = next(built) if group not in ready else _build(builder, group)
-                info = builder.info(builder.own_rows(group), Halo.of(rows, source))
-                batch = self._ready_batch(data, info, builder.graph)
-            if keep:
-                kept[group] = batch
-            yield batch
-
-    def _assembling(
-        self,
-        builder: BatchBuilder,
-        kept: dict[PartGroup, ReadyBatch],
-        halos: dict[PartGroup, Tensor],
-        groups: list[PartGroup],
-        keep: bool,
-        device: torch.device,
-        only: Collection[str] | None,
-        kept_with: Collection[str] | None,
-        unread: bool,
-    ) -> Iterator[ReadyBatch]:
-        """Batches on a GPU: one is being searched for its halo while the one before it gets its rows."""
-        stream = assembly_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))  # attributes may be on the GPU, and just computed
-        searching: deque[tuple[PartGroup, ReadyBatch | Assembly]] = deque()
-
-        def start(group: PartGroup) -> ReadyBatch | Assembly:
-            ready = kept.get(group)
-            if ready is not None and ready.is_on(device) and ready.has(kept_with) and ready.intact():
-                return ready
-            own, key = builder.own_rows(group), (self._identity, group) if keep else None
-            if group in halos:
-                return builder.start_again(own, halos[group], device, key)
-            return builder.start(own, device, key)
-
-        def finish() -> ReadyBatch:
-            group, found = searching.popleft()
-            if isinstance(found, ReadyBatch):
-                return found
-            batch, info = found.finish(only, unread=unread)
-            if keep and group not in halos:
-                halos[group] = in_pinned_memory(info.found.rows, builder.graph.num_nodes)
-            info.ready = stream.record_event()
-            if keep:
-                info.keeper, info.recurring = partial(_keep, kept, group), self.num_batches
-            for preparer, how in info.table.preparations.items():
-                preparer.prepare(info, *how)
-            return self._ready_batch(batch, info, builder.graph)
-
-        waiting = iter(groups)
-        while True:
-            with torch.cuda.stream(stream):
-                searching.extend((group, start(group)) for group in islice(waiting, _AHEAD + 1 - len(searching)))
-                if not searching:
-                    return
-                ready = finish()
-            yield ready
+        return next(tagged_copies(self._source.batches([group], self.device, keep=keep)))
 
     @cached_property
     def connectivity(self) -> float:
@@ -393,30 +274,12 @@ class HaloLoader:
             nodes = {kind: check_distinct_nodes(given, graph.counts[kind]) for kind, given in nodes.items()}
         else:
             nodes = check_distinct_nodes(nodes, graph.num_nodes)
-        batch, info = self._builder.start(self._builder.rows_of(nodes), _HOST).finish()
-        return self._ready_batch(batch, info, graph).tagged_copy()
+        return self._source.around(nodes).tagged_copy()
 
     def with_data(self, data: Data, labels: Tensor) -> HaloLoader:
         """A loader of another graph, given the part of each node, ``[num_nodes]``, with the settings of this one."""
         names = ("batch_size", "shuffle", "drawings", "seed", "device", "num_workers", "bidirectional", "keep")
         return HaloLoader(data, partition=labels, **{name: getattr(self, name) for name in names})
-
-    def _ready_batch(self, batch: Any, info: BatchInfo | TypedInfo, graph: Graph | TypedGraph) -> ReadyBatch:
-        graph.check_unwritten(labels=True)
-        return TypedBatch(batch, info) if isinstance(info, TypedInfo) else ReadyBatch(batch, info)
-
-
-def _keep(kept: dict[PartGroup, ReadyBatch], group: PartGroup, batch: ReadyBatch | None) -> None:
-    if batch is None:
-        kept.pop(group, None)
-    else:
-        kept[group] = batch
-
-
-def _build(builder: BatchBuilder, parts: PartGroup) -> tuple[Data, Tensor, Tensor]:
-    """A batch in host memory, and its halo: what a worker sends, since it must not send the graph."""
-    batch, info = builder.start(builder.own_rows(parts), _HOST).finish()
-    return batch, info.found.rows, info.found.source
 
 
 def _device(device: torch.device | str | None) -> torch.device:

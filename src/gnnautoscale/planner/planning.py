@@ -33,12 +33,13 @@ from gnnautoscale.graph import BatchInfo, TypedInfo
 from gnnautoscale.planner.bent_sums import BentSums
 from gnnautoscale.planner.blame import DeviationError, LayerError, explained, keeps_state, random_evaluation
 from gnnautoscale.planner.comparison import alike
+from gnnautoscale.planner.lazy_weights import initialize_lazy_weights
 from gnnautoscale.planner.merging import merged
-from gnnautoscale.planner.rehearsal import Observation, Reference, Rehearsal
+from gnnautoscale.planner.rehearsal import Reference, Rehearsal
 from gnnautoscale.planner.trial import Attempt, Trial
 from gnnautoscale.planner.trial_graph import TrialGraph, TrialSetup, setups_for
-from gnnautoscale.planner.typed_planning import initialize_lazy_weights, make_typed_plan
-from gnnautoscale.planner.understudy import MOST_COPIED, Understudy, initialize_like, seed_everything
+from gnnautoscale.planner.typed_planning import make_typed_plan
+from gnnautoscale.planner.understudy import MOST_COPIED, Understudy, seed_everything
 
 # How often a model that skips layers at random is tried, to see all of them.
 _MOST_SEEDS = 32
@@ -55,10 +56,7 @@ def make_plan(
     """
     with hooks.lifted() as model:
         if any(is_lazy(weight) for weight in model.parameters()):
-            if isinstance(info, TypedInfo):
-                initialize_lazy_weights(model, info, arguments, device_of(model, info))
-            else:
-                _initialize_lazy_weights(model, hooks, info, arguments, explicit=explicit)
+            initialize_lazy_weights(model, info, arguments, _device_of(model, info), explicit=explicit)
     if isinstance(info, TypedInfo):
         with _undisturbed_trial(hooks, info) as device:
             return make_typed_plan(hooks.bare_copy(share_above=MOST_COPIED), info, arguments, device)
@@ -80,7 +78,7 @@ def skips_at_random(plan: Plan, calls: list[str], hooks: Hooks, info: BatchInfo,
         )
 
 
-def device_of(model: nn.Module, info: BatchInfo | TypedInfo) -> torch.device:
+def _device_of(model: nn.Module, info: BatchInfo | TypedInfo) -> torch.device:
     """Where the model runs."""
     return next((value.device for value in model.parameters()), info.device)
 
@@ -88,7 +86,7 @@ def device_of(model: nn.Module, info: BatchInfo | TypedInfo) -> torch.device:
 @contextmanager
 def _undisturbed_trial(hooks: Hooks, info: BatchInfo | TypedInfo) -> Iterator[torch.device]:
     with hooks.lifted() as model:
-        device = device_of(model, info)
+        device = _device_of(model, info)
     with (
         undisturbed(device),
         torch.autocast(device.type, enabled=False),
@@ -97,22 +95,6 @@ def _undisturbed_trial(hooks: Hooks, info: BatchInfo | TypedInfo) -> Iterator[to
     ):
         seed_everything(0, device)
         yield device
-
-
-def _initialize_lazy_weights(
-    model: nn.Module, hooks: Hooks, info: BatchInfo, arguments: BoundArguments, *, explicit: bool
-) -> None:
-    """Draw lazy weights from the user's own random state, as the first run would."""
-    device = next((weight.device for weight in model.parameters()), info.device)
-    copied = hooks.bare_copy()
-    with torch.autocast(device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
-        with undisturbed(device):
-            trial = TrialGraph(info, arguments, device, setups_for(info.graph)[0], None)
-        batch = next(iter(trial.whole))
-        copied_hooks = Hooks(copied, lambda *args, **kwargs: copied_hooks.run(None, (args, kwargs)))
-        copied_hooks.run(Observation(trial, batch, Plan(explicit=explicit)).session, trial.arguments(batch))
-        copied_hooks.remove()
-    initialize_like(model, copied)
 
 
 class _Tryout:

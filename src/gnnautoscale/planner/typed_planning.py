@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import leaves_of, map_tensors, tensors_in
@@ -40,19 +39,18 @@ from gnnautoscale.forward import (
     TypedPlan,
     TypedSession,
     attributes_of,
-    copy_model,
     exchanged,
     has_rows,
     relations_of,
     run_pass,
     uses_own_statistics,
 )
-from gnnautoscale.graph import EdgeType, TypedInfo, untagged
+from gnnautoscale.graph import EdgeType, TypedInfo
 from gnnautoscale.planner.comparison import tolerances
 from gnnautoscale.planner.rehearsal import may_fuse, watching
 from gnnautoscale.planner.trial import other_modules
 from gnnautoscale.planner.typed_trial_graph import SIZES, TypedTrialGraph
-from gnnautoscale.planner.understudy import Understudy, initialize_like
+from gnnautoscale.planner.understudy import Understudy
 
 
 def make_typed_plan(model: nn.Module, info: TypedInfo, arguments: BoundArguments, device: torch.device) -> TypedPlan:
@@ -78,19 +76,6 @@ def make_typed_plan(model: nn.Module, info: TypedInfo, arguments: BoundArguments
         got=f"{type(failure).__name__}: {failure}",
         fix="If the model needs more than a batch has, such as rows of all nodes, look these up by batch[...].n_id.",
     ) from failure
-
-
-def initialize_lazy_weights(model: nn.Module, info: TypedInfo, arguments: BoundArguments, device: torch.device) -> None:
-    """Draw lazy weights from the user's own random state, as the first run would."""
-    copied = copy_model(model)
-    with torch.no_grad():
-        state = torch.get_rng_state()
-        graph = TypedTrialGraph(info, arguments, device, SIZES[0], None)
-        torch.set_rng_state(state)
-        args, kwargs = map_tensors(untagged, graph.arguments(graph.whole))
-        copied(*args, **kwargs)
-    if any(is_lazy(weight) for weight in model.parameters()):
-        initialize_like(model, copied)
 
 
 def _planned(graphs: list[TypedTrialGraph], actor: Understudy, wanted: list[list[Tensor]]) -> TypedPlan:

@@ -6,13 +6,13 @@ import random
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import UninitializedParameter, is_lazy
+from torch.nn.parameter import is_lazy
 
 from gnnautoscale._util import tensors_in
 from gnnautoscale.forward import Arguments, Attribute, Hooks, Session, Watch, copy_model, held_tensors
@@ -125,27 +125,3 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def initialize_like(model: nn.Module, copied: nn.Module) -> None:
-    """Give a model's lazy weights the shapes and values that a copy of it got when it ran."""
-    for module, other in zip(model.modules(), copied.modules(), strict=True):
-        weights = dict(module.named_parameters(recurse=False))
-        if not any(map(is_lazy, weights.values())):
-            continue
-        for name, weight in weights.items():
-            made = other._parameters[name]
-            if made is None or is_lazy(made):
-                continue  # nothing used it
-            if is_lazy(weight):
-                cast(UninitializedParameter, weight).materialize(made.shape, made.device, made.dtype)
-            weight.data.copy_(made.data)
-        hooks = module._forward_pre_hooks
-        for key in [key for key in hooks if key not in other._forward_pre_hooks]:
-            del hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-        for name in [name for name in vars(module) if name not in vars(other)]:
-            del vars(module)[name]
-        sizes = {name: value for name, value in vars(other).items() if isinstance(value, (int, str, float))}
-        vars(module).update(sizes)
-        module.__class__ = type(other)

@@ -92,10 +92,10 @@ def explain(record: RunRecord) -> list[Finding]:
 def _unfinished(record: RunRecord) -> Finding | None:
     if record.result is not None:
         return None
-    folder = _option(record, "checkpoint_dir")
+    folder = record.option("checkpoint_dir")
     return Finding(
         "unfinished",
-        f"The run has no result: it stopped after epoch {_last(record, 'epoch') or 0}, or is still running.",
+        f"The run has no result: it stopped after epoch {record.last('epoch') or 0}, or is still running.",
         "Its scores, total times and peak memory are unknown.",
         f"Continue it with --resume {folder}." if folder else "Train with --checkpoint-dir to be able to resume.",
         math.inf,
@@ -134,9 +134,9 @@ def _staleness(record: RunRecord) -> Finding | None:
         trend = "It was measured only once, so there is no trend."
     else:
         trend = f"It {'is shrinking' if now < SHRUNK * before else 'hardly shrinks'}: at first it was {before:.2g}."
-    age = (_last(record, "age") or {}).get("mean")
+    age = (record.last("age") or {}).get("mean")
     old = f" Pulled rows are {age:.0f} steps old on average." if age is not None else ""
-    refreshed = _option(record, "refresh_every") not in (None, "never")
+    refreshed = record.option("refresh_every") not in (None, "never")
     return Finding(
         "staleness",
         f"Histories of '{layer}' are off by {now:.2g} of the embeddings' norm{theirs}. {trend}{old}",
@@ -150,7 +150,7 @@ def _staleness(record: RunRecord) -> Finding | None:
 
 def _gradients(record: RunRecord) -> Finding | None:
     last = record.gradients[-1] if record.gradients else {}
-    if _option(record, "compensate") == "gradient":
+    if record.option("compensate") == "gradient":
         last = last.get("compensated") or last
     error, cosine = last.get("relative_error"), last.get("cosine")
     if error is None or error <= GRADIENT_ERROR:
@@ -182,7 +182,7 @@ def compensation_pays(plain: float | None, compensated: float | None) -> bool:
 def _border(record: RunRecord) -> Finding | None:
     last = record.gradients[-1] if record.gradients else {}
     plain, compensated = last.get("cosine"), (last.get("compensated") or {}).get("cosine")
-    if plain is None or _option(record, "compensate") == "gradient" or not compensation_pays(plain, compensated):
+    if plain is None or record.option("compensate") == "gradient" or not compensation_pays(plain, compensated):
         return None
     return Finding(
         "border",
@@ -195,14 +195,14 @@ def _border(record: RunRecord) -> Finding | None:
 
 
 def _transfers(record: RunRecord) -> Finding | None:
-    pull, push = _time_share(record, "pull"), _time_share(record, "push")
+    pull, push = record.time_share("pull"), record.time_share("push")
     share = pull + push
     if share <= WAITING_SHARE:
         return None
-    storage, dtype = _option(record, "storage"), _option(record, "history_dtype")
+    storage, dtype = record.option("storage"), record.option("history_dtype")
     if storage == "disk":
         change = "Keep histories in memory if they fit (--storage auto)."
-    elif storage == "host" and _on_gpu(record):
+    elif storage == "host" and record.on_gpu:
         change = "Keep histories on the GPU if they fit (--storage device)."
     else:
         change = "Cut into fewer parts, so that halos are smaller (--num-parts)."
@@ -218,10 +218,10 @@ def _transfers(record: RunRecord) -> Finding | None:
 
 
 def _loader(record: RunRecord) -> Finding | None:
-    share = _time_share(record, "loader")
+    share = record.time_share("loader")
     if share <= WAITING_SHARE:
         return None
-    drawn_anew = (_option(record, "batch_size") or 1) > 1 and _option(record, "drawings") is None
+    drawn_anew = (record.option("batch_size") or 1) > 1 and record.option("drawings") is None
     return Finding(
         "loader",
         f"Training waits for batches {100 * share:.0f} % of the time.",
@@ -236,11 +236,11 @@ def _loader(record: RunRecord) -> Finding | None:
 def _tiny_batches(record: RunRecord) -> Finding | None:
     parts = record.run.get("parts") or {}
     nodes = parts.get("batches", {}).get("nodes", [])
-    epochs = _settled(record)
+    epochs = record.settled_epochs
     if not nodes or not epochs:
         return None
     # The folder lists parts one by one, however many make a batch.
-    together = _option(record, "batch_size") or 1
+    together = record.option("batch_size") or 1
     size = together * sum(nodes) / len(nodes)
     steps = math.ceil(parts.get("count", len(nodes)) / together)
     seconds = sum(epoch["seconds"] for epoch in epochs) / len(epochs) / steps
@@ -274,24 +274,24 @@ def _memory(record: RunRecord) -> Finding | None:
     peak, histories = result.get("peak_memory"), result.get("history_bytes") or 0
     if peak is None or peak < MEMORY_BYTES:
         return None
-    storage = _option(record, "storage")
+    storage = record.option("storage")
     if storage == "auto":  # the result starts with the choice, and gives its reason after a colon
         storage = str(result.get("storage", "")).partition(":")[0]
-    counted = storage == "device" or (storage == "host" and not _on_gpu(record))
+    counted = storage == "device" or (storage == "host" and not record.on_gpu)
     share = histories / peak if counted else 0.0
     if share > MEMORY_SHARE:
         return Finding(
             "memory of histories",
             f"Histories take {histories / 1e9:.2g} GB, {100 * share:.0f} % of the peak of {peak / 1e9:.2g} GB.",
             "Smaller batches would hardly help.",
-            ("Keep them in host memory (--storage host)" if _on_gpu(record) else "Keep them on disk (--storage disk)")
+            ("Keep them in host memory (--storage host)" if record.on_gpu else "Keep them on disk (--storage disk)")
             + ", or in half the bytes (--history-dtype bfloat16).",
             share / MEMORY_SHARE,
         )
-    if _option(record, "mode") == "full":
+    if record.option("mode") == "full":
         change = "Train in batches: --mode gas; `gas tune` proposes how many parts."
     else:
-        count = _option(record, "num_parts")
+        count = record.option("num_parts")
         change = f"Cut into more parts: --num-parts {2 * count}." if count else "Cut into more parts (--num-parts)."
     return Finding(
         "memory of batches",
@@ -309,10 +309,10 @@ def _connectivity(record: RunRecord) -> Finding | None:
         ratio = sum(batches.get("halo", [])) / max(sum(batches.get("nodes", [])), 1)
     if ratio <= CONNECTIVITY:
         return None
-    count = _option(record, "num_parts")
-    if _option(record, "mode") == "history":
+    count = record.option("num_parts")
+    if record.option("mode") == "history":
         change = "Cut with METIS: --partition metis and --mode gas."
-    elif _option(record, "partition") == "random":
+    elif record.option("partition") == "random":
         change = "Cut with METIS: --partition metis."
     else:
         fewer = f": --num-parts {max(1, count // 2)}" if count else " (--num-parts)"
@@ -331,7 +331,7 @@ def _fit_to_training_nodes(record: RunRecord) -> Finding | None:
     train, val = scores.get("train"), scores.get("val")
     if train is None or val is None or not (record.run.get("score") or {}).get("percent", True):
         return None
-    gap, (best, count) = train - val, _best(record)
+    gap, (best, count) = train - val, record.best_of
     if gap > OVERFITTING:
         return Finding(
             "overfitting",
@@ -371,7 +371,7 @@ def _learned(record: RunRecord) -> Finding | None:
 
 
 def _early_best(record: RunRecord) -> Finding | None:
-    best, count = _best(record)
+    best, count = record.best_of
     if count < CURVE or not 0 < best <= EARLY * count:
         return None
     return Finding(
@@ -404,14 +404,14 @@ def _side_work(name: str, noun: str, change: Callable[[RunRecord], str], thresho
 
 
 def _refresh_less(record: RunRecord) -> str:
-    every = _option(record, "refresh_every")
+    every = record.option("refresh_every")
     if str(every).isdecimal():
         return f"Refresh less often: --refresh-every {2 * int(every)}."
     return "Refresh in fewer and larger batches (--evaluate-parts), or not at all (--refresh-every never)."
 
 
 def _evaluate_less(record: RunRecord) -> str:
-    return f"Evaluate less often: --evaluate-every {5 * (_option(record, 'evaluate_every') or 1)}."
+    return f"Evaluate less often: --evaluate-every {5 * (record.option('evaluate_every') or 1)}."
 
 
 _Check = Callable[[RunRecord], Finding | None]
@@ -438,34 +438,5 @@ _CHECKS: tuple[_Check, ...] = (
 )
 
 
-def _option(record: RunRecord, name: str) -> Any:
-    return record.run.get("options", {}).get(name)
-
-
-def _on_gpu(record: RunRecord) -> bool:
-    return str(_option(record, "device") or "cpu").startswith("cuda")
-
-
 def _relative(layer: dict[str, Any], error: str = "staleness") -> float:
     return float((layer.get(error) or {}).get("relative") or 0.0)
-
-
-def _last(record: RunRecord, name: str) -> Any:
-    return record.epochs[-1].get(name) if record.epochs else None
-
-
-def _best(record: RunRecord) -> tuple[int, int]:
-    """Number of the best and of the last epoch; 0 if unknown."""
-    return (record.result or {}).get("best_epoch") or 0, _last(record, "epoch") or 0
-
-
-def _settled(record: RunRecord) -> list[dict[str, Any]]:
-    """The epochs without the first, which also builds batches and tries the model, unless it is the only one."""
-    return [epoch for epoch in record.epochs[1:] or record.epochs if epoch.get("seconds")]
-
-
-def _time_share(record: RunRecord, work: str) -> float:
-    """The share of training time, without the first epoch, that went into some work."""
-    epochs = _settled(record)
-    total: float = sum(epoch["seconds"] for epoch in epochs)
-    return sum((epoch.get("time") or {}).get(work) or 0.0 for epoch in epochs) / (total or 1.0)

@@ -51,6 +51,34 @@ class RunRecord:
     result: dict[str, Any] | None = None
     verification: dict[str, Any] | None = None
 
+    def option(self, name: str) -> Any:
+        """An option of the run; ``None`` if the folder does not say."""
+        return self.run.get("options", {}).get(name)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the run trained on a GPU."""
+        return str(self.option("device") or "cpu").startswith("cuda")
+
+    def last(self, name: str) -> Any:
+        """A value of the last epoch; ``None`` if there is none."""
+        return self.epochs[-1].get(name) if self.epochs else None
+
+    @property
+    def best_of(self) -> tuple[int, int]:
+        """Number of the best and of the last epoch; 0 if unknown."""
+        return (self.result or {}).get("best_epoch") or 0, self.last("epoch") or 0
+
+    @property
+    def settled_epochs(self) -> list[dict[str, Any]]:
+        """The epochs without the first, which also builds batches and tries the model, unless it is the only one."""
+        return [epoch for epoch in self.epochs[1:] or self.epochs if epoch.get("seconds")]
+
+    def time_share(self, work: str) -> float:
+        """The share of training time, without the first epoch, that went into some work."""
+        total: float = sum(epoch["seconds"] for epoch in self.settled_epochs)
+        return sum((epoch.get("time") or {}).get(work) or 0.0 for epoch in self.settled_epochs) / (total or 1.0)
+
 
 class RunFolder:
     """Writes the folder of a run while it trains."""

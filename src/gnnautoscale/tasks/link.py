@@ -13,7 +13,6 @@ The baselines have no histories: joined parts score the pairs inside, and neighb
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,8 +28,8 @@ from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader
 from gnnautoscale.tasks.decoders import DecoderName, make_decoder
+from gnnautoscale.tasks.link_metrics import LinkMetric
 from gnnautoscale.tasks.link_sampling import LinkSampleLoader
-from gnnautoscale.tasks.metrics import average_precision, roc_auc
 from gnnautoscale.tasks.pairs import EdgeKind, Meetings, Pairs, check_graphs, check_leaks, known_keys
 from gnnautoscale.tasks.ranking import KnownEdges, best_partners, check_relations, pair_scores, ranks, with_negatives
 from gnnautoscale.tasks.task import ClassWeight, Task
@@ -120,14 +119,8 @@ class LinkPrediction(Task):
         self._measures, self._weight_of_batch = False, torch.empty(0)
 
     def _choose(self, metric: str) -> None:
-        plain = metric.lower().replace("_", "-").replace(" ", "-")
-        names = {"roc-auc": "ROC-AUC", "auc": "ROC-AUC", "average-precision": "average-precision", "mrr": "MRR"}
-        hits = re.fullmatch(r"hits@([1-9]\d*)", plain)
-        if hits is None and plain not in names:
-            rule = "a metric of links is ROC-AUC, average-precision, MRR or Hits@k"
-            raise InputError(rule, got=repr(metric), fix="Choose one of these.")
-        self._most = None if hits is None else int(hits[1])
-        self.metric = names[plain] if hits is None else f"Hits@{self._most}"
+        self._measure = LinkMetric.named(metric)
+        self.metric = self._measure.name
 
     # Data ############################################################################################################
 
@@ -358,12 +351,11 @@ class LinkPrediction(Task):
         if not positives.ends.size(1):
             return math.nan
         generator = torch.Generator().manual_seed(_SEED)
-        if self.metric in ("ROC-AUC", "average-precision"):
+        if not self._measure.ranks:
             ends, label, relation = pairs.ends, pairs.label, pairs.relation
             if bool(label.all()):
                 ends, label, relation = with_negatives(pairs, self._known, generator)
-            measure = roc_auc if self.metric == "ROC-AUC" else average_precision
-            return 100.0 * measure(pair_scores(decoder, out, ends, relation), label)
+            return self._measure.of_scores(pair_scores(decoder, out, ends, relation), label)
         others = pairs.others
         if split == "train" and positives.ends.size(1) > _MOST_RANKED:
             chosen = torch.linspace(0, positives.ends.size(1) - 1, _MOST_RANKED).long()
@@ -374,10 +366,7 @@ class LinkPrediction(Task):
         if self._num_relations is not None and pairs.others is None:
             drawn = pairs.draw(shape, generator, 0) if self._candidates else None
             found.append(ranks(decoder, out, positives, self._back, drawn, backwards=True))
-        places = torch.cat(found)
-        if self._most is not None:
-            return 100.0 * float((places <= self._most).double().mean())
-        return 100.0 * float((1 / places).mean())
+        return self._measure.of_ranks(torch.cat(found))
 
     def _made(self) -> nn.Module:
         if self.module is None:

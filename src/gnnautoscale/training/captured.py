@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import LocalLipschitz, attached, autoscale, plan_of, refresh
+from gnnautoscale.data import Dataset
 from gnnautoscale.exact import ExactPasses, Loss, exact_forward, forget_captured
 from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, HaloLoader, ReadyBatch
@@ -255,18 +256,17 @@ class Engine(Steps):
 
 def engine_for(
     model: nn.Module,
-    data: Data | HeteroData,
-    train: Data,
+    dataset: Dataset,
     loader: HaloLoader,
     optimizer: torch.optim.Optimizer,
     task: Task,
     options: FitOptions,
     **further: Any,
 ) -> Engine:
-    """Attach histories of a graph to a model; returns what trains it. ``train`` are the nodes with targets."""
+    """Attach histories of the training graph to a model; returns what trains it."""
     autoscale(
         model,
-        data,
+        dataset.passing(),
         storage=options.storage,
         dtype=history_dtype(options),
         history_dir=options.history_dir,
@@ -278,7 +278,7 @@ def engine_for(
     per_target = None
     if options.compensate == "gradient":
         # On average over the batches, the loss is that of the whole graph.
-        per_target = len(loader) / task.weight_of(train)
+        per_target = len(loader) / task.weight_of(dataset.train)
     return Engine(
         model,
         optimizer,

@@ -22,11 +22,11 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder, check_run_dir
 from gnnautoscale.tasks import Task, TaskName, check_task, task_for
-from gnnautoscale.training.captured import engine_for
 from gnnautoscale.training.checkpoint import Checkpoint
 from gnnautoscale.training.clock import Clock
 from gnnautoscale.training.faults import explained
 from gnnautoscale.training.journal import Board, Journal, check_tensorboard, describe_run, epoch_record
+from gnnautoscale.training.loaders import halo_loaders, subgraph_loader
 from gnnautoscale.training.optimizer import LearningRate, make_optimizer
 from gnnautoscale.training.options import OPTIONS, FitOptions
 from gnnautoscale.training.resume import (
@@ -37,15 +37,8 @@ from gnnautoscale.training.resume import (
     open_checkpoint,
     stop_requests,
 )
-from gnnautoscale.training.strategies import (
-    HistoryStrategy,
-    Strategy,
-    SubgraphStrategy,
-    data_key,
-    halo_loaders,
-    subgraph_loader,
-)
-from gnnautoscale.training.typed_baselines import TypedSubgraphStrategy, typed_subgraphs
+from gnnautoscale.training.strategies import HistoryStrategy, Strategy, SubgraphStrategy
+from gnnautoscale.training.typed_baselines import TypedSubgraphStrategy
 from gnnautoscale.training.typed_strategy import TypedStrategy, check_typed_run
 
 
@@ -190,34 +183,25 @@ def _train(
     rate = LearningRate(optimizer, options.schedule, options.epochs, higher_is_better=task.higher_is_better)
     strategy: Strategy
     loader: HaloLoader | None = None
-    if isinstance(dataset, TypedDataset) and options.has_histories:
-        labels = None if checkpoint is None else labels_of(checkpoint, sum(dataset.graph.num_nodes_dict.values()))
-        with clock("partition"):
-            strategy = TypedStrategy(model, dataset, optimizer, task, options, labels)
-        loader = strategy.loader
-        task.prepare(loader)
-        if checkpoint is not None:
-            check_same_run(checkpoint, given, strategy.key, learner)
-    elif options.has_histories:
-        labels = None if checkpoint is None else labels_of(checkpoint, dataset.train.num_nodes)
+    if options.has_histories:
+        labels = None if checkpoint is None else labels_of(checkpoint, dataset.passing().num_nodes)
         with clock("partition"):
             loaders = halo_loaders(dataset, task, options, labels)
         loader = loaders["train"]
         if options.exact_after:
             task.prepare(loader)
-        if checkpoint is not None:
-            check_same_run(checkpoint, given, data_key(loader, task), learner)
-        strategy = _with_histories(model, dataset, loaders, optimizer, task, options)
-    elif isinstance(dataset, TypedDataset):
-        with clock("partition"):
-            subgraphs = typed_subgraphs(dataset, task, options)
-        task.prepare(subgraphs)
-        strategy = TypedSubgraphStrategy(model, subgraphs, dataset, optimizer, task, options)
+        if isinstance(dataset, TypedDataset):
+            strategy = TypedStrategy(model, dataset, loaders, optimizer, task, options)
+        else:
+            strategy = HistoryStrategy(model, dataset, loaders, optimizer, task, options)
     else:
         with clock("partition"):
-            subgraphs = subgraph_loader(dataset.train, task, options)
+            subgraphs = subgraph_loader(dataset, task, options)
         task.prepare(subgraphs)
-        strategy = SubgraphStrategy(model, subgraphs, dataset, optimizer, task, options)
+        if isinstance(dataset, TypedDataset):
+            strategy = TypedSubgraphStrategy(model, dataset, subgraphs, optimizer, task, options)
+        else:
+            strategy = SubgraphStrategy(model, dataset, subgraphs, optimizer, task, options)
     if options.run_dir is not None:
         strategy.watch()
     run = RunState(learner, task, optimizer, rate, strategy, result, device)
@@ -231,6 +215,7 @@ def _train(
         stop_requests(folder is not None) as stop,
     ):
         if checkpoint is not None:
+            check_same_run(checkpoint, given, strategy.key, learner)
             run.load(checkpoint)
         journal = files.enter_context(_open_journal(given, dataset, task, model, run, loader, checkpoint))
 
@@ -318,23 +303,6 @@ def _train(
             result.verification = journal.verify()
         journal.finish(result)
     return result
-
-
-def _with_histories(
-    model: nn.Module,
-    dataset: Dataset,
-    loaders: dict[str, HaloLoader],
-    optimizer: torch.optim.Optimizer,
-    task: Task,
-    options: FitOptions,
-) -> HistoryStrategy:
-    """Attach histories to the model; returns what trains it with them."""
-    engine = engine_for(model, dataset.train, dataset.train, loaders["train"], optimizer, task, options)
-    after = options.exact_after
-    parts, refreshes = options.evaluate_parts, options.refresh
-    strategy = HistoryStrategy(model, loaders, engine, exact_after=after, evaluate_parts=parts, refreshes=refreshes)
-    strategy.make_room(options)
-    return strategy
 
 
 def _open_journal(

@@ -20,11 +20,11 @@ from gnnautoscale.attach import attached, detach, infer_from_histories, infer_on
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import GraphMemory, describe, evaluating
-from gnnautoscale.graph import ClusterLoader, Graph, HaloLoader, RowOrder, SampleLoader, fingerprint
+from gnnautoscale.graph import ClusterLoader, HaloLoader, RowOrder, SampleLoader, fingerprint
 from gnnautoscale.history import History
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task
-from gnnautoscale.training.captured import Engine
+from gnnautoscale.training.captured import engine_for
 from gnnautoscale.training.feed import Item, as_it_is, plain_item
 from gnnautoscale.training.flow import Flow
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
@@ -56,6 +56,11 @@ class Strategy(ABC):
     def steps(self) -> int:
         """Number of optimizer steps so far."""
         return self._steps.steps
+
+    @property
+    def key(self) -> str:
+        """Fingerprint of everything that a run learns from; empty where there are no checkpoints."""
+        return ""
 
     @abstractmethod
     def describe(self, result: FitResult) -> None:
@@ -121,37 +126,39 @@ class Strategy(ABC):
 
 
 class HistoryStrategy(Strategy):
-    """Trains an autoscaled model on batches with their halo: GAS, full batch and naive histories.
+    """Attaches histories to a model and trains it on batches with their halo: GAS, full batch and naive histories.
 
     After epoch ``exact_after`` an epoch is one step with the gradient of the whole graph. It evaluates and refreshes in
-    ``evaluate_parts`` batches, ``None`` for those of training. Before each step on a batch, ``refreshes`` others are
-    refreshed: those of the parts whose rows are oldest.
+    ``evaluate_parts`` batches, ``None`` for those of training. Before each step on a batch, as many others as the
+    option ``refresh`` says are refreshed: those of the parts whose rows are oldest. ``ends`` tell the engine what a
+    task sees of a batch and of the model's output.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        dataset: Dataset,
         loaders: dict[str, HaloLoader],
-        engine: Engine,
-        *,
-        exact_after: int,
-        evaluate_parts: int | None,
-        refreshes: int = 0,
+        optimizer: torch.optim.Optimizer,
+        task: Task,
+        options: FitOptions,
+        **ends: Any,
     ) -> None:
-        super().__init__(model, engine)
-        self._exact_after = exact_after
-        self._engine, self._loaders, self._loader = engine, loaders, loaders["train"]
-        self._refreshes = refreshes
-        if refreshes:
+        self._dataset, self._loaders, self._loader = dataset, loaders, loaders["train"]
+        self._engine = engine_for(model, dataset, self._loader, optimizer, task, options, **ends)
+        super().__init__(model, self._engine)
+        self._exact_after, self._refreshes = options.exact_after, options.refresh
+        if self._refreshes:
             self._follow_rows()
-        self._exact_loaders = loaders
-        self.at_once = evaluate_parts == 1
-        if evaluate_parts is not None:
+        self._exact_loaders, parts = loaders, options.evaluate_parts
+        self.at_once = parts == 1
+        if parts is not None:
             made = {
-                loader: HaloLoader(loader.data, evaluate_parts, keep=loader.keep, device=loader.device)
+                loader: HaloLoader(loader.data, parts, keep=loader.keep, device=loader.device)
                 for loader in loaders.values()
             }
             self._exact_loaders = {split: made[loader] for split, loader in loaders.items()}
+        self._make_room(options)
 
     @property
     def _memory(self) -> GraphMemory:
@@ -178,7 +185,7 @@ class HistoryStrategy(Strategy):
             transfer = self._memory.transfer(self._engine.device)
             self.flow.step(item.info, skips_shared=transfer.skips_shared)
 
-    def make_room(self, options: FitOptions) -> None:
+    def _make_room(self, options: FitOptions) -> None:
         """Reserve room for further sets of histories: gradients, and one for exact evaluation in batches."""
         if self._exact_after < options.epochs:
             self._memory.reserve_another_set()
@@ -189,8 +196,9 @@ class HistoryStrategy(Strategy):
             self._memory.reserve_another_set()
 
     @cached_property
-    def _key(self) -> str:
-        return data_key(self._loader, self._engine.task)
+    def key(self) -> str:
+        """See :attr:`Strategy.key`: the graph, and what the task reads from its data."""
+        return fingerprint(*self._engine.task.identity(self._dataset.train), graph=self._loader.graph.key)
 
     def describe(self, result: FitResult) -> None:
         """See :meth:`Strategy.describe`."""
@@ -223,7 +231,7 @@ class HistoryStrategy(Strategy):
         if self._engine.on_gpu:
             torch.cuda.synchronize(self._engine.device)  # the host reads rows that the GPU wrote
         return {
-            "graph": self._key,
+            "graph": self.key,
             "labels": self._loader.labels,
             "loader": self._loader.state_dict(self.done),
             "engine": self._engine.state_dict(),
@@ -295,8 +303,8 @@ class SubgraphStrategy(Strategy):
     def __init__(
         self,
         model: nn.Module,
-        loader: ClusterLoader | SampleLoader,
         dataset: Dataset,
+        loader: ClusterLoader | SampleLoader,
         optimizer: torch.optim.Optimizer,
         task: Task,
         options: FitOptions,
@@ -305,7 +313,7 @@ class SubgraphStrategy(Strategy):
     ) -> None:
         _refuse_cached(model)
         self._loader, self._device = loader, torch.device(options.device)
-        self._graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
+        self._dataset, self._nodes = dataset, nodes
         self._signature = inspect.signature(model.forward)
         clip, precision = options.grad_norm, options.precision
         steps = Steps(
@@ -326,15 +334,13 @@ class SubgraphStrategy(Strategy):
         result.how = f"uncaptured: a plain model on {self._loader.kind}"
 
     def _train(self, number: int, most: int | None, after_step: Callable[[Item | None], None]) -> float:
-        items = (self._item(batch) for batch in islice(self._loader, most))
+        task, batches = self._steps.task, islice(self._loader, most)
+        items = (plain_item(batch, task, self._device, self._nodes) for batch in batches)
         return self._steps.train((item for item in items if item.targets.size(0)), after_step)
-
-    def _item(self, batch: Any) -> Item:
-        return plain_item(batch, self._steps.task, self._device)
 
     def _whole(self, split: str) -> Any:
         """A split's graph as one batch."""
-        graph = self._graphs[split]
+        graph = self._dataset.passing(split)
         whole = copy.copy(graph)
         whole.n_id, whole.e_id = torch.arange(graph.num_nodes), torch.arange(graph.num_edges)
         whole.batch_size = graph.num_nodes
@@ -346,8 +352,12 @@ class SubgraphStrategy(Strategy):
         # Copied even if it is on the device already: a model may write into its inputs.
         whole = self._whole(split).apply(lambda value: value.to(self._device, copy=True))
         with evaluating(self._model):
-            out: Tensor = self._call(whole)
-        return out.cpu()
+            return self._all_rows(whole).cpu()
+
+    def _all_rows(self, whole: Any) -> Tensor:
+        """The rows that the task scores, for a whole graph."""
+        out: Tensor = self._call(whole)
+        return out
 
     def _call(self, batch: Data) -> Any:
         args, kwargs = unpack_batch(self._signature, type(self._model).__name__, (batch,), {})
@@ -396,56 +406,3 @@ def _refuse_cached(model: nn.Module) -> None:
                 got="cached=True, which would reuse the first batch's",
                 fix="Create it with cached=False.",
             )
-
-
-def data_key(loader: HaloLoader, task: Task) -> str:
-    """Fingerprint of everything that a run learns from: the graph, and what the task reads from its data."""
-    return fingerprint(*task.identity(loader.data), graph=loader.graph.key)
-
-
-def halo_loaders(
-    dataset: Dataset, task: Task, options: FitOptions, labels: Tensor | None = None
-) -> dict[str, HaloLoader]:
-    """One loader for each split; splits of the same graph share it.
-
-    ``labels`` holds the part of each node of the training graph, ``[num_nodes]``, if it is already cut.
-    """
-    names = ("partition", "balance", "seed", "num_workers", "cache_dir")
-    common: dict[str, Any] = {"keep": options.keep_batches, **{name: getattr(options, name) for name in names}}
-    if torch.device(options.device).type == "cuda" and not options.num_workers:
-        common["device"] = options.device
-    train = {**common, "batch_size": options.batch_size, "shuffle": True, "drawings": options.drawings}
-    labels = _cut(task, dataset.train, options.num_parts, options.batch_size, options) if labels is None else labels
-    if labels is not None:
-        train["partition"] = labels
-    if options.compensate != "none":
-        train["bidirectional"] = not Graph.of(dataset.train).is_symmetric
-    made = {id(dataset.train): HaloLoader(dataset.train, options.num_parts if labels is None else None, **train)}
-    graphs = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
-    for graph in graphs.values():
-        if id(graph) not in made:
-            # Batches of other graphs have about as many nodes as those of the training graph.
-            share = graph.num_nodes / dataset.train.num_nodes
-            count = min(max(1, round(options.num_parts / options.batch_size * share)), graph.num_nodes)
-            known = _cut(task, graph, count, 1, options)
-            cut = {} if known is None else {"partition": known}
-            made[id(graph)] = HaloLoader(graph, count if known is None else None, **{**common, **cut})
-    return {split: made[id(graph)] for split, graph in graphs.items()}
-
-
-def _cut(task: Task, graph: Data, num_parts: int, batch_size: int, options: FitOptions) -> Tensor | None:
-    """The parts of a graph, if the task cuts it."""
-    how = {"method": options.partition, "seed": options.seed, "cache_dir": options.cache_dir}
-    return task.cut(graph, num_parts, batch_size, **how)
-
-
-def subgraph_loader(graph: Data, task: Task, options: FitOptions) -> ClusterLoader | SampleLoader:
-    """A loader of joined parts, or with a fan-out of as many sampled neighbourhoods of what the task trains on."""
-    common: dict[str, Any] = {"seed": options.seed, "num_workers": options.num_workers}
-    if options.fan_out is None:
-        labels = _cut(task, graph, options.num_parts, options.batch_size, options)
-        common |= {"partition": options.partition if labels is None else labels, "balance": options.balance}
-        common["cache_dir"] = options.cache_dir
-        count = options.num_parts if labels is None else None
-        return ClusterLoader(graph, count, batch_size=options.batch_size, shuffle=True, **common)
-    return task.sampled(graph, options.fan_out, -(-options.num_parts // options.batch_size), **common)

@@ -12,9 +12,8 @@ from gnnautoscale.attach import attached
 from gnnautoscale.data import TypedDataset, TypedLinks
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import TypedMemory
-from gnnautoscale.graph import HaloLoader, fingerprint
+from gnnautoscale.graph import HaloLoader
 from gnnautoscale.tasks import LinkPrediction, Task
-from gnnautoscale.training.captured import engine_for
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.strategies import HistoryStrategy, load_rows, saved_rows
 
@@ -50,51 +49,17 @@ class TypedStrategy(HistoryStrategy):
         self,
         model: nn.Module,
         dataset: TypedDataset,
+        loaders: dict[str, HaloLoader],
         optimizer: torch.optim.Optimizer,
         task: Task,
         options: FitOptions,
-        labels: Tensor | None,
     ) -> None:
-        self._dataset = dataset
-        cut: Any = options.partition if labels is None else labels
-        whole = options.mode == "full"
-        #: Makes the batches.
-        self.loader = HaloLoader(
-            dataset.graph,
-            (1 if whole else options.num_parts) if labels is None else None,
-            partition=cut,
-            balance=options.balance,
-            batch_size=1 if whole else options.batch_size,
-            shuffle=True,
-            drawings=None if whole else options.drawings,
-            seed=options.seed,
-            keep=options.keep_batches,
-            cache_dir=options.cache_dir,
-            device=options.device,
-            bidirectional=options.compensate != "none",
-        )
-        engine = engine_for(
-            model,
-            dataset.graph,
-            dataset.train,
-            self.loader,
-            optimizer,
-            task,
-            options,
-            nodes=dataset.seen,
-            rows=lambda out: dataset.own_rows(_of_targets(model, dataset.targets, out)),
-        )
-        super().__init__(
-            model,
-            _loaders(dataset, self.loader, options),
-            engine,
-            exact_after=options.exact_after,
-            evaluate_parts=options.evaluate_parts,
-            refreshes=options.refresh,
-        )
-        #: A fingerprint of everything that the run learns from.
-        self.key = self._key = fingerprint(*task.identity(dataset.train), graph=self.loader.graph.key)
-        self.make_room(options)
+        self._typed = dataset
+
+        def rows(out: Any) -> Tensor:
+            return dataset.own_rows(_of_targets(model, dataset.targets, out))
+
+        super().__init__(model, dataset, loaders, optimizer, task, options, nodes=dataset.seen, rows=rows)
 
     def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
         """See :meth:`Strategy.output`."""
@@ -104,7 +69,7 @@ class TypedStrategy(HistoryStrategy):
         return rows
 
     def _all_rows(self, out: Any) -> Tensor:
-        return self._dataset.all_rows(_of_targets(self._model, self._dataset.targets, out))
+        return self._typed.all_rows(_of_targets(self._model, self._typed.targets, out))
 
     def _saved_rows(self) -> dict[str, Any]:
         memory: TypedMemory = attached(self._model).memory
@@ -113,23 +78,7 @@ class TypedStrategy(HistoryStrategy):
     def _load_rows(self, state: dict[str, Any], device: torch.device) -> None:
         memory: TypedMemory = attached(self._model).memory
         for kind, kept in state["types"].items():
-            load_rows(memory.kinds[kind], kept, device, self.loader.row_orders[kind])
-
-
-def _loaders(dataset: TypedDataset, loader: HaloLoader, options: FitOptions) -> dict[str, HaloLoader]:
-    """One loader for each split; the graphs of other splits have the same nodes, and so the same parts."""
-    made = {id(dataset.passing()): loader}
-    for split in ("val", "test"):
-        graph = dataset.passing(split)
-        if id(graph) not in made:
-            made[id(graph)] = HaloLoader(
-                graph,
-                partition=loader.labels,
-                batch_size=loader.batch_size,
-                keep=options.keep_batches,
-                device=options.device,
-            )
-    return {split: made[id(dataset.passing(split))] for split in ("train", "val", "test")}
+            load_rows(memory.kinds[kind], kept, device, self._loader.row_orders[kind])
 
 
 def _of_targets(model: nn.Module, targets: Sequence[str], out: Any) -> dict[str, Tensor]:
