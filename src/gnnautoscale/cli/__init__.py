@@ -33,7 +33,7 @@ from gnnautoscale.cli.reproduce import reproduce
 from gnnautoscale.cli.saved import load_model, save_model
 from gnnautoscale.cli.schema import DATA, INFER, MODEL, PARTITION, TRAIN, chosen, load_dataset, with_options
 from gnnautoscale.cli.typed import facts_of_parts, typed_facts
-from gnnautoscale.data import TypedDataset, datasets
+from gnnautoscale.data import TypedDataset, TypedLinks, datasets
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph, HaloLoader, TypedGraph, connectivity, groups_to_balance
 from gnnautoscale.graph import partition as cut
@@ -191,16 +191,21 @@ def infer(
     with working("partition", long=graph.num_edges > _LONG_TO_CUT):
         loader = HaloLoader(graph, min(num_parts, graph.num_nodes))
     with working("inference"):
-        out = run_inference(scaled, loader)
+        found = run_inference(scaled, loader)
+    out = found
+    if isinstance(dataset, TypedDataset):
+        by_type = found if isinstance(found, dict) else {dataset.targets[0]: found}
+        out = dataset.all_rows(by_type)
     facts: dict[str, Any] = {"nodes": graph.num_nodes, "seconds": time.perf_counter() - start}
     splits = ("test",) if dataset.inductive else ("train", "val", "test")
     for split in splits:
         facts[f"{task.metric} {split}"] = task.score(out, dataset.test, split)
     if output is not None:
-        asked = asked_pairs(task, out, pairs, partners_of, top, relation)
-        arrays: dict[str, Any] = {
-            name: value.numpy() for name, value in {**task.predictions(out, dataset.test), **asked}.items()
-        }
+        asked = asked_pairs(dataset, task, out, pairs, partners_of, top, relation)
+        predicted = task.predictions(out, dataset.test)
+        if isinstance(dataset, TypedLinks):  # by type, as nodes are numbered in the file
+            predicted = {f"embeddings_{kind}": rows for kind, rows in by_type.items()}
+        arrays: dict[str, Any] = {name: value.numpy() for name, value in {**predicted, **asked}.items()}
         write_atomically(output, lambda stream: np.savez(stream, **arrays), rule="--output must be writable")
     _show_facts(f"{options['data']} · {model.name}", facts, json)
 
