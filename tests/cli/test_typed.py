@@ -137,3 +137,27 @@ def test_settings_are_proposed_for_nodes_and_links(file: Path) -> None:
     found = json.loads(call("tune", *tuned, "--task", "link", "--target", "author,writes,paper").stdout)
     assert "--task link" in found["command"]
     assert "--target author,writes,paper" in found["command"]
+
+
+def test_a_graph_without_targets_is_shown_and_cut(file: Path) -> None:
+    with np.load(file) as archive:
+        kept = set(archive.files) - {"y_paper", "split_paper"}
+        np.savez("bare.npz", **{name: archive[name] for name in kept})
+    facts = json.loads(call("data", "--data", "bare.npz", "--json").stdout)
+    assert facts["author writes paper"] == 90
+    cut = json.loads(call("partition", "--data", "bare.npz", "--num-parts", 3, "--json").stdout)
+    assert (cut["nodes"], cut["parts"]) == (60, 3)
+    with pytest.raises(InputError, match=r"no y at all. .*--task link"):
+        call("train", "--data", "bare.npz", "--model", "hgt", *FAST)
+
+
+@pytest.mark.parametrize("model", ["hetero-sage", "hgt", "rgcn"])
+def test_types_may_be_empty_isolated_or_without_columns(model: str, file: Path) -> None:
+    with np.load(file) as archive:
+        arrays = dict(archive)
+    arrays |= {"node_types": ["author", "paper", "old & odd", "none"], "num_nodes": [20, 40, 3, 0]}
+    arrays |= {"x_author": np.zeros((20, 0)), "edges_none__of__paper": np.zeros((2, 0), dtype=int)}
+    np.savez("odd.npz", **arrays)
+    call("train", "--data", "odd.npz", "--model", model, "--hidden", 8, *FAST, "--save", "model.pt")
+    facts = json.loads(call("infer", "model.pt", "--data", "odd.npz", "--json").stdout)
+    assert 0 <= facts["accuracy test"] <= 100

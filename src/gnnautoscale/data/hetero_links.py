@@ -100,7 +100,7 @@ class TypedLinks(TypedDataset):
 
         Example:
             >>> data = HeteroData()
-            >>> data["author"].num_nodes, data["paper"].num_nodes = 10, 10
+            >>> data["author"].num_nodes, data["paper"].num_nodes = 10, 30
             >>> every = torch.cartesian_prod(torch.arange(10), torch.arange(10))
             >>> data["author", "writes", "paper"].edge_index = every.t().contiguous()
             >>> links = TypedLinks.split(data, "writes")
