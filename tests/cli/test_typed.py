@@ -84,3 +84,80 @@ def test_what_does_not_fit_is_refused(file: Path) -> None:
     call("train", "--data", file, "--undirected", "--model", "rgcn", *FAST, "--save", "model.pt")
     with pytest.raises(InputError, match="of its training"):
         call("infer", "model.pt", "--data", file)
+
+
+@pytest.mark.parametrize("target", ["author,writes,paper", "writes", None])
+def test_links_are_trained_scored_and_found(target: str | None, file: Path) -> None:
+    links = ["--task", "link", "--data", file, "--undirected", "--width", 8]
+    links += [] if target is None else ["--target", target]
+    model = ["--model", "hetero-sage", "--hidden", 8, "--layers", 2]
+    made = json.loads(call("train", *links, *model, *FAST, "--save", "model.pt", "--json").stdout)
+    (run,) = made["runs"]
+    Path("pairs.csv").write_text("source,target\n3,39\n19,0\n")
+    asked = ["--pairs", "pairs.csv", "--partners-of", "3,19", "--top", 4, "--output", "out.npz"]
+    found = json.loads(call("infer", "model.pt", *links, *asked, "--json").stdout)
+    assert found["ROC-AUC test"] == pytest.approx(run["scores"]["test"], rel=1e-4)
+    with np.load("out.npz") as saved:
+        out = dict(saved)
+    authors, papers = out["embeddings_author"], out["embeddings_paper"]
+    assert (authors.shape, papers.shape) == ((20, 8), (40, 8))
+    assert out["pair_scores"] == pytest.approx([authors[3] @ papers[39], authors[19] @ papers[0]], rel=1e-4)
+    known = read_typed_graph(file)["author", "writes", "paper"].edge_index
+    for node, partners, scores in zip((3, 19), out["partners"], out["partner_scores"], strict=True):
+        every = papers @ authors[node]
+        every[known[1, known[0] == node]] = -np.inf
+        assert scores == pytest.approx(np.sort(every)[::-1][:4], rel=1e-4)
+        assert every[partners] == pytest.approx(scores, rel=1e-4)
+
+
+def test_links_that_cannot_be_are_refused(file: Path) -> None:
+    links = ["--task", "link", "--data", file, "--model", "hetero-sage", "--width", 8]
+    refused = {
+        "author,paper": "source, relation and target",
+        "author,reads,paper": r"Name one of author,writes,paper",
+        "reads": r"Name one of author,writes,paper",
+    }
+    for target, message in refused.items():
+        with pytest.raises(InputError, match=message):
+            call("train", *links, "--target", target, *FAST)
+    with pytest.raises(InputError, match="distmult for typed ones"):
+        call("train", *links, "--decoder", "distmult", *FAST)
+    call("train", *links, *FAST, "--save", "model.pt")
+    with pytest.raises(InputError, match="--partners-of must be nodes from 0 to 19"):
+        call("infer", "model.pt", *links[:4], "--width", 8, "--partners-of", "20", "--output", "out.npz")
+    Path("pairs.csv").write_text("source,target\n3,40\n")
+    with pytest.raises(InputError, match="target must be nodes from 0 to 39"):
+        call("infer", "model.pt", *links[:4], "--width", 8, "--pairs", "pairs.csv", "--output", "out.npz")
+
+
+def test_settings_are_proposed_for_nodes_and_links(file: Path) -> None:
+    tuned = ["--data", file, "--undirected", "--model", "hetero-sage", "--hidden", 8, "--device", "cpu", "--json"]
+    found = json.loads(call("tune", *tuned).stdout)
+    assert "--undirected --model hetero-sage" in found["command"]
+    found = json.loads(call("tune", *tuned, "--task", "link", "--target", "author,writes,paper").stdout)
+    assert "--task link" in found["command"]
+    assert "--target author,writes,paper" in found["command"]
+
+
+def test_a_graph_without_targets_is_shown_and_cut(file: Path) -> None:
+    with np.load(file) as archive:
+        kept = set(archive.files) - {"y_paper", "split_paper"}
+        np.savez("bare.npz", **{name: archive[name] for name in kept})
+    facts = json.loads(call("data", "--data", "bare.npz", "--json").stdout)
+    assert facts["author writes paper"] == 90
+    cut = json.loads(call("partition", "--data", "bare.npz", "--num-parts", 3, "--json").stdout)
+    assert (cut["nodes"], cut["parts"]) == (60, 3)
+    with pytest.raises(InputError, match=r"no y at all. .*--task link"):
+        call("train", "--data", "bare.npz", "--model", "hgt", *FAST)
+
+
+@pytest.mark.parametrize("model", ["hetero-sage", "hgt", "rgcn"])
+def test_types_may_be_empty_isolated_or_without_columns(model: str, file: Path) -> None:
+    with np.load(file) as archive:
+        arrays = dict(archive)
+    arrays |= {"node_types": ["author", "paper", "old & odd", "none"], "num_nodes": [20, 40, 3, 0]}
+    arrays |= {"x_author": np.zeros((20, 0)), "edges_none__of__paper": np.zeros((2, 0), dtype=int)}
+    np.savez("odd.npz", **arrays)
+    call("train", "--data", "odd.npz", "--model", model, "--hidden", 8, *FAST, "--save", "model.pt")
+    facts = json.loads(call("infer", "model.pt", "--data", "odd.npz", "--json").stdout)
+    assert 0 <= facts["accuracy test"] <= 100

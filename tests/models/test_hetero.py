@@ -64,7 +64,26 @@ def test_r_gcn_is_its_formula() -> None:
     assert found["a"].tolist() == [[2 * 1 + 2 + 0.0], [2 * 3 + 2 + 2 * 2.0]]
 
 
+@pytest.mark.parametrize("name", TYPED_MODELS)
+def test_one_type_of_edges_is_enough(name: str) -> None:
+    torch.manual_seed(0)
+    data = HeteroData()
+    data["a"].x, data["b"].x = torch.randn(12, 3), torch.randn(5, 2)
+    data["a", "to", "a"].edge_index = torch.randint(12, (2, 30))
+    model = build_model(name, data, 3, ["a"], hidden=8, layers=3)
+    wanted = at_once(model, data)
+    gas.autoscale(model, data)
+    loader = gas.HaloLoader(data, num_parts=3, partition="random")
+    assert torch.allclose(gas.infer(model, loader), wanted, atol=1e-5)
+    assert gas.verify(model, loader).exact
+
+
 def test_what_does_not_fit_is_refused() -> None:
+    dotted = HeteroData()
+    dotted["a.b"].x = torch.ones(2, 1)
+    dotted["a.b", "to", "a.b"].edge_index = torch.tensor([[0], [1]])
+    with pytest.raises(InputError, match=r"names modules can have, but got .*a\.b"):
+        build_model("hgt", dotted, 3, ["a.b"])
     with pytest.raises(InputError, match=r"models of a heterogeneous graph are hetero-sage, hgt, rgcn, but got 'gcn'"):
         build_model("gcn", graph(), 3, ["paper"])
     with pytest.raises(InputError, match="multiple of heads"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
 from typer.testing import CliRunner
 
 import gnnautoscale.cli as cli
@@ -85,9 +85,9 @@ class Known(Trials):
         self._failed = set()
         self._device = torch.device("cpu")
         self._options, self._task = FitOptions(device="cpu"), NodeClassification(3)
-        self._rows = [(1, torch.float32)]
+        self._rows = [(5 * UNIT, 1, torch.float32)]  # histories of 40 units, with a second set for evaluation
         self._saved = 0.0
-        self._graph = Data(num_nodes=5 * UNIT)  # histories of 40 units, with a second set for evaluation
+        self._dataset = Dataset.of(Data(num_nodes=5 * UNIT))
 
 
 def test_full_batch_is_passed_over_only_for_what_is_faster_and_takes_no_more() -> None:
@@ -435,9 +435,6 @@ def test_refuses_an_autoscaled_model_and_a_single_node() -> None:
     mask = torch.tensor([True])
     one = Data(x=torch.ones(1, 2), edge_index=torch.zeros(2, 0, dtype=torch.long), y=torch.tensor([0]))
     one.train_mask = one.val_mask = mask
-    types = HeteroData(a={"x": torch.ones(2, 1), "y": torch.tensor([0, 1]), "train_mask": torch.ones(2) > 0})
-    with pytest.raises(InputError, match="tune takes graphs with one type of nodes"):
-        tune.tune("gcn", types)
     with pytest.raises(InputError, match="at least two nodes"):
         tune.tune("gcn", one)
 

@@ -32,8 +32,8 @@ from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
 from gnnautoscale.cli.saved import load_model, save_model
 from gnnautoscale.cli.schema import DATA, INFER, MODEL, PARTITION, TRAIN, chosen, load_dataset, with_options
-from gnnautoscale.cli.typed import facts_of_parts, typed_facts
-from gnnautoscale.data import TypedDataset, datasets
+from gnnautoscale.cli.typed import facts_of_parts, graph_without_targets, typed_facts
+from gnnautoscale.data import TypedDataset, TypedLinks, datasets
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph, HaloLoader, TypedGraph, connectivity, groups_to_balance
 from gnnautoscale.graph import partition as cut
@@ -125,9 +125,10 @@ def partition(
     """Cut a graph into parts and show how many edges stay inside them."""
     _check_target("--output", output)
     with working(f"loading {options['data']}"):
-        dataset = load_dataset(options)
-    typed = TypedGraph.of(dataset.graph) if isinstance(dataset, TypedDataset) else None
-    graph = dataset.train if typed is None else typed.joined.data
+        untold = graph_without_targets(options)
+        loaded = load_dataset(options).passing() if untold is None else untold
+    typed = TypedGraph.of(loaded) if isinstance(loaded, HeteroData) else None
+    graph = loaded if typed is None else typed.joined.data
     groups = groups_to_balance(Graph.of(graph) if typed is None else typed) if options["balance"] else None
     start = time.perf_counter()
     with working("partition", long=graph.num_edges > _LONG_TO_CUT):
@@ -191,16 +192,21 @@ def infer(
     with working("partition", long=graph.num_edges > _LONG_TO_CUT):
         loader = HaloLoader(graph, min(num_parts, graph.num_nodes))
     with working("inference"):
-        out = run_inference(scaled, loader)
+        found = run_inference(scaled, loader)
+    out = found
+    if isinstance(dataset, TypedDataset):
+        by_type = found if isinstance(found, dict) else {dataset.targets[0]: found}
+        out = dataset.all_rows(by_type)
     facts: dict[str, Any] = {"nodes": graph.num_nodes, "seconds": time.perf_counter() - start}
     splits = ("test",) if dataset.inductive else ("train", "val", "test")
     for split in splits:
         facts[f"{task.metric} {split}"] = task.score(out, dataset.test, split)
     if output is not None:
-        asked = asked_pairs(task, out, pairs, partners_of, top, relation)
-        arrays: dict[str, Any] = {
-            name: value.numpy() for name, value in {**task.predictions(out, dataset.test), **asked}.items()
-        }
+        asked = asked_pairs(dataset, task, out, pairs, partners_of, top, relation)
+        predicted = task.predictions(out, dataset.test)
+        if isinstance(dataset, TypedLinks):  # by type, as nodes are numbered in the file
+            predicted = {f"embeddings_{kind}": rows for kind, rows in by_type.items()}
+        arrays: dict[str, Any] = {name: value.numpy() for name, value in {**predicted, **asked}.items()}
         write_atomically(output, lambda stream: np.savez(stream, **arrays), rule="--output must be writable")
     _show_facts(f"{options['data']} · {model.name}", facts, json)
 
@@ -212,6 +218,9 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
             print_json(list(datasets.names()))
         else:
             print("\n".join(datasets.names()))
+        return
+    if (untold := graph_without_targets(options)) is not None:
+        _show_facts(options["data"], typed_facts(untold), json)
         return
     dataset = load_dataset(options)
     if isinstance(dataset, TypedDataset):

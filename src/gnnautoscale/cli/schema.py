@@ -46,7 +46,11 @@ class Files(OptionGroup):
         None, "Add the reverse of every edge of a file; of a heterogeneous graph, as types of their own."
     )
     max_features: int | None = option(None, "Keep only this many features of a file.")
-    target: str | None = option(None, "Type of nodes with targets, if several types of a heterogeneous graph have y.")
+    target: str | None = option(
+        None,
+        "Type of nodes with targets, if several types of a heterogeneous graph have y; for --task link, type of edges, "
+        "like author,writes,paper.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +122,8 @@ def chosen(group: type[OptionGroup] | list[Option], options: Mapping[str, Any]) 
     return {name: options[name] for name in names if options[name] is not None}
 
 
-def load_dataset(options: dict[str, Any]) -> Dataset:
-    """Load the data set that the options name."""
+def file_of(options: dict[str, Any]) -> Path | None:
+    """The file or folder that the options name; ``None`` if it is a data set."""
     source = options["data"]
     if source is None:
         raise InputError(
@@ -127,9 +131,8 @@ def load_dataset(options: dict[str, Any]) -> Dataset:
             got="nothing",
             fix="Pass a data set's name (`gas data` lists them) or a file.",
         )
-    of_file, of_generator = chosen(Files, options), chosen(Generators, options)
     is_file = source.lower() not in datasets.names() and (Path(source).suffix != "" or Path(source).exists())
-    misplaced = of_generator if is_file else of_file
+    misplaced = chosen(Generators if is_file else Files, options)
     if misplaced:
         raise InputError(
             f"{', '.join('--' + name.replace('_', '-') for name in misplaced)} "
@@ -137,9 +140,15 @@ def load_dataset(options: dict[str, Any]) -> Dataset:
             got=f"--data {source}",
             fix="Leave them out.",
         )
-    if is_file:
-        return open_file(source, split=options["split"], **of_file)
-    return datasets.load(source, options["root"], split=options["split"], **of_generator)
+    return Path(source) if is_file else None
+
+
+def load_dataset(options: dict[str, Any]) -> Dataset:
+    """Load the data set that the options name."""
+    file = file_of(options)
+    if file is not None:
+        return open_file(file, split=options["split"], **chosen(Files, options))
+    return datasets.load(options["data"], options["root"], split=options["split"], **chosen(Generators, options))
 
 
 def with_options(options: list[Option], command: Callable[..., None]) -> Callable[..., None]:

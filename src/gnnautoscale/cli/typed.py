@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 
+from gnnautoscale.cli.schema import Files, chosen, file_of
+from gnnautoscale.data import is_typed_file, read_typed_graph
 from gnnautoscale.graph import TypedGraph, connectivity_by_type
+
+
+def graph_without_targets(options: dict[str, Any]) -> HeteroData | None:
+    """The heterogeneous graph that the options name, if no type of it has targets, so that it is no data set."""
+    file, of_file = file_of(options), chosen(Files, options)
+    if file is None or not is_typed_file(file) or of_file.keys() - {"undirected", "max_features"}:
+        return None
+    graph = read_typed_graph(file, **of_file)
+    return None if any("y" in store for store in graph.node_stores) else graph
 
 
 def typed_facts(graph: HeteroData) -> dict[str, Any]:

@@ -5,7 +5,7 @@ The paper's data sets by name, a user's own files, and generated graphs. It know
 
 from gnnautoscale.data.datasets import Dataset, load
 from gnnautoscale.data.hetero import TypedDataset, nodes_of_type, open_file
-from gnnautoscale.data.hetero_files import read_typed_graph
+from gnnautoscale.data.hetero_files import is_typed_file, read_typed_graph
 from gnnautoscale.data.hetero_links import TypedLinks
 from gnnautoscale.data.many_graphs import folds, holds_graphs, is_collection, join_graphs, take_graphs
 
@@ -16,6 +16,7 @@ __all__ = [
     "folds",
     "holds_graphs",
     "is_collection",
+    "is_typed_file",
     "join_graphs",
     "load",
     "nodes_of_type",

@@ -382,7 +382,7 @@ def integers(name: str, column: _Array) -> _Array:
         if column.dtype.kind in "iuU":
             return column.astype(np.int64)
     except (ValueError, OverflowError) as error:
-        raise InputError(f"{name} must be integers", got=str(error), fix="Number them from 0.") from error
+        raise InputError(f"{name} must be integers", got=_reason(error), fix="Number them from 0.") from error
     raise InputError(f"{name} must be integers", got=f"type {column.dtype}", fix="Save them as int64.")
 
 
@@ -391,7 +391,11 @@ def splits(name: str, column: _Array) -> _Array:
     if column.dtype.kind != "U":
         return integers(name, column)
     words = [column == word for word in ("train", "val", "test", "none", "")]
-    return integers(name, np.select(words, ["0", "1", "2", "-1", "-1"], column))
+    try:
+        return integers(name, np.select(words, ["0", "1", "2", "-1", "-1"], column))
+    except InputError as error:
+        rule, fix = f"{name} must be integers, or train, val, test and none", "Rename them."
+        raise InputError(rule, got=_reason(error.__cause__ or error), fix=fix) from error
 
 
 def floats(name: str, column: _Array) -> _Array:
@@ -414,11 +418,17 @@ def numbers(name: str, column: _Array) -> _Array:
             try:
                 column = np.where(empty, "nan", column).astype(np.float64)
             except ValueError as error:
-                raise InputError(f"{name} must be numbers", got=str(error), fix="Number the classes from 0.") from error
+                rule, fix = f"{name} must be numbers", "Number the classes from 0."
+                raise InputError(rule, got=_reason(error), fix=fix) from error
     if column.dtype.kind == "b":
         return column
     labels = column.ndim > 1 and bool(np.isin(column, (0, 1)).all())
     return column.astype(np.int64) if column.dtype.kind in "iu" and not labels else floats(name, column)
+
+
+def _reason(error: BaseException) -> str:
+    """What NumPy says, with words as they are in the file."""
+    return re.sub(r"np\.str_\((.*)\)", r"\1", str(error))
 
 
 def _need(holds: bool, rule: str, got: str, fix: str) -> None:

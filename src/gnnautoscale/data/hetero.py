@@ -48,7 +48,9 @@ class TypedDataset(Dataset):
             raise InputError(
                 "one type of nodes has targets",
                 got=f"y for {', '.join(named)}" if named else "no y at all",
-                fix="Pass gnnautoscale.data.TypedDataset.of_types(data, target=...), and set y and masks of that type.",
+                fix="Name one of them: --target on the command line, TypedDataset.of_types(data, target=...) in Python."
+                if named
+                else "Set y of the nodes to predict, or predict edges: --task link, task='link'.",
             )
         target = named[0] if target is None else target
         if target not in graph.node_types:

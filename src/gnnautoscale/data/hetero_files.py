@@ -114,8 +114,12 @@ def _archive(path: Path) -> HeteroData:
         _need(name in arrays, f"{path} must have the array {name}", ", ".join(arrays) or "none")
     kinds, counts = arrays["node_types"].tolist(), arrays["num_nodes"].tolist()
     fits = isinstance(kinds, list) and isinstance(counts, list) and len(kinds) == len(counts) == len(set(kinds))
-    fits = fits and all(isinstance(kind, str) for kind in kinds) and all(isinstance(count, int) for count in counts)
-    _need(fits, "node_types must be distinct names, and num_nodes an integer for each", f"{kinds} and {counts}")
+    fits = (
+        fits
+        and all(isinstance(kind, str) for kind in kinds)
+        and all(isinstance(count, int) and count >= 0 for count in counts)
+    )
+    _need(fits, "node_types must be distinct names, and num_nodes a count for each", f"{kinds} and {counts}")
     relations = {name.removeprefix("edges_"): _ends(name, kinds) for name in arrays if name.startswith("edges_")}
     _check_names(path, arrays, kinds, relations)
     graph = HeteroData()

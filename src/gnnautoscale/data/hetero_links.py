@@ -6,6 +6,7 @@ type only: so pairs, leaks and negatives are those of plain graphs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale.data.hetero import TypedDataset
+from gnnautoscale.data.links import draw_split
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import EdgeType, TypedGraph
+from gnnautoscale.graph import EdgeType, Graph, TypedGraph
 
 # A type of edges is the reverse of another if more than this share of the other's edges go back in it.
 _MOSTLY = 0.5
@@ -74,6 +76,58 @@ class TypedLinks(TypedDataset):
         train, val, test = (_view(graph, relation, back) for graph in graphs)
         return TypedLinks(name, train, val, test, first, relation[0], relation, (graphs[0], graphs[1], graphs[2]))
 
+    @staticmethod
+    def split(
+        graph: HeteroData,
+        relation: EdgeType | str | None = None,
+        seed: int = 0,
+        *,
+        disjoint: float = 0.3,
+        name: str = "data",
+    ) -> TypedLinks:
+        """Hold edges of one type back, to predict them: 5 % for validation and 10 % for tests.
+
+        Args:
+            graph: The graph.
+            relation: The type of edges, or the name of its relation if no other has that; by default the only one,
+                apart from those called ``rev_...``.
+            seed: Of the draw.
+            disjoint: The share of training edges that are trained on; the rest passes messages. 0: all do both.
+            name: Name of the data set.
+
+        Messages go backwards along the same edges only, in the type that is the reverse of this one. Edges between the
+        same nodes count once.
+
+        Example:
+            >>> data = HeteroData()
+            >>> data["author"].num_nodes, data["paper"].num_nodes = 10, 30
+            >>> every = torch.cartesian_prod(torch.arange(10), torch.arange(10))
+            >>> data["author", "writes", "paper"].edge_index = every.t().contiguous()
+            >>> links = TypedLinks.split(data, "writes")
+            >>> links.relation, links.train.edge_label.numel(), links.test.edge_label.sum()
+            (('author', 'writes', 'paper'), 25, tensor(10.))
+        """
+        TypedGraph.of(graph)
+        chosen = relation_named(graph, relation)
+        back = _reverses(graph, chosen)
+        if len(back) > 1:
+            got, fix = ", ".join(map(str, back)), "Remove all but one of them."
+            raise InputError(
+                f"{chosen!r} must have at most one reverse, or held back edges pass messages", got=got, fix=fix
+            )
+        single = _without_copies(graph, chosen)
+        ends, count = single[chosen].edge_index, graph[chosen[0]].num_nodes
+        both_ways = chosen[0] == chosen[2] and Graph.of(Data(edge_index=ends, num_nodes=count)).is_symmetric
+        graphs = draw_split(
+            single,
+            seed,
+            disjoint,
+            is_undirected=both_ways,
+            edge_types=[chosen],
+            rev_edge_types=[back[0] if back else None],
+        )
+        return TypedLinks.of_splits(graphs, chosen, name)
+
     def passing(self, split: str = "train") -> HeteroData:
         """See :meth:`Dataset.passing`."""
         return self.passed[("train", "val", "test").index(split)]
@@ -109,6 +163,38 @@ class TypedLinks(TypedDataset):
         """See :meth:`TypedDataset.check`."""
         for graph in self.passed:
             TypedGraph.of(graph)
+
+
+def relation_named(graph: HeteroData, named: EdgeType | str | None) -> EdgeType:
+    """The type of edges that someone means by three names, the middle one, or none if there is only one."""
+    kinds: list[EdgeType] = list(graph.edge_types)
+    if named is None:
+        found = [kind for kind in kinds if not kind[1].startswith("rev_")]
+    else:
+        found = [kind for kind in kinds if named in (kind, kind[1])]
+    if len(found) != 1:
+        raise InputError(
+            "links to predict are edges of one type",
+            got=f"{named!r}, which {'none is' if not found else 'several are'} called" if named else "no type",
+            fix=f"Name one of {', '.join(map(','.join, found or kinds))}.",
+        )
+    return found[0]
+
+
+def _without_copies(graph: HeteroData, relation: EdgeType) -> HeteroData:
+    """The graph with the first of all edges of a type between the same nodes."""
+    source, target = graph[relation].edge_index
+    _, place = torch.unique(source * graph[relation[2]].num_nodes + target, return_inverse=True)
+    count = int(place.max()) + 1 if place.numel() else 0
+    if count == place.numel():
+        return graph
+    first = torch.full((count,), place.numel()).scatter_reduce(0, place, torch.arange(place.numel()), "amin")
+    kept = first.sort().values
+    single = copy.copy(graph)
+    for name, value in graph[relation].items():
+        if graph[relation].is_edge_attr(name):
+            single[relation][name] = value[:, kept] if name == "edge_index" else value[kept]
+    return single
 
 
 def _reverses(graph: HeteroData, relation: EdgeType) -> list[EdgeType]:

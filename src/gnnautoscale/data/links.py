@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 from torch_geometric.transforms import RandomLinkSplit  # type: ignore[import-untyped]
 
 from gnnautoscale._util import undisturbed
@@ -28,12 +29,13 @@ def split_edges(data: Data, seed: int, *, disjoint: float, typed: bool) -> list[
         raise InputError("relations are predicted where edges have types", got="edges without edge_type", fix=fix)
     if "edge_split" in data or typed:
         return _by_number(data, seed, disjoint, typed)
+    return draw_split(data, seed, disjoint, is_undirected=Graph.of(data).is_symmetric)
+
+
+def draw_split(data: Data | HeteroData, seed: int, disjoint: float, **how: Any) -> list[Any]:
+    """The graphs of all splits as PyG draws them; ``how`` are further options of its ``RandomLinkSplit``."""
     split = RandomLinkSplit(
-        num_val=_VAL,
-        num_test=_TEST,
-        is_undirected=Graph.of(data).is_symmetric,
-        disjoint_train_ratio=disjoint,
-        add_negative_train_samples=False,
+        num_val=_VAL, num_test=_TEST, disjoint_train_ratio=disjoint, add_negative_train_samples=False, **how
     )
     with undisturbed(torch.device("cpu")):
         torch.manual_seed(seed)

@@ -157,6 +157,9 @@ class TypedSession(Session):
         empties = bool(records) and call in self.plan.emptied
         args, kwargs = map_tensors(own, arguments)
         slot = self.plan.slot_of.get(call)
+        # A layer that takes rows by type returns them by type, and is computed in any case.
+        by_type = any(isinstance(value, dict) for value in (*args, *kwargs.values()))
+        slot = None if by_type else slot
         if slot is not None and target is not None and not self._exchange.computes(self.kinds[target], slot):
             like, of = self.plan.call_rows[call], self.info.nodes[target]
             count = of.batch_size if self.plan.own_rows else of.num_rows

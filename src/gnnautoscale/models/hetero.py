@@ -78,7 +78,7 @@ class TypedStack(NamedModel):
         columns, hidden = self.types.columns, self.hidden
         self.first = ModuleDict({kind: nn.Linear(width, hidden) for kind, width in columns.items() if width})
         counts = {kind: count for kind, count in self.types.counts.items() if not columns[kind]}
-        self.rows = ModuleDict({kind: nn.Embedding(count, hidden) for kind, count in counts.items()})
+        self.rows = ModuleDict({kind: nn.Embedding(max(count, 1), hidden) for kind, count in counts.items()})
         self.convs = nn.ModuleList(self._make_layer() for _ in range(self.layers))
         self.last = ModuleDict({kind: nn.Linear(hidden, self.out_channels) for kind in self.targets})
 
@@ -95,7 +95,8 @@ class TypedStack(NamedModel):
         Returns:
             ``[num_nodes, out_channels]`` for the only target type, or a dictionary of these.
         """
-        rows: Rows = {kind: self._drop(self.first[kind](x).relu()) for kind, x in (x_dict or {}).items()}
+        given = {kind: x for kind, x in (x_dict or {}).items() if kind in self.first}  # others have no columns
+        rows: Rows = {kind: self._drop(self.first[kind](x).relu()) for kind, x in given.items()}
         rows |= {kind: self.rows[kind](n_id) for kind, n_id in n_id_dict.items() if kind in self.rows}
         for conv in self.convs:
             found: dict[str, Tensor | None] = conv(rows, edge_index_dict)
@@ -190,5 +191,9 @@ class HGT(TypedStack):
             rule = "the width of hidden layers must be a multiple of heads"
             raise InputError(rule, got=f"{self.hidden} and {self.heads}", fix="Change one of them.")
         kinds = list(self.types.counts), list(self.types.relations)
-        made: nn.Module = pyg.HGTConv(self.hidden, self.hidden, kinds, heads=self.heads)
+        try:
+            made: nn.Module = pyg.HGTConv(self.hidden, self.hidden, kinds, heads=self.heads)
+        except KeyError as error:  # PyG names modules after types
+            rule, fix = "HGTConv needs types whose names modules can have", "Rename the type, or use another model."
+            raise InputError(rule, got=str(error.args[0]), fix=fix) from error
         return made

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import options_of, undisturbed
-from gnnautoscale.data import Dataset, TypedDataset
+from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.history import Medium
 from gnnautoscale.models import build_model
@@ -105,7 +105,7 @@ class Advice:
 
 def tune(
     model: str | Callable[[], nn.Module],
-    data: Data | Dataset | tuple[Data, Data, Data] | tuple[list[Data], list[Data], list[Data]],
+    data: Data | HeteroData | Dataset | tuple[Data, Data, Data] | tuple[list[Data], list[Data], list[Data]],
     *,
     task: Task | TaskName | None = None,
     memory: int | None = None,
@@ -144,23 +144,21 @@ def tune(
     if memory is not None and memory <= 0:
         raise InputError("memory must be a positive number of bytes", got=str(memory), fix="Change it.")
     dataset = dataset_of(data)
-    if isinstance(dataset, TypedDataset):
-        fix = "Choose settings yourself; see docs/settings.md."
-        raise InputError("tune takes graphs with one type of nodes", got="a heterogeneous one", fix=fix)
     dataset.check()
     learned = task_for(dataset, task) if task is None or isinstance(task, str) else task
     learned.check_dataset(dataset)
     learned = learned.bound_to(dataset, metric=given.metric, class_weight=given.class_weight)
-    if dataset.train.num_nodes < 2:
+    graph = dataset.passing()
+    if graph.num_nodes < 2:
         raise InputError("a graph to cut has at least two nodes", got="fewer", fix="Train on it as it is.")
 
     def build() -> nn.Module:
         if isinstance(model, str):
-            return build_model(model, dataset.train, learned.num_outputs, **(model_options or {}))
+            return build_model(model, graph, learned.num_outputs, dataset.targets, **(model_options or {}))
         return model()
 
     with undisturbed(torch.device(given.device)):
-        return _advise(Trials(build, dataset, learned, part_counts(dataset.train.num_nodes), memory, given))
+        return _advise(Trials(build, dataset, learned, part_counts(graph.num_nodes), memory, given))
 
 
 def part_counts(num_nodes: int) -> list[int]:
@@ -344,6 +342,8 @@ def _compensate(options: dict[str, Any], chosen: Candidate, place: Place, trials
     """Whether to let gradients go on beyond the border of batches: if measurements say that they come closer."""
     if trials.has_penalty:
         return "none", "the local Lipschitz penalty runs layers twice, which compensated steps do not"
+    if not trials.compares_gradients:
+        return "none", "gradients of links of a heterogeneous graph are not compared with full batch's"
     if not chosen.measured or MOST_SWEEPS * chosen.epoch_seconds > SECONDS:
         return "none", "how gradients agree with full batch's would take too long to measure"
     found = trials.agreement(options["num_parts"], options["batch_size"], place)

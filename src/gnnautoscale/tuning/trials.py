@@ -9,14 +9,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import available_memory
 from gnnautoscale.analysis import GradientAgreement, diagnose
 from gnnautoscale.attach import attached, autoscale, detach, is_autoscaled, refresh
-from gnnautoscale.data import Dataset
+from gnnautoscale.data import Dataset, TypedDataset, TypedLinks, nodes_of_type
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import Graph, HaloLoader, connectivity, partition
+from gnnautoscale.forward import TypedPlan
+from gnnautoscale.graph import Graph, HaloLoader, TypedGraph, connectivity, partition
 from gnnautoscale.history import Medium, choose_medium, codec_for
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task
@@ -67,19 +68,27 @@ class Cut:
     skew: float = 0.0
 
     @staticmethod
-    def of(graph: Data, labels: Tensor, task: Task) -> Cut:
-        """Measure the parts of a graph."""
-        ratio, sizes = connectivity(graph.edge_index, labels), torch.bincount(labels)
+    def of(graph: Data | HeteroData, labels: Tensor, task: Task, target: str | None = None) -> Cut:
+        """Measure the parts of a graph; of a heterogeneous one, nodes of the type ``target`` have targets."""
+        edge_index = edges_to_cut(graph)
+        ratio, sizes = connectivity(edge_index, labels), torch.bincount(labels)
         rows = sizes + (ratio * sizes).round().long()
-        edges = torch.bincount(labels[graph.edge_index[1].cpu()], minlength=sizes.numel())
+        edges = torch.bincount(labels[edge_index[1].cpu()], minlength=sizes.numel())
         taken = torch.zeros_like(rows)
-        for name, value in graph:
-            if isinstance(value, Tensor) and graph.is_node_attr(name):
-                taken += rows * (value.nbytes // graph.num_nodes)
-            elif isinstance(value, Tensor) and graph.is_edge_attr(name):
-                taken += edges * (value.nbytes // max(graph.num_edges, 1))
+        # Nodes and edges of several types count as if they all had what they have on average.
+        for store in graph.stores:
+            for name, value in store.items():
+                if isinstance(value, Tensor) and store.is_node_attr(name):
+                    taken += rows * (value.nbytes // graph.num_nodes)
+                elif isinstance(value, Tensor) and store.is_edge_attr(name):
+                    taken += edges * (value.nbytes // max(graph.num_edges, 1))
         work = float((rows + edges).double().mean())
-        skew = task.skew(graph, labels)
+        if target is None:
+            skew = task.skew(graph, labels)
+        else:
+            typed = TypedGraph.of(graph)
+            first = typed.first[target]
+            skew = task.skew(nodes_of_type(graph, target), labels[first : first + typed.counts[target]])
         return Cut(labels, float(ratio.mean()), int(rows.max()), work, int(taken.sum()), int(taken.max()), skew)
 
 
@@ -109,7 +118,8 @@ class Trials:
         options: FitOptions,
     ) -> None:
         self._build, self._dataset, self._task, self._options = build, dataset, task, options
-        self._graph, self._device = dataset.train, torch.device(options.device)
+        self._graph, self._device = dataset.passing(), torch.device(options.device)
+        self._target = dataset.target if isinstance(dataset, TypedDataset) else None
         free = torch.cuda.mem_get_info(self._device)[0] if self.on_gpu else available_memory()
         if free is None and memory is None:
             raise InputError(
@@ -140,6 +150,11 @@ class Trials:
         return 1 if self._task.least_parts == 1 else JOINED
 
     @property
+    def compares_gradients(self) -> bool:
+        """Whether gradients can be compared with full batch's; those of links of several types cannot."""
+        return not isinstance(self._dataset, TypedLinks)
+
+    @property
     def on_gpu(self) -> bool:
         """Whether trials run on a GPU."""
         return self._device.type == "cuda"
@@ -153,16 +168,21 @@ class Trials:
     def cut(self, parts: int, together: int = 1) -> Cut:
         """Cut the graph as ``gas train`` would."""
         how: dict[str, Any] = {"seed": self._options.seed, "cache_dir": self._options.cache_dir}
-        labels = self._task.cut(self._graph, parts, together, **how)
+        labels = self._task.cut(self._dataset.train, parts, together, **how)
         if labels is None:
-            labels = partition(self._graph.edge_index, self._graph.num_nodes, parts, **how)
-        return Cut.of(self._graph, labels, self._task)
+            labels = partition(edges_to_cut(self._graph), self._graph.num_nodes, parts, **how)
+        return self._measured(labels)
 
     def joined(self, parts: int, together: int) -> Cut:
         """Batches of several parts, drawn at random."""
         labels = self.cut(parts, together).labels
         order = torch.randperm(parts, generator=torch.Generator().manual_seed(self._options.seed))
-        return Cut.of(self._graph, (order // together)[labels], self._task)
+        return self._measured((order // together)[labels])
+
+    def _measured(self, labels: Tensor) -> Cut:
+        # Links of several types have no classes that could be spread unevenly.
+        target = None if isinstance(self._dataset, TypedLinks) else self._target
+        return Cut.of(self._graph, labels, self._task, target)
 
     def _batches_of(self, count: int) -> Cut:
         """What a number of batches is made of."""
@@ -170,18 +190,18 @@ class Trials:
             return self.cut(count)
         return self.joined(self.together * count, self.together)
 
-    def _probe(self) -> tuple[list[tuple[int, torch.dtype]], int, float]:
-        """Widths and types of all histories, their depth, and bytes that autograd keeps per row."""
+    def _probe(self) -> tuple[list[tuple[int, int, torch.dtype]], int, float]:
+        """Rows, widths and types of all histories, their depth, and bytes that autograd keeps per row of a batch."""
         labels = next(reversed(self.cuts.values())).labels
         # One part only: histories of all nodes might not fit.
-        piece = self._graph.subgraph(labels == labels.bincount().argmax())
+        piece = self._graph.subgraph(self._by_type(labels == labels.bincount().argmax()))
         model = autoscale(self._model(), piece)
         model.train()
         batch = next(iter(HaloLoader(piece, min(2, piece.num_nodes), partition="random"))).to(self._device)
         with torch.no_grad():
             model(batch)
         own = {weight.data_ptr() for weight in model.parameters()}
-        own |= {value.data_ptr() for _, value in batch if isinstance(value, Tensor)}
+        own |= {value.data_ptr() for store in batch.stores for value in store.values() if isinstance(value, Tensor)}
         saved: dict[int, int] = {}
 
         def keep(value: Tensor) -> Tensor:
@@ -192,11 +212,21 @@ class Trials:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
             out = model(batch)
         plan = attached(model).plan
-        if plan is None or not isinstance(out, Tensor):
+        if plan is None or not (isinstance(out, Tensor) or isinstance(plan, TypedPlan)):
             raise InputError("the model must return a tensor", got=type(out).__name__, fix="Change its forward.")
-        rows = [(math.prod(plan.rows[slot].shape[1:]), plan.rows[slot].dtype) for slot in plan.live]
+        rows = []
+        for slot in plan.live:
+            store = self._graph[plan.kinds[slot]] if isinstance(plan, TypedPlan) else self._graph
+            rows.append((int(store.num_nodes), math.prod(plan.rows[slot].shape[1:]), plan.rows[slot].dtype))
         detach(model)
         return rows, len(plan.levels), sum(saved.values()) / batch.num_nodes
+
+    def _by_type(self, which: Tensor) -> Any:
+        """A mask of nodes, ``[num_nodes]``, by type if the graph has types."""
+        if not isinstance(self._graph, HeteroData):
+            return which
+        typed = TypedGraph.of(self._graph)
+        return {kind: which[first : first + typed.counts[kind]] for kind, first in typed.first.items()}
 
     def _model(self) -> nn.Module:
         torch.manual_seed(self._options.seed)
@@ -207,10 +237,11 @@ class Trials:
 
     def _history_bytes(self, dtype: HistoryDtype) -> int:
         """Bytes of all histories, with the second set that exact evaluation in batches takes."""
-        kept = [codec_for(torch.bfloat16 if dtype == "bfloat16" else own, width) for width, own in self._rows]
-        sets = 1 if self._options.evaluate_parts == 1 else 2
-        rows = sets * int(self._graph.num_nodes)
-        return rows * sum(codec.raw_width * codec.raw_dtype.itemsize for codec in kept)
+        total = 0
+        for rows, width, own in self._rows:
+            codec = codec_for(torch.bfloat16 if dtype == "bfloat16" else own, width)
+            total += rows * codec.raw_width * codec.raw_dtype.itemsize
+        return total * (1 if self._options.evaluate_parts == 1 else 2)
 
     def _possible_places(self) -> list[Place]:
         disk = self._options.history_dir is not None
@@ -269,10 +300,12 @@ class Trials:
         """
         model, _ = self._fit(parts, place, {"batch_size": together, "steps_per_epoch": STEPS})
         try:
-            labels, both = self.cut(parts, together).labels, not Graph.of(self._graph).is_symmetric
+            typed = isinstance(self._graph, HeteroData)
+            graph = TypedGraph.of(self._graph).joined if typed else Graph.of(self._graph)
+            labels, both = self.cut(parts, together).labels, not graph.is_symmetric
             loader = HaloLoader(self._graph, partition=labels, batch_size=together, bidirectional=both)
             refresh(model, loader)
-            found = diagnose(model, loader, "gradients", task=self._task)["gradients"]
+            found = diagnose(model, loader, "gradients", task=self._task, target=self._target)["gradients"]
             return cast(GradientAgreement, found)
         finally:
             detach(model)
@@ -323,6 +356,12 @@ class Trials:
     def _batches(self, count: int) -> int:
         """Number of steps in an epoch of a trial. A GPU captures each batch when it first appears."""
         return count if self.on_gpu else min(count, STEPS)
+
+
+def edges_to_cut(graph: Data | HeteroData) -> Tensor:
+    """The edges of all types between nodes numbered type after type, ``[2, num_edges]``."""
+    edges: Tensor = TypedGraph.of(graph).edge_index if isinstance(graph, HeteroData) else graph.edge_index
+    return edges
 
 
 def with_margin(memory: int) -> int:
