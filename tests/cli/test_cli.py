@@ -1085,7 +1085,7 @@ def test_links_refused(tmp_path: Path) -> None:
     assert "go to a file" in refused("infer", model, *link, "--partners-of", "3")
     output: list[str | Path] = ["--output", tmp_path / "out.npz"]
     assert "numbers of nodes" in refused("infer", model, *link, "--partners-of", "a", *output)
-    assert "node must be from 0 to 59" in refused("infer", model, *link, "--partners-of", "60", *output)
+    assert "nodes from 0 to 59" in refused("infer", model, *link, "--partners-of", "60", *output)
     (tmp_path / "pairs.csv").write_text("from,to\n0,1\n")
     assert "source and target" in refused("infer", model, *link, "--pairs", tmp_path / "pairs.csv", *output)
     assert "a graph with the features" in refused("infer", model, *link, "--decoder", "bilinear")

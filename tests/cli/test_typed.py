@@ -81,6 +81,10 @@ def test_what_does_not_fit_is_refused(file: Path) -> None:
         call("train", "--data", "communities", "--nodes", 400, "--model", "hgt", *FAST)
     with pytest.raises(InputError, match="one of the types of nodes"):
         call("train", "--data", file, "--model", "hgt", "--target", "book", *FAST)
+    with np.load(file) as archive:
+        np.savez("unknown.npz", **{**archive, "y_paper": np.full(40, -1)})
+    with pytest.raises(InputError, match="train_mask must hold at least one node whose target is known"):
+        call("train", "--data", "unknown.npz", "--model", "hgt", *FAST)
     call("train", "--data", file, "--undirected", "--model", "rgcn", *FAST, "--save", "model.pt")
     with pytest.raises(InputError, match="of its training"):
         call("infer", "model.pt", "--data", file)

@@ -109,8 +109,9 @@ def _typed_dataset(scaler: Autoscaler, loader: HaloLoader, target: str | None) -
     """The nodes with targets: of the type named, or the only one with both outputs and ``y``."""
     kinds = dict.fromkeys(scaler.plan.output_kinds if isinstance(scaler.plan, TypedPlan) else loader.data.node_types)
     able = [kind for kind in kinds if "y" in loader.data[kind]]
-    if (target or able[:1]) and (target in able or (target is None and len(able) == 1)):
-        return TypedDataset.of_types(loader.data, target or able[0])
+    chosen = able[0] if target is None and len(able) == 1 else target
+    if chosen in able:
+        return TypedDataset.of_types(loader.data, chosen)
     raise InputError(
         "'gradients' needs one type of nodes with outputs of the model and targets y",
         got=f"target={target!r} and {', '.join(able) or 'no such type'}",

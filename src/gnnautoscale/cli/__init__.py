@@ -79,6 +79,8 @@ def train(
         seed = training.seed + run
         torch.manual_seed(seed)
         graph = dataset.passing()
+        if not task.num_outputs:  # no target is known; no model can be built for that
+            task.check_dataset(dataset)
         model = build_model(model_name, graph, task.num_outputs, dataset.targets, **built)
         unused = _unused(graph)
         if run == 0 and unused and not quiet:

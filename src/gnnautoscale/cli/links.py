@@ -111,7 +111,7 @@ def _joined(nodes: Tensor, among: tuple[int, int], what: str) -> Tensor:
     """The rows of nodes that are numbered within their type."""
     first, last = among
     if nodes.numel() and not (int(nodes.min()) >= 0 and int(nodes.max()) < last - first):
-        got, fix = f"{int(nodes.min())} to {int(nodes.max())}", "Check the numbering, which starts at 0 for each type."
+        got, fix = f"{int(nodes.min())} to {int(nodes.max())}", "Check the numbering; each type of nodes starts at 0."
         raise InputError(f"{what} must be nodes from 0 to {last - first - 1}", got=got, fix=fix)
     return nodes + first
 

@@ -90,7 +90,7 @@ def _take_shortcuts(
     empty = {name: call.layer for name, call in plan.calls.items() if not call.nested and name not in plan.unchanged}
     plan.emptied = set(empty)
     _drop_wrong_shortcuts(plan, graphs, actor, seen)
-    for layer in {empty[name] for name in empty.keys() - plan.emptied}:
+    for layer in dict.fromkeys(kind for name, kind in empty.items() if name not in plan.emptied):
         plan.emptied |= (more := {name for name, kind in empty.items() if kind is layer})
         try:
             right = not any(rehearsed(graph, actor, plan, known) for graph, known in zip(graphs, seen, strict=True))

@@ -131,8 +131,8 @@ class Journal:
 
     def _fits(self) -> bool:
         """Whether there is room for rows of all histories side by side, more than once."""
-        memory = attached(self._model).memory
-        values = memory.num_nodes * sum(history.width for history in memory.histories.values())
+        histories = attached(self._model).memory.histories.values()
+        values = sum(history.num_nodes * history.width for history in histories)
         free = available_memory()
         return free is None or values * _BYTES_PER_VALUE <= _MEMORY_SHARE * free
 
