@@ -16,7 +16,7 @@ import gnnautoscale as gas
 from conftest import Stack, assert_same, call_whole, odd_graph, undirected_graph, whole
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward.compensation import between, is_of_use, moved_on, share_at_hand
+from gnnautoscale.forward.compensation import between, moved_on, share_at_hand
 from support.layers import C, three_layers
 
 # Enough for rows and then gradients to pass through three layers of up to three propagations each.
@@ -256,32 +256,13 @@ def test_staleness_adds_up_where_rows_do() -> None:
 def test_gradients_of_outputs_move_on_with_these() -> None:
     rows, out = torch.tensor([[1.0], [3.0], [5.0], [7.0]]), torch.tensor([[2.0], [5.0], [6.5], [8.5]])
     kept, now = 0.5 * rows, 0.5 * out  # of a loss of curvature one half
-    assert torch.equal(moved_on(kept, rows, out, now[:2]), now)
+    assert torch.equal(moved_on(kept, rows, out, now[:2]), now[2:])
     # Where gradients do not follow, or turn against their rows, they stay as they were.
-    assert torch.equal(moved_on(kept, rows, out, kept[:2]), kept)
-    assert torch.equal(moved_on(kept, rows, out, -now[:2]), kept)
-    assert torch.equal(moved_on(kept, rows, rows, kept[:2]), kept)
+    assert torch.equal(moved_on(kept, rows, out, kept[:2]), kept[2:])
+    assert torch.equal(moved_on(kept, rows, out, -now[:2]), kept[2:])
+    assert torch.equal(moved_on(kept, rows, rows, kept[:2]), kept[2:])
     without = kept * torch.tensor([[1.0], [1.0], [0.0], [1.0]])  # a node without a target
-    assert moved_on(without, rows, out, now[:2]).squeeze(1).tolist() == [1.0, 2.5, 0.0, 4.25]
-
-
-def test_gradients_of_use_account_for_most_of_those_of_now() -> None:
-    now = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
-    assert is_of_use(now, now)
-    assert is_of_use(1.7 * now, now)
-    assert not is_of_use(1.8 * now, now)
-    assert is_of_use(0.3 * now, now)
-    assert not is_of_use(0.2 * now, now)
-    assert not is_of_use(-now, now)
-    assert not is_of_use(now, torch.zeros(2, 2))
-    assert is_of_use(torch.zeros(2, 2), now)  # nobody knows
-
-
-def test_what_each_row_does_by_itself_does_not_count() -> None:
-    noise = torch.where(torch.arange(640).view(-1, 1) % 2 == 0, 5.0, -5.0)
-    together = torch.repeat_interleave(torch.tensor([1.0, -1.0]), 320).view(-1, 1)
-    assert is_of_use(together + noise, together - noise)
-    assert not is_of_use(noise - together, noise + together)
+    assert moved_on(without, rows, out, now[:2]).squeeze(1).tolist() == [0.0, 4.25]
 
 
 def test_the_last_layer_has_a_history_of_gradients_only() -> None:

@@ -12,10 +12,10 @@ differentiates through them:
   the rows themselves. Together they flow on to the slots before.
 * Weights get their gradient from the batch's own rows, so that each node counts once in an epoch.
 
-How far something lags behind is known of the batch's own rows (:func:`between`, :func:`moved_on`,
-:func:`is_of_use`). If weights do not move nothing does, and a history's row and its kept gradient belong to the whole
-graph. A sum over neighbours is linear in each of them. So once nothing is stale any more the batches' gradients add up
-to that of the whole graph wherever slots lie behind layers that are linear in their messages.
+How far something lags behind is known of the batch's own rows (:func:`between`, :func:`moved_on`). If weights do not
+move nothing does, and a history's row and its kept gradient belong to the whole graph. A sum over neighbours is linear
+in each of them. So once nothing is stale any more the batches' gradients add up to that of the whole graph wherever
+slots lie behind layers that are linear in their messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -36,9 +35,6 @@ from gnnautoscale.forward.plan import Plan
 from gnnautoscale.forward.session import Session
 from gnnautoscale.graph import BatchInfo
 from gnnautoscale.kernels import OwnRows
-
-# How many rows next to each other are summed up to tell what all of them do from what each does.
-_SUMMED = 64
 
 #: How steps make up for the border of a batch.
 Compensation = Literal["none", "gradient", "momentum"]
@@ -173,10 +169,9 @@ class _Backward:
         if not size:  # see GradientExchange._rows_between
             return kept[:, : arrived.size(1)]
         if out is None:
-            return between(kept[size:], arrived, kept[:size], now, summed) * is_of_use(kept[:size], now)
+            return between(kept[size:], arrived, kept[:size], now, summed)
         gradients, rows = kept.chunk(2, dim=1)
-        predicted = moved_on(gradients, rows, out, now, summed)
-        return predicted[size:] * is_of_use(predicted[:size], now)
+        return moved_on(gradients, rows, out, now, summed)
 
     def _differentiate(
         self, outputs: list[Tensor], gradients: tuple[Tensor, ...], arrived: _Sums | None, total: _Sums | None
@@ -324,7 +319,7 @@ def between(kept: Tensor, partial: Tensor, before: Tensor, now: Tensor, summed: 
 
 
 def moved_on(kept: Tensor, rows: Tensor, out: Tensor, now: Tensor, summed: float = 1.0) -> Tensor:
-    """Kept gradients of outputs, moved on as far as these have moved, ``[num_rows, width]``.
+    """Kept gradients of the halo's outputs, moved on as far as these have moved, ``[num_halo, width]``.
 
     The batch tells how gradients answer to outputs: the factor, at least 0, that takes the steps of its rows nearest to
     those of their gradients. It is the curvature of the loss, if that is the same everywhere. Nodes without a kept
@@ -339,35 +334,14 @@ def moved_on(kept: Tensor, rows: Tensor, out: Tensor, now: Tensor, summed: float
 
     Example:
         >>> rows, out = torch.tensor([[1.0], [2.0], [2.0]]), torch.tensor([[2.0], [3.0], [3.0]])
-        >>> moved_on(0.5 * rows, rows, out, now=0.5 * out[:2]).squeeze(1)  # of the loss x^2 / 4
-        tensor([1.0000, 1.5000, 1.5000])
+        >>> moved_on(0.5 * rows, rows, out, now=0.5 * out[:2])  # of the loss x^2 / 4
+        tensor([[1.5000]])
     """
     own, halo, known = slice(now.size(0)), slice(now.size(0), None), (kept != 0).any(1, keepdim=True)
-    there = torch.cat([out[own], between(rows[halo], out[halo], rows[own], out[own], summed)])
-    moved, turned = known * (there - rows), known[own] * (now - kept[own])
-    size = moved[own].square().sum().clamp(min=torch.finfo(moved.dtype).tiny)
-    return kept + ((moved[own] * turned).sum() / size).clamp(min=0.0) * moved
-
-
-def is_of_use(predicted: Tensor, now: Tensor) -> Tensor:
-    """Whether gradients that were predicted for the batch account for most of those of ``now``.
-
-    If not, those of the halo, predicted likewise, would do harm: the gradient ends there, as in a plain step. Sums of
-    rows are compared that lie next to each other, mostly neighbours in the graph: in these, what dropout does to each
-    row by itself averages out, as it does in the layers before. Nothing is known about a batch that was never trained
-    on.
-
-    Example:
-        >>> now = torch.tensor([[1.0, 2.0]])
-        >>> is_of_use(torch.tensor([[2.0, 1.0]]), now).item(), is_of_use(torch.tensor([[3.0, 1.0]]), now).item()
-        (True, False)
-    """
-    before, after = (
-        F.pad(rows, (0, 0, 0, -rows.size(0) % _SUMMED)).view(-1, _SUMMED, rows.size(1)).sum(1)
-        for rows in (predicted, now)
-    )
-    accounts = (after - before).square().sum() < 0.5 * after.square().sum()
-    return accounts | (before == 0).all()
+    moved, turned = (known[own] * (new - old[own]) for new, old in ((out[own], rows), (now, kept)))
+    factor = (moved * turned).sum() / moved.square().sum().clamp(min=torch.finfo(moved.dtype).tiny)
+    there = between(rows[halo], out[halo], rows[own], out[own], summed)
+    return kept[halo] + factor.clamp(min=0.0) * known[halo] * (there - rows[halo])
 
 
 def _goes_beyond(session: Session) -> bool:
