@@ -161,7 +161,7 @@ class _Backward:
         out, now = as_matrix(stage.out.detach()), as_matrix(own)
         history.push(torch.cat([now, out[:size]], dim=1) if puts_out else now, index[:size], place.runs)
         halo = self._of_halo(session, kept, now, out if puts_out else None, as_matrix(gradient)[size:])
-        return torch.cat([own, halo.view(-1, *own.shape[1:])]), own
+        return torch.cat([own, halo.reshape(-1, *own.shape[1:])]), own
 
     def _of_halo(self, session: Session, kept: Tensor, now: Tensor, out: Tensor | None, arrived: Tensor) -> Tensor:
         """The gradients of the halo's rows, ``[num_halo, width]``; ``out`` are rows that the model puts out."""
