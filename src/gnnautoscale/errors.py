@@ -1,5 +1,8 @@
 """What the library says when it is used in a way that cannot be right."""
 
+from functools import partial
+from typing import Any
+
 
 class InputError(ValueError):
     """Bad input: the rule that was broken, what was received, and what to do about it.
@@ -18,6 +21,11 @@ class InputError(ValueError):
 
     def __init__(self, rule: str, *, got: str, fix: str) -> None:
         super().__init__(f"{rule}, but got {got}. {fix}")
+        self._parts = {"rule": rule, "got": got, "fix": fix}
+
+    def __reduce__(self) -> Any:
+        # To other processes, whole.
+        return partial(type(self), **self._parts), ()
 
 
 class UnsupportedModelError(InputError):

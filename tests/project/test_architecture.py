@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / PACKAGE
 # Lowest first.
 ORDER = [
-    *("errors", "_util", "kernels", "graph", "history", "transfer", "forward", "planner", "attach", "replay"),
+    *("errors", "_util", "kernels", "graph", "history", "transfer", "forward", "planner", "attach", "ranks", "replay"),
     *("exact", "data", "models", "tasks", "runs", "analysis", "training", "tuning", "report", "experiments", "cli"),
 ]
 # They know nothing about graphs, although these lie below them.

@@ -27,6 +27,7 @@ from gnnautoscale.analysis.lipschitz import jacobian_norm, lipschitz_constant
 from gnnautoscale.attach import (
     CallModel,
     attached,
+    attached_alone,
     attached_to_plain_graph,
     call_with_batch,
     device_of,
@@ -111,6 +112,7 @@ def diagnose(
         "lipschitz": _lipschitz,
     }
     found: dict[str, dict[str, Any]] = {}
+    attached_alone(model, "diagnose")
     if "lipschitz" in names:
         attached_to_plain_graph(model, "'lipschitz'")
     with _nothing_changed(model):

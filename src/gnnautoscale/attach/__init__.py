@@ -5,7 +5,7 @@ Lipschitz penalty. This package knows nothing about training loops.
 """
 
 from gnnautoscale.attach.attaching import autoscale, detach
-from gnnautoscale.attach.autoscaler import Autoscaler, attached, attached_to_plain_graph, is_autoscaled
+from gnnautoscale.attach.autoscaler import Autoscaler, attached, attached_alone, attached_to_plain_graph, is_autoscaled
 from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, info_of, to_model_device, unpack_batch
 from gnnautoscale.attach.growth import grow
 from gnnautoscale.attach.inference import (
@@ -32,6 +32,7 @@ __all__ = [
     "ScalableGNN",
     "Verification",
     "attached",
+    "attached_alone",
     "attached_to_plain_graph",
     "autoscale",
     "call_with_batch",

@@ -376,6 +376,18 @@ def attached_to_plain_graph(model: nn.Module, what: str) -> Autoscaler:
     return scaler
 
 
+def attached_alone(model: nn.Module, what: str) -> Autoscaler:
+    """The autoscaler of a model whose graph is in this process as a whole, which ``what`` needs."""
+    scaler = attached(model)
+    if getattr(scaler.memory, "sharing", None) is not None:
+        raise InputError(
+            f"{what} needs the whole graph in one process",
+            got="a model that several ranks train",
+            fix="Load its weights in a process of its own, on the whole graph.",
+        )
+    return scaler
+
+
 def is_autoscaled(model: nn.Module) -> bool:
     """Whether the model has histories."""
     return isinstance(getattr(model, "_autoscaler", None), Autoscaler)

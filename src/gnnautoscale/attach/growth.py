@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale.attach.autoscaler import attached
+from gnnautoscale.attach.autoscaler import attached, attached_alone
 from gnnautoscale.attach.calling import CallModel, call_with_batch, info_of, to_model_device
 from gnnautoscale.attach.changes import EdgeList, ReachedNodes, by_node, differ, pair_edges, rank
 from gnnautoscale.attach.inference import weights_checksum
@@ -76,7 +76,7 @@ def grow(
         >>> gas.predict(model, loader, torch.tensor([10])).shape
         torch.Size([1, 2])
     """
-    scaler, old = attached(model), loader.graph
+    scaler, old = attached_alone(model, "grow"), loader.graph
     before = scaler.memory_of(old)
     if isinstance(old, TypedGraph):
         old.check_unwritten(labels=False)

@@ -129,7 +129,7 @@ def infer_on(
     """See :func:`infer`; the output is gathered on a device, that of the model or the host."""
     scaler, loader = attached(model), loader_for(model, loader)
     with evaluating(model), scaler.visiting(loader.follow(), apart=not update_histories) as memory:
-        if len(loader) == 1:
+        if loader.is_whole:
             out = collect(model, loader, call, StepExchange(push_all=update_histories), device)
         else:
             together = _batches_together(model, loader, call, memory)
@@ -145,7 +145,7 @@ def infer_from_histories(model: nn.Module, loader: HaloLoader, *, call: CallMode
     """Run a model's last layer on all nodes of the training graph, with its current histories; see :func:`infer`."""
     with evaluating(model):
         plan_of(model, loader, call)
-        exchange = StoreExchange(HistoryStore(writes=False)) if len(loader) == 1 else SweepExchange(None)
+        exchange = StoreExchange(HistoryStore(writes=False)) if loader.is_whole else SweepExchange(None)
         return collect(model, loader, call, exchange)
 
 
@@ -189,7 +189,7 @@ def refresh(
     loader = loader_for(model, loader)
     memory = attached(model).memory_of(loader.follow())
     with evaluating(model):
-        if len(loader) == 1:
+        if loader.is_whole:
             collect(model, loader, call, StepExchange(push_all=True))
         else:
             sweep(model, loader, call)
@@ -331,6 +331,7 @@ def sweep(
         collect(model, loader, call, SweepExchange(level, store), together=together)
         if isinstance(store, StreamedStore):
             store.settle(device)
+        attached(model).memory_of(loader.graph).share(level)
     return store
 
 
@@ -361,6 +362,7 @@ class Outputs(AbstractContextManager["Outputs"]):
 
     def __init__(self, loader: HaloLoader, scaler: Autoscaler, device: torch.device) -> None:
         self._graph, self._scaler, self._device = loader.graph, scaler, device
+        self._num_own = loader.num_own
         self._thread = ThreadPoolExecutor(1, "outputs")
         self._writes: list[Future[None]] = []
         #: The output of all nodes.
@@ -372,7 +374,7 @@ class Outputs(AbstractContextManager["Outputs"]):
         if isinstance(self._scaler.plan, TypedPlan):
             kinds = self._scaler.plan.output_kinds
             return [(info.nodes[kind], batch[kind].n_id, self._graph.counts[kind]) for kind in kinds]
-        return [(info, batch.n_id, self._graph.num_nodes)] * len(tensors_in(out))
+        return [(info, batch.n_id, self._num_own)] * len(tensors_in(out))
 
     def add(self, batch: Any, out: Any) -> None:
         """Add the output of a batch's own nodes."""

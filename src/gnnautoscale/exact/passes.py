@@ -20,7 +20,7 @@ from gnnautoscale._util import map_tensors, undisturbed
 from gnnautoscale.attach import (
     CallModel,
     LocalLipschitz,
-    attached,
+    attached_alone,
     call_with_batch,
     device_of,
     info_of,
@@ -84,7 +84,7 @@ class ExactPasses:
         self._inside, self._penalty, self._loss = inside, penalty, loss
         #: Where the model is.
         self.device = device_of(model)
-        self._scaler = attached(model)
+        self._scaler = attached_alone(model, "the gradient of the whole graph")
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         if self._scaler.edge_dropout and model.training:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from gnnautoscale.history import (
     codec_for,
     open_history,
 )
-from gnnautoscale.transfer import BatchRows, Transfer, open_transfer
+from gnnautoscale.transfer import BatchRows, Sharing, Transfer, open_transfer
 
 # The types that gradients are kept in if histories are.
 _ADDED = (torch.float32, torch.float64, torch.bfloat16)
@@ -67,6 +67,8 @@ class GraphMemory:
         #: For each slot the gradients of its rows, each as of the last step on its node's batch.
         self.last_gradients: dict[str, History] = {}
         self.recorder = Recorder(graph) if graph is not None else None
+        #: Shares rows with other processes; ``None`` if there are none.
+        self.sharing: Sharing | None = None
         self._overlap = overlap
         self._sets = 1
         self._prepared = False
@@ -103,7 +105,9 @@ class GraphMemory:
         if self._transfer is None or self._transfer[0] != device:
             self.settle()
             self._close_transfer()
-            self._transfer = device, open_transfer(self.medium, device, overlap=self._overlap)
+            # Rows that come from other processes must not be pulled ahead of them.
+            opened = open_transfer(self.medium, device, overlap=self._overlap and self.sharing is None)
+            self._transfer = device, opened if self.sharing is None else self.sharing.around(opened)
         return self._transfer[1]
 
     def begin(self, info: BatchInfo, transfer: Transfer) -> None:
@@ -123,6 +127,12 @@ class GraphMemory:
         """Let what follows see all pushes of training steps; afterwards it may change histories itself."""
         if self._transfer is not None:
             self._transfer[1].settle()
+
+    def share(self, slots: Iterable[str]) -> None:
+        """Give other processes the rows of slots that they need, and receive theirs, if there are any."""
+        if self.sharing is not None:
+            self.settle()
+            self.sharing.share([self.histories[slot] for slot in sorted(slots)])
 
     def release(self) -> None:
         """Free the threads that move rows, and let another run have the folder of histories on disk."""
@@ -288,7 +298,7 @@ class GraphMemory:
             medium = "device"
         # No steps to overlap with.
         memory = GraphMemory(None, self.num_nodes, medium, self.dtype, self.folder, overlap=False)
-        memory.recorder = self.recorder
+        memory.recorder, memory.sharing = self.recorder, self.sharing
         return memory
 
     def grown(self, info: BatchInfo, device: torch.device) -> GraphMemory:

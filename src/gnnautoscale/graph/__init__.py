@@ -7,11 +7,12 @@ nothing about models or histories.
 from gnnautoscale.graph.assemble import without_tensors
 from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, hand_over, untagged
+from gnnautoscale.graph.drawing import PartGroup
 from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph, check_nodes, rows_of
 from gnnautoscale.graph.hashing import fingerprint
 from gnnautoscale.graph.loader import HaloLoader
-from gnnautoscale.graph.partitioning import Partitioner, connectivity, partition
+from gnnautoscale.graph.partitioning import Partitioner, check_labels, connectivity, partition
 from gnnautoscale.graph.ready import ReadyBatch, tagged_copies
 from gnnautoscale.graph.subgraphs import Subgraphs, check_fan_out, whole_neighbourhood
 from gnnautoscale.graph.typed_batch import TypedBatch, TypedInfo
@@ -29,6 +30,7 @@ __all__ = [
     "EdgeType",
     "Graph",
     "HaloLoader",
+    "PartGroup",
     "Partitioner",
     "ReadyBatch",
     "RowOrder",
@@ -40,6 +42,7 @@ __all__ = [
     "UnreadRows",
     "assembly_stream",
     "check_fan_out",
+    "check_labels",
     "check_nodes",
     "connectivity",
     "connectivity_by_type",

@@ -17,6 +17,8 @@ class PartDrawing:
     Args:
         num_parts: Number of parts.
         batch_size: Number of parts in a batch.
+        num_batches: Number of batches of an epoch; by default as many as it takes. If they are more or less than that,
+            parts are spread over them as evenly as possible.
         shuffle: Draw at random, anew for each epoch.
         drawings: Draw this many times only, then reuse these drawings at random; ``None`` draws for every epoch.
         seed: Makes drawings reproducible.
@@ -27,9 +29,16 @@ class PartDrawing:
     """
 
     def __init__(
-        self, num_parts: int, batch_size: int, *, shuffle: bool = False, drawings: int | None = None, seed: int = 0
+        self,
+        num_parts: int,
+        batch_size: int,
+        num_batches: int | None = None,
+        *,
+        shuffle: bool = False,
+        drawings: int | None = None,
+        seed: int = 0,
     ) -> None:
-        self._num_parts, self._batch_size = num_parts, batch_size
+        self._num_parts, self._batch_size, self._num_batches = num_parts, batch_size, num_batches
         self._shuffle, self._drawings = shuffle, drawings
         self._generator = torch.Generator().manual_seed(seed)
         self._current: list[PartGroup] = []
@@ -85,9 +94,14 @@ class PartDrawing:
         self._generator.set_state(state["generator"])
 
     def _grouped(self, order: Tensor, together: int = 1) -> list[PartGroup]:
-        parts, size = order.tolist(), self._batch_size * together
+        parts, size = order.tolist(), self._batch_size
+        count = -(-len(parts) // size)
+        ends = [*range(size, len(parts), size), len(parts)]
+        if self._num_batches not in (None, count):
+            ends = [len(parts) * (number + 1) // self._num_batches for number in range(self._num_batches)]
+        ends = [*ends[together - 1 : -1 : together], len(parts)]
         # Sorted within a batch, so that the same parts give the same batch whatever the order of drawing.
-        return [tuple(sorted(parts[first : first + size])) for first in range(0, len(parts), size)]
+        return [tuple(sorted(parts[first:end])) for first, end in zip([0, *ends], ends, strict=False)]
 
 
 def _flat(groups: list[PartGroup]) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,7 @@ class HaloLoader:
         #: The graph as it was when batches were last asked for.
         self.graph: Any = TypedGraph.of(data) if typed else Graph.of(data)
         self.labels = _labels(self.graph, num_parts, partition, balance, seed, cache_dir)
-        self.num_parts = int(self.labels.max()) + 1
+        self.num_parts = self._parts_to_draw()
         if batch_size > self.num_parts:
             rule = f"batch_size must be at most the number of parts, {self.num_parts}"
             raise InputError(rule, got=f"{batch_size}", fix="Lower batch_size, or cut the graph into more parts.")
@@ -114,13 +114,22 @@ class HaloLoader:
         starts = [0, *torch.bincount(self.labels).cumsum(0).tolist()]
         build: Any = TypedBuilder if typed else BatchBuilder
         builder = build(self.graph, RowOrder(order), starts, bidirectional)
-        self._drawing = PartDrawing(self.num_parts, batch_size, shuffle=shuffle, drawings=drawings, seed=seed)
+        self._drawing = PartDrawing(
+            self.num_parts, batch_size, len(self), shuffle=shuffle, drawings=drawings, seed=self._drawing_seed()
+        )
         # Seeds the workers, so that they do not touch the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
         self._source = BatchSource(builder, self.num_batches, self._worker_seeds)
 
     def __len__(self) -> int:
         return -(-self.num_parts // self.batch_size)
+
+    def _parts_to_draw(self) -> int:
+        """The number of parts that batches are made of, the first ones."""
+        return int(self.labels.max()) + 1
+
+    def _drawing_seed(self) -> int:
+        return self.seed
 
     def __iter__(self) -> Iterator[Data]:
         return tagged_copies(self.ready_batches())
@@ -143,7 +152,11 @@ class HaloLoader:
         """
         self.follow()
         how: dict[str, Any] = {"keep": self.is_fixed, "num_workers": self.num_workers, "kept_with": kept_with}
-        return self._source.batches(self._drawing.epoch(), self.device, **how)
+        return self._source.batches(self._next_groups(), self.device, **how)
+
+    def _next_groups(self) -> list[PartGroup]:
+        """The parts of the batches of the next epoch."""
+        return self._drawing.epoch()
 
     def first_of_next_epoch(self) -> ReadyBatch | None:
         """The batch that the next epoch begins with, if it is built already."""
@@ -185,13 +198,23 @@ class HaloLoader:
     @property
     def is_fixed(self) -> bool:
         """Whether the same batches recur, in any order, and are kept."""
-        same = not self.shuffle or self.drawings is not None or self.batch_size in (1, self.num_parts)
+        same = not self.shuffle or self.drawings is not None or len(self) in (1, self.num_parts)
         return same and self.keep
+
+    @property
+    def num_own(self) -> int:
+        """Number of nodes that are in some batch: all, unless other processes have some. They have the first rows."""
+        return int(self.graph.num_nodes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one batch holds the whole graph."""
+        return len(self) == 1
 
     @property
     def num_batches(self) -> int:
         """Number of different batches: of all drawings if the loader reuses drawings, else of one epoch."""
-        few = self.drawings is None or self.batch_size in (1, self.num_parts)
+        few = self.drawings is None or len(self) in (1, self.num_parts)
         return len(self) * (1 if few else self.drawings or 1)
 
     @property
@@ -255,7 +278,7 @@ class HaloLoader:
     @cached_property
     def connectivity(self) -> float:
         """Halo nodes per batch node, averaged over the parts (the paper's inter-/intra-connectivity ratio)."""
-        return float(connectivity(self.graph.edge_index, self.labels).mean())
+        return float(connectivity(self.graph.edge_index, self.labels)[: self.num_parts].mean())
 
     def batch_for(self, nodes: Any) -> Any:
         """The batch of the given nodes, in their order, with their halo.

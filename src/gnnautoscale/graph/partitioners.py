@@ -22,7 +22,7 @@ from gnnautoscale.graph.undirected import UndirectedGraph, chunks
 _IMBALANCE = 0.03  # the default of METIS
 
 
-def metis(graph: UndirectedGraph, num_parts: int, seed: int) -> Tensor:
+def metis(graph: UndirectedGraph, num_parts: int, seed: int, node_weight: Tensor | None = None) -> Tensor:
     """The part of each node by METIS, ``[num_nodes]``, int64; some parts may be empty."""
     dtype = pymetis.zero_copy_dtype()  # METIS would copy integers of another width
     limit = int(np.iinfo(dtype).max)
@@ -33,6 +33,7 @@ def metis(graph: UndirectedGraph, num_parts: int, seed: int) -> Tensor:
     result = pymetis.part_graph(
         num_parts,
         pymetis.CSRAdjacency(_as(graph.starts, dtype), _as(graph.neighbors, dtype)),
+        vweights=None if node_weight is None else _as(integers(node_weight, limit), dtype),
         eweights=None if graph.weight is None else _as(integers(graph.weight, limit), dtype),
         options=pymetis.Options(seed=seed % 2**31),  # fits either width; -1 would be METIS' own default
     )

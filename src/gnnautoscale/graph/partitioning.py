@@ -26,6 +26,7 @@ def partition(
     *,
     method: Partitioner = "metis",
     edge_weight: Tensor | None = None,
+    node_weight: Tensor | None = None,
     groups: Tensor | None = None,
     seed: int = 0,
     cache_dir: str | Path | None = None,
@@ -50,6 +51,8 @@ def partition(
         method: How to choose the parts.
         edge_weight: The cost of cutting each edge, finite and not negative, ``[num_edges]``. Only proportions matter:
             they are rounded to thousandths of their mean, and at least 1.
+        node_weight: How much each node adds to the size of its part, finite and not negative, ``[num_nodes]``, with
+            METIS; rounded likewise.
         groups: The group of each node, such as its type, ``[num_nodes]``, numbered from 0: each part gets about equally
             many nodes of each group. Partitioners balance all nodes together; nodes are moved afterwards, which cuts
             more edges.
@@ -77,6 +80,10 @@ def partition(
     edges = _check_edges(edge_index, num_nodes)
     weight = None if edge_weight is None else _check_weight(edge_weight, edges.size(1))
     groups = None if groups is None else _check_groups(groups, num_nodes)
+    if node_weight is not None:
+        node_weight = _check_weight(node_weight, num_nodes, "node")
+        if method != "metis":
+            raise InputError("node_weight belongs to METIS", got=f"method={method!r}", fix="Leave it out.")
 
     if method not in PARTITIONERS:
         raise InputError(f"method must be one of {PARTITIONERS}", got=repr(method), fix="Choose one of these.")
@@ -90,13 +97,14 @@ def partition(
     if num_parts == 1:
         return torch.zeros(num_nodes, dtype=torch.int64)
     if cache_dir is None:
-        return _cut(edges, num_nodes, num_parts, method, weight, seed, groups)
+        return _cut(edges, num_nodes, num_parts, method, weight, seed, groups, node_weight)
 
     setting = {"num_nodes": num_nodes, "num_parts": num_parts, "method": method, "version": version, "seed": seed}
-    path = Path(cache_dir) / f"{fingerprint(edges, weight, *(() if groups is None else (groups,)), **setting)}.npy"
+    further = [each for each in (groups, node_weight) if each is not None]
+    path = Path(cache_dir) / f"{fingerprint(edges, weight, *further, **setting)}.npy"
     labels = _load(path, num_nodes, num_parts)
     if labels is None:
-        labels = _cut(edges, num_nodes, num_parts, method, weight, seed, groups)
+        labels = _cut(edges, num_nodes, num_parts, method, weight, seed, groups, node_weight)
         _save(path, labels)
     return labels
 
@@ -201,18 +209,20 @@ def _check_edges(edge_index: Tensor, num_nodes: int) -> Tensor:
     return edge_index.cpu()
 
 
-def _check_weight(edge_weight: Tensor, num_edges: int) -> Tensor:
-    """Returns the weights as float64 on the CPU."""
-    if edge_weight.shape != (num_edges,) or edge_weight.is_complex():
-        rule = f"edge_weight must be real with shape [num_edges] = [{num_edges}]"
-        got = f"{edge_weight.dtype} with shape {list(edge_weight.shape)}"
-        raise InputError(rule, got=got, fix="Pass one number per column of edge_index.")
-    weight = edge_weight.detach().to("cpu", torch.float64)
+def _check_weight(given: Tensor, count: int, kind: str = "edge") -> Tensor:
+    """Returns the weights of edges or nodes as float64 on the CPU."""
+    if given.shape != (count,) or given.is_complex():
+        rule = f"{kind}_weight must be real with shape [num_{kind}s] = [{count}]"
+        got = f"{given.dtype} with shape {list(given.shape)}"
+        per = "column of edge_index" if kind == "edge" else "node"
+        raise InputError(rule, got=got, fix=f"Pass one number per {per}.")
+    weight = given.detach().to("cpu", torch.float64)
     wrong = ~(weight.isfinite() & (weight >= 0))
     if wrong.any():
-        got = f"{weight[wrong][0].item()} for edge {int(wrong.nonzero()[0])}"
-        fix = "Pass the cost of cutting each edge, or leave edge_weight out."
-        raise InputError("edge weights must be finite and not negative", got=got, fix=fix)
+        got = f"{weight[wrong][0].item()} for {kind} {int(wrong.nonzero()[0])}"
+        what = "the cost of cutting each edge" if kind == "edge" else "the size of each node"
+        fix = f"Pass {what}, or leave {kind}_weight out."
+        raise InputError(f"{kind} weights must be finite and not negative", got=got, fix=fix)
     return weight
 
 
@@ -238,12 +248,15 @@ def _cut(
     weight: Tensor | None,
     seed: int,
     groups: Tensor | None,
+    node_weight: Tensor | None,
 ) -> Tensor:
     graph = undirected(edges, num_nodes, weight)
     if graph.neighbors.numel() == 0:
         labels = _blocks(num_nodes, num_parts)
+    elif method == "metis":
+        labels = _fill(metis(graph, num_parts, seed, node_weight), num_parts)
     else:
-        labels = _fill((metis if method == "metis" else kaminpar)(graph, num_parts, seed), num_parts)
+        labels = _fill(kaminpar(graph, num_parts, seed), num_parts)
     return labels if groups is None else _fill(balanced(graph, labels, groups, num_parts), num_parts)
 
 

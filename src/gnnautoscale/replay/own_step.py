@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import map_tensors
-from gnnautoscale.attach import attached, device_of, info_of
+from gnnautoscale.attach import attached_alone, device_of, info_of
 from gnnautoscale.errors import InputError
 from gnnautoscale.replay.graphs import on_training_stream
 from gnnautoscale.replay.packing import Placement
@@ -31,7 +31,7 @@ class OwnStep:
         placement: Placement,
     ) -> None:
         self._step, self._optimizers = step, optimizers
-        self._scaler, self._device = attached(model), device_of(model)
+        self._scaler, self._device = attached_alone(model, "capture"), device_of(model)
         self._replayer = Replayer(model, self._device, placement=placement)
         weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
         self._weights = list({id(weight): weight for weight in (*model.parameters(), *weights)}.values())

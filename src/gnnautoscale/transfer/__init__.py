@@ -12,11 +12,12 @@ from gnnautoscale.kernels import use_triton
 from gnnautoscale.transfer.base import Transfer
 from gnnautoscale.transfer.direct import DirectTransfer
 from gnnautoscale.transfer.rows import BatchRows
+from gnnautoscale.transfer.sharing import Sharing
 from gnnautoscale.transfer.streams import StreamTransfer
 from gnnautoscale.transfer.thread import ThreadTransfer
 from gnnautoscale.transfer.times import Times, times_for
 
-__all__ = ["BatchRows", "DirectTransfer", "Times", "Transfer", "open_transfer", "times_for"]
+__all__ = ["BatchRows", "DirectTransfer", "Sharing", "Times", "Transfer", "open_transfer", "times_for"]
 
 
 @for_later

@@ -1,0 +1,26 @@
+"""Several processes that train one model: each rank owns some parts of the graph, and their rows of histories.
+
+Starts from torchrun's environment, assigns parts to ranks, cuts a graph into shards, in memory or in files, and keeps
+the rows that ranks share up to date with collectives of ``torch.distributed``. It knows nothing about training loops.
+"""
+
+from gnnautoscale.ranks.attaching import attach_shared, autoscale, average_gradients
+from gnnautoscale.ranks.files import MANIFEST, read_manifest, write_shards
+from gnnautoscale.ranks.gradients import GradientMean
+from gnnautoscale.ranks.loader import RankLoader
+from gnnautoscale.ranks.world import LostRankError, World, current, start
+
+__all__ = [
+    "MANIFEST",
+    "GradientMean",
+    "LostRankError",
+    "RankLoader",
+    "World",
+    "attach_shared",
+    "autoscale",
+    "average_gradients",
+    "current",
+    "read_manifest",
+    "start",
+    "write_shards",
+]

@@ -1,0 +1,72 @@
+"""Attaches histories to a model that several ranks train together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from gnnautoscale.attach import attached
+from gnnautoscale.attach import autoscale as attach_histories
+from gnnautoscale.errors import InputError
+from gnnautoscale.ranks.gradients import GradientMean
+from gnnautoscale.ranks.loader import RankLoader
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def autoscale(model: M, loader: RankLoader, **options: Any) -> M:
+    """Train a model on all ranks together, in batches of a :class:`RankLoader`.
+
+    It is :func:`gnnautoscale.autoscale`, and besides: weights become those of the first rank; every ``backward()`` ends
+    with the mean of all ranks' gradients; and what a step pushes goes to the ranks that need it.
+
+    Args:
+        model: The model; it is returned.
+        loader: The rank's loader.
+        options: Those of :func:`gnnautoscale.autoscale`. A folder for histories gets one folder for each rank.
+
+    Example:
+        >>> from torch_geometric.datasets import KarateClub
+        >>> from torch_geometric.nn import GCN
+        >>> loader = RankLoader(KarateClub()[0], num_parts=4)
+        >>> model = autoscale(GCN(34, 16, num_layers=2, out_channels=4), loader)
+    """
+    attach_shared(model, loader, **options)
+    if loader.shard is not None:
+        average_gradients(model, loader)
+    return model
+
+
+def attach_shared(model: nn.Module, loader: RankLoader, **options: Any) -> None:
+    """Attach histories whose ghosts are kept up to date."""
+    if not isinstance(loader, RankLoader):
+        fix = "Make one with gnnautoscale.ranks.RankLoader(data, ...)."
+        raise InputError("ranks share a graph through a RankLoader", got=type(loader).__name__, fix=fix)
+    if loader.shard is None:
+        attach_histories(model, loader.data, **options)
+        return
+    if options.get("compensate") == "momentum":
+        rule, fix = "ranks compensate by gradients", "Use compensate='gradient', or leave it out."
+        raise InputError(rule, got="compensate='momentum', which moves rows of other ranks", fix=fix)
+    if options.get("compensate") == "gradient" and not loader.shard.bidirectional:
+        fix = "Build it with RankLoader(..., bidirectional=True)."
+        raise InputError("ranks compensate with a bidirectional loader", got="another one", fix=fix)
+    if options.get("history_dir") is not None:
+        options["history_dir"] = Path(options["history_dir"]) / f"rank-{loader.shard.rank}"
+    attach_histories(model, loader.data, **options)
+    attached(model).memory.sharing = loader.ghosts
+
+
+def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module, **options: Any) -> GradientMean:
+    """Let every backward pass end with the mean of all ranks' gradients, also those of ``further`` modules."""
+    memory = attached(model).memory
+
+    def share_gradients() -> None:
+        if memory.last_gradients and loader.ghosts is not None:
+            loader.ghosts.settle()
+            loader.ghosts.send([memory.last_gradients[slot] for slot in sorted(memory.last_gradients)])
+            loader.ghosts.settle()
+
+    return GradientMean(loader.world, [model, *further], after=share_gradients, **options)

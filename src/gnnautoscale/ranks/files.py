@@ -1,0 +1,179 @@
+"""Shards in files: a folder with one folder for each rank, and a manifest that is written last.
+
+Each tensor is an array in a ``.npy`` file, which a rank maps into its memory, so that pages are read when they are
+used. The maker goes through the graph in pieces, one rank after the other: it holds one shard and a few numbers for
+each node, while the graph's own tensors may be in memory-mapped files that exceed the memory.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale._util import write_atomically
+from gnnautoscale.errors import InputError
+from gnnautoscale.graph import Graph, check_labels
+from gnnautoscale.ranks.assignment import assign
+from gnnautoscale.ranks.shard import Layout, Shard, check_shardable, cut_shard
+
+_FORMAT = "gnnautoscale shards 1"
+MANIFEST = "shards.json"
+_TENSORS = ("nodes", "starts", "sent", "sent_starts", "ghost_starts", "first_part")
+_RULE = "a folder of shards must be writable"
+
+
+def write_shards(
+    folder: str | Path,
+    data: Data,
+    labels: Tensor,
+    size: int,
+    *,
+    bidirectional: bool | None = None,
+    seed: int = 0,
+    facts: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Cut a graph into shards for a number of ranks, and write them to a new folder.
+
+    Args:
+        folder: The folder, which must be new or empty.
+        data: The whole graph; its tensors may be in memory-mapped files.
+        labels: The part of each node, ``[num_nodes]``.
+        size: The number of ranks.
+        bidirectional: Whether the shards serve layers that pass messages against edges, and compensated steps; see
+            :class:`~gnnautoscale.ranks.RankLoader`. By default they do if the graph is not symmetric.
+        seed: Makes the assignment of parts to ranks reproducible.
+        facts: What else to say in the manifest, for JSON.
+
+    Returns:
+        The manifest: facts about the graph and about each shard.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> from torch_geometric.datasets import KarateClub
+        >>> data = KarateClub()[0]
+        >>> manifest = write_shards(mkdtemp(), data, torch.arange(34) % 4, size=2)
+        >>> sum(shard["own"] for shard in manifest["shards"])
+        34
+    """
+    folder, graph = Path(folder), Graph.of(check_shardable(data))
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise InputError("the number of ranks must be at least 1", got=repr(size), fix="Pass a whole number.")
+    labels = check_labels(labels, graph.num_nodes)
+    owners = assign(graph.edge_index, labels, size, data.get("train_mask"), seed=seed)
+    if bidirectional is None:
+        bidirectional = not graph.is_symmetric
+    _make(folder)
+    layout = Layout(labels, owners, size)
+    whole = {
+        "nodes": graph.num_nodes,
+        "edges": graph.edge_index.size(1),
+        "parts": owners.numel(),
+        "key": graph.key,
+        "made": uuid4().hex,
+        **(facts or {}),
+    }
+    described = []
+    for rank in range(size):
+        shard = cut_shard(data, layout, rank, bidirectional=bidirectional, whole=whole)
+        described.append(_write(folder / f"rank-{rank}", shard))
+    manifest = {"format": _FORMAT, "ranks": size, "whole": whole, "shards": described}
+    _write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a folder of shards says about them."""
+    rule, fix = f"{folder} must be a folder that write_shards or `gas partition --ranks` wrote", "Write it again."
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(rule, got=f"no readable {MANIFEST} ({error})", fix=fix) from None
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise InputError(rule, got=f"another format, {str(manifest)[:80]}", fix=fix)
+    return manifest
+
+
+def read_shard(folder: Path, rank: int, size: int) -> Shard:
+    """The shard of a rank, mapped into memory."""
+    manifest = read_manifest(folder)
+    if manifest["ranks"] != size:
+        fix = f"Start {manifest['ranks']} processes, or write shards for {size}."
+        raise InputError(f"{folder} has shards for {manifest['ranks']} ranks", got=f"{size}", fix=fix)
+    inside = folder / f"rank-{rank}"
+    rule, fix = f"{inside} must be whole", "Write the shards again."
+    try:
+        about = json.loads((inside / "shard.json").read_text())
+        if about["made"] != manifest["whole"]["made"]:
+            raise InputError(rule, got="a shard of another folder", fix=fix)
+        tensors = {name: _read(inside / f"{name}.npy", "long") for name in _TENSORS}
+        data = Data.from_dict(about["values"])
+        for name, kind in about["attributes"].items():
+            data[name] = _read(inside / f"data-{name}.npy", kind)
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(rule, got=str(error) or type(error).__name__, fix=fix) from None
+    data.num_nodes = about["rows"]
+    whole = manifest["whole"]
+    return Shard(data=data, rank=rank, size=size, bidirectional=about["bidirectional"], whole=whole, **tensors)
+
+
+def _write(folder: Path, shard: Shard) -> dict[str, Any]:
+    """Write a shard; returns what the manifest says about it."""
+    _make(folder)
+    attributes, values = {}, {}
+    for name, value in shard.data:
+        if isinstance(value, Tensor):
+            attributes[name] = str(value.dtype).removeprefix("torch.")
+            _write_array(folder / f"data-{name}.npy", value)
+        elif name != "num_nodes" and (value is None or isinstance(value, (bool, int, float, str))):
+            values[name] = value
+        elif name != "num_nodes":
+            fix = f"Remove it: del data.{name}."
+            raise InputError("shards hold tensors, numbers and text", got=f"a {type(value).__name__}, {name}", fix=fix)
+    for name in _TENSORS:
+        _write_array(folder / f"{name}.npy", getattr(shard, name))
+    about = {"made": shard.whole["made"], "bidirectional": shard.bidirectional, "rows": shard.data.num_nodes}
+    _write_json(folder / "shard.json", {**about, "attributes": attributes, "values": values})
+    mask = shard.data.get("train_mask")
+    return {
+        "own": shard.num_own,
+        "ghosts": shard.num_ghosts,
+        "parts": shard.num_parts,
+        "edges": shard.data.edge_index.size(1),
+        "training nodes": None if mask is None else int(mask.sum()),
+        "sent": shard.sent.numel(),
+    }
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        filled = any(folder.iterdir())
+    except OSError as error:
+        raise InputError(_RULE, got=f"{folder} ({error})", fix="Choose another one.") from None
+    if filled:
+        raise InputError("shards go to a new folder", got=f"{folder}, which has files", fix="Choose another one.")
+
+
+def _write_array(path: Path, value: Tensor) -> None:
+    # NumPy has no bfloat16, and knows bytes of any type.
+    plain = value.contiguous().view(torch.int16) if value.dtype == torch.bfloat16 else value
+    write_atomically(path, lambda stream: np.save(stream, plain.numpy(), allow_pickle=False), rule=_RULE)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_atomically(path, lambda stream: stream.write(json.dumps(value, indent=1).encode()), rule=_RULE)
+
+
+def _read(path: Path, kind: str) -> Tensor:
+    """Map an array; pages load as they are used, and writes never reach the file."""
+    mapped = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
+    return mapped.view(torch.bfloat16) if kind == "bfloat16" else mapped

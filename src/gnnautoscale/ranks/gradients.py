@@ -1,0 +1,133 @@
+"""The mean of the ranks' gradients, added up while the backward pass goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from gnnautoscale.ranks.world import Arrival, World
+
+# Values that are added up at once; a backward pass finds the gradients of the last layers first.
+_BUCKET = 1 << 20
+
+
+class GradientMean:
+    """Gives the weights of a model the mean of all ranks' gradients, at the end of every backward pass.
+
+    So a step is that of one process that adds up the gradients of all ranks' batches and divides by their number. What
+    modules keep besides weights, such as the running averages of batch norms, becomes the mean as well. A rank without
+    anything to learn in a step calls :meth:`join` instead of a backward pass, and does not count in the mean.
+
+    Args:
+        world: The ranks.
+        modules: What is trained. Weights and buffers become those of the first rank now.
+        after: Called at the end of every backward pass, on every rank.
+        wish: Whether this rank wants to stop; all ranks learn of it in :attr:`stop`.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        modules: Iterable[nn.Module],
+        *,
+        after: Callable[[], None] | None = None,
+        wish: Callable[[], bool] = lambda: False,
+    ) -> None:
+        modules = list(modules)
+        self._world, self._after, self._wish = world, after, wish
+        self._weights: list[Tensor] = [
+            weight for module in modules for weight in module.parameters() if weight.requires_grad
+        ]
+        buffers = [buffer for module in modules for buffer in module.buffers()]
+        world.same([*(weight for module in modules for weight in module.parameters()), *buffers])
+        self._averages = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self._buckets = _buckets(self._weights)
+        self._bucket_of = {id(weight): number for number, bucket in enumerate(self._buckets) for weight in bucket}
+        self._hooks = [
+            weight.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            for weight in self._weights
+        ]
+        #: Whether any rank had something to learn in the last step, and whether any rank wants to stop.
+        self.trained, self.stop = False, False
+        self._reset()
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def join(self) -> bool:
+        """Take part in a step without anything to learn; returns whether any rank had something."""
+        for weight in self._weights:
+            weight.grad = None
+        self._counts = 0.0
+        self._finish()
+        return self.trained
+
+    def _reset(self) -> None:
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._sums: list[tuple[list[Tensor], Tensor, Arrival]] = []
+        self._counts, self._running = 1.0, False
+
+    def _arrived(self, weight: Tensor) -> None:
+        """The gradient of a weight is known: send it off with those of its bucket, once all before it are gone."""
+        if not self._running:
+            self._running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        bucket = self._bucket_of[id(weight)]
+        self._missing[bucket] -= 1
+        while len(self._sums) < len(self._buckets) and self._missing[len(self._sums)] == 0:
+            self._send(self._buckets[len(self._sums)])
+
+    def _send(self, bucket: list[Tensor]) -> None:
+        flat = torch.cat([_gradient(weight).flatten() for weight in bucket]).to(self._world.wire)
+        self._sums.append((bucket, flat, self._world.sum(flat)))
+
+    def _finish(self) -> None:
+        """Add up what is left, wait for all of it, and put the means in place."""
+        for bucket in self._buckets[len(self._sums) :]:
+            self._send(bucket)
+        wire = self._world.wire
+        here = [float(weight.grad is not None) for weight in self._weights]
+        head = torch.tensor([self._counts, float(self._wish()), *here], dtype=torch.double)
+        facts = torch.cat([head.to(wire), *(average.flatten().to(wire, torch.double) for average in self._averages)])
+        facts = self._world.sum(facts).wait()
+        head, averages = facts[: head.numel()].cpu(), facts[head.numel() :]
+        counts, wishes, *known = head.tolist()
+        self.trained, self.stop = counts > 0, wishes > 0
+        sizes = [average.numel() for average in self._averages]
+        for average, values in zip(self._averages, torch.split(averages, sizes), strict=True):
+            average.copy_((values / self._world.size).view_as(average))
+        known_at = {id(weight): count > 0 for weight, count in zip(self._weights, known, strict=True)}
+        for bucket, _, arrival in self._sums:
+            parts = torch.split(arrival.wait().div_(max(counts, 1.0)), [weight.numel() for weight in bucket])
+            for weight, part in zip(bucket, parts, strict=True):
+                gradient = part.view_as(weight).to(weight.device)
+                if not known_at[id(weight)]:
+                    weight.grad = None
+                elif weight.grad is None:
+                    weight.grad = gradient.clone()
+                else:
+                    weight.grad.copy_(gradient)
+        self._reset()
+        if self._after is not None:
+            self._after()
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad.detach()
+
+
+def _buckets(weights: list[Tensor]) -> list[list[Tensor]]:
+    """Weights of one type each, the last layers' first, up to a number of values."""
+    buckets: list[list[Tensor]] = []
+    for weight in reversed(weights):
+        last = buckets[-1] if buckets else []
+        fits = last and last[0].dtype == weight.dtype and sum(each.numel() for each in last) < _BUCKET
+        if fits:
+            last.append(weight)
+        else:
+            buckets.append([weight])
+    return buckets

@@ -1,0 +1,162 @@
+"""``RankLoader``: the batches of one rank, with ghosts in their halos."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.errors import InputError
+from gnnautoscale.graph import Graph, HaloLoader, PartGroup
+from gnnautoscale.ranks.assignment import assign
+from gnnautoscale.ranks.exchange import Ghosts
+from gnnautoscale.ranks.files import read_shard
+from gnnautoscale.ranks.shard import Layout, Shard, check_shardable, cut_shard
+from gnnautoscale.ranks.world import current
+
+# What a rank's drawings differ by from those of the rank before.
+_SEEDS_APART = 7919
+
+
+class RankLoader(HaloLoader):
+    """Iterates over one rank's share of a graph; otherwise a :class:`HaloLoader`.
+
+    Parts are assigned to ranks, and each rank keeps its parts' features and edges, those of its *ghosts*, which are the
+    nodes of other ranks with an edge into them, and nothing else; ``loader.data`` is that share, a graph of its own.
+    All ranks have as many batches in an epoch, and step on them together. With one rank it is a ``HaloLoader`` of the
+    graph as it is.
+
+    Args:
+        data: The whole graph, which this process may forget afterwards; or a folder that
+            :func:`~gnnautoscale.ranks.write_shards` or ``gas partition --ranks`` wrote, of which each rank reads its
+            own share.
+        num_parts: Number of parts of the whole graph; not needed for a folder or given labels.
+        batch_size: Number of parts in a batch of a rank; if ranks have different numbers of parts, some batches have
+            one more or less.
+        options: Further arguments of :class:`HaloLoader`; partition, balance and cache_dir do not apply to a folder.
+
+    Example:
+        >>> from torch_geometric.datasets import KarateClub
+        >>> loader = RankLoader(KarateClub()[0], num_parts=4, batch_size=2)
+        >>> loader.num_own, loader.nodes.tolist() == list(range(34))
+        (34, True)
+    """
+
+    #: The rank's share; ``None`` if there is only one rank.
+    shard: Shard | None = None
+    #: What keeps ghosts up to date; ``None`` if there is only one rank.
+    ghosts: Ghosts | None = None
+
+    def __init__(self, data: Data | str | Path, num_parts: int | None = None, **options: Any) -> None:
+        self.world = current()
+        if isinstance(data, (str, Path)):
+            shard = read_shard(Path(data), self.world.rank, self.world.size)
+            unfit = {"num_parts": num_parts, **options}.keys() & {"partition", "balance", "cache_dir"}
+            if unfit or num_parts is not None:
+                got = ", ".join(sorted(unfit)) or f"num_parts={num_parts}"
+                raise InputError("a folder of shards is cut into parts already", got=got, fix="Leave it out.")
+            self.world.agree({"folder of shards": shard.whole["key"], "settings": repr(sorted(options.items()))})
+        elif self.world.size == 1:
+            super().__init__(data, num_parts, **options)
+            return
+        else:
+            shard = self._cut(check_shardable(data), num_parts, options)
+        if options.get("bidirectional", False) and not shard.bidirectional:
+            fix = "Write them with bidirectional=True."
+            raise InputError("bidirectional halos need such shards", got="one of sources only", fix=fix)
+        self._share(shard, options.get("batch_size", 1))
+        given = {name: value for name, value in options.items() if name not in ("partition", "balance", "cache_dir")}
+        if isinstance(given.get("batch_size"), int):
+            given["batch_size"] = min(given["batch_size"], shard.num_parts)
+        if given.get("bidirectional", False):  # halos are the same without, and take less memory
+            given["bidirectional"] = not Graph.of(shard.data).is_symmetric
+        super().__init__(shard.data, partition=shard.labels, **given)
+
+    def _cut(self, data: Data, num_parts: int | None, options: dict[str, Any]) -> Shard:
+        """This rank's share of a graph that all ranks have; the first one decides about parts and ranks."""
+        world, graph = self.world, Graph.of(data)
+        given = options.get("partition")
+        known = {name: value for name, value in options.items() if name not in ("device", "num_workers", "partition")}
+        world.agree({"graph": graph.key, "num_parts": num_parts, "settings": repr(sorted(known.items()))})
+        decided: Any = None
+        if world.is_first:
+            try:
+                how = {name: options[name] for name in ("partition", "balance", "seed", "cache_dir") if name in options}
+                labels = HaloLoader(data, num_parts, keep=False, **how).labels
+                mask = data.get("train_mask")
+                decided = labels, assign(graph.edge_index, labels, world.size, mask, seed=options.get("seed", 0))
+            except InputError as error:  # which all ranks have to know about
+                decided = error
+        decided = world.broadcast(decided)
+        if isinstance(decided, InputError):
+            raise decided
+        if isinstance(given, Tensor):
+            world.agree({"labels of parts": given.double().sum().item()})
+        self.whole_labels, owners = decided
+        bidirectional = bool(options.get("bidirectional", False))
+        whole = {"nodes": graph.num_nodes, "edges": graph.edge_index.size(1), "key": graph.key}
+        layout = Layout(self.whole_labels, owners, world.size)
+        return cut_shard(data, layout, world.rank, bidirectional=bidirectional, whole=whole)
+
+    def _share(self, shard: Shard, batch_size: int) -> None:
+        self.shard, self.ghosts = shard, Ghosts(shard, self.world)
+        sizes = shard.first_part.diff().tolist()
+        if isinstance(batch_size, int) and batch_size > sum(sizes):
+            rule = f"batch_size must be at most the number of parts, {sum(sizes)}"
+            raise InputError(rule, got=str(batch_size), fix="Lower batch_size, or cut the graph into more parts.")
+        # Every rank has as many batches, and none is empty.
+        self._length = min(max(-(-size // batch_size) for size in sizes), min(sizes))
+
+    def __len__(self) -> int:
+        return super().__len__() if self.shard is None else self._length
+
+    def _parts_to_draw(self) -> int:
+        return super()._parts_to_draw() if self.shard is None else self.shard.num_parts
+
+    def _drawing_seed(self) -> int:
+        return self.seed + _SEEDS_APART * self.world.rank
+
+    def _next_groups(self) -> list[PartGroup]:
+        groups = super()._next_groups()
+        if self.ghosts is not None:
+            builder = self._source.builder
+            self.ghosts.announce(groups, [builder.own_rows(group).runs for group in groups])
+        return groups
+
+    @property
+    def num_own(self) -> int:
+        """Number of nodes that this rank owns; they have the first rows of ``loader.data``."""
+        return super().num_own if self.shard is None else self.shard.num_own
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one batch holds the whole graph."""
+        return self.shard is None and super().is_whole
+
+    @property
+    def nodes(self) -> Tensor:
+        """Which nodes of the whole graph this rank owns, ``[num_own]``, in the order of its rows."""
+        return torch.arange(self.num_own) if self.shard is None else self.shard.nodes[: self.num_own]
+
+    def batch_for(self, nodes: Any) -> Any:
+        """The batch of some of the rank's own nodes, given by their rows; see :meth:`HaloLoader.batch_for`."""
+        if self.shard is not None and isinstance(nodes, Tensor) and nodes.numel() and int(nodes.max()) >= self.num_own:
+            rule = f"a rank has batches of its own nodes, rows 0 to {self.num_own - 1} of loader.data"
+            raise InputError(rule, got=str(int(nodes.max())), fix="Ask the rank that owns the node; see loader.nodes.")
+        return super().batch_for(nodes)
+
+    def gathered(self, rows: Tensor) -> Tensor | None:
+        """Rows of all nodes in the order of the whole graph, ``[num_nodes, ...]``, on the first rank; else ``None``.
+
+        Every rank gives the rows of its own nodes, ``[num_own, ...]``, as :func:`gnnautoscale.infer` returns them.
+        """
+        if self.shard is None:
+            return rows
+        nodes, found = self.world.gather_to_first(self.nodes), self.world.gather_to_first(rows)
+        if nodes is None or found is None:
+            return None
+        order, every = torch.cat(nodes), torch.cat(found)
+        return torch.empty_like(every).index_copy_(0, order, every)

@@ -1,0 +1,228 @@
+"""The processes that train together: started from torchrun's environment, and what they say to each other.
+
+All of it is collectives of ``torch.distributed``: nccl between GPUs, gloo otherwise. A collective that fails because a
+process is gone raises a :class:`LostRankError`, so that no process waits for another for ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from importlib import metadata
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gnnautoscale.errors import InputError
+
+T = TypeVar("T")
+_HOST = torch.device("cpu")
+
+
+class LostRankError(RuntimeError):
+    """Another process of a distributed run is gone, or did not answer in time."""
+
+
+class Arrival:
+    """Rows that other ranks have sent, ``[count, width]``, on their way."""
+
+    def __init__(self, world: World, rows: Tensor, work: Any) -> None:
+        self._world, self._rows, self._work = world, rows, work
+
+    def wait(self) -> Tensor:
+        """The rows; the first call waits for them."""
+        if self._work is not None:
+            self._world.guarded(self._work.wait)
+            self._work = None
+        return self._rows
+
+
+class World:
+    """The ranks of a run, seen by one of them.
+
+    Every method but the properties is a collective: all ranks have to call it, in the same order.
+
+    Attributes:
+        rank: The number of this process.
+        size: The number of processes; 1 without torchrun.
+        device: Where this rank computes if it has a choice.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device = _HOST) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        nccl = size > 1 and dist.get_backend() == "nccl"
+        #: Where tensors that are sent have to be.
+        self.wire = device if nccl else _HOST
+        #: How many bytes of rows this rank has sent to others so far.
+        self.sent_bytes = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files and talks to the user."""
+        return self.rank == 0
+
+    def guarded(self, call: Callable[[], T]) -> T:
+        """Call something that needs the other ranks; that one of them is gone is said in one sentence."""
+        try:
+            return call()
+        except RuntimeError as error:
+            # Without the place in the sources of gloo or nccl that some begin with.
+            told = re.sub(r"^\[\S*\]\s*", "", str(error).strip()).partition("\n")[0].partition(". ")[0]
+            reason = told[:200] or type(error).__name__
+            raise LostRankError(
+                f"rank {self.rank} of {self.size} ends, because another rank has failed or did not answer in time "
+                f"({reason}). Look at the first error of the others; a run with checkpoints can be resumed."
+            ) from error
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        self.guarded(lambda: dist.all_gather_object(found, value))
+        return found
+
+    def gather_to_first(self, value: Tensor) -> list[Tensor] | None:
+        """The tensors of all ranks, equal but for their first dimension, on the first rank; ``None`` on the others."""
+        if self.size == 1:
+            return [value]
+        sizes = [0] * self.size
+        sizes[0] = value.size(0)
+        counts = self.gather(value.size(0))
+        arrival = self.exchange(value, sizes, counts if self.is_first else [0] * self.size)
+        rows = arrival.wait().to(value.device)
+        return list(torch.split(rows, counts)) if self.is_first else None
+
+    def broadcast(self, value: Any) -> Any:
+        """The value of the first rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        self.guarded(lambda: dist.broadcast_object_list(box, src=0))
+        return box[0]
+
+    def same(self, tensors: Sequence[Tensor]) -> None:
+        """Give tensors the values that they have on the first rank, in place."""
+        for tensor in tensors if self.size > 1 else ():
+            there = tensor.detach().to(self.wire, copy=True).contiguous()
+            self.guarded(lambda there=there: dist.broadcast(there, src=0))  # type: ignore[misc]
+            tensor.detach().copy_(there)
+
+    def sum(self, tensor: Tensor) -> Arrival:
+        """Start to add up a tensor, which must be where :attr:`wire` says, over all ranks, in place."""
+        if self.size == 1:
+            return Arrival(self, tensor, None)
+        return Arrival(self, tensor, self.guarded(lambda: dist.all_reduce(tensor, async_op=True)))
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Arrival:
+        """Start to send rows to each rank, and to receive some.
+
+        Args:
+            rows: What to send, the rows for rank 0 first, ``[sum(sent), ...]``.
+            sent: How many of them each rank gets.
+            received: How many rows each rank sends here.
+        """
+        rows = rows.to(self.wire).contiguous()
+        out = rows.new_empty((sum(received), *rows.shape[1:]))
+        if self.size == 1:
+            return Arrival(self, out.copy_(rows), None)
+        self.sent_bytes += rows.nbytes
+        given: dict[str, Any] = {"output_split_sizes": list(received), "input_split_sizes": list(sent)}
+        work = self.guarded(lambda: dist.all_to_all_single(out, rows, async_op=True, **given))
+        return Arrival(self, out, work)
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Refuse to go on unless all ranks have the same facts, by name, and run the same versions.
+
+        Example:
+            >>> World().agree({"seed": 0})
+        """
+        if self.size == 1:
+            return
+        given = {**facts, **{f"version of {name}": value for name, value in _versions().items()}}
+        everyone = self.gather(given)
+        for name in {name: None for each in everyone for name in each}:
+            values = [each.get(name) for each in everyone]
+            for rank, value in enumerate(values):
+                if value != values[0]:
+                    raise InputError(
+                        f"all ranks must have the same {name}",
+                        got=f"{values[0]!r:.80} on rank 0 and {value!r:.80} on rank {rank}",
+                        fix="Start every rank with the same command, data and environment.",
+                    )
+
+
+_world: World | None = None
+
+
+def start(*, timeout: float = 600.0) -> World:
+    """Join the other processes that torchrun has started; without torchrun there is only this one.
+
+    Ranks with a GPU each talk over nccl, others over gloo. Calling it again returns the same world.
+
+    Args:
+        timeout: Seconds after which a rank gives up waiting for another one.
+
+    Example:
+        >>> world = start()
+        >>> world.rank, world.size
+        (0, 1)
+    """
+    global _world
+    if _world is not None and (_world.size == 1 or dist.is_initialized()):
+        return _world
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < 1e7:
+        raise InputError("timeout must be a positive number of seconds", got=repr(timeout), fix="Leave it out.")
+    local, size = _number("LOCAL_RANK", 0), _number("WORLD_SIZE", 1)
+    if size == 1 and not dist.is_initialized():
+        _world = World(device=torch.device("cuda", 0) if torch.cuda.is_available() else _HOST)
+        return _world
+    on_node = _number("LOCAL_WORLD_SIZE", size)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device("cuda", local % gpus) if gpus else _HOST
+    if gpus:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "nccl" if gpus >= on_node else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        except (RuntimeError, ValueError) as error:
+            raise LostRankError(f"the {size} ranks could not find each other: {str(error).splitlines()[0]}") from error
+        atexit.register(_leave)
+    _world = World(dist.get_rank(), dist.get_world_size(), device)
+    return _world
+
+
+def current() -> World:
+    """The world that was started, or that of this process alone."""
+    return World() if _world is None else _world
+
+
+def _leave() -> None:
+    global _world
+    _world = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdecimal()):
+        raise InputError(f"{name} must be a whole number", got=repr(text), fix="Start the script with torchrun.")
+    return int(text)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "torch-geometric", "gnnautoscale"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # run from its sources
+            found[name] = "unknown"
+    return found

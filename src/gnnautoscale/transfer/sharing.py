@@ -1,0 +1,19 @@
+"""The contract of whatever shares rows of histories with other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from gnnautoscale.history import History
+from gnnautoscale.transfer.base import Transfer
+
+
+class Sharing(Protocol):
+    """Keeps rows that other processes own up to date."""
+
+    def around(self, transfer: Transfer) -> Transfer:
+        """A transfer that moves rows as another one does, and also sends those of a step that others need."""
+
+    def share(self, histories: Sequence[History]) -> None:
+        """Send all rows that others need, and receive theirs; every process must call it."""

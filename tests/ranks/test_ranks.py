@@ -1,0 +1,296 @@
+"""Several ranks compute what one process does, on tiny graphs, over gloo."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
+from torch_geometric.nn import GATConv, GCNConv, SAGEConv  # type: ignore[import-untyped]
+from torch_geometric.nn.conv import ChebConv  # type: ignore[import-untyped]
+
+import gnnautoscale as gas
+from conftest import Stack, assert_same, history_rows, odd_graph, undirected_graph, whole
+from gnnautoscale import ranks
+from gnnautoscale.attach.autoscaler import attached
+from support.ranks import outcomes, run_ranks
+
+Rows = dict[str, Tensor]
+
+
+def gcn(dropout: bool = False) -> nn.Module:
+    torch.manual_seed(3)
+    inner: list[nn.Module] = [GCNConv(8, 6), GCNConv(6, 6), GCNConv(6, 4)]
+    return Stack(inner, ("edge_weight",))
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(3)
+    return nn_stack([GCNConv(8, 6), GCNConv(6, 6), GCNConv(6, 4)], nn.BatchNorm1d(6))
+
+
+def nn_stack(layers: list[nn.Module], norm: nn.Module) -> nn.Module:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.norm = nn.ModuleList(layers), norm
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            first, second, last = self.layers
+            x = self.norm(first(x, edge_index)).relu()
+            out: Tensor = last(second(x, edge_index).tanh(), edge_index)
+            return out
+
+    return Normed()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "GCN": gcn,
+    "GAT": lambda: Stack([GATConv(8, 3, heads=2), GATConv(6, 4)]),
+    "SAGE": lambda: Stack([SAGEConv(8, 6), SAGEConv(6, 4)]),
+    # Its normalization divides by the number of edges out of a node, also of a ghost.
+    "Chebyshev": lambda: Stack([ChebConv(8, 6, 3), ChebConv(6, 4, 2)]),
+}
+
+
+def infer(data: Data, names: list[str], **options: Any) -> list[tuple[Tensor | None, Tensor, Tensor]]:
+    loader = ranks.RankLoader(data, num_parts=7, **options)
+    found = []
+    for name in names:
+        torch.manual_seed(5)
+        model = ranks.autoscale(MODELS[name](), loader)
+        own = gas.infer(model, loader, update_histories=False)
+        gas.refresh(model, loader)
+        some = torch.arange(0, loader.num_own, 3)
+        found.append((loader.gathered(own), gas.predict(model, loader, some), loader.nodes[some]))
+        gas.detach(model)
+    return found
+
+
+@pytest.mark.parametrize(("size", "graph"), [(2, odd_graph), (3, undirected_graph), (4, odd_graph)])
+def test_inference_and_predictions_are_those_of_one_process(size: int, graph: Callable[[], Data]) -> None:
+    data, names = graph(), list(MODELS)
+    found = run_ranks(size, infer, data, names, bidirectional=graph is odd_graph)
+    for number, name in enumerate(names):
+        torch.manual_seed(5)
+        expected = whole(MODELS[name](), data)
+        every, _, _ = found[0][number]
+        assert_same(every, expected)
+        for _, predicted, nodes in (each[number] for each in found):
+            assert_same(predicted, expected[nodes])
+        assert all(each[number][0] is None for each in found[1:])
+
+
+def loss_of(model: nn.Module, batch: Data) -> Tensor:
+    out, size = model(batch), batch.batch_size
+    return F.cross_entropy(out, batch.y[:size])
+
+
+def train(
+    data: Data, make: Callable[[], nn.Module], epochs: int, **options: Any
+) -> tuple[list[list[tuple[int, ...]]], list[list[Tensor]], dict[str, Tensor]]:
+    """An own loop: the batches of each step as nodes of the whole graph, gradients of each step, and weights."""
+    compensate = options.pop("compensate", "none")
+    loader = ranks.RankLoader(data, num_parts=6, batch_size=2, shuffle=True, **options)
+    model = ranks.autoscale(make(), loader, compensate=compensate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batches, gradients = [], []
+    for _ in range(epochs):
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+            batches.append(loader.nodes[batch.n_id[: batch.batch_size]].tolist())
+            gradients.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
+            optimizer.step()
+    return batches, gradients, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def in_one_process(
+    data: Data, make: Callable[[], nn.Module], steps: list[list[list[int]]], compensate: Any
+) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
+    """One process that adds up the gradients of the same batches, each with the histories as of the step before."""
+    loader = gas.HaloLoader(data, num_parts=1, bidirectional=True)
+    model = gas.autoscale(make(), data, compensate=compensate)
+    memory = attached(model).memory
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    gradients = []
+
+    def kept() -> list[Tensor]:
+        return [history.raw for history in (*memory.histories.values(), *memory.last_gradients.values())]
+
+    for step in steps:
+        optimizer.zero_grad()
+        before, after = [raw.clone() for raw in kept()], []
+        for nodes in step:
+            for raw, rows in zip(kept(), before, strict=False):
+                raw.copy_(rows)
+            for raw in kept()[len(before) :]:
+                raw.zero_()
+            loss_of(model, loader.batch_for(torch.tensor(nodes))).backward()  # type: ignore[no-untyped-call]
+            after.append([raw[nodes].clone() for raw in kept()])
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight.grad.div_(len(step))
+        for nodes, pushed in zip(step, after, strict=True):
+            for raw, rows in zip(kept(), pushed, strict=True):
+                raw[nodes] = rows
+        gradients.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
+        optimizer.step()
+    return gradients, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("size", "compensate", "graph"),
+    [(2, "none", undirected_graph), (3, "none", odd_graph), (2, "gradient", undirected_graph)],
+)
+def test_a_step_is_that_of_one_process_on_all_batches(size: int, compensate: str, graph: Callable[[], Data]) -> None:
+    data = graph(dtype=torch.float64)  # type: ignore[call-arg]
+    make = lambda: gcn().double()  # noqa: E731
+    found = run_ranks(size, train, data, make, 3, compensate=compensate, bidirectional=compensate != "none")
+    steps = [list(step) for step in zip(*(batches for batches, _, _ in found), strict=True)]
+    assert len({node for batch in steps[0] for node in batch}) == sum(map(len, steps[0])), "ranks share no nodes"
+    gradients, weights = in_one_process(data, make, steps, compensate)
+    for _, rank_gradients, rank_weights in found:
+        for ours, theirs in zip(rank_gradients, gradients, strict=True):
+            for mine, wanted in zip(ours, theirs, strict=True):
+                assert_same(mine, wanted, 1e-10)
+        for name, wanted in weights.items():
+            assert_same(rank_weights[name], wanted, 1e-10)
+            assert torch.equal(rank_weights[name], found[0][2][name])
+
+
+def accumulate(data: Data) -> list[list[Tensor]]:
+    loader = ranks.RankLoader(data, num_parts=4)
+    model, batch = ranks.autoscale(gcn(), loader), next(iter(loader))
+    found = []
+    for passes in (3, 1, 2):  # after three, histories do not change any more
+        model.zero_grad()
+        for _ in range(passes):
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        found.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
+    return found
+
+
+def test_gradients_of_several_backward_passes_add_up() -> None:
+    for _, once, twice in run_ranks(2, accumulate, undirected_graph()):
+        for one, two in zip(once, twice, strict=True):
+            assert_same(two, 2 * one)
+
+
+def test_same_seed_same_bits_and_one_rank_is_no_torchrun() -> None:
+    data = undirected_graph()
+    first, second = (run_ranks(2, train, data, normed, 2, seed=4) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert one[0] == other[0]
+        assert all(torch.equal(one[2][name], other[2][name]) for name in one[2])
+        assert all(torch.equal(one[2][name], first[0][2][name]) for name in one[2]), "averages of norms are shared too"
+    alone = run_ranks(1, train, data, normed, 2, seed=4)[0]
+    loader = gas.HaloLoader(data, num_parts=6, batch_size=2, shuffle=True, seed=4)
+    model = gas.autoscale(normed(), data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    assert all(torch.equal(alone[2][name], value) for name, value in model.state_dict().items())
+
+
+def sent(data: Data, dtype: torch.dtype | None) -> tuple[int, int, int]:
+    """Bytes sent in an epoch, bytes of all rows that are ghosts elsewhere, and whether ghosts are what owners have."""
+    loader = ranks.RankLoader(data, num_parts=6, batch_size=2, shuffle=True)
+    model = ranks.autoscale(gcn(), loader, dtype=dtype)
+    assert loader.shard is not None
+    assert loader.ghosts is not None
+    before = loader.world.sent_bytes
+    for batch in loader:
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+    attached(model).memory.settle()
+    moved, rows = loader.world.sent_bytes - before, history_rows(model)
+    everyone = loader.world.gather(({name: value[: loader.num_own] for name, value in rows.items()}, loader.nodes))
+    right = 1
+    for name, value in rows.items():
+        place = torch.full((data.num_nodes, 1), -1)
+        known = torch.zeros(data.num_nodes, value.size(1))
+        for theirs, nodes in everyone:
+            known[nodes], place[nodes] = theirs[name].float(), 0
+        ghosts = slice(loader.num_own, loader.shard.nodes.numel())
+        right &= int(torch.equal(value[ghosts].float(), known[loader.shard.nodes[ghosts]]))
+    raw = sum(
+        each.codec.raw_width * each.codec.raw_dtype.itemsize for each in attached(model).memory.histories.values()
+    )
+    return moved, loader.shard.sent.numel() * raw, right
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int8])
+def test_only_rows_that_are_needed_elsewhere_travel_once_in_an_epoch_as_histories_keep_them(dtype: Any) -> None:
+    for moved, needed, right in run_ranks(3, sent, undirected_graph(), dtype):
+        assert moved == needed > 0
+        assert right
+
+
+def misuse(what: str) -> None:
+    data = undirected_graph()
+    if what == "options":
+        ranks.RankLoader(data, num_parts=4 + ranks.current().rank)
+    if what == "data":
+        ranks.RankLoader(undirected_graph(seed=ranks.current().rank), num_parts=4)
+    if what == "ranks":
+        ranks.RankLoader(data, num_parts=1)
+    if what == "batches":
+        ranks.RankLoader(data, num_parts=4, batch_size=5)
+    if what == "typed":
+        ranks.RankLoader(HeteroData(), num_parts=4)
+    if what == "links":
+        linked = copy.copy(data)
+        linked.edge_label_index = data.edge_index
+        ranks.RankLoader(linked, num_parts=4)
+    loader = ranks.RankLoader(data, num_parts=4)
+    if what == "momentum":
+        ranks.autoscale(gcn(), loader, compensate="momentum")
+    model = ranks.autoscale(gcn(), loader)
+    second = list(loader)[1]
+    if what == "order":
+        model(second)
+    if what == "ghost":
+        gas.refresh(model, loader)
+        gas.predict(model, loader, torch.tensor([loader.num_own]))
+    calls: dict[str, Callable[..., Any]] = {
+        "verify": gas.verify,
+        "grow": gas.grow,
+        "diagnose": gas.diagnose,
+        "exact": gas.exact_forward,
+    }
+    if what == "capture":
+        gas.capture(model, lambda batch: None, torch.optim.SGD(model.parameters()))
+    calls[what](model, loader, *([data] if what == "grow" else []))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("options", "all ranks must have the same num_parts"),
+        ("data", "all ranks must have the same graph"),
+        ("ranks", "each rank needs a part of its own"),
+        ("batches", "batch_size must be at most"),
+        ("typed", "one plain graph"),
+        ("links", "something of nodes"),
+        ("momentum", "compensate='momentum'"),
+        ("order", "every batch of its loader in turn"),
+        ("ghost", "batches of its own nodes"),
+        ("verify", "verify needs the whole graph"),
+        ("grow", "grow needs the whole graph"),
+        ("capture", "capture needs the whole graph"),
+        ("diagnose", "diagnose needs the whole graph"),
+        ("exact", "the gradient of the whole graph needs the whole graph"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_on_each_of_them(what: str, message: str) -> None:
+    for error in outcomes(2, misuse, what):
+        assert isinstance(error, gas.InputError), error
+        assert message in str(error)

@@ -1,0 +1,66 @@
+"""Runs a function in several processes that know each other, forked from this one, so that they start at once."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gnnautoscale.ranks.world as world_module
+
+_LONGEST = 60.0
+
+
+def run_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = 30.0, **options: Any) -> list[Any]:
+    """What ``work(*args)`` returns on each rank; an error of one of them is raised here, the first rank's first."""
+    found = outcomes(size, partial(work, **options), *args, timeout=timeout)
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return found
+
+
+def outcomes(size: int, work: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
+    """What ``work(*args)`` returns or raises on each rank; ``None`` of one that was killed."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = torch.multiprocessing.get_context("fork")
+        given = (Path(folder), size, work, args, timeout)
+        processes = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(size)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(_LONGEST)
+        late = [process for process in processes if process.is_alive()]
+        for process in late:
+            process.kill()
+        assert not late, f"{len(late)} of {size} ranks did not end"
+        paths = [Path(folder) / f"rank-{rank}" for rank in range(size)]
+        return [pickle.loads(path.read_bytes()) if path.exists() else None for path in paths]  # noqa: S301
+
+
+def _rank(rank: int, folder: Path, size: int, work: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    world_module._world = None
+    try:
+        if size > 1:
+            store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+        world_module.start()
+        found: Any = work(*args)
+    except BaseException as error:  # sent to the test
+        traceback.print_exc()
+        found = error
+    temporary = folder / f"part-{rank}"
+    temporary.write_bytes(pickle.dumps(found))
+    temporary.rename(folder / f"rank-{rank}")
+    os._exit(0)
