@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,10 @@ class TypedMemory:
         """See :meth:`GraphMemory.prepare_edges`."""
         if info is not None and info.ready is not None:
             self.recorder.prepare_from_now_on(info, calls, gradients)
+
+    def share(self, slots: Iterable[str]) -> None:
+        """See :meth:`GraphMemory.share`; no process shares a heterogeneous graph with others."""
+        return
 
     def settle(self) -> None:
         """See :meth:`GraphMemory.settle`."""
