@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -279,22 +278,18 @@ def test_flags_that_are_not_there_are_refused(main: Main, arguments: list[str]) 
     assert out == ""
 
 
-@pytest.mark.filterwarnings("ignore:The model has a batch norm without running averages")
-def test_the_demonstration_compares_three_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], **_: Any) -> Any:
-        assert command[:3] == [sys.executable, "-m", "gnnautoscale"]
-        return SimpleNamespace(stdout=done(*command[3:]).stdout)  # in this process, which has imported everything
-
-    monkeypatch.setattr(subprocess, "run", run)
-    table = lines("demo", "--graphs", "4", "--epochs", "1")
-    assert [row[0] for row in table] == ["", "GAS", "full batch", "naive history"]
-    assert table[0][3] == "steps"
-    assert len({row[3] for row in table[1:]}) == 1, "the modes must take as many steps each"
-    assert all(0 <= float(row[1]) <= 100 for row in table[1:])
+def test_the_demonstration_compares_four_methods(tmp_path: Path) -> None:
+    table = lines("demo", "--nodes", "1000", "--output", str(tmp_path / "demo"))
+    assert [row[0] for row in table] == ["", "full batch", "neighbour sampling", "Cluster-GCN", "GAS"]
+    heads = table[0]
+    assert heads[2].startswith("seconds to ")
+    assert all(0 <= float(row[heads.index("test accuracy")]) <= 100 for row in table[1:])
+    assert [row[heads.index("steps")] for row in table[1:]] == ["50", "40", "160", "120"]
+    assert "4 training runs" in (tmp_path / "demo" / "report.html").read_text()
 
 
 def test_a_demonstration_that_cannot_be_is_refused(main: Main) -> None:
-    code, out, err = main("demo", "--graphs", "0", "--json")
+    code, out, err = main("demo", "--nodes", "0", "--json")
     assert code == 2
     assert out == ""
     assert "error:" in err

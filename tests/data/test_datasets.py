@@ -15,7 +15,7 @@ ROOT = os.environ.get("GNNAUTOSCALE_DATA")
 real_data = pytest.mark.skipif(ROOT is None, reason="GNNAUTOSCALE_DATA is not set")
 NAMES = (
     "cora citeseer pubmed coauthor-cs coauthor-physics amazon-computers amazon-photo wiki-cs cluster pattern reddit "
-    "ppi flickr yelp ogbn-arxiv ogbn-products communities echoes"
+    "ppi flickr yelp ogbn-arxiv ogbn-products communities districts echoes"
 )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.utils import homophily  # type: ignore[import-untyped]
 
-from gnnautoscale.data.generate import ARC, NEARBY, cluster, communities, echoes, pattern
+from gnnautoscale.data.generate import ARC, NEARBY, STREET, cluster, communities, districts, echoes, pattern
 from gnnautoscale.errors import InputError
 
 SMALLEST, LARGEST = 5, 34
@@ -134,6 +134,7 @@ def test_communities_cut_well() -> None:
         lambda seed: cluster(3, seed=seed),
         lambda seed: pattern(3, seed=seed),
         lambda seed: communities(200, degree=4, num_features=2, num_classes=2, seed=seed),
+        lambda seed: districts(200, seed=seed),
     ],
 )
 def test_seeds(draw: Callable[[int], Data]) -> None:
@@ -187,3 +188,19 @@ def test_echoes_that_cannot_be_are_refused() -> None:
         echoes(2, num_nodes=100)
     with pytest.raises(InputError, match="num_graphs"):
         echoes(0)
+
+
+def test_districts_follow_the_recipe() -> None:
+    nodes, classes = 20_000, 8
+    data = districts(nodes, num_features=4, num_classes=classes, seed=1)
+    assert_simple(data)
+    assert data.y.bincount().tolist() == [nodes // classes] * classes
+    assert data.num_edges / nodes == pytest.approx(8, abs=0.4)  # some pairs are drawn twice
+    difference = (data.y[data.edge_index[0]] - data.y[data.edge_index[1]]) % classes
+    share = difference.bincount(minlength=classes) / data.num_edges
+    # 3 of 8 edges join equals; of the other 5, nearly half are one class apart, without those drawn twice.
+    assert float(share[0]) == pytest.approx((3 + 2.5 / classes) / 8, abs=0.03)
+    assert float(share[1] + share[-1]) == pytest.approx(0.33, abs=0.03)
+    assert share[2:-1].tolist() == pytest.approx([2.6 / classes / 8] * (classes - 3), abs=0.02)
+    with pytest.raises(InputError, match=f"num_nodes must be an integer, at least {4 * STREET + classes}"):
+        districts(100)

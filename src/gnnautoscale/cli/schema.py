@@ -58,10 +58,10 @@ class Generators(OptionGroup):
     """Options of generated graphs."""
 
     graphs: int | None = option(None, "Number of training graphs of cluster, pattern and echoes.")
-    nodes: int | None = option(None, "Number of nodes of communities, or of each graph of echoes.")
+    nodes: int | None = option(None, "Number of nodes of communities and districts, or of each graph of echoes.")
     degree: float | None = option(None, "Mean degree of communities.")
-    features: int | None = option(None, "Number of features of communities.")
-    classes: int | None = option(None, "Number of classes of communities.")
+    features: int | None = option(None, "Number of features of communities and districts.")
+    classes: int | None = option(None, "Number of classes of communities and districts.")
     homophily: float | None = option(None, "Share of edges inside a community.")
 
 

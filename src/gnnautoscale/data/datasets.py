@@ -171,9 +171,10 @@ def load(name: str, root: str | Path = "data", *, split: int = 0, seed: int = 0,
         split: Which of several splits: a random one with this seed for Coauthor and Amazon (20 training and 30
             validation nodes per class); one of the 20 published ones for Wiki-CS. All others have one split and ignore
             it.
-        seed: For generated data: ``cluster``, ``pattern``, ``communities``, ``echoes``.
+        seed: For generated data: ``cluster``, ``pattern``, ``communities``, ``districts``, ``echoes``.
         options: ``graphs`` (training graphs) for ``cluster``, ``pattern`` and ``echoes``; ``nodes`` (of each graph) for
-            ``echoes``; ``nodes``, ``degree``, ``features``, ``classes`` and ``homophily`` for ``communities``.
+            ``echoes``; ``nodes``, ``degree``, ``features``, ``classes`` and ``homophily`` for ``communities``;
+            ``nodes``, ``features`` and ``classes`` for ``districts``.
 
     Example:
         >>> dataset = load("cluster", graphs=10)

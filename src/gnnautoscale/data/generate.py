@@ -21,6 +21,7 @@ NUM_PATTERNS = 100
 ARC = 10  # nodes of an arc
 NEARBY = 100  # places between nodes that are near
 _TRIES = 16  # to find a node of one of two signs
+STREET = 40  # nodes next door in districts are at most this many places away
 REACH = 8  # ring neighbours are at most this many times `degree` places away
 
 
@@ -145,26 +146,48 @@ def communities(
     target[:near] = first[ring] + (source[:near] - first[ring] + step) % sizes[ring]
     target[near:] = rng.integers(0, num_nodes, far)
     del ring, step
+    key = _distinct(source, target, num_nodes)
+    del source, target  # large
+    return _on_places(rng, class_of, key, num_features, spread=3)
 
-    key = np.minimum(source, target) * num_nodes + np.maximum(source, target)  # one number per pair of places
-    key = key[source != target]
-    del source, target
-    key.sort()
-    key = key[np.diff(key, prepend=-1) > 0]
-    node_at = rng.permutation(num_nodes)
-    edge_index = np.empty((2, 2 * key.size), dtype=np.int64)
-    edge_index[0, : key.size] = edge_index[1, key.size :] = node_at[key // num_nodes]
-    edge_index[1, : key.size] = edge_index[0, key.size :] = node_at[key % num_nodes]
 
-    y = np.empty(num_nodes, dtype=np.int64)
-    y[node_at] = class_of
-    centroid = rng.standard_normal((num_classes, num_features), dtype=np.float32) * 3 / math.sqrt(num_features)
-    x = rng.standard_normal((num_nodes, num_features), dtype=np.float32)
-    x += centroid.astype(np.float32)[y]
-    quarter = rng.permutation(num_nodes) * 4 // num_nodes
-    masks = {"train_mask": quarter < 2, "val_mask": quarter == 2, "test_mask": quarter == 3}
-    arrays = {"x": x, "edge_index": edge_index, "y": y, **masks}
-    return Data(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+def districts(num_nodes: int, *, num_features: int = 32, num_classes: int = 8, seed: int = 0) -> Data:
+    """DISTRICTS: people who differ from those next door and are like friends far away.
+
+    The nodes lie on a ring. Five edges of a node lead to nodes at most 40 places away: nearly half of these to one of
+    the next or the previous class, the others to any. Three lead to nodes of its class, anywhere. So stretches of
+    the ring make good parts, but the edges between parts say most about a class, and those inside say something else:
+    who leaves edges out learns from a wrong picture. Features are the centroid of the class plus much noise. Nodes are
+    numbered at random.
+
+    Returns:
+        ``x`` [N, F] float32, ``edge_index`` [2, E] in both directions, without duplicates and self-loops, ``y`` [N],
+        and ``train_mask``, ``val_mask``, ``test_mask`` [N] of 50, 25 and 25% of the nodes.
+
+    Example:
+        >>> data = districts(1000)
+        >>> data.num_nodes, data.is_undirected(), data.has_self_loops(), int(data.y.max())
+        (1000, True, False, 7)
+    """
+    _at_least("num_features", num_features, 1)
+    _at_least("num_classes", num_classes, 3)
+    _at_least("num_nodes", num_nodes, 4 * STREET + num_classes)
+    rng = np.random.default_rng(seed)
+    class_at = rng.permutation(np.arange(num_nodes) % num_classes)
+    ring = np.arange(num_nodes)
+    source = np.concatenate([ring, ring, ring[: num_nodes // 2], ring, ring[num_nodes // 2 :]])  # 2.5 near, 1.5 far
+    near, far = np.split(source, [5 * num_nodes // 2])
+
+    # One of the next class if the first tries find one, or anyone.
+    places = (near + rng.integers(1, STREET + 1, (_TRIES, near.size))) % num_nodes
+    fits = (class_at[places] == (class_at[near] + 1) % num_classes) | (rng.random(near.size) < 0.5)
+    neighbour = places[np.argmax(fits, axis=0), np.arange(near.size)]
+
+    by_class, sizes = np.argsort(class_at, kind="stable"), np.bincount(class_at)
+    first = np.cumsum(sizes) - sizes
+    friend = by_class[first[class_at[far]] + rng.integers(0, sizes[class_at[far]])]
+    key = _distinct(source, np.concatenate([neighbour, friend]), num_nodes)
+    return _on_places(rng, class_at, key, num_features, spread=2)
 
 
 def echoes(num_graphs: int, *, num_nodes: int = 50_000, seed: int = 0) -> Data:
@@ -207,6 +230,37 @@ def echoes(num_graphs: int, *, num_nodes: int = 50_000, seed: int = 0) -> Data:
         graph_id=torch.arange(num_graphs).repeat_interleave(num_nodes),
         graph_y=torch.arange(num_graphs) % 2,
     )
+
+
+def _distinct(source: _Ints, target: _Ints, num_places: int) -> _Ints:
+    """One number for each pair of different places, ascending."""
+    key = np.minimum(source, target) * num_places + np.maximum(source, target)
+    key = key[source != target]
+    key.sort()
+    found: _Ints = key[np.diff(key, prepend=-1) > 0]
+    return found
+
+
+def _on_places(rng: np.random.Generator, class_at: _Ints, key: _Ints, num_features: int, *, spread: float) -> Data:
+    """A graph from the class at each place and distinct pairs: nodes are numbered at random, features are noisy.
+
+    ``spread`` is how far the centroids of classes lie apart, where noise has variance 1.
+    """
+    num_nodes, num_classes = class_at.size, int(class_at.max()) + 1
+    node_at = rng.permutation(num_nodes)
+    edge_index = np.empty((2, 2 * key.size), dtype=np.int64)
+    edge_index[0, : key.size] = edge_index[1, key.size :] = node_at[key // num_nodes]
+    edge_index[1, : key.size] = edge_index[0, key.size :] = node_at[key % num_nodes]
+
+    y = np.empty(num_nodes, dtype=np.int64)
+    y[node_at] = class_at
+    centroid = rng.standard_normal((num_classes, num_features), dtype=np.float32) * spread / math.sqrt(num_features)
+    x = rng.standard_normal((num_nodes, num_features), dtype=np.float32)
+    x += centroid.astype(np.float32)[y]
+    quarter = rng.permutation(num_nodes) * 4 // num_nodes
+    masks = {"train_mask": quarter < 2, "val_mask": quarter == 2, "test_mask": quarter == 3}
+    arrays = {"x": x, "edge_index": edge_index, "y": y, **masks}
+    return Data(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 def _partners(

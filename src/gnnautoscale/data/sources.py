@@ -129,6 +129,12 @@ def _communities(
     return [generate.communities(nodes, degree=degree, **sizes, homophily=homophily, seed=seed)]
 
 
+def _districts(
+    root: Path, split: int, seed: int, *, nodes: int = 100_000, features: int = 32, classes: int = 8
+) -> list[Data]:
+    return [generate.districts(nodes, num_features=features, num_classes=classes, seed=seed)]
+
+
 def _ogbn(root: Path, split: int, seed: int, *, title: str) -> list[Data]:
     folder = root / "ogb"
     try:
@@ -168,5 +174,6 @@ SOURCES: dict[str, Callable[..., list[Data]]] = {
     "ogbn-arxiv": partial(_ogbn, title="ogbn-arxiv"),
     "ogbn-products": partial(_ogbn, title="ogbn-products"),
     "communities": _communities,
+    "districts": _districts,
     "echoes": _echoes,
 }

@@ -72,6 +72,23 @@ class FitResult:
         """Number of evaluations after the best epoch."""
         return sum(bool(epoch.scores) and epoch.number > self.best_epoch for epoch in self.epochs)
 
+    def seconds_to(self, score: float) -> float:
+        """Seconds of partitioning and training until a validation score was reached; infinite if it never was.
+
+        Evaluations do not count, and what happens between them is not seen.
+
+        Example:
+            >>> curve = [Epoch(1, 0.9, {"val": 60.0}, 0.01, 2.0), Epoch(2, 0.5, {"val": 80.0}, 0.01, 2.0)]
+            >>> FitResult("accuracy", {}, curve, seconds={"partition": 1.0}).seconds_to(75.0)
+            5.0
+        """
+        seconds, sign = self.seconds.get("partition", 0.0), 1 if self.higher_is_better else -1
+        for epoch in self.epochs:
+            seconds += epoch.seconds
+            if epoch.scores and sign * epoch.scores["val"] >= sign * score:
+                return seconds
+        return math.inf
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         values: dict[str, Any] = jsonable(asdict(self))
