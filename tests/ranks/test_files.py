@@ -74,7 +74,7 @@ def test_the_maker_takes_memory_mapped_tensors_and_looks_at_them_in_pieces(
     layout = Layout(labels, assign(data.edge_index, labels, 2), 2)
     at_once = [cut_shard(mapped, layout, rank, bidirectional=True, whole={}) for rank in range(2)]
     monkeypatch.setattr("gnnautoscale.ranks.assignment._CHUNK", 7)
-    ranks.write_shards(tmp_path / "shards", mapped, labels, 2)
+    ranks.write_shards(tmp_path / "shards", mapped, labels, 2, bidirectional=True)
     for rank, one in enumerate(at_once):
         read = read_shard(tmp_path / "shards", rank, 2)
         assert torch.equal(one.data.edge_index, read.data.edge_index)

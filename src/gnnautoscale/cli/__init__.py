@@ -5,6 +5,7 @@ It turns flags and configuration files into calls of the library and prints what
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -38,9 +39,10 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph, HaloLoader, TypedGraph, connectivity, groups_to_balance
 from gnnautoscale.graph import partition as cut
 from gnnautoscale.models import build_model, check_model_options
+from gnnautoscale.ranks import MANIFEST, LostRankError, start, write_shards
 from gnnautoscale.runs import FitResult, free_folder
 from gnnautoscale.tasks import Task, task_for
-from gnnautoscale.training import OPTIONS, FitOptions, fit, latest_checkpoint, open_checkpoint, pick_device
+from gnnautoscale.training import OPTIONS, FitOptions, fit, latest_checkpoint, open_checkpoint, pick_device, summary_of
 
 _LONG_TO_CUT = 5_000_000  # edges; more take longer than two seconds
 
@@ -59,7 +61,9 @@ def train(
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
-    """Train a model on a graph: with histories, in full batch, or with a baseline."""
+    """Train a model on a graph: with histories, in full batch, or with a baseline; under torchrun on several ranks."""
+    world = start()
+    quiet = quiet or not world.is_first
     if options["runs"] > 1 and (options["checkpoint_dir"] or options["resume"]):
         raise InputError(
             "checkpoints belong to one run", got=f"--runs {options['runs']}", fix="Leave --runs out, and use --seed."
@@ -75,7 +79,13 @@ def train(
     task: Task
     for run in range(options["runs"]):
         with nullcontext() if quiet else working(f"loading {options['data']}"):
-            dataset, task = load_task(options, options["split"] + run)
+            shards = _shards(options)
+            if shards is None:
+                dataset, task = load_task(options, options["split"] + run)
+            else:
+                _check_from_shards(model_name, options)
+                dataset = summary_of(shards)
+                task = task_for(dataset, options["task"])
         seed = training.seed + run
         torch.manual_seed(seed)
         graph = dataset.passing()
@@ -90,13 +100,17 @@ def train(
         chosen_task = task.bound_to(dataset, metric=training.metric, class_weight=training.class_weight)
         with epochs_shown(title, training.epochs, quiet=quiet, at_once=slow, percent=chosen_task.percent) as show:
             try:
-                run_dir = _run_dir(options, f"{dataset.name}-{model_name}-{training.mode}-seed{seed}", seed)
+                name = f"{dataset.name}-{model_name}-{training.mode}-seed{seed}"
+                run_dir = _run_dir(options, name, seed) if world.is_first else None
                 settings = {**given, "seed": seed, "run_dir": run_dir}
-                results.append(fit(model, dataset, task=task, callback=show.epoch, on_phase=show.phase, **settings))
+                on = dataset if shards is None else shards
+                results.append(fit(model, on, task=task, callback=show.epoch, on_phase=show.phase, **settings))
             except KeyboardInterrupt:
                 if training.checkpoint_dir is None:
                     raise
-                _say_how_to_resume(training.checkpoint_dir)
+                _say_how_to_resume(training.checkpoint_dir if world.is_first else None)
+    if not world.is_first:
+        return
     if save is not None and model is not None:
         save_model(save, model, {"model": model_name, **built}, task.module)
     if json:
@@ -121,11 +135,22 @@ def train(
 def partition(
     options: dict[str, Any],
     *,
-    output: Annotated[Path | None, typer.Option(help="File for the part of each node, as .npy.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Write shards for this many ranks to the folder --output.")] = None,
+    bidirectional: Annotated[
+        bool, typer.Option("--bidirectional", help="Shards also serve compensated steps and layers that reverse edges.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the part of each node, as .npy; with --ranks a new folder.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Cut a graph into parts and show how many edges stay inside them."""
-    _check_target("--output", output)
+    """Cut a graph into parts and show how many edges stay inside them; or write shards for several ranks."""
+    if ranks is not None and output is None:
+        raise InputError("--ranks needs a folder to write to", got="no --output", fix="Add --output with a new folder.")
+    if ranks is None:
+        _check_target("--output", output)
+        if bidirectional:
+            raise InputError("--bidirectional belongs to --ranks", got="it alone", fix="Add --ranks, or leave it out.")
     with working(f"loading {options['data']}"):
         untold = graph_without_targets(options)
         loaded = load_dataset(options).passing() if untold is None else untold
@@ -160,7 +185,15 @@ def partition(
     }
     if typed is not None:
         facts |= facts_of_parts(typed, labels)
-    if output is not None:
+    if output is not None and ranks is not None:
+        with working("shards", long=graph.num_edges > _LONG_TO_CUT):
+            name = {"name": Path(options["data"]).stem}
+            how: dict[str, Any] = {"bidirectional": bidirectional, "seed": options["seed"], "facts": name}
+            manifest = write_shards(output, loaded, labels, ranks, **how)
+        for title, key in (("own nodes", "own"), ("ghosts", "ghosts"), ("edges", "edges")):
+            counts = [shard[key] for shard in manifest["shards"]]
+            facts[f"{title} of a rank, most"], facts[f"{title} of a rank, least"] = max(counts), min(counts)
+    elif output is not None:
         write_atomically(output, lambda stream: np.save(stream, labels.numpy()), rule="--output must be writable")
     _show_facts(f"{options['data']} · {options['partition']}", facts, json)
 
@@ -256,9 +289,10 @@ def main() -> None:
     """Run the command line; errors in the input end with one sentence instead of a traceback."""
     try:
         app()
-    except (InputError, FloatingPointError, MemoryError) as error:
+    except (InputError, FloatingPointError, MemoryError, LostRankError) as error:
         say(f"error: {error}", style="bold red")
-        sys.exit(2)
+        # Without the work at the end of a process, which waits for ranks that are gone.
+        os._exit(3) if isinstance(error, LostRankError) else sys.exit(2)
 
 
 def _run_dir(options: dict[str, Any], name: str, seed: int) -> str | None:
@@ -275,8 +309,28 @@ def _run_dir(options: dict[str, Any], name: str, seed: int) -> str | None:
     return str(free_folder(Path("runs"), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
-def _say_how_to_resume(folder: str) -> NoReturn:
-    latest = latest_checkpoint(Path(folder))
+def _shards(options: dict[str, Any]) -> Path | None:
+    """The folder of shards that the options name; ``None`` if it is something else."""
+    folder = None if options["data"] is None else Path(options["data"])
+    return folder if folder is not None and (folder / MANIFEST).is_file() else None
+
+
+def _check_from_shards(model: str, options: dict[str, Any]) -> None:
+    """Refuse what needs more of a graph than a rank's shard."""
+    if model in ("pna", "pna-jk", "rgcn"):
+        fix = "Choose another model, or pass the whole graph as --data."
+        raise InputError(f"the model '{model}' is built from the whole graph", got="a folder of shards", fix=fix)
+    if options["task"] not in (None, "classification", "regression"):
+        fix = "Leave --task out."
+        raise InputError("ranks predict something of nodes", got=f"--task {options['task']}", fix=fix)
+    given = chosen([each for each in DATA if each.name not in ("data", "root", "split")], options)
+    if given or options["num_parts"] != OPTIONS["num_parts"].default:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given) or "--num-parts"
+        raise InputError("a folder of shards is cut and prepared already", got=names, fix="Leave it out.")
+
+
+def _say_how_to_resume(folder: str | None) -> NoReturn:
+    latest = None if folder is None else latest_checkpoint(Path(folder))
     if latest is not None:
         say(f"stopped; the same command with --resume {folder} continues from {latest.name}")
     raise typer.Exit(130)

@@ -5,7 +5,7 @@ the rows that ranks share up to date with collectives of ``torch.distributed``. 
 """
 
 from gnnautoscale.ranks.attaching import attach_shared, autoscale, average_gradients
-from gnnautoscale.ranks.files import MANIFEST, read_manifest, write_shards
+from gnnautoscale.ranks.files import MANIFEST, read_manifest, read_shard, write_shards
 from gnnautoscale.ranks.gradients import GradientMean
 from gnnautoscale.ranks.loader import RankLoader
 from gnnautoscale.ranks.world import LostRankError, World, current, start
@@ -21,6 +21,7 @@ __all__ = [
     "average_gradients",
     "current",
     "read_manifest",
+    "read_shard",
     "start",
     "write_shards",
 ]

@@ -35,7 +35,7 @@ def write_shards(
     labels: Tensor,
     size: int,
     *,
-    bidirectional: bool | None = None,
+    bidirectional: bool = False,
     seed: int = 0,
     facts: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def write_shards(
         labels: The part of each node, ``[num_nodes]``.
         size: The number of ranks.
         bidirectional: Whether the shards serve layers that pass messages against edges, and compensated steps; see
-            :class:`~gnnautoscale.ranks.RankLoader`. By default they do if the graph is not symmetric.
+            :class:`~gnnautoscale.ranks.RankLoader`. Such shards are larger.
         seed: Makes the assignment of parts to ranks reproducible.
         facts: What else to say in the manifest, for JSON.
 
@@ -67,8 +67,6 @@ def write_shards(
         raise InputError("the number of ranks must be at least 1", got=repr(size), fix="Pass a whole number.")
     labels = check_labels(labels, graph.num_nodes)
     owners = assign(graph.edge_index, labels, size, data.get("train_mask"), seed=seed)
-    if bidirectional is None:
-        bidirectional = not graph.is_symmetric
     _make(folder)
     layout = Layout(labels, owners, size)
     whole = {

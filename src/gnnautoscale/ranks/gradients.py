@@ -36,7 +36,7 @@ class GradientMean:
         wish: Callable[[], bool] = lambda: False,
     ) -> None:
         modules = list(modules)
-        self._world, self._after, self._wish = world, after, wish
+        self.world, self._after, self.wish = world, after, wish
         self._weights: list[Tensor] = [
             weight for module in modules for weight in module.parameters() if weight.requires_grad
         ]
@@ -66,6 +66,12 @@ class GradientMean:
         self._finish()
         return self.trained
 
+    def add_up(self, *numbers: float) -> list[float]:
+        """The sums of numbers over all ranks."""
+        found = self.world.sum(torch.tensor(numbers, dtype=torch.double).to(self.world.wire)).wait()
+        sums: list[float] = found.tolist()
+        return sums
+
     def _reset(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]
         self._sums: list[tuple[list[Tensor], Tensor, Arrival]] = []
@@ -82,24 +88,24 @@ class GradientMean:
             self._send(self._buckets[len(self._sums)])
 
     def _send(self, bucket: list[Tensor]) -> None:
-        flat = torch.cat([_gradient(weight).flatten() for weight in bucket]).to(self._world.wire)
-        self._sums.append((bucket, flat, self._world.sum(flat)))
+        flat = torch.cat([_gradient(weight).flatten() for weight in bucket]).to(self.world.wire)
+        self._sums.append((bucket, flat, self.world.sum(flat)))
 
     def _finish(self) -> None:
         """Add up what is left, wait for all of it, and put the means in place."""
         for bucket in self._buckets[len(self._sums) :]:
             self._send(bucket)
-        wire = self._world.wire
+        wire = self.world.wire
         here = [float(weight.grad is not None) for weight in self._weights]
-        head = torch.tensor([self._counts, float(self._wish()), *here], dtype=torch.double)
+        head = torch.tensor([self._counts, float(self.wish()), *here], dtype=torch.double)
         facts = torch.cat([head.to(wire), *(average.flatten().to(wire, torch.double) for average in self._averages)])
-        facts = self._world.sum(facts).wait()
+        facts = self.world.sum(facts).wait()
         head, averages = facts[: head.numel()].cpu(), facts[head.numel() :]
         counts, wishes, *known = head.tolist()
         self.trained, self.stop = counts > 0, wishes > 0
         sizes = [average.numel() for average in self._averages]
         for average, values in zip(self._averages, torch.split(averages, sizes), strict=True):
-            average.copy_((values / self._world.size).view_as(average))
+            average.copy_((values / self.world.size).view_as(average))
         known_at = {id(weight): count > 0 for weight, count in zip(self._weights, known, strict=True)}
         for bucket, _, arrival in self._sums:
             parts = torch.split(arrival.wait().div_(max(counts, 1.0)), [weight.numel() for weight in bucket])

@@ -11,7 +11,7 @@ from gnnautoscale.tasks.link import LinkPrediction
 from gnnautoscale.tasks.link_loader import LinkLoader
 from gnnautoscale.tasks.metrics import METRICS
 from gnnautoscale.tasks.naming import TaskName, task_for
-from gnnautoscale.tasks.node import NodeClassification, NodeRegression
+from gnnautoscale.tasks.node import NodeClassification, NodeRegression, NodeTask, known_rows
 from gnnautoscale.tasks.readouts import ReadoutName
 from gnnautoscale.tasks.task import ClassWeight, Task, check_task
 
@@ -30,9 +30,11 @@ __all__ = [
     "LinkPrediction",
     "NodeClassification",
     "NodeRegression",
+    "NodeTask",
     "ReadoutName",
     "Task",
     "TaskName",
     "check_task",
+    "known_rows",
     "task_for",
 ]

@@ -18,6 +18,7 @@ from gnnautoscale.training.options import (
     Output,
     pick_device,
 )
+from gnnautoscale.training.ranked import summary_of
 from gnnautoscale.training.resume import open_checkpoint
 from gnnautoscale.training.steps import Steps
 
@@ -37,5 +38,6 @@ __all__ = [
     "open_checkpoint",
     "pick_device",
     "plain_item",
+    "summary_of",
     "versions",
 ]

@@ -21,6 +21,7 @@ from gnnautoscale.data import Dataset
 from gnnautoscale.exact import ExactPasses, Loss, exact_forward, forget_captured
 from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, HaloLoader, ReadyBatch
+from gnnautoscale.ranks import RankLoader, attach_shared, average_gradients
 from gnnautoscale.replay import WARM_UP, Placement, Replayer, on_training_stream
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.feed import Feed, Item, as_it_is, plain_item
@@ -264,9 +265,9 @@ def engine_for(
     **further: Any,
 ) -> Engine:
     """Attach histories of the training graph to a model; returns what trains it."""
-    autoscale(
-        model,
-        dataset.passing(),
+    shared = partial(attach_shared, model, loader) if isinstance(loader, RankLoader) else None
+    attach = shared or partial(autoscale, model, dataset.passing())
+    attach(
         storage=options.storage,
         dtype=history_dtype(options),
         history_dir=options.history_dir,
@@ -275,10 +276,15 @@ def engine_for(
     )
     if any(is_lazy(weight) for weight in model.parameters()):
         plan_of(model, loader)  # gives them their shapes
-    per_target = None
+    per_target, together = None, None
+    if isinstance(loader, RankLoader):
+        together = average_gradients(model, loader, *([] if task.module is None else [task.module]))
     if options.compensate == "gradient":
         # On average over the batches, the loss is that of the whole graph.
-        per_target = len(loader) / task.weight_of(dataset.train)
+        batches, targets = float(len(loader)), task.weight_of(dataset.train)
+        if together is not None:
+            batches, targets = together.add_up(batches, targets)
+        per_target = batches / targets
     return Engine(
         model,
         optimizer,
@@ -292,6 +298,7 @@ def engine_for(
         capture=options.capture,
         placement=options.batches_on,
         per_target=per_target,
+        together=together,
         **further,
     )
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from gnnautoscale.attach import is_autoscaled
 from gnnautoscale.data import Dataset, TypedDataset, TypedLinks, holds_graphs, is_collection
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
+from gnnautoscale.ranks import current
 from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder, check_run_dir
 from gnnautoscale.tasks import Task, TaskName, check_task, task_for
 from gnnautoscale.training.checkpoint import Checkpoint
@@ -29,6 +29,15 @@ from gnnautoscale.training.journal import Board, Journal, check_tensorboard, des
 from gnnautoscale.training.loaders import halo_loaders, subgraph_loader
 from gnnautoscale.training.optimizer import LearningRate, make_optimizer
 from gnnautoscale.training.options import OPTIONS, FitOptions
+from gnnautoscale.training.ranked import (
+    RankStrategy,
+    check_ranked,
+    is_ranked,
+    on_rank,
+    rank_loader,
+    share_of,
+    summary_of,
+)
 from gnnautoscale.training.resume import (
     RunState,
     check_fresh,
@@ -44,7 +53,13 @@ from gnnautoscale.training.typed_strategy import TypedStrategy, check_typed_run
 
 def fit(  # noqa: D417 - the options are filled in below
     model: nn.Module,
-    data: Data | HeteroData | Dataset | tuple[Data, Data, Data] | tuple[list[Data], list[Data], list[Data]],
+    data: Data
+    | HeteroData
+    | Dataset
+    | tuple[Data, Data, Data]
+    | tuple[list[Data], list[Data], list[Data]]
+    | str
+    | Path,
     *,
     task: Task | TaskName | None = None,
     callback: Callable[[Epoch], None] | None = None,
@@ -58,7 +73,7 @@ def fit(  # noqa: D417 - the options are filled in below
             has no histories.
         data: The graph, with ``x`` and what the task needs; one for each split, as ``RandomLinkSplit`` makes them; a
             list of graphs for each split, to predict something of each graph; a heterogeneous graph, of which one type
-            of nodes has targets; or a data set.
+            of nodes has targets; a data set; or, to train on several ranks, a folder of shards.
         task: What to learn and how to score it: an object, or ``"classification"`` or ``"regression"`` of nodes, which
             need ``y`` and masks, ``"link"`` or ``"graph"``. By default the one that fits ``y``.
         {options}
@@ -82,7 +97,8 @@ def fit(  # noqa: D417 - the options are filled in below
         raise InputError(
             "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
         )
-    dataset = dataset_of(data)
+    folder = Path(data) if isinstance(data, (str, Path)) else None
+    dataset = dataset_of(data) if folder is None else summary_of(folder)
     dataset.check()
     task = task_for(dataset, task) if task is None or isinstance(task, str) else task
     if isinstance(task, Task):
@@ -98,7 +114,10 @@ def fit(  # noqa: D417 - the options are filled in below
             got="a data set with graphs of its own for validation",
             fix="Use evaluation='exact'.",
         )
-    return _train(model, dataset, task, given, callback, on_phase)
+    if not is_ranked(data):
+        return _train(model, dataset, task, given, callback, on_phase)
+    check_ranked(dataset, task, model, given, from_files=folder is not None)
+    return _train(model, dataset, task, on_rank(given), callback, on_phase, shards=folder or dataset.train)
 
 
 *_own, _callback, _on_phase, _ = inspect.signature(fit).parameters.values()
@@ -160,7 +179,9 @@ def _train(
     given: FitOptions,
     callback: Callable[[Epoch], None] | None,
     on_phase: Callable[[str], None] | None,
+    shards: Path | Data | None = None,
 ) -> FitResult:
+    """Train, on several ranks if ``shards`` are given: a folder of them, or the graph that they are cut from."""
     options, device = given.in_effect(), torch.device(given.device)
     checkpoint = None if options.resume is None else open_checkpoint(Path(options.resume))
     folder = None if options.checkpoint_dir is None else Path(options.checkpoint_dir)
@@ -169,7 +190,7 @@ def _train(
     if options.run_dir is not None and checkpoint is None:
         check_run_dir(Path(options.run_dir))
 
-    torch.manual_seed(options.seed)
+    torch.manual_seed(options.seed + current().rank)
     result = FitResult(
         metric=task.metric,
         options=given.to_dict(),
@@ -183,7 +204,17 @@ def _train(
     rate = LearningRate(optimizer, options.schedule, options.epochs, higher_is_better=task.higher_is_better)
     strategy: Strategy
     loader: HaloLoader | None = None
-    if options.has_histories:
+    about = dataset
+    whole: dict[str, Any] = {}
+    if shards is not None:
+        with clock("partition"):
+            ranked = rank_loader(shards, options, None)
+        dataset, about = share_of(dataset, ranked), dataset
+        strategy = RankStrategy(
+            model, dataset, dict.fromkeys(("train", "val", "test"), ranked), optimizer, task, options
+        )
+        whole = strategy.facts()
+    elif options.has_histories:
         labels = None if checkpoint is None else labels_of(checkpoint, dataset.passing().num_nodes)
         with clock("partition"):
             loaders = halo_loaders(dataset, task, options, labels)
@@ -212,18 +243,19 @@ def _train(
         ExitStack() as files,
         PeakMemory(device) as peak,
         strategy.running(),
-        stop_requests(folder is not None) as stop,
+        stop_requests(folder is not None, together=shards is not None) as stop,
     ):
         if checkpoint is not None:
             check_same_run(checkpoint, given, strategy.key, learner)
             run.load(checkpoint)
-        journal = files.enter_context(_open_journal(given, dataset, task, model, run, loader, checkpoint))
+        journal = files.enter_context(_open_journal(given, about, task, model, run, loader, checkpoint, whole))
+        is_stopping = strategy.stopping(stop)
 
         def save() -> None:
             if folder is not None:
                 with clock("checkpoint"):
                     run.save(folder)
-                if stop.is_set():
+                if is_stopping():
                     raise KeyboardInterrupt
 
         def is_due(every: str | int) -> bool:
@@ -234,7 +266,7 @@ def _train(
             if is_due(options.refresh_every):
                 with clock("refresh"):
                     strategy.refresh()
-            if stop.is_set() or is_due(options.checkpoint_every):
+            if is_stopping() or is_due(options.checkpoint_every):
                 save()
 
         def scores_now() -> dict[str, float]:
@@ -242,7 +274,7 @@ def _train(
                 # Right after a refresh the histories are exact, and one layer is less work than all of them.
                 fresh = options.refresh_every == "epoch" and not dataset.inductive and not strategy.at_once
                 how = "histories" if fresh else options.evaluation
-                return task.evaluate(dataset, partial(strategy.output, evaluation=how))
+                return strategy.scores(dataset, how)
 
         def keep_if_best(epoch: Epoch) -> None:
             sign = 1 if task.higher_is_better else -1
@@ -287,7 +319,7 @@ def _train(
             with explained(strategy, number, options):
                 if is_done() and options.refresh_every != "epoch":
                     diagnose(number, last=True)
-                if stop.is_set() or options.checkpoint_every == "epoch" or is_done():
+                if is_stopping() or options.checkpoint_every == "epoch" or is_done():
                     save()
         if not result.epochs[-1].scores:  # resumed with no epochs left, before the last one was evaluated
             with explained(strategy, len(result.epochs), options):
@@ -296,7 +328,7 @@ def _train(
         strategy.describe(result)
         on_failure.pop_all()
     learner.load_state_dict(run.best_weights)
-    result.peak_memory = peak.num_bytes
+    result.peak_memory = strategy.peak(peak.num_bytes)
     journal.finish(result)  # even if something happens to what follows
     if options.verify:
         with clock("verify"):
@@ -313,11 +345,16 @@ def _open_journal(
     run: RunState,
     loader: HaloLoader | None,
     checkpoint: Checkpoint | None,
+    whole: dict[str, Any],
 ) -> Journal:
-    """Open the run's folder, if it has one: a new one, or that of the run that a checkpoint resumes."""
+    """Open the run's folder, if it has one: a new one, or that of the run that a checkpoint resumes.
+
+    ``whole`` are facts about the whole graph, if the data set is a part of it.
+    """
     folder, board, epochs = None, None, run.result.epochs
     if options.run_dir is not None:
         path, about = Path(options.run_dir), describe_run(options.to_dict(), dataset, task, model, loader)
+        about["data"] |= whole
         if checkpoint is not None and (path / RUN).exists():
             folder = RunFolder.reopen(path, about, epoch=len(epochs), free=options.may_change())
         else:

@@ -152,9 +152,10 @@ def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.
 
 
 @contextmanager
-def stop_requests(enabled: bool) -> Iterator[threading.Event]:
+def stop_requests(enabled: bool, *, together: bool = False) -> Iterator[threading.Event]:
     """An event that Ctrl-C sets if enabled, so that a run can end cleanly; a second Ctrl-C ends it at once.
 
+    Of ranks that train ``together`` torchrun asks each to end once more, and by SIGTERM; so there is no second one.
     Outside the main thread, and in a process that ignores Ctrl-C (one in the background of a script), nothing changes.
     """
     wanted = threading.Event()
@@ -167,10 +168,15 @@ def stop_requests(enabled: bool) -> Iterator[threading.Event]:
 
     def request(number: int, frame: FrameType | None) -> None:
         wanted.set()
-        signal.signal(signal.SIGINT, before)
+        if not together:
+            signal.signal(signal.SIGINT, before)
 
-    signal.signal(signal.SIGINT, request)
+    numbers = (signal.SIGINT, signal.SIGTERM) if together else (signal.SIGINT,)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, request)
     try:
         yield wanted
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -12,6 +12,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import LocalLipschitz
 from gnnautoscale.errors import InputError
+from gnnautoscale.ranks import GradientMean
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.feed import Item, as_it_is
 from gnnautoscale.transfer import Times
@@ -27,7 +28,8 @@ class Steps:
     The optimizer steps after ``accumulate`` batches with targets, and at the end of an epoch, with the mean of their
     gradients, which are clipped to ``grad_norm``. ``precision`` is that of matrix products: full, TF32 inside products,
     or bfloat16 by autocast. A batch's loss is the mean over its targets, or ``per_target`` times their sum; then
-    batches without targets train as well, since others may depend on their rows.
+    batches without targets train as well, since others may depend on their rows. ``together`` gives the weights the
+    mean of several ranks' gradients; these step together.
     """
 
     def __init__(
@@ -45,13 +47,14 @@ class Steps:
         precision: Precision = "float32",
         accumulate: int = 1,
         per_target: float | None = None,
+        together: GradientMean | None = None,
     ) -> None:
         self._model, self._optimizer, self.task = model, optimizer, task
         self._call: Callable[[Data], Any] = model if call is None else call
         self._nodes = nodes
         self._grad_norm, self._penalty, self._penalty_weight = grad_norm, penalty, penalty_weight
         self._precision: Precision = precision
-        self._accumulate, self._per_target = accumulate, per_target
+        self._accumulate, self._per_target, self.together = accumulate, per_target, together
         self._weights = [*model.parameters(), *(() if task.module is None else task.module.parameters())]
         # How many batches have added to the gradients since the last step of the optimizer.
         self._added = 0
@@ -89,13 +92,16 @@ class Steps:
                     before_step()
                 self._run(item)
                 self._count += item.targets.size(0)
-                if self._trains_on(item):
+                if self._trains_on(item) if self.together is None else self.together.trained:
                     self._added += 1
                     self._update_if_due()
                 if after_step is not None:
                     after_step(item)
             self._update_if_due(at_last=True)
-            return float(self._total) / max(self._count, 1)
+            total, count = float(self._total), float(self._count)
+            if self.together is not None:
+                total, count = self.together.add_up(total, count)
+            return total / max(count, 1.0)
         finally:
             self._total.zero_()
             self._count = 0
@@ -129,6 +135,8 @@ class Steps:
             # Nothing to learn, but histories move on.
             with torch.no_grad(), self._autocast():
                 self._show(self._call(item.batch), item.batch)
+            if self.together is not None and self.together.join():
+                self._update()
             return
         if self._accumulate == 1:
             self._optimizer.zero_grad()

@@ -7,8 +7,9 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
+from threading import Event
 from typing import Any
 
 import torch
@@ -103,6 +104,18 @@ class Strategy(ABC):
     @abstractmethod
     def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
         """The model's output for all nodes of a split's graph, ``[num_nodes, num_outputs]``, in host memory."""
+
+    def scores(self, dataset: Dataset, evaluation: HowToEvaluate) -> dict[str, float]:
+        """Score all splits of a data set."""
+        return self._steps.task.evaluate(dataset, partial(self.output, evaluation=evaluation))
+
+    def stopping(self, stop: Event) -> Callable[[], bool]:
+        """What tells whether to end training after this step, once an event asks for that."""
+        return stop.is_set
+
+    def peak(self, num_bytes: int | None) -> int | None:
+        """The largest peak of memory of all processes, given that of this one."""
+        return num_bytes
 
     def _follow(self, item: Item) -> None:
         """Note the rows that a step moved."""

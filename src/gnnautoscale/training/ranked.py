@@ -1,0 +1,189 @@
+"""Training on several ranks: what differs from one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.data import Dataset
+from gnnautoscale.errors import InputError
+from gnnautoscale.ranks import RankLoader, World, current, read_manifest, read_shard
+from gnnautoscale.runs import FitResult
+from gnnautoscale.tasks import NodeTask, Task, known_rows
+from gnnautoscale.training.options import OPTIONS, FitOptions, HowToEvaluate
+from gnnautoscale.training.strategies import HistoryStrategy
+
+_SPLITS = ("train", "val", "test")
+# What may differ between ranks.
+_PLACES = ("device", "run_dir", "checkpoint_dir", "resume", "history_dir", "cache_dir", "num_workers", "tensorboard")
+# Options that ranks do not have, by name; each may keep the value that it has here.
+_ALONE: dict[str, Any] = {
+    "accumulate": 1,
+    "exact_epochs": 0,
+    "refresh": 0,
+    "evaluate_parts": None,
+    "verify": False,
+}
+
+
+def is_ranked(data: Any) -> bool:
+    """Whether to train on shards: there are several ranks, or the data is a folder of shards."""
+    return current().size > 1 or isinstance(data, (str, Path))
+
+
+def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOptions, *, from_files: bool) -> None:
+    """Refuse what ranks cannot do, and ranks that were started with different options or models."""
+    if dataset.inductive or dataset.targets:
+        got = "a heterogeneous one" if dataset.targets else "graphs of their own for validation and test"
+        raise InputError("ranks share one plain graph", got=got, fix="Train in one process.")
+    if not isinstance(task, NodeTask):
+        fix = "Train in one process."
+        raise InputError("ranks predict something of nodes", got=f"a {type(task).__name__}", fix=fix)
+    if options.mode not in ("gas", "history"):
+        rule, fix = "ranks train with mode 'gas' or 'history'", "Train in one process."
+        raise InputError(rule, got=repr(options.mode), fix=fix)
+    for name, only in _ALONE.items():
+        if getattr(options, name) != only:
+            rule = f"under ranks {name} must be {only!r}"
+            raise InputError(rule, got=repr(getattr(options, name)), fix="Leave it out, or train in one process.")
+    if options.compensate == "momentum":
+        fix = "Use compensate='gradient', or leave it out."
+        raise InputError("ranks compensate by gradients", got="compensate='momentum'", fix=fix)
+    if options.diagnose_every not in ("auto", "never"):
+        fix = "Leave it out; ranks measure no staleness."
+        raise InputError("diagnose_every is for one process", got=str(options.diagnose_every), fix=fix)
+    if from_files and options.class_weight != "none":
+        fix = "Leave it out, or pass the whole graph."
+        raise InputError("class_weight needs all targets in one place", got="a folder of shards", fix=fix)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    given = {name: getattr(options, name) for name in OPTIONS if name not in _PLACES}
+    current().agree({**given, "model": (repr(model), shapes), "task": (type(task).__name__, task.metric)})
+
+
+def on_rank(options: FitOptions) -> FitOptions:
+    """The options of this rank: its own GPU, and a run folder on the first one only."""
+    world = current()
+    device = options.device
+    if torch.device(device).type == "cuda" and world.size > 1:
+        device = str(world.device)
+    first = world.is_first
+    return replace(
+        options,
+        device=device,
+        capture=options.capture and world.size == 1,
+        run_dir=options.run_dir if first else None,
+        tensorboard=options.tensorboard and first,
+    )
+
+
+def summary_of(folder: Path) -> Dataset:
+    """A data set of a few nodes of a folder of shards, which poses the same task as all of them."""
+    world = current()
+    name = str(read_manifest(folder)["whole"].get("name", folder.name))
+    shard = read_shard(folder, world.rank, world.size)
+    own, data = shard.num_own, shard.data
+    if not isinstance(data.get("y"), Tensor) or not isinstance(data.get("x"), Tensor):
+        raise InputError("shards to train on need x and y", got=f"{', '.join(data.keys())}", fix="Write them again.")
+    y = data.y[:own]
+    masks = {f"{split}_mask": data[f"{split}_mask"][:own] for split in _SPLITS if f"{split}_mask" in data}
+    values = y.reshape(own, -1).double()
+    odd = ((values != 0) & (values != 1) & ~values.isnan()).any(1)
+    known = known_rows(y)
+    some = [values.nan_to_num(-torch.inf).amax(1).argmax(), values.nan_to_num(torch.inf).amin(1).argmin()]
+    some += [mask.nonzero()[0, 0] for mask in (odd, ~odd, known) if bool(mask.any())]
+    some += [each.nonzero()[0, 0] for mask in masks.values() for each in (mask, mask & known) if bool(each.any())]
+    rows = torch.unique(torch.stack(some))
+    found = {"x": data.x[rows].clone(), "y": y[rows].clone(), **{key: mask[rows] for key, mask in masks.items()}}
+    everyone = world.gather(found)
+    joined = Data(**{key: torch.cat([each[key] for each in everyone]) for key in found})
+    joined.edge_index = torch.empty(2, 0, dtype=torch.long)
+    return Dataset.of(joined, name)
+
+
+def rank_loader(source: Any, options: FitOptions, labels: Tensor | None) -> RankLoader:
+    """The loader of this rank: of a graph that all ranks have, or of a folder of shards."""
+    names = ("batch_size", "drawings", "seed", "num_workers")
+    given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    given |= {"shuffle": True, "keep": options.keep_batches, "bidirectional": options.compensate != "none"}
+    if torch.device(options.device).type == "cuda" and not options.num_workers:
+        given["device"] = options.device
+    if isinstance(source, (str, Path)):
+        return RankLoader(source, **given)
+    cut = {name: getattr(options, name) for name in ("partition", "balance", "cache_dir")}
+    if labels is not None:
+        return RankLoader(source, **{**given, **cut, "partition": labels})
+    return RankLoader(source, options.num_parts, **given, **cut)
+
+
+class RankStrategy(HistoryStrategy):
+    """Trains on the batches of one rank, together with the other ranks; scores are those of all nodes."""
+
+    _loader: RankLoader
+
+    @property
+    def world(self) -> World:
+        """The ranks."""
+        return self._loader.world
+
+    def _follow_rows(self) -> None:
+        """The ages of other ranks' rows are not known here."""
+
+    def stopping(self, stop: Event) -> Callable[[], bool]:
+        """See :meth:`Strategy.stopping`: all ranks stop after the same step."""
+        together = self._engine.together
+        if together is None:
+            return super().stopping(stop)
+        together.wish = stop.is_set
+        return lambda: together.stop
+
+    def scores(self, dataset: Dataset, evaluation: HowToEvaluate) -> dict[str, float]:
+        """See :meth:`Strategy.scores`: the first rank scores the outputs of all nodes that are in a split."""
+        data, own, task = self._loader.data, self._loader.num_own, self._engine.task
+        out = self.output("train", evaluation)
+        if not bool(torch.isfinite(out).all()):
+            raise FloatingPointError("the model's outputs are not finite any more")
+        masks = [data[f"{split}_mask"][:own] for split in _SPLITS if f"{split}_mask" in data]
+        rows = torch.stack(masks).any(0).nonzero().squeeze(1)
+        given = {"out": out[rows.to(out.device)].cpu(), "y": data.y[rows]}
+        given |= {f"{split}_mask": data[f"{split}_mask"][rows] for split in _SPLITS if f"{split}_mask" in data}
+        gathered = {name: self.world.gather_to_first(value) for name, value in given.items()}
+        scores: dict[str, float] = {}
+        if self.world.is_first:
+            found = {name: torch.cat(values) for name, values in gathered.items() if values is not None}
+            every = found.pop("out")
+            scored = Data(**found)
+            scored.num_nodes = every.size(0)
+            scores = {split: task.score(every, scored, split) for split in _SPLITS}
+        told: dict[str, float] = self.world.broadcast(scores)
+        return told
+
+    def peak(self, num_bytes: int | None) -> int | None:
+        """See :meth:`Strategy.peak`."""
+        return max((each for each in self.world.gather(num_bytes) if each is not None), default=None)
+
+    def facts(self) -> dict[str, Any]:
+        """Numbers of nodes and edges of the whole graph, and of nodes in its splits."""
+        data, shard = self._loader.data, self._loader.shard
+        masks = {f"{split} nodes in split": data.get(f"{split}_mask") for split in _SPLITS}
+        counts = self.world.gather({name: 0 if mask is None else int(mask.sum()) for name, mask in masks.items()})
+        found = {name: sum(each[name] for each in counts) for name in masks}
+        return found if shard is None else {"nodes": shard.whole["nodes"], "edges": shard.whole["edges"], **found}
+
+    def describe(self, result: FitResult) -> None:
+        """See :meth:`Strategy.describe`."""
+        super().describe(result)
+        facts = self.world.gather((result.history_bytes, result.connectivity))
+        result.history_bytes = sum(size for size, _ in facts)
+        result.connectivity = sum(ratio for _, ratio in facts) / len(facts)
+
+
+def share_of(dataset: Dataset, loader: RankLoader) -> Dataset:
+    """The data set of this rank's share of the graph."""
+    return Dataset.of(loader.data, dataset.name)
