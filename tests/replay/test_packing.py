@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_a_packed_batch_trains_as_it_did(name: str, placement: Placement) -> Non
             info, batch = ready.info, ready.tagged_copy()
             out = model(batch)
             expected = out.detach(), grads(model, out)
-            package = packer.pack(batch, {"targets": batch.y}, scaler.attributes(batch), placed=True)
+            package = packer.pack(batch, {"targets": batch.y}, scaler.attributes(batch))
             rows = scaler.memory.rows_of(info)
             assert rows.on(CPU).data_ptr() != rows.index.data_ptr()
             got = model(package.batch)
@@ -102,7 +103,7 @@ def test_a_packed_batch_trains_as_it_did(name: str, placement: Placement) -> Non
             for one, other in zip(grads(model, got), expected[1], strict=True):
                 assert_same(one, other, 1e-6)
             assert torch.equal(package.extras["targets"], data.y[info.n_id])
-            packer.displace(info)
+            packer.clear()
             assert rows.on(CPU) is rows.index
             assert all(info.placed(record) is None for records in scaler.memory.records.values() for record in records)
 
@@ -119,7 +120,7 @@ def test_a_packed_batch_of_compensated_steps_trains_as_it_did(name: str) -> None
     for ready in batches:
         batch = ready.tagged_copy()
         expected = grads(model, model(batch))
-        package = packer.pack(batch, {}, None, placed=True)
+        package = packer.pack(batch, {}, None)
         placed = [ready.info.placed(record.closed) for records in scaler.memory.records.values() for record in records]
         assert all(edges is not None for edges in placed)
         for one, other in zip(grads(model, model(package.batch)), expected, strict=True):
@@ -133,16 +134,32 @@ def test_packages_stay_or_take_turns() -> None:
     placements: list[tuple[Placement, bool]] = [("device", True), ("auto", True), ("host", False)]
     for placement, stay in placements:
         packer = Packer(scaler, CPU, placement)
-        packages = [packer.pack(batch, {}, None, placed=False) for batch in batches]
+        packages = [packer.pack(batch, {}, None) for batch in batches]
         assert packer.resident is stay
-        again = [packer.pack(batch, {}, None, placed=False) for batch in batches]
+        again = [packer.pack(batch, {}, None) for batch in batches]
         assert len({package.batch.x.untyped_storage().data_ptr() for package in again}) == (3 if stay else 1)
         for package in again if stay else again[-1:]:  # each is written over the one before it
             assert torch.equal(package.batch.x, data.x[package.info.n_id])
         if stay:
             assert all(one is other for one, other in zip(packages, again, strict=True))
             packer.clear()
-            assert packer.pack(batches[0], {}, None, placed=False) is not packages[0]
+            assert packer.pack(batches[0], {}, None) is not packages[0]
+
+
+def test_a_batch_that_others_are_written_over_is_let_go() -> None:
+    """What is left of it is its place, to which it is written when it comes back."""
+    data = undirected_graph()
+    packer = Packer(attached(autoscaled("gcn", data)), CPU, "host")
+    batches = [ready.tagged_copy() for ready in ready_batches(data)]
+    for _ in range(2):  # the first time there may be too little room
+        places = [packer.release(packer.pack(batch, {}, None)) for batch in batches]
+    infos = [weakref.ref(batch.edge_index.info) for batch in batches]
+    again = ready_batches(data)[0]
+    again.info.key = batches[0].edge_index.info.key
+    del batches
+    assert [info() for info in infos] == [None] * len(infos)
+    assert packer.fill(again.tagged_copy(), {}, None) is places[0]
+    assert torch.equal(places[0].views["batch", "x"], data.x[again.info.n_id])
 
 
 def test_packages_that_need_more_room_move_all() -> None:
@@ -150,11 +167,11 @@ def test_packages_that_need_more_room_move_all() -> None:
     small, large = (next(iter(ready_batches(data, parts))).tagged_copy() for parts in (5, 2))
     large.edge_index.info.key = "large"
     packer = Packer(attached(autoscaled("gcn", data)), CPU, "host")
-    packer.pack(small, {}, None, placed=False)
+    packer.pack(small, {}, None)
     assert packer.version == 1
-    packer.pack(large, {}, None, placed=False)
+    packer.pack(large, {}, None)
     assert packer.version == 2
-    assert torch.equal(packer.pack(small, {}, None, placed=False).batch.x, small.x)
+    assert torch.equal(packer.pack(small, {}, None).batch.x, small.x)
     assert packer.version == 2
 
 
@@ -166,7 +183,7 @@ def test_batches_stay_only_if_all_of_them_fit() -> None:
     for recurring, stays in ((3, True), (1 << 20, False)):
         info.recurring = recurring
         packer = Packer(scaler, CPU, "auto")
-        packer.pack(batch, {}, None, placed=False)
+        packer.pack(batch, {}, None)
         assert packer.resident is stays
 
 
@@ -179,7 +196,7 @@ def test_the_loader_keeps_what_stays() -> None:
     expected = model(batch).detach()
     info.keeper = kept.append
     packer = Packer(attached(model), CPU, "device")
-    package = packer.pack(batch, {}, None, placed=False)
+    package = packer.pack(batch, {}, None)
     assert len(kept) == 1
     assert kept[0].info is info
     assert info.rows is package.views["rows"]
@@ -199,7 +216,7 @@ def test_a_packed_batch_has_the_class_and_the_plain_attributes_of_its_graph() ->
     data = Named(**undirected_graph().to_dict(), name="ring", scale=0.5)
     batch = ready_batches(data)[0].tagged_copy()
     scaler = attached(autoscaled("gcn", data))
-    packed = Packer(scaler, CPU, "device").pack(batch, {}, scaler.attributes(batch), placed=False).batch
+    packed = Packer(scaler, CPU, "device").pack(batch, {}, scaler.attributes(batch)).batch
     assert (type(packed), packed.shout, packed.scale) == (Named, "RING", 0.5)
     assert (packed.num_nodes, packed.batch_size) == (batch.num_nodes, batch.batch_size)
     assert "y" not in packed
@@ -213,7 +230,7 @@ def test_only_what_is_needed_is_packed() -> None:
     batch = ready_batches(data)[0].tagged_copy()
     for dropout in (0.0, 0.5):
         scaler = attached(autoscaled("gcn", data, edge_dropout=dropout))
-        views = Packer(scaler, CPU, "device").pack(batch, {}, scaler.attributes(batch), placed=False).views
+        views = Packer(scaler, CPU, "device").pack(batch, {}, scaler.attributes(batch)).views
         kinds = {name if isinstance(name, str) else name[1] for name in views}
         # Dropout draws from plain edges; fused ones come with their transpose.
         assert kinds == {"rows", "n_id", "x", *(("fused",) if not dropout else ("edge_index", "constant"))}

@@ -59,7 +59,7 @@ def test_a_packed_batch_trains_as_it_did(name: str, placement: Placement) -> Non
         want = [value.detach() for value in tensors_in(out)], grads(model, out)
         if placement == "device":
             info.keeper = kept.append
-        package = packer.pack(batch, {"targets": batch["paper"].y}, scaler.attributes(batch), placed=True)
+        package = packer.pack(batch, {"targets": batch["paper"].y}, scaler.attributes(batch))
         storages = {value.untyped_storage().data_ptr() for value in package.views.values()}
         assert len(storages) == 1
         for again in (package.batch, *(each.tagged_copy() for each in kept)):
@@ -68,7 +68,7 @@ def test_a_packed_batch_trains_as_it_did(name: str, placement: Placement) -> Non
             for one, other in zip((*found[0], *found[1]), (*want[0], *want[1]), strict=True):
                 assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
         assert torch.equal(package.extras["targets"], data["paper"].y[info.nodes["paper"].n_id])
-        packer.displace(info)
+        packer.release(package)
         rows = scaler.memory.kinds["paper"].rows_of(info.nodes["paper"])
         assert rows.on(CPU) is rows.index
 
@@ -88,7 +88,7 @@ def test_a_packed_batch_of_compensated_steps_trains_as_it_did(name: str) -> None
         ready.info.key = number
         batch = ready.tagged_copy()
         want = grads(model, model(batch))
-        package = packer.pack(batch, {}, None, placed=True)
+        package = packer.pack(batch, {}, None)
         for one, other in zip(grads(model, model(package.batch)), want, strict=True):
             assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
 
@@ -98,7 +98,7 @@ def test_a_package_has_what_fused_layers_need_and_no_more() -> None:
     data = typed_graph(4)
     model = autoscaled("SAGE sum", data)
     ready = next(iter(gas.HaloLoader(data, 4).ready_batches()))
-    views = Packer(attached(model), CPU, "device").pack(ready.tagged_copy(), {}, None, placed=False).views
+    views = Packer(attached(model), CPU, "device").pack(ready.tagged_copy(), {}, None).views
     relations = data.edge_types
     assert sum("fused" in name for name in views) == 4 * len(relations)  # two layers share the edges, both ways
     assert not any("edge_index" in name for name in views if name[0] != "batch")

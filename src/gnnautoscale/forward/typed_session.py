@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -302,7 +303,8 @@ class KindSession(Session):
     """The part of a pass that concerns one type of nodes."""
 
     def __init__(self, whole: TypedSession, kind: str, exchange: ExchangePolicy, normalize: Normalize | None) -> None:
-        self._whole, self.kind = whole, kind
+        # In a cycle, the batch would stay on a GPU until Python looks for such cycles.
+        self._whole, self.kind = ref(whole), kind
         info, memory = whole.info.nodes[kind], whole.memory.kinds[kind]
         super().__init__(info, whole.plan.of_kind(kind), memory, whole.device, exchange, normalize=normalize)
         self.plan = whole.plan.of_kind(kind)  # the whole pass has the policy's plan
@@ -310,17 +312,20 @@ class KindSession(Session):
     @property
     def whole(self) -> TypedSession:
         """See :attr:`Session.whole`."""
-        return self._whole
+        whole = self._whole()
+        if whole is None:
+            raise RuntimeError("a pass over one type of nodes ends with that over all of them")
+        return whole
 
     @property
     def holds_all_nodes(self) -> bool:
         """Whether the batch has all nodes of all types."""
-        return self._whole.holds_all_nodes
+        return self.whole.holds_all_nodes
 
     @property
     def repeats(self) -> bool:
         """See :attr:`Session.repeats`."""
-        return self._whole.repeats
+        return self.whole.repeats
 
     def by_own_statistics(self, name: str, norm: _BatchNorm, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """See :meth:`Session.by_own_statistics`; a rare type may have no two nodes in a batch, so no statistics."""

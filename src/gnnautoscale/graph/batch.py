@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -52,13 +52,22 @@ class BatchInfo:
     bidirectional: bool = field(default=False, init=False)
     #: How many batches of the loader come back; 0 if this one does not.
     recurring: int = field(default=0, init=False)
-    #: The batch of several types that this one is a type of; ``None`` in a plain graph.
-    typed: TypedInfo | None = field(default=None, init=False, repr=False)
     #: The rows that edges come from, if these are of another type of nodes than the batch's own.
     sources: BatchInfo | None = field(default=None, init=False, repr=False)
     _derived: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
     _placed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     _upcoming: BatchInfo | None = field(default=None, init=False, repr=False)
+    # Not held by its own types: in a cycle, a batch would stay on a GPU until Python looks for such cycles.
+    _typed: ref[TypedInfo] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def typed(self) -> TypedInfo | None:
+        """The batch of several types that this one is a type of, as long as that is used; ``None`` in a plain graph."""
+        return None if self._typed is None else self._typed()
+
+    @typed.setter
+    def typed(self, whole: TypedInfo) -> None:
+        self._typed = ref(whole)
 
     @property
     def order(self) -> RowOrder:
@@ -234,6 +243,8 @@ class BatchTensor(Tensor):
     info: BatchInfo
     attribute: str
     _tagged_version: int
+    # Keeps the batch of several types that the info belongs to.
+    _typed: TypedInfo | None
 
     # Collects the attributes that something is computed from, while somebody watches.
     _looks: ClassVar[list[str] | None] = None
@@ -258,6 +269,7 @@ class BatchTensor(Tensor):
         """Return the tensor, tagged with its batch and its name."""
         tagged = value.as_subclass(BatchTensor)
         tagged.info, tagged.attribute, tagged._tagged_version = info, attribute, value._version
+        tagged._typed = info.typed
         return tagged
 
     @property

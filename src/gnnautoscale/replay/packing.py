@@ -42,20 +42,33 @@ _SLACK = 1.1
 
 
 @dataclass(eq=False)
-class Package:
+class Place:
+    """Where the tensors of a batch lie in a buffer.
+
+    Attributes:
+        views: All tensors in the buffer.
+    """
+
+    views: dict[Any, Tensor]
+
+
+@dataclass(eq=False)
+class Package(Place):
     """A batch whose tensors lie in one buffer.
 
     Attributes:
         info: Where the batch lies in its graph.
         batch: The batch, with tensors in the buffer.
         extras: Further tensors by name, in the buffer too.
-        views: All tensors in the buffer.
     """
 
     info: BatchInfo
     batch: Data
     extras: dict[str, Tensor]
-    views: dict[Any, Tensor]
+
+    def holds(self, info: BatchInfo) -> bool:
+        """Whether it is the package of this very batch, not of one that was assembled before it."""
+        return self.info is info
 
 
 class Contents:
@@ -114,7 +127,7 @@ class Contents:
         for name in ("edge_index", *info.graph.edge_attributes):
             if name not in packed and name in batch:  # nobody uses it
                 packed[name] = BatchTensor.tag(batch[name].emptied().plain, info, name)
-        return Package(info, packed, extras, views)
+        return Package(views, info, packed, extras)
 
     def place(self, package: Package) -> None:
         """Let steps on the package's batch read its tensors."""
@@ -210,7 +223,7 @@ class TypedContents(Contents):
                 of = info.nodes[kind] if isinstance(kind, str) else info.edges[kind]
                 tagged = isinstance(batch[kind][attribute], BatchTensor)
                 packed[kind][attribute] = BatchTensor.tag(value, of, attribute) if tagged else value
-        return Package(info, packed, extras, views)
+        return Package(views, info, packed, extras)
 
     def place(self, package: Package) -> None:
         """See :meth:`Contents.place`."""
@@ -245,7 +258,8 @@ class Packer:
     def __init__(self, scaler: Autoscaler, device: torch.device, placement: Placement) -> None:
         contents = TypedContents if isinstance(scaler.memory, TypedMemory) else Contents
         self._contents, self._device, self._placement = contents(scaler, device), device, placement
-        self._packages: dict[Hashable, Package] = {}
+        # Where only one batch at a time is on the GPU, all that is left of the others is their place.
+        self._packages: dict[Hashable, Place] = {}
         self._kept: dict[Hashable, BatchInfo] = {}
         #: Whether packages stay on the GPU; ``None`` before the first one.
         self.resident: bool | None = None
@@ -256,9 +270,10 @@ class Packer:
     def clear(self) -> None:
         """Free all packages; the loader assembles their batches again."""
         for package in self._packages.values():
-            self.displace(package.info)
-            if package.info.keeper is not None:
-                package.info.keeper(None)
+            if isinstance(package, Package):
+                self._contents.displace(package.info)
+                if package.info.keeper is not None:
+                    package.info.keeper(None)
         for info in self._kept.values():
             if info.keeper is not None:
                 info.keeper(None)
@@ -283,43 +298,47 @@ class Packer:
         """Find all that steps on a batch read, some of which the host has to wait for, such as rows of many edges."""
         self._contents.tensors(batch, info_of(batch), {}, ())
 
-    def displace(self, info: BatchInfo) -> None:
-        """See :meth:`Contents.displace`."""
-        self._contents.displace(info)
+    def release(self, package: Package) -> Place:
+        """Let go of a batch that others are written over; returns where captured steps on it will look for it."""
+        self._contents.displace(package.info)
+        place = self._packages[package.info.key] = Place(package.views)
+        return place
 
-    def pack(
-        self, batch: Data, extras: dict[str, Tensor], attributes: Iterable[str] | None, *, placed: bool
-    ) -> Package:
-        """The package of a batch that comes back, which holds these values now.
+    def pack(self, batch: Data, extras: dict[str, Tensor], attributes: Iterable[str] | None) -> Package:
+        """The package of a batch that comes back, with these values; steps on this batch read the package's tensors.
 
-        Of the batch's attributes it has those that are named, by default all. If ``placed``, steps on this batch read
-        the package's tensors.
+        Of the batch's attributes it has those that are named, by default all.
         """
         info = info_of(batch)
-        known = self._packages.get(info.key)
-        if known is None or known.info is not info or not self.resident:
-            known = self._filled(known, batch, info, extras, attributes)
-        if placed and known.info is not info:
+        known = self.fill(batch, extras, attributes)
+        if not isinstance(known, Package) or not known.holds(info):
             # The batch was assembled anew since: the same places, but another object that sessions know.
             known = self._packages[info.key] = self._contents.package(batch, info, known.views)
-        if placed:
-            self._contents.place(known)
+        self._contents.place(known)
         return known
+
+    def fill(self, batch: Data, extras: dict[str, Tensor], attributes: Iterable[str] | None) -> Place:
+        """Write a batch that comes back to its place, where captured steps read it."""
+        info = info_of(batch)
+        known = self._packages.get(info.key)
+        if self.resident and isinstance(known, Package) and known.holds(info):
+            return known
+        return self._filled(known, batch, info, extras, attributes)
 
     def _filled(
         self,
-        known: Package | None,
+        known: Place | None,
         batch: Data,
         info: BatchInfo,
         extras: dict[str, Tensor],
         attributes: Iterable[str] | None,
-    ) -> Package:
+    ) -> Place:
         tensors = self._contents.tensors(batch, info, extras, attributes)
         views = self._views(tensors, info) if known is None else known.views
         torch._foreach_copy_([views[name] for name in tensors], list(tensors.values()), non_blocking=True)
         if known is None:
             known = self._packages[info.key] = self._contents.package(batch, info, views)
-        if self.resident and info.keeper is not None:
+        if self.resident and isinstance(known, Package) and info.keeper is not None:
             # From now on the loader yields the package itself.
             self._contents.shrink(known)
             info.keeper(self._contents.ready(batch, known))

@@ -16,7 +16,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale.attach import attached, info_of
 from gnnautoscale.graph import BatchInfo
 from gnnautoscale.replay.graphs import GraphPool, watching
-from gnnautoscale.replay.packing import Package, Packer, Placement
+from gnnautoscale.replay.packing import Package, Packer, Place, Placement
 from gnnautoscale.transfer import Times, Transfer
 
 # Every CUDA graph takes some of the GPU's memory, however small its batch; further batches run uncaptured.
@@ -30,11 +30,11 @@ Work = Callable[[Data, dict[str, Tensor]], Any]
 
 @dataclass(eq=False)
 class _Replay:
-    """A captured step, what it returned when it was captured, and its batch."""
+    """A captured step, what it returned when it was captured, and where its batch has to be."""
 
     graph: torch.cuda.CUDAGraph
     result: Any
-    package: Package
+    place: Place
 
 
 class Replayer:
@@ -108,10 +108,10 @@ class Replayer:
             return self._uncaptured(batch, work, extras, trains)
         transfer, key = memory.transfer(self._device), (info.key, form)
         # Before the step begins: from then on the transfer knows the batch's rows, which a package moves.
-        package = self._packed(batch, extras, key) if self.why_not is None else None
+        place = self._placed(batch, extras, key) if self.why_not is None else None
         transfer.measure(self.times)
         memory.begin(info, transfer)
-        replay = None if package is None else self._replay(package, work, key, transfer)
+        replay = None if place is None else self._replay(place, work, key, transfer)
         if replay is None or not self.packer.resident:
             memory.prepare_edges(info.upcoming, self._scaler.calls, gradients=True)
         if replay is not None:
@@ -140,23 +140,22 @@ class Replayer:
             return result
         return work(batch, extras)
 
-    def _packed(self, batch: Data, extras: dict[str, Tensor], key: tuple[Hashable, Hashable]) -> Package | None:
-        """A batch at fixed addresses, with its values of now; ``None`` if its step must not be captured (yet)."""
+    def _placed(self, batch: Data, extras: dict[str, Tensor], key: tuple[Hashable, Hashable]) -> Place | None:
+        """Bring a batch to fixed addresses, as a package if its step is yet to be captured; ``None`` if it cannot."""
         info = info_of(batch)
         if not info.recurring:
             self.why_not = _why_uncaptured(info)
             return None
         known = self._replays.get(key)
-        if known is not None and self.packer.resident and known.package.info is info:
-            return known.package
+        if known is not None and isinstance(known.place, Package) and known.place.holds(info):
+            return known.place
         if known is None and (self._warm_up > 0 or len(self._replays) >= MOST_GRAPHS):
             return None
         names = None if self._attributes is None else self._attributes(batch)
-        return self.packer.pack(batch, extras, names, placed=known is None)
+        bring = self.packer.pack if known is None else self.packer.fill
+        return bring(batch, extras, names)
 
-    def _replay(
-        self, package: Package, work: Work, key: tuple[Hashable, Hashable], transfer: Transfer
-    ) -> _Replay | None:
+    def _replay(self, place: Place, work: Work, key: tuple[Hashable, Hashable], transfer: Transfer) -> _Replay | None:
         """The captured work on a batch; ``None`` if it cannot be captured (yet)."""
         versions = self.packer.version, transfer.version
         if versions != self._versions:  # something moved
@@ -164,7 +163,10 @@ class Replayer:
             self._replays.clear()
             if known is not None:  # its package is not in place
                 return None
-        return self._replays.get(key) or self._capture(package, work, key, transfer)
+        known = self._replays.get(key)
+        return (
+            known if known is not None or not isinstance(place, Package) else self._capture(place, work, key, transfer)
+        )
 
     def _capture(
         self, package: Package, work: Work, key: tuple[Hashable, Hashable], transfer: Transfer
@@ -178,13 +180,12 @@ class Replayer:
         if not self._replays:
             self.graphs.renew()
         graph, result, reason = self.graphs.record(whole_step)
-        if not self.packer.resident:
-            self.packer.displace(package.info)
+        place = package if self.packer.resident else self.packer.release(package)
         if reason is not None:
             self.why_not = f"the model cannot be captured ({reason})"
             self.forget()
             return None
-        self._replays[key] = _Replay(graph, result, package)
+        self._replays[key] = _Replay(graph, result, place)
         return self._replays[key]
 
 
