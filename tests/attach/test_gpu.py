@@ -32,9 +32,15 @@ def data() -> Data:
 @pytest.mark.parametrize("name", MODELS)
 def test_inference_on_the_gpu_is_exact(name: str, storage: Storage, data: Data) -> None:
     torch.manual_seed(1)
+    more: dict[str, torch.Tensor] = {}
+    if name == "rgcn":
+        data.edge_type = torch.arange(data.num_edges) % 3
+        more = {"edge_type": data.edge_type, "n_id": torch.arange(data.num_nodes)}
     model = build_model(name, data, 5).cuda().eval()
     with torch.no_grad():
-        expected = model(data.x.cuda(), data.edge_index.cuda()).cpu()
+        expected = model(
+            data.x.cuda(), data.edge_index.cuda(), **{key: each.cuda() for key, each in more.items()}
+        ).cpu()
     gas.autoscale(model, data, storage=storage)
     out = gas.infer(model, gas.HaloLoader(data, num_parts=7, batch_size=2))
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

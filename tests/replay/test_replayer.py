@@ -130,7 +130,7 @@ def test_every_step_makes_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     transfer.calls.clear()
     monkeypatch.setattr(engine._replayer, "_device", torch.device("cuda", 0))
     monkeypatch.setattr(engine._replayer, "why_not", None)
-    monkeypatch.setattr(engine._replayer, "_packed", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(engine._replayer, "_placed", lambda *_: SimpleNamespace())
     monkeypatch.setattr(engine._replayer, "_replay", lambda *_: SimpleNamespace(graph=transfer, result=None))
     engine.epoch(loader)
     rest = ["replay", "look ahead", "complete"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -273,8 +274,13 @@ def build_each(
 
     ``worker_seeds`` seeds the workers, so that they leave the global random state alone.
     """
-    options: dict[str, Any] = {"num_workers": num_workers, "generator": worker_seeds}
+    options: dict[str, Any] = {"num_workers": num_workers, "generator": worker_seeds, "worker_init_fn": _start_worker}
     yield from DataLoader(_Jobs(build), sampler=list(jobs), batch_size=None, collate_fn=_unchanged, **options)
+
+
+def _start_worker(_: int) -> None:
+    """Leave alone what the main process had: to collect it would free a GPU's memory, which ends a worker."""
+    gc.freeze()
 
 
 class _Jobs(Dataset[T]):
