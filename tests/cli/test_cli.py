@@ -690,8 +690,9 @@ def test_scores_and_classes_are_written(saved: Path, tmp_path: Path) -> None:
     table = lines("infer", str(saved), *TINY, "--output", str(tmp_path / "out.npz"))
     assert table[0] == ["", "value"]
     with np.load(tmp_path / "out.npz") as arrays:
-        assert arrays["scores"].shape == (60, 3)
-        assert (arrays["scores"].argmax(1) == arrays["classes"]).all()
+        assert arrays["logits"].shape == (60, 3)
+        assert (arrays["logits"].argmax(1) == arrays["classes"]).all()
+        np.testing.assert_allclose(arrays["probabilities"].sum(1), 1, rtol=1e-6)
         graph = datasets.load("communities", nodes=60, degree=4.0, features=5, classes=3).train
         right = (torch.from_numpy(arrays["classes"]) == graph.y)[graph.test_mask]
     values = {row[0]: row[1] for row in table}

@@ -56,7 +56,7 @@ def test_a_file_of_graphs_is_trained_saved_and_predicted() -> None:
     facts = answer("infer", "model.pt", *data, "--output", "out.npz")
     assert facts["accuracy test"] == pytest.approx(run["scores"]["test"])
     out = np.load("out.npz")
-    assert (out["scores"].shape, out["classes"].shape) == ((3, 2), (3,))
+    assert (out["probabilities"].shape, out["classes"].shape) == ((3, 2), (3,))
     assert "that it was trained with" in refused("infer", "model.pt", *data, "--head", "linear")
 
 

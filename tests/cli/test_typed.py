@@ -50,7 +50,7 @@ def test_a_model_is_trained_and_run(model: str, file: Path) -> None:
     for split in ("train", "val", "test"):
         assert found[f"accuracy {split}"] == pytest.approx(run["scores"][split])
     with np.load("out.npz") as predictions:
-        assert predictions["scores"].shape == (40, 2)
+        assert predictions["logits"].shape == (40, 2)
 
 
 def test_a_folder_and_a_saved_graph_are_taken(file: Path) -> None:

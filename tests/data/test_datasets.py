@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.data import datasets
 from gnnautoscale.data.datasets import Dataset, from_file, load, names
@@ -80,3 +81,21 @@ def test_wordnet() -> None:
     dataset = datasets.from_file(path, undirected=True, max_features=1000)
     assert (dataset.name, dataset.num_features, dataset.num_classes) == ("wordnet3", 1000, 45)
     assert sum(counts(dataset.train)) == 117_659
+
+
+@pytest.mark.parametrize("ratio", [(1, 2), (0, 1, 1), (1, -1, 1), (float("nan"), 1, 1), ("a", 1, 1)])
+def test_shares_of_a_split_that_cannot_be_are_refused(ratio: Any) -> None:
+    with pytest.raises(InputError, match="split_ratio must be three numbers"):
+        datasets.split_at_random(Data(num_nodes=5), ratio=ratio)
+
+
+def test_shares_belong_to_files_without_a_split(tmp_path: Path) -> None:
+    arrays: dict[str, Any] = {"edge_index": np.array([[0], [1]]), "x": np.ones((4, 1)), "y": np.array([0, 1, 0, 1])}
+    np.savez(tmp_path / "a.npz", **arrays)
+    dataset = datasets.from_file(tmp_path / "a.npz", split_ratio=(1, 1, 2))
+    assert [int(dataset.train[name].sum()) for name in ("train_mask", "val_mask", "test_mask")] == [1, 1, 2]
+    assert dataset.note.startswith("a.npz has no split: 1 nodes were drawn")
+    np.savez(tmp_path / "b.npz", **arrays, split=np.array([0, 1, 2, 2]))
+    assert datasets.from_file(tmp_path / "b.npz").note == ""
+    with pytest.raises(InputError, match="split_ratio belongs to files of nodes without a split"):
+        datasets.from_file(tmp_path / "b.npz", split_ratio=(1, 1, 2))

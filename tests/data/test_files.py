@@ -10,7 +10,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.data import Dataset
 from gnnautoscale.data.datasets import from_file
-from gnnautoscale.data.files import read_graph
+from gnnautoscale.data.files import read_graph, read_named_graph
 from gnnautoscale.errors import InputError
 
 ROOT = os.environ.get("GNNAUTOSCALE_DATA")
@@ -111,7 +111,7 @@ def test_undirected(tmp_path: Path) -> None:
         ({"x": np.ones((0, 1)), "y": np.ones(0, dtype=int), "edge_index": np.ones((2, 0), dtype=int)}, "one node"),
         ({"y": [0, 1]}, "y must have one row for each of the 3 nodes"),
         ({"y": 1}, "y must have one row for each of the 3 nodes"),
-        ({"y": ["a", "b", "c"]}, "y must be numbers"),
+        ({"y": ["a", "b", "3"]}, "y must be words or numbers, not both, but got 'a' beside '3'"),
         ({"split": [0, 1, 4]}, r"split must be 0 \(training\).* but got 4"),
         ({"split": [0, 1]}, "train_mask must have one row for each of the 3 nodes"),
         ({"train_mask": [1, 0, 0]}, "either split or all three masks"),
@@ -328,7 +328,7 @@ def test_yes_or_no_stays_bool(tmp_path: Path) -> None:
 
 def test_parquet_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edges = text(tmp_path / "e.csv", "source,target\n")
-    with pytest.raises(InputError, match="a value in every cell, except of y, label, split, but got 1 without"):
+    with pytest.raises(InputError, match="a value in every cell, except of y, split, but got 1 without"):
         read_graph(parquet(tmp_path / "n.parquet", y=[0, 1], a=[1.0, None]), edges=edges)
     with pytest.raises(InputError, match="a must be numbers"):
         read_graph(parquet(tmp_path / "n.parquet", y=[0, 1], a=["u", "v"]), edges=edges)
@@ -339,20 +339,34 @@ def test_parquet_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         read_graph(tmp_path / "n.parquet", edges=edges)
 
 
+def test_tables_may_use_other_names_words_and_separators(tmp_path: Path) -> None:
+    nodes = text(tmp_path / "n.csv", "Node_ID;feature;Label\nann;1;dog\nbob;2;\ncyd;3;cat\n")
+    edges = text(tmp_path / "e.csv", "src\tdst\nann\tbob\ncyd\tann\n")
+    data, names = read_named_graph(nodes, edges=edges)
+    assert data.edge_index.tolist() == [[0, 2], [1, 0]]
+    assert (data.y.tolist(), names.classes) == ([1, -1, 0], ("cat", "dog"))
+    assert names.nodes is not None
+    assert (names.nodes.tolist(), data.x.flatten().tolist()) == (["ann", "bob", "cyd"], [1, 2, 3])
+    table = parquet(tmp_path / "n.parquet", label=["dog", None, "cat"], feature=[1.0, 2.0, 3.0])
+    ends = parquet(tmp_path / "e.parquet", **{"from": [0, 2], "to": [1, 0]})
+    data, names = read_named_graph(table, edges=ends)
+    assert (data.y.tolist(), names.classes, names.nodes) == ([1, -1, 0], ("cat", "dog"), None)
+
+
 @pytest.mark.parametrize(
     ("nodes", "edges", "message"),
     [
-        ("y,label,a\n0,0,1\n", "source,target\n", "nodes need features and at most one of y and label"),
-        ("y\n0\n", "source,target\n", "nodes need features and at most one of y and label"),
-        ("y,a\n0,1\n", "from,to\n0,0\n", "edges need source and target"),
+        ("y,label,a\n0,0,1\n", "source,target\n", "at most one column for y, but got y and label"),
+        ("y\n0\n", "source,target\n", "a table of nodes needs features"),
+        ("y,a\n0,1\n", "from,b\n0,0\n", r"must have the column target \(or dst, .*but got the columns source, b"),
+        ("y,a\n0,1\n", "dst,to\n0,0\n", "at most one column for target, but got dst and to"),
         ("y,a\n", "source,target\n", "at least one row"),
         ("y,a,a\n0,1,1\n", "source,target\n", "distinct column names"),
         ("y,a\n0,1\n0\n", "source,target\n", "requires 2 columns but 1 were found"),
         ("y,a\n0,1\n0,1,2\n", "source,target\n", "requires 2 columns but 3 were found"),
-        ("y,a\n0,\n", "source,target\n", "could not convert string ''"),
-        ("y,a\n0,red\n", "source,target\n", "could not convert string 'red'"),
-        ("y,source\n0,1\n", "source,target\n", "source must be numbers"),
-        ("y,a\ncat,1\n", "source,target\n", "y must be numbers"),
+        ("y,a\n0,\n", "source,target\n", "column 'a' of .* must hold numbers, but got '' in row 1"),
+        ("y,a\n0,red\n", "source,target\n", "column 'a' of .* must hold numbers, but got 'red' in row 1"),
+        ("y,a\ncat,1\n2,1\n", "source,target\n", "y must be words or numbers, not both"),
         ("y,a,split\n0,1,later\n", "source,target\n", "split must be integers"),
         ("y,a\n0,nan\n", "source,target\n", "x must be finite"),
         ("id,y,a\n4,0,1\n4,0,1\n", "source,target\n", r"distinct, but got twice \[4\]"),

@@ -125,7 +125,7 @@ def test_predictions() -> None:
     out = torch.tensor([[2.0, 1.0], [-1.0, 1.0]])
     assert NodeClassification(2).predictions(out, Data())["classes"].tolist() == [0, 1]
     assert NodeClassification(2, multilabel=True).predictions(out, Data())["classes"].tolist() == [[1, 1], [0, 1]]
-    assert NodeClassification(2).predictions(out, Data())["scores"] is out
+    assert NodeClassification(2).predictions(out, Data())["logits"] is out
 
 
 def test_skew_of_classes() -> None:

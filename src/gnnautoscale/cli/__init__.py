@@ -29,6 +29,7 @@ from gnnautoscale.cli.demo import demo
 from gnnautoscale.cli.display import Json, epochs_shown, megabytes, print_json, print_table, say, score_text, working
 from gnnautoscale.cli.expressiveness import expressiveness
 from gnnautoscale.cli.links import asked_pairs, load_task
+from gnnautoscale.cli.predictions import check_ending, write_predictions
 from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
 from gnnautoscale.cli.saved import load_model, save_model
@@ -93,8 +94,11 @@ def train(
             task.check_dataset(dataset)
         model = build_model(model_name, graph, task.num_outputs, dataset.targets, **built)
         unused = _unused(graph)
-        if run == 0 and unused and not quiet:
-            say(f"note: none of these models uses {unused}")
+        if run == 0 and not quiet:
+            if dataset.note:
+                say(f"note: {dataset.note}")
+            if unused:
+                say(f"note: none of these models uses {unused}")
         title = f"{dataset.name} {model_name} {training.mode} seed {seed}"
         slow = ["partition"] if graph.num_edges > _LONG_TO_CUT else []
         chosen_task = task.bound_to(dataset, metric=training.metric, class_weight=training.class_weight)
@@ -204,7 +208,7 @@ def infer(
     *,
     num_parts: Annotated[int, typer.Option(help="Number of batches to compute in.")] = 8,
     device: Annotated[str, typer.Option(help=OPTIONS["device"].help)] = "auto",
-    output: Annotated[Path | None, typer.Option(help="File for predictions, as .npz.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for predictions: .csv, .parquet or .npz.")] = None,
     pairs: Annotated[Path | None, typer.Option(help="Table of pairs to score, for --task link.")] = None,
     partners_of: Annotated[str | None, typer.Option(help="Nodes whose best new partners to find, like 3,14.")] = None,
     top: Annotated[int, typer.Option(help="Number of partners.")] = 10,
@@ -215,11 +219,15 @@ def infer(
     device = pick_device(device)
     OPTIONS["num_parts"].check(num_parts)
     _check_target("--output", output)
+    if output is not None:
+        check_ending(output)
     if output is None and not (pairs is None and partners_of is None):
         fix = "Add --output, a file to write them to."
         raise InputError("scores of pairs and partners go to a file", got="none", fix=fix)
     with working(f"loading {options['data']}"):
         dataset, task = load_task(options, options["split"])
+    if dataset.note:
+        say(f"note: {dataset.note}")
     task, graph = task.bound_to(dataset, metric=options["metric"], class_weight="none"), dataset.passing("test")
     trained = load_model(model, graph, task.num_outputs, task.module, targets=dataset.targets).to(device)
     scaled = autoscale(trained, graph, storage="host")
@@ -241,8 +249,7 @@ def infer(
         predicted = task.predictions(out, dataset.test)
         if isinstance(dataset, TypedLinks):  # by type, as nodes are numbered in the file
             predicted = {f"embeddings_{kind}": rows for kind, rows in by_type.items()}
-        arrays: dict[str, Any] = {name: value.numpy() for name, value in {**predicted, **asked}.items()}
-        write_atomically(output, lambda stream: np.savez(stream, **arrays), rule="--output must be writable")
+        say(f"written: {write_predictions(output, predicted, asked, dataset.names)}")
     _show_facts(f"{options['data']} · {model.name}", facts, json)
 
 
@@ -258,6 +265,8 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
         _show_facts(options["data"], typed_facts(untold), json)
         return
     dataset = load_dataset(options)
+    if dataset.note:
+        say(f"note: {dataset.note}")
     if isinstance(dataset, TypedDataset):
         _show_facts(options["data"], {**typed_facts(dataset.graph), **task_for(dataset).describe(dataset)}, json)
         return

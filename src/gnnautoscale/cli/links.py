@@ -80,6 +80,7 @@ def asked_pairs(
     source, target = _ranges(dataset, out)
     if pairs is not None:
         ends, relations = _read_pairs(pairs)
+        found["pairs"] = ends.t()
         ends = torch.stack([_joined(ends[0], source, "source"), _joined(ends[1], target, "target")])
         found["pair_scores"] = task.scores(out, ends, relations)
     if partners_of is not None:
@@ -91,6 +92,7 @@ def asked_pairs(
         rows = _joined(torch.tensor(nodes), source, "--partners-of").tolist()
         each = [task.partners(out, node, top, relation=relation) for node in rows]
         most = max(partners.numel() for partners, _ in each)
+        found["nodes"] = torch.tensor(nodes)
         found["partners"] = torch.full((len(nodes), most), -1)
         found["partner_scores"] = torch.full((len(nodes), most), -torch.inf)
         for row, (partners, scores) in enumerate(each):

@@ -46,6 +46,9 @@ class Files(OptionGroup):
         None, "Add the reverse of every edge of a file; of a heterogeneous graph, as types of their own."
     )
     max_features: int | None = option(None, "Keep only this many features of a file.")
+    split_ratio: tuple[int, ...] | None = option(
+        None, "Shares of training, validation and test nodes, like 60,20,20 (the default), if a file has no split."
+    )
     target: str | None = option(
         None,
         "Type of nodes with targets, if several types of a heterogeneous graph have y; for --task link, type of edges, "

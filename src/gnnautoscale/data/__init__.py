@@ -4,6 +4,7 @@ The paper's data sets by name, a user's own files, and generated graphs. It know
 """
 
 from gnnautoscale.data.datasets import Dataset, load
+from gnnautoscale.data.files import Names
 from gnnautoscale.data.hetero import TypedDataset, nodes_of_type, open_file
 from gnnautoscale.data.hetero_files import is_typed_file, read_typed_graph
 from gnnautoscale.data.hetero_links import TypedLinks
@@ -11,6 +12,7 @@ from gnnautoscale.data.many_graphs import folds, holds_graphs, is_collection, jo
 
 __all__ = [
     "Dataset",
+    "Names",
     "TypedDataset",
     "TypedLinks",
     "folds",

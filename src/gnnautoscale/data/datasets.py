@@ -8,7 +8,9 @@ user's file may lack ``y``, or hold other targets in it; many graphs have ``grap
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,12 +35,16 @@ class Dataset:
         train: The graph to train on.
         val: The graph to validate on: the same object unless the data set is inductive.
         test: The graph to test on: likewise.
+        names: What a file calls the nodes and classes.
+        note: A sentence about what was done to a file's graph that its user should know; empty if nothing was.
     """
 
     name: str
     train: Data
     val: Data
     test: Data
+    names: files.Names = field(default=files.Names(), kw_only=True)
+    note: str = field(default="", kw_only=True)
 
     @staticmethod
     def of(data: Data, name: str = "data") -> Dataset:
@@ -215,6 +221,7 @@ def from_file(
     undirected: bool = False,
     max_features: int | None = None,
     split: int = 0,
+    split_ratio: Sequence[float] | None = None,
 ) -> Dataset:
     """Read a graph of N nodes, E edges and F features from a user's file, to train, validate and test on.
 
@@ -234,10 +241,13 @@ def from_file(
     ``.pt`` is a PyG ``Data`` with the same attributes (no sparse ``x``, no ``split``), saved with ``torch.save``.
 
     ``.csv`` and ``.parquet`` are a table of nodes and need ``edges``, a table of either kind. Nodes: ``id`` (integers
-    or strings; the row number if left out), ``y`` or ``label`` (empty if unknown), ``split`` (train, val, test, none or
-    empty, or numbers as above), ``graph`` (ids; then ``y`` and ``split`` are those of the node's graph); all other
-    columns are features, in order. Edges: ``source`` and ``target`` (ids), ``weight``, ``split`` as for nodes; all
-    other columns form ``edge_attr``.
+    or strings; the row number if left out), ``y`` (empty if unknown; also called label, labels, class or target),
+    ``split`` (train, val, test, none or empty, or numbers as above), ``graph`` (ids; then ``y`` and ``split`` are those
+    of the node's graph); all other columns are features, in order. Edges: ``source`` and ``target`` (ids; also called
+    src, from or head, and dst, dest, destination, to or tail), ``weight``, ``split`` as for nodes; all other columns
+    form ``edge_attr``.
+
+    Classes may be words: they are numbered in the order of the alphabet, and `Dataset.names` keeps them.
 
     Args:
         path: The file; its suffix says which kind it is.
@@ -247,8 +257,8 @@ def from_file(
         undirected: Add the reverse of every edge, with the same edge attributes, and keep one edge per ordered pair of
             nodes: the first in the file.
         max_features: Keep only the first columns of ``x``.
-        split: Seed of a random split, if the file has none: 60% training, 20% validation, 20% test nodes; of graphs the
-            fold, see :meth:`Dataset.of_graphs`.
+        split: Seed of a random split, if the file has none; of graphs the fold, see :meth:`Dataset.of_graphs`.
+        split_ratio: Shares of training, validation and test nodes in a random split; 60, 20 and 20 by default.
 
     Example:
         >>> import numpy as np
@@ -259,31 +269,51 @@ def from_file(
         >>> dataset.name, dataset.num_classes, int(dataset.train.train_mask.sum())
         ('ring', 2, 3)
     """
-    data = files.read_graph(
+    data, names = files.read_named_graph(
         path, edges=edges, features_file=features_file, undirected=undirected, max_features=max_features
     )
+    dataset, note = Dataset.of(data, Path(path).stem), ""
+    if "graph_y" in data or "train_mask" in data:
+        refuse_ratio(path, split_ratio)
+    elif "y" in data:
+        note = split_at_random(data, split, split_ratio, Path(path).name)
+    else:  # links have splits of their own, and nothing else can be trained
+        split_at_random(data, split, split_ratio)
     if "graph_y" in data:
-        return Dataset.of_graphs(data, seed=split, name=Path(path).stem)
-    if "train_mask" not in data:
-        data = split_at_random(data, split)
-    dataset = Dataset.of(data, Path(path).stem)
+        dataset = Dataset.of_graphs(data, seed=split, name=dataset.name)
     dataset.check()
-    return dataset
+    return replace(dataset, names=names, note=note)
 
 
-def split_at_random(data: Data, seed: int = 0) -> Data:
-    """Give a graph a random split in place: 60% training, 20% validation, 20% test nodes.
+def split_at_random(data: Data, seed: int = 0, ratio: Sequence[float] | None = None, name: str = "the graph") -> str:
+    """Give a graph a random split in place: by default 60% training, 20% validation, 20% test nodes.
+
+    Returns a sentence about it that calls the graph by a name.
 
     Example:
-        >>> data = split_at_random(Data(num_nodes=10))
-        >>> [int(data[name].sum()) for name in ("train_mask", "val_mask", "test_mask")]
-        [6, 2, 2]
+        >>> data = Data(num_nodes=10)
+        >>> split_at_random(data, ratio=(3, 1, 1))
+        'the graph has no split: 6 nodes were drawn for training, 2 for validation and 2 for tests...'
     """
-    n = data.num_nodes
-    place = torch.randperm(n, generator=torch.Generator().manual_seed(seed)) * 10
-    data.train_mask, data.test_mask = place < 6 * n, place >= 8 * n
+    shares = (60, 20, 20) if ratio is None else tuple(ratio)
+    valid = all(isinstance(share, (int, float)) and math.isfinite(share) and share >= 0 for share in shares)
+    if len(shares) != 3 or not valid or not shares[0] > 0:
+        rule = "split_ratio must be three numbers of at least 0, for training (more than 0), validation and test"
+        raise InputError(rule, got=str(ratio), fix="Pass something like 60, 20, 20.")
+    n, training, tested = data.num_nodes, shares[0], shares[0] + shares[1]
+    place = torch.randperm(n, generator=torch.Generator().manual_seed(seed)) * sum(shares)
+    data.train_mask, data.test_mask = place < training * n, place >= tested * n
     data.val_mask = ~(data.train_mask | data.test_mask)
-    return data
+    sizes = [int(data[mask].sum()) for mask in files.MASKS]
+    drawn = "{:,} nodes were drawn for training, {:,} for validation and {:,} for tests".format(*sizes)
+    return f"{name} has no split: {drawn} (--split, --split-ratio)"
+
+
+def refuse_ratio(path: str | Path, ratio: Sequence[float] | None) -> None:
+    """Refuse shares of a random split for a file that has a split."""
+    if ratio is not None:
+        rule = "split_ratio belongs to files of nodes without a split"
+        raise InputError(rule, got=f"it and {path}, which has one", fix="Leave it out.")
 
 
 def _plain(data: Data) -> Data:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale.data.datasets import Dataset, from_file, split_at_random
-from gnnautoscale.data.hetero_files import is_typed_file, read_typed_graph
+from gnnautoscale.data.datasets import Dataset, from_file, refuse_ratio, split_at_random
+from gnnautoscale.data.hetero_files import is_typed_file, read_typed_names
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import TypedGraph
 
@@ -96,6 +97,7 @@ def open_file(
     *,
     target: str | None = None,
     split: int = 0,
+    split_ratio: Sequence[float] | None = None,
     undirected: bool = False,
     max_features: int | None = None,
     **options: Any,
@@ -106,6 +108,7 @@ def open_file(
         path: See :func:`read_typed_graph` for heterogeneous graphs, ``from_file`` for plain ones.
         target: The type of nodes with targets, if several types have some.
         split: Seed of a random split, if the file has none.
+        split_ratio: Shares of training, validation and test nodes in it; 60, 20 and 20 by default.
         undirected: Add the reverse of each edge; of a heterogeneous graph, as types of their own.
         max_features: Keep only the first columns of ``x``.
         options: Further arguments of ``from_file``, for plain graphs.
@@ -126,19 +129,23 @@ def open_file(
         if target is not None:
             fix = "Leave it out."
             raise InputError("target is a type of nodes of a heterogeneous graph", got=f"{path}, a plain one", fix=fix)
-        return from_file(path, split=split, **chosen, **options)
+        return from_file(path, split=split, split_ratio=split_ratio, **chosen, **options)
     if options:
         fix = "Leave them out; see the documentation of gnnautoscale.data.read_typed_graph."
         raise InputError("a heterogeneous graph comes in one file or folder", got=", ".join(options), fix=fix)
-    graph = read_typed_graph(path, **chosen)
+    graph, names = read_typed_names(path, **chosen)
     dataset = TypedDataset.of_types(graph, target, path.stem)
-    if "train_mask" not in graph[dataset.target]:
-        drawn = split_at_random(nodes_of_type(graph, dataset.target), split)
+    note = ""
+    if "train_mask" in graph[dataset.target]:
+        refuse_ratio(path, split_ratio)
+    else:
+        drawn = nodes_of_type(graph, dataset.target)
+        note = split_at_random(drawn, split, split_ratio, path.name)
         for name in ("train_mask", "val_mask", "test_mask"):
             graph[dataset.target][name] = drawn[name]
         dataset = TypedDataset.of_types(graph, dataset.target, path.stem)
     dataset.check()
-    return dataset
+    return replace(dataset, names=names.get(dataset.target, dataset.names), note=note)
 
 
 def nodes_of_type(graph: HeteroData, kind: str) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 from torch_geometric.data.storage import BaseStorage, EdgeStorage, NodeStorage  # type: ignore[import-untyped]
 
-from gnnautoscale.data import files
+from gnnautoscale.data import columns, files, tables
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import EdgeType
 
@@ -65,7 +65,7 @@ def read_typed_graph(path: str | Path, *, undirected: bool = False, max_features
     ``train_mask_T``, ``val_mask_T`` and ``test_mask_T``.
 
     **A folder** has a table for each type, ``.csv`` or ``.parquet``: ``nodes_T`` with any of the columns ``id``, ``y``
-    (or ``label``) and ``split``, where all others are features; and ``edges_A__R__B`` with ``source`` and ``target``,
+    and ``split``, where all others are features; and ``edges_A__R__B`` with ``source`` and ``target``,
     ids or else numbers of rows, any of ``weight``, and all others are edge features.
 
     **A saved graph** (``.pt``) is a ``HeteroData``, written by ``torch.save``. Its tensors are read.
@@ -84,13 +84,20 @@ def read_typed_graph(path: str | Path, *, undirected: bool = False, max_features
         >>> read_typed_graph(file, undirected=True).edge_types
         [('author', 'writes', 'paper'), ('paper', 'rev_writes', 'author')]
     """
+    return read_typed_names(path, undirected=undirected, max_features=max_features)[0]
+
+
+def read_typed_names(
+    path: str | Path, *, undirected: bool = False, max_features: int | None = None
+) -> tuple[HeteroData, dict[str, files.Names]]:
+    """The graph that :func:`read_typed_graph` reads, and what the file calls the nodes and classes of its types."""
     path = Path(path)
     _need(max_features is None or max_features >= 1, "max_features must be at least 1", str(max_features))
     try:
         readers = {".npz": _archive, ".pt": _saved}
         known = path.is_dir() or path.suffix.lower() in readers
         _need(known, "a heterogeneous graph is a readable folder or a file that ends in .npz or .pt", str(path))
-        graph = _folder(path) if path.is_dir() else readers[path.suffix.lower()](path)
+        graph, names = _folder(path) if path.is_dir() else readers[path.suffix.lower()](path)
     except (InputError, MemoryError):
         raise
     except Exception as error:  # a damaged file can make its reader raise almost anything
@@ -101,13 +108,13 @@ def read_typed_graph(path: str | Path, *, undirected: bool = False, max_features
     for store in graph.node_stores:
         if max_features is not None and isinstance(store.get("x"), Tensor):
             store.x = store.x[:, :max_features].contiguous()
-    return _both_ways(graph) if undirected else graph
+    return _both_ways(graph) if undirected else graph, names
 
 
 # Readers #############################################################################################################
 
 
-def _archive(path: Path) -> HeteroData:
+def _archive(path: Path) -> tuple[HeteroData, dict[str, files.Names]]:
     with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
     for name in ("node_types", "num_nodes"):
@@ -122,7 +129,7 @@ def _archive(path: Path) -> HeteroData:
     _need(fits, "node_types must be distinct names, and num_nodes a count for each", f"{kinds} and {counts}")
     relations = {name.removeprefix("edges_"): _ends(name, kinds) for name in arrays if name.startswith("edges_")}
     _check_names(path, arrays, kinds, relations)
-    graph = HeteroData()
+    graph, names = HeteroData(), dict[str, files.Names]()
     for kind, count in zip(kinds, counts, strict=True):
         found = {name: arrays[f"{name}_{kind}"] for name in _OF_NODES if f"{name}_{kind}" in arrays}
         parts = {f"x_{part}": arrays[f"x_{kind}_{part}"] for part in _SPARSE if f"x_{kind}_{part}" in arrays}
@@ -132,53 +139,48 @@ def _archive(path: Path) -> HeteroData:
             got = f"no {', '.join(missing)}" if missing else f"x_{kind} as well"
             _need(whole, f"sparse features of {kind!r} are {', '.join(_SPARSE)}", got)
             found["x"] = files.dense(parts, None, f"x_{kind}")
-        _add_nodes(graph, kind, count, found)
+        names[kind] = _add_nodes(graph, kind, count, found)
     for name, ends in relations.items():
         found = {each: arrays[f"{each}_{name}"] for each in _OF_EDGES if f"{each}_{name}" in arrays}
         _add_edges(graph, ends, found.pop("edges"), found)
-    return graph
+    return graph, names
 
 
-def _folder(path: Path) -> HeteroData:
-    tables = {file.stem: file for file in sorted(path.iterdir()) if file.suffix.lower() in files.TABLES}
+def _folder(path: Path) -> tuple[HeteroData, dict[str, files.Names]]:
+    by_name = {file.stem: file for file in sorted(path.iterdir()) if file.suffix.lower() in tables.TABLES}
     rule = f"{path} must have tables nodes_T and edges_A__R__B, .csv or .parquet, one for each type"
-    strange = [name for name in tables if not name.startswith(("nodes_", "edges_"))]
-    _need(bool(tables) and not strange, rule, ", ".join(strange) or "none")
-    twice = sum(file.suffix.lower() in files.TABLES for file in path.iterdir()) > len(tables)
+    strange = [name for name in by_name if not name.startswith(("nodes_", "edges_"))]
+    _need(bool(by_name) and not strange, rule, ", ".join(strange) or "none")
+    twice = sum(file.suffix.lower() in tables.TABLES for file in path.iterdir()) > len(by_name)
     _need(not twice, rule, "two tables of the same name")
-    graph, ids = HeteroData(), dict[str, NDArray[Any]]()
-    for name, file in tables.items():
+    graph, ids, names = HeteroData(), dict[str, NDArray[Any]](), dict[str, files.Names]()
+    for name, file in by_name.items():
         if name.startswith("nodes_"):
-            kind, columns = name.removeprefix("nodes_"), files.read_arrays(file)
-            count = len(next(iter(columns.values())))
-            ids[kind] = files.ids(columns["id"]) if "id" in columns else np.arange(count)
-            _add_nodes(graph, kind, count, _of_table(file, columns))
-    for name, file in tables.items():
+            kind, table = name.removeprefix("nodes_"), files.read_arrays(file)
+            count = len(next(iter(table.values())))
+            ids[kind] = columns.ids(table["id"]) if "id" in table else np.arange(count)
+            named = _add_nodes(graph, kind, count, _of_table(table))
+            names[kind] = named._replace(nodes=ids[kind] if "id" in table else None)
+    for name, file in by_name.items():
         if name.startswith("edges_"):
-            ends, columns = _ends(name, list(ids)), files.read_arrays(file)
-            complete = {"source", "target"} <= columns.keys()
-            _need(complete, f"{file.name} must have the columns source and target", ", ".join(columns))
+            ends, table = _ends(name, list(ids)), files.read_arrays(file, tables.OF_EDGES)
+            tables.check_ends(file.name, table)
             sides = zip((ends[0], ends[2]), ("source", "target"), strict=True)
-            index = [files.places(ids[kind], files.ids(columns[side]), f"nodes_{kind}") for kind, side in sides]
-            others = [
-                files.floats(each, columns[each]) for each in columns if each not in ("source", "target", "weight")
-            ]
-            found = {"edge_weight": columns["weight"]} if "weight" in columns else {}
+            index = [tables.places(ids[kind], columns.ids(table[side]), f"nodes_{kind}") for kind, side in sides]
+            others = [columns.floats(each, table[each]) for each in table if each not in ("source", "target", "weight")]
+            found = {"edge_weight": table["weight"]} if "weight" in table else {}
             found |= {"edge_attr": np.stack(others, axis=1)} if others else {}
             _add_edges(graph, ends, np.stack(index), found)
-    return graph
+    return graph, names
 
 
-def _of_table(file: Path, columns: _Arrays) -> dict[str, NDArray[Any]]:
-    targets = [name for name in columns if name in ("y", "label")]
-    _need(len(targets) <= 1, f"{file.name} must have at most one of y and label", "both")
-    features = [files.floats(name, columns[name]) for name in columns if name not in ("id", "y", "label", "split")]
+def _of_table(table: _Arrays) -> dict[str, NDArray[Any]]:
+    features = [columns.floats(name, table[name]) for name in table if name not in ("id", "y", "split")]
     found = {"x": np.stack(features, axis=1)} if features else {}
-    found |= {"y": columns[targets[0]]} if targets else {}
-    return {**found, **({"split": columns["split"]} if "split" in columns else {})}
+    return {**found, **{name: table[name] for name in ("y", "split") if name in table}}
 
 
-def _saved(path: Path) -> HeteroData:
+def _saved(path: Path) -> tuple[HeteroData, dict[str, files.Names]]:
     parts = [*files.DATA_PARTS, BaseStorage, NodeStorage, EdgeStorage]
     saved = files.load_saved(path, HeteroData, parts)
     graph = HeteroData()
@@ -197,29 +199,29 @@ def _saved(path: Path) -> HeteroData:
                 "neither x nor num_nodes",
             )
             graph[kind].num_nodes = count
-    return graph
+    return graph, {}
 
 
 # Assembly ############################################################################################################
 
 
-def _add_nodes(graph: HeteroData, kind: str, count: int, found: _Arrays) -> None:
-    """Add a type of nodes with its features, targets and splits."""
+def _add_nodes(graph: HeteroData, kind: str, count: int, found: _Arrays) -> files.Names:
+    """Add a type of nodes with its features, targets and splits; returns the names of its classes."""
     graph[kind].num_nodes = count
     values: dict[str, NDArray[Any]] = {}
     if "x" in found:
-        values["x"] = files.floats(f"x_{kind}", found["x"])
+        values["x"] = columns.floats(f"x_{kind}", found["x"])
         form = values["x"].ndim == 2 and values["x"].shape[0] == count
         _need(form, f"x_{kind} must be numbers, [{count}, features]", str(list(values["x"].shape)))
     if "y" in found:
-        values["y"] = files.numbers(f"y_{kind}", found["y"])
+        values["y"] = columns.numbers(f"y_{kind}", found["y"])
         form = values["y"].ndim >= 1 and values["y"].shape[0] == count
         _need(form, f"y_{kind} must have a row for each of {count} nodes", str(list(values["y"].shape)))
     masks = [name for name in files.MASKS if name in found]
     one = len(masks) in (0, 3) and not (masks and "split" in found)
     _need(one, f"a split of {kind!r} is either split or all three masks", ", ".join(found))
     if "split" in found:
-        split = files.splits(f"split_{kind}", found["split"])
+        split = columns.splits(f"split_{kind}", found["split"])
         form = split.shape == (count,) and bool(np.isin(split, (-1, 0, 1, 2, 3)).all())
         got = f"{list(split.shape)} with values from {split.min(initial=0)} to {split.max(initial=0)}"
         _need(form, f"split_{kind} must be 0, 1, 2, 3 or -1, [{count}]", got)
@@ -230,6 +232,7 @@ def _add_nodes(graph: HeteroData, kind: str, count: int, found: _Arrays) -> None
         values[name] = found[name].astype(np.bool_)
     for name, value in values.items():
         graph[kind][name] = torch.from_numpy(np.ascontiguousarray(value))
+    return files.Names(classes=columns.class_names(f"y_{kind}", found["y"]) if "y" in found else ())
 
 
 def _add_edges(graph: HeteroData, kind: EdgeType, edges: NDArray[Any], found: _Arrays) -> None:
@@ -239,7 +242,7 @@ def _add_edges(graph: HeteroData, kind: EdgeType, edges: NDArray[Any], found: _A
     _need(form, f"edges_{name} must be integers, [2, num_edges]", f"{edges.dtype} {list(edges.shape)}")
     graph[kind].edge_index = torch.from_numpy(edges.astype(np.int64))
     for each, value in found.items():
-        values = files.floats(f"{each}_{name}", value)
+        values = columns.floats(f"{each}_{name}", value)
         form = values.ndim >= 1 and values.shape[0] == edges.shape[1]
         _need(form, f"{each}_{name} must have a row for each of {edges.shape[1]} edges", str(list(values.shape)))
         graph[kind][each] = torch.from_numpy(np.ascontiguousarray(values))

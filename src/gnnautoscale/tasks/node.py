@@ -236,10 +236,11 @@ class NodeClassification(NodeTask):
         return {"classes": classes, "multi-label": self.multilabel, **super().describe(dataset)}
 
     def predictions(self, out: Tensor, data: Data) -> dict[str, Tensor]:
-        """The scores, and the class of each node or whether it has each label."""
+        """The class of each node, or whether it has each label; probabilities; and logits, the model's output."""
         if self.kind == "classes":
-            return {"scores": out, "classes": out.argmax(dim=1)}
-        return {"scores": out, "classes": out > 0 if self.multilabel else out[:, 0] > 0}
+            return {"classes": out.argmax(dim=1), "probabilities": out.softmax(dim=1), "logits": out}
+        logits = out if self.multilabel else out[:, 0]
+        return {"classes": logits > 0, "probabilities": logits.sigmoid(), "logits": logits}
 
     def skew(self, data: Data, parts: Tensor) -> float:
         """Total variation between the classes of a part and of the graph, the mean over training nodes.

@@ -137,7 +137,8 @@ def _load(name: str, root: str, split: int, options: tuple[tuple[str, Any], ...]
         return datasets.from_file(Path(root) / given.pop("file"), split=split, **given)
     if given.pop("random_split", False):
         data = datasets.load(name, root, **given).train
-        return Dataset.of(datasets.split_at_random(data, split), name)
+        datasets.split_at_random(data, split)
+        return Dataset.of(data, name)
     return datasets.load(name, root, split=split, **given)
 
 
