@@ -8,6 +8,7 @@ from gnnautoscale.ranks.attaching import attach_shared, autoscale, average_gradi
 from gnnautoscale.ranks.files import MANIFEST, read_manifest, read_shard, write_shards
 from gnnautoscale.ranks.gradients import GradientMean
 from gnnautoscale.ranks.loader import RankLoader
+from gnnautoscale.ranks.shard import Shard
 from gnnautoscale.ranks.world import LostRankError, World, current, start
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "GradientMean",
     "LostRankError",
     "RankLoader",
+    "Shard",
     "World",
     "attach_shared",
     "autoscale",

@@ -47,6 +47,8 @@ class RankLoader(HaloLoader):
 
     #: The rank's share; ``None`` if there is only one rank.
     shard: Shard | None = None
+    #: The part of each node of the whole graph, ``[num_nodes]``, on the first rank, if it was cut here.
+    whole_labels: Tensor | None = None
     #: What keeps ghosts up to date; ``None`` if there is only one rank.
     ghosts: Ghosts | None = None
 
@@ -95,10 +97,11 @@ class RankLoader(HaloLoader):
             raise decided
         if isinstance(given, Tensor):
             world.agree({"labels of parts": given.double().sum().item()})
-        self.whole_labels, owners = decided
+        labels, owners = decided
+        self.whole_labels = labels if world.is_first else None
         bidirectional = bool(options.get("bidirectional", False))
         whole = {"nodes": graph.num_nodes, "edges": graph.edge_index.size(1), "key": graph.key}
-        layout = Layout(self.whole_labels, owners, world.size)
+        layout = Layout(labels, owners, world.size)
         return cut_shard(data, layout, world.rank, bidirectional=bidirectional, whole=whole)
 
     def _share(self, shard: Shard, batch_size: int) -> None:

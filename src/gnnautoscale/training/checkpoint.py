@@ -45,7 +45,7 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-def save_checkpoint(folder: Path, step: int, state: dict[str, Any], *, keep: int = 2) -> Path:
+def save_checkpoint(folder: Path, step: int, state: dict[str, Any], *, keep: int = 2, path: Path | None = None) -> Path:
     """Write a checkpoint, remove the oldest ones, and return its file. Only one run may save to a folder at a time.
 
     Args:
@@ -54,6 +54,7 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], *, keep: int
         state: Dicts with strings or integers as keys, lists, tuples, numbers, strings, ``None`` and tensors, nested.
             Tensors may be on any device and in memory-mapped files; host memory holds one tensor of a GPU at a time.
         keep: Number of checkpoints to keep, including this one.
+        path: Another file of the folder, for a rank's share of a checkpoint; then nothing is removed.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -73,15 +74,23 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], *, keep: int
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(rule, got=f"{folder} ({error})", fix="Check the path.") from None
-    path = folder / f"checkpoint-{step:09d}.pt"
+    shard, path = path, path or folder / f"checkpoint-{step:09d}.pt"
     with config.patch(_SETTINGS):  # type: ignore[attr-defined]
         write_atomically(path, lambda stream: torch.save(content, stream), rule=rule)
+    if shard is not None:
+        return path
     # Whatever cannot be removed waits for the next time.
     old = [other for other in _checkpoints(folder) if other <= path][keep:]
-    for remains in [*old, *folder.glob("checkpoint-*.pt.*.part")]:
+    shards = [each for other in old for each in folder.glob(f"{other.stem}.rank-*.pt")]
+    for remains in [*old, *shards, *folder.glob("checkpoint-*.pt.*.part")]:
         with contextlib.suppress(OSError):
             remains.unlink()
     return path
+
+
+def shard_path(folder: Path, step: int, rank: int, size: int) -> Path:
+    """The file of a rank's share of a checkpoint."""
+    return folder / f"checkpoint-{step:09d}.rank-{rank}-of-{size}.pt"
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -163,7 +172,8 @@ def _read(path: Path) -> Checkpoint | str:
         return f"it is cut off, damaged, or no checkpoint: {error!r:.200}"
     match content:
         case {"format": found, "step": int(step), "state": dict(state)} if found == _FORMAT:
-            return Checkpoint(path, step, state)
+            missing = [name for name in state.get("shards", ()) if not (path.parent / name).is_file()]
+            return f"its shard {missing[0]} is missing" if missing else Checkpoint(path, step, state)
     found = content.get("format") if isinstance(content, dict) else None
     return f'its format must be "{_FORMAT}", but it is {found!r:.80}'
 

@@ -208,11 +208,13 @@ def _train(
     whole: dict[str, Any] = {}
     if shards is not None:
         with clock("partition"):
-            ranked = rank_loader(shards, options, None)
-        dataset, about = share_of(dataset, ranked), dataset
-        strategy = RankStrategy(
-            model, dataset, dict.fromkeys(("train", "val", "test"), ranked), optimizer, task, options
-        )
+            known = None
+            if checkpoint is not None and not isinstance(shards, Path):
+                known = labels_of(checkpoint, dataset.passing().num_nodes)
+            ranked = rank_loader(shards, options, known)
+        whole_data = None if isinstance(shards, Path) else dataset
+        dataset = share_of(dataset, ranked)
+        strategy = RankStrategy(model, dataset, ranked, optimizer, task, options, whole=whole_data)
         whole = strategy.facts()
     elif options.has_histories:
         labels = None if checkpoint is None else labels_of(checkpoint, dataset.passing().num_nodes)

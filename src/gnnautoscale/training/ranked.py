@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -12,12 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import set_random_states
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.ranks import RankLoader, World, current, read_manifest, read_shard
+from gnnautoscale.graph import fingerprint
+from gnnautoscale.ranks import RankLoader, Shard, World, current, read_manifest, read_shard
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import NodeTask, Task, known_rows
+from gnnautoscale.training.checkpoint import Checkpoint
 from gnnautoscale.training.options import OPTIONS, FitOptions, HowToEvaluate
+from gnnautoscale.training.resharding import pieces_of, place_rows, read_shards, save_shards
 from gnnautoscale.training.strategies import HistoryStrategy
 
 _SPLITS = ("train", "val", "test")
@@ -123,9 +128,88 @@ def rank_loader(source: Any, options: FitOptions, labels: Tensor | None) -> Rank
 
 
 class RankStrategy(HistoryStrategy):
-    """Trains on the batches of one rank, together with the other ranks; scores are those of all nodes."""
+    """Trains on the batches of one rank, together with the other ranks; scores are those of all nodes.
+
+    ``whole`` is the whole graph as a data set, or ``None`` if shards come from files.
+    """
 
     _loader: RankLoader
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataset: Dataset,
+        loader: RankLoader,
+        optimizer: torch.optim.Optimizer,
+        task: Task,
+        options: FitOptions,
+        *,
+        whole: Dataset | None,
+    ) -> None:
+        super().__init__(model, dataset, dict.fromkeys(_SPLITS, loader), optimizer, task, options)
+        self._identity = self._identity_of_shards() if whole is None else tuple(task.identity(whole.train))
+
+    @property
+    def _shard(self) -> Shard:
+        shard = self._loader.shard
+        if shard is None:
+            raise RuntimeError("a rank trains on a shard")
+        return shard
+
+    def _identity_of_shards(self) -> tuple[Tensor]:
+        """A number that depends on the targets of all nodes, whatever rank has them."""
+        own, nodes = self._shard.num_own, self._loader.nodes
+        total = 0
+        for place, each in enumerate(self._engine.task.identity(self._loader.data)):
+            if each is not None:
+                values = each[:own].reshape(own, -1).double().nan_to_num(-0.125).contiguous().view(torch.long)
+                columns = 2 * torch.arange(values.size(1)) + 2 * place + 1
+                total += int(((values >> 7) * columns * (2 * nodes.unsqueeze(1) + 1)).sum())
+        return (torch.tensor([sum(self.world.gather(total)) % 2**63]),)
+
+    @cached_property
+    def key(self) -> str:
+        """See :attr:`Strategy.key`: that of the whole graph."""
+        return fingerprint(*self._identity, graph=self._shard.whole["key"])
+
+    def save(self, folder: Path, step: int, state: dict[str, Any], random: dict[str, Any]) -> Path:
+        """See :meth:`Strategy.save`: each rank writes its own rows."""
+        own = self.state_dict()
+        common = {**state, "strategy": {"graph": own.pop("graph"), "labels": self._loader.whole_labels}}
+        del own["labels"]
+        shard = {"strategy": own, "random": random, "nodes": self._loader.nodes}
+        return save_shards(self.world, folder, step, common, shard)
+
+    def _saved_rows(self) -> dict[str, Any]:
+        """The rows of own nodes."""
+        rows, own = super()._saved_rows(), self._loader.num_own
+        for kept in rows.values():
+            for history in kept.values():
+                history["raw"] = history["raw"][:own]
+        return rows
+
+    def restore(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        """See :meth:`Strategy.restore`; with other ranks than before, the epoch that was under way begins anew."""
+        shards, nodes = read_shards(checkpoint), self._loader.nodes
+        rank, size = self._shard.rank, self._shard.size
+        same = len(shards) == size and torch.equal(shards[rank]["nodes"], nodes)
+        same = all(self.world.gather(same))
+        pieces, whole = pieces_of(checkpoint, shards), self._shard.whole["nodes"]
+        if same:
+            pieces = [pieces[rank]]
+            self._loader.load_state_dict(shards[rank]["strategy"]["loader"])
+            self.done = shards[rank]["strategy"]["loader"]["done"]
+            self._engine.load_state_dict(shards[rank]["strategy"]["engine"])
+            set_random_states(shards[rank]["random"], device)
+        else:
+            before = shards[0]["strategy"] if shards else checkpoint.state["strategy"]
+            self._engine.steps = before["engine"]["steps"]
+            torch.manual_seed(torch.initial_seed() + 7919 * (1 + checkpoint.step))
+        place_rows(self._memory, pieces, nodes, whole, device, self._loader.row_order)
+        self._memory.share(self._memory.histories)
+        gradients = self._memory.last_gradients
+        if self._loader.ghosts is not None and gradients:
+            self._loader.ghosts.share([gradients[slot] for slot in sorted(gradients)])
 
     @property
     def world(self) -> World:
@@ -170,11 +254,11 @@ class RankStrategy(HistoryStrategy):
 
     def facts(self) -> dict[str, Any]:
         """Numbers of nodes and edges of the whole graph, and of nodes in its splits."""
-        data, shard = self._loader.data, self._loader.shard
+        data, whole = self._loader.data, self._shard.whole
         masks = {f"{split} nodes in split": data.get(f"{split}_mask") for split in _SPLITS}
         counts = self.world.gather({name: 0 if mask is None else int(mask.sum()) for name, mask in masks.items()})
         found = {name: sum(each[name] for each in counts) for name in masks}
-        return found if shard is None else {"nodes": shard.whole["nodes"], "edges": shard.whole["edges"], **found}
+        return {"nodes": whole["nodes"], "edges": whole["edges"], **found}
 
     def describe(self, result: FitResult) -> None:
         """See :meth:`Strategy.describe`."""

@@ -14,7 +14,7 @@ from types import FrameType
 import torch
 from torch import Tensor, nn
 
-from gnnautoscale._util import random_states, set_random_states
+from gnnautoscale._util import random_states
 from gnnautoscale.errors import InputError
 from gnnautoscale.runs import Epoch, FitResult
 from gnnautoscale.tasks import Task
@@ -23,7 +23,6 @@ from gnnautoscale.training.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     load_latest,
-    save_checkpoint,
 )
 from gnnautoscale.training.optimizer import LearningRate
 from gnnautoscale.training.options import FitOptions
@@ -63,11 +62,9 @@ class RunState:
             "best_weights": self.best_weights,
             "optimizer": self.optimizer.state_dict(),
             "rate": self.rate.state_dict(),
-            "random": random_states(self.device),
-            "strategy": self.strategy.state_dict(),
             "task": self.task.state_dict(),
         }
-        return save_checkpoint(folder, self.batches, state)
+        return self.strategy.save(folder, self.batches, state, random_states(self.device))
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint that passed :func:`check_same_run`."""
@@ -85,9 +82,8 @@ class RunState:
             if isinstance(rate, Tensor):  # captured steps read it in place
                 group["lr"] = rate.copy_(group["lr"])
         self.rate.load_state_dict(state["rate"])
-        self.strategy.load_state_dict(state["strategy"], self.device)
         self.task.load_state_dict(state.get("task", {}), self.device)
-        set_random_states(state["random"], self.device)
+        self.strategy.restore(checkpoint, self.device)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -116,14 +112,14 @@ def check_fresh(folder: Path) -> None:
         )
 
 
-def labels_of(checkpoint: Checkpoint, num_nodes: int) -> Tensor:
-    """The part of each node in the run of a checkpoint, ``[num_nodes]``."""
+def labels_of(checkpoint: Checkpoint, num_nodes: int) -> Tensor | None:
+    """The part of each node in the run of a checkpoint, ``[num_nodes]``; ``None`` if its shards were in files."""
     if "strategy" not in checkpoint.state:
         raise InputError(
             "a run resumes from a checkpoint of a run", got=str(checkpoint.path), fix="Choose another one."
         )
-    labels: Tensor = checkpoint.state["strategy"]["labels"]
-    if labels.size(0) != num_nodes:
+    labels: Tensor | None = checkpoint.state["strategy"]["labels"]
+    if labels is not None and labels.size(0) != num_nodes:
         raise _other_run(checkpoint, f"graph: it had {labels.size(0)} nodes and has {num_nodes}", _SAME_DATA)
     return labels
 

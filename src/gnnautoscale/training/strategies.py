@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from itertools import islice
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale._util import set_random_states
 from gnnautoscale.attach import attached, detach, infer_from_histories, infer_on, info_of, refresh, unpack_batch
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError, UnsupportedModelError
@@ -26,9 +28,11 @@ from gnnautoscale.history import History
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.captured import engine_for
+from gnnautoscale.training.checkpoint import Checkpoint, save_checkpoint
 from gnnautoscale.training.feed import Item, as_it_is, plain_item
 from gnnautoscale.training.flow import Flow
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
+from gnnautoscale.training.resharding import forms_of, pieces_of, place_rows, read_shards
 from gnnautoscale.training.steps import Steps
 from gnnautoscale.transfer import times_for
 
@@ -136,6 +140,15 @@ class Strategy(ABC):
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Restore the state of a checkpoint; the loader must have the same parts."""
         return
+
+    def save(self, folder: Path, step: int, state: dict[str, Any], random: dict[str, Any]) -> Path:
+        """Write a checkpoint of a run's ``state`` and of the ``random`` states, with that of the strategy."""
+        return save_checkpoint(folder, step, {**state, "random": random, "strategy": self.state_dict()})
+
+    def restore(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        """Continue from a checkpoint that :meth:`save` wrote, with the same random numbers."""
+        self.load_state_dict(checkpoint.state["strategy"], device)
+        set_random_states(checkpoint.state["random"], device)
 
 
 class HistoryStrategy(Strategy):
@@ -260,6 +273,16 @@ class HistoryStrategy(Strategy):
         self.done = state["loader"]["done"]
         self._engine.load_state_dict(state["engine"])
         self._load_rows(state, device)
+
+    def restore(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        """See :meth:`Strategy.restore`; after several ranks, the epoch that was under way begins anew."""
+        shards = read_shards(checkpoint)
+        if not shards:
+            super().restore(checkpoint, device)
+            return
+        self._engine.steps = shards[0]["strategy"]["engine"]["steps"]
+        order, nodes = self._loader.row_order, self._loader.graph.num_nodes
+        place_rows(self._memory, pieces_of(checkpoint, shards), order.nodes.long(), nodes, device, order)
 
     def _saved_rows(self) -> dict[str, Any]:
         return saved_rows(self._memory)
@@ -393,7 +416,7 @@ def saved_rows(memory: GraphMemory) -> dict[str, Any]:
 def load_rows(memory: GraphMemory, state: dict[str, Any], device: torch.device, order: RowOrder) -> None:
     """Restore the rows of a checkpoint, which are in an order."""
     rows, gradients = state["histories"], state["last_gradients"]
-    memory.reopen(_forms(rows), device, order, gradients=_forms(gradients))
+    memory.reopen(forms_of(rows), device, order, gradients=forms_of(gradients))
     for opened, kept in ((memory.histories, rows), (memory.last_gradients, gradients)):
         for slot, history in kept.items():
             opened[slot].raw.copy_(history["raw"])
@@ -404,11 +427,6 @@ def _saved(histories: dict[str, History]) -> dict[str, dict[str, Any]]:
         slot: {"width": history.width, "dtype": str(history.dtype).removeprefix("torch."), "raw": history.raw}
         for slot, history in histories.items()
     }
-
-
-def _forms(saved: dict[str, dict[str, Any]]) -> dict[str, tuple[int, torch.dtype]]:
-    """Width and type of each of the histories of a checkpoint."""
-    return {slot: (history["width"], getattr(torch, history["dtype"])) for slot, history in saved.items()}
 
 
 def _refuse_cached(model: nn.Module) -> None:

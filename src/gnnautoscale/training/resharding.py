@@ -1,0 +1,98 @@
+"""Checkpoints of several ranks: one file for each, and rows that find their nodes again on any number of ranks.
+
+Each rank writes its own rows. When all have, the first one writes the checkpoint itself, which names these files: so a
+checkpoint that is there is whole. Rows are known by their nodes in the whole graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from gnnautoscale.errors import InputError
+from gnnautoscale.forward import GraphMemory
+from gnnautoscale.graph import RowOrder
+from gnnautoscale.ranks import World
+from gnnautoscale.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, shard_path
+
+# Rows that are copied at once.
+_CHUNK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The rows of some nodes, ``[num_rows]``, in all histories and last gradients of a checkpoint."""
+
+    nodes: Tensor
+    rows: dict[str, Any]
+
+
+def save_shards(world: World, folder: Path, step: int, common: dict[str, Any], own: dict[str, Any]) -> Path:
+    """Write a checkpoint together: each rank its ``own`` state, the first one also the ``common`` one."""
+    made = world.broadcast(uuid4().hex)
+    path = shard_path(folder, step, world.rank, world.size)
+    save_checkpoint(folder, step, {**own, "made": made}, path=path)
+    names = world.gather(path.name)
+    if world.is_first:
+        save_checkpoint(folder, step, {**common, "shards": names, "made": made})
+    written: str = world.broadcast(str(folder / f"checkpoint-{step:09d}.pt"))
+    return Path(written)
+
+
+def read_shards(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """The states of all ranks in a checkpoint, none of one process; damage to any of them is noticed."""
+    found = []
+    for name in checkpoint.state.get("shards", ()):
+        shard = load_checkpoint(checkpoint.path.parent / name)
+        if shard.state.get("made") != checkpoint.state["made"]:
+            fix = "Resume from another checkpoint."
+            raise InputError(f"{name} must belong to {checkpoint.path}", got="a shard of another one", fix=fix)
+        found.append(shard.state)
+    return found
+
+
+def pieces_of(checkpoint: Checkpoint, shards: list[dict[str, Any]]) -> list[Piece]:
+    """All rows of a checkpoint of several ranks, or of one process, which has no shards."""
+    if shards:
+        return [Piece(shard["nodes"], shard["strategy"]) for shard in shards]
+    state = checkpoint.state["strategy"]
+    return [Piece(state["labels"].argsort(stable=True), state)]
+
+
+def place_rows(
+    memory: GraphMemory, pieces: list[Piece], nodes: Tensor, num_nodes: int, device: torch.device, order: RowOrder
+) -> None:
+    """Create histories as they were, and give them the rows of their nodes.
+
+    Args:
+        memory: What gets them.
+        pieces: All rows that were kept.
+        nodes: The node of each row of a history that is its own, ``[num_rows]``.
+        num_nodes: The number of nodes of the whole graph.
+        device: Where steps run.
+        order: The order of the rows.
+    """
+    kinds = ("histories", "last_gradients")
+    kept, gradients = (forms_of(pieces[0].rows[kind]) for kind in kinds)
+    memory.reopen(kept, device, order, gradients=gradients)
+    row_of = torch.full((num_nodes,), -1)
+    row_of[nodes] = torch.arange(nodes.numel())
+    opened = {"histories": memory.histories, "last_gradients": memory.last_gradients}
+    for piece in pieces:
+        for chunk in torch.split(torch.arange(piece.nodes.numel()), _CHUNK):
+            rows = row_of[piece.nodes[chunk]]
+            here = (rows >= 0).nonzero().squeeze(1)
+            for kind in kinds:
+                for slot, history in opened[kind].items():
+                    raw = piece.rows[kind][slot]["raw"][chunk][here]
+                    history.raw.index_copy_(0, rows[here].to(history.raw.device), raw.to(history.raw.device))
+
+
+def forms_of(saved: dict[str, dict[str, Any]]) -> dict[str, tuple[int, torch.dtype]]:
+    """Width and type of each of the histories of a checkpoint."""
+    return {slot: (history["width"], getattr(torch, history["dtype"])) for slot, history in saved.items()}
