@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gnnautoscale._util import random_states
 from gnnautoscale.errors import InputError
+from gnnautoscale.ranks import LostRankError, current
 from gnnautoscale.runs import Epoch, FitResult
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.checkpoint import (
@@ -151,25 +152,26 @@ def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.
 def stop_requests(enabled: bool, *, together: bool = False) -> Iterator[threading.Event]:
     """An event that Ctrl-C sets if enabled, so that a run can end cleanly; a second Ctrl-C ends it at once.
 
-    Of ranks that train ``together`` torchrun asks each to end once more, and by SIGTERM; so there is no second one.
-    Outside the main thread, and in a process that ignores Ctrl-C (one in the background of a script), nothing changes.
+    Of ranks that train ``together`` torchrun asks each to end once more, and by SIGTERM; so there is no second one. If
+    it is not enabled, SIGTERM ends a rank with an error that says so. Outside the main thread, and for a signal that
+    the process ignores (Ctrl-C in the background of a script), nothing changes.
     """
     wanted = threading.Event()
-    before = signal.getsignal(signal.SIGINT)
-    in_main = threading.current_thread() is threading.main_thread()
-    # None stands for a handler outside Python, which could not be restored.
-    if not enabled or not in_main or before in (signal.SIG_IGN, None):
-        yield wanted
-        return
 
     def request(number: int, frame: FrameType | None) -> None:
         wanted.set()
+        if not enabled:
+            raise LostRankError(f"rank {current().rank} ends, since torchrun asked it to: another rank has failed")
         if not together:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(number, handlers[signal.Signals(number)])
 
-    numbers = (signal.SIGINT, signal.SIGTERM) if together else (signal.SIGINT,)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
+    numbers = [signal.SIGINT] * enabled + [signal.SIGTERM] * together
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    # None stands for a handler outside Python, which could not be restored.
+    found = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: handler for number, handler in found.items() if handler not in (signal.SIG_IGN, None)}
+    for number in handlers:
         signal.signal(number, request)
     try:
         yield wanted
