@@ -21,7 +21,7 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
-import gnnautoscale.training.resume as resume_module
+import gnnautoscale.training.strategies as strategies_module
 from conftest import history_rows
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.inference import infer_from_histories
@@ -84,7 +84,7 @@ def assert_same_tensors(first: Trained, second: Trained) -> None:
 @pytest.fixture
 def keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """No checkpoint is removed."""
-    monkeypatch.setattr(resume_module, "save_checkpoint", partial(save_checkpoint, keep=10**6))
+    monkeypatch.setattr(strategies_module, "save_checkpoint", partial(save_checkpoint, keep=10**6))
 
 
 def steps_of(folder: Path) -> list[int]:
