@@ -166,13 +166,13 @@ def test_state_moves_between_plain_and_attached_models() -> None:
 def test_bad_arguments_are_refused_at_once() -> None:
     model = gcn()
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"model": "GCN"}, "takes a torch.nn.Module, but got str"),
-        ({"model": pyg.GCN}, "takes a torch.nn.Module"),
-        ({"data": 0}, "the graph or its number of nodes, but got 0"),
-        ({"data": -3}, "number of nodes, but got -3"),
-        ({"data": True}, "number of nodes, but got True"),
-        ({"data": 3.5}, "number of nodes, but got 3.5"),
-        ({"data": None}, "number of nodes, but got None"),
+        ({"model": "GCN"}, "model must be a Module, but got 'GCN'"),
+        ({"model": pyg.GCN}, "model must be a Module"),
+        ({"data": 0}, "a Data, or a HeteroData, but got 0"),
+        ({"data": -3}, "a HeteroData, but got -3"),
+        ({"data": True}, "a HeteroData, but got True"),
+        ({"data": 3.5}, "a HeteroData, but got 3.5"),
+        ({"data": None}, "a HeteroData, but got None"),
         ({"dtype": torch.int64}, "floating-point rows, or eight bits with a scale for each row, but got torch.int64"),
         ({"edge_dropout": 1.0}, "at least 0 and below 1, but got 1.0"),
         ({"edge_dropout": -0.1}, "at least 0 and below 1"),

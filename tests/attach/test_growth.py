@@ -695,7 +695,7 @@ def replaced(data: Data, **values: Any) -> Data:
 
 
 NO_GROWTH: list[tuple[Callable[[Data], Any], str]] = [
-    (lambda data: data.x, "must be a torch_geometric.data.Data, but got Tensor"),
+    (lambda data: data.x, "data must be a Data, or a HeteroData, but got a Tensor"),
     (lambda data: data.subgraph(torch.arange(39)), "begin with the 40 old nodes, in their order, but got 39 nodes"),
     (
         lambda data: replaced(data, x=data.x[:, :5]),

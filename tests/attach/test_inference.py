@@ -394,7 +394,7 @@ def test_anything_else_is_refused(graph: Any) -> None:
     model, _, _, _ = scaled()
     uses = (gas.infer, gas.refresh, lambda model, graph: gas.predict(model, graph, torch.tensor([0])))
     for use in uses:
-        with pytest.raises(InputError, match=rf"HeteroData or a HaloLoader, but got {type(graph).__name__}"):
+        with pytest.raises(InputError, match="loader must be a HaloLoader, or a Data, or a HeteroData, but got "):
             use(model, graph)
 
 
@@ -473,7 +473,7 @@ def test_bad_nodes_are_refused() -> None:
     gas.refresh(model, loader)
     wrong = (torch.tensor([1.0]), torch.tensor([1], dtype=torch.int32), torch.tensor([[1]]), torch.tensor([True]))
     for nodes in ([1, 2], torch.tensor(1), *wrong):
-        with pytest.raises(InputError, match="nodes must be a tensor of node indices, int64 and one-dimensional"):
+        with pytest.raises(InputError, match="nodes must be a"):
             gas.predict(model, loader, nodes)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="from 0 to 39, but got values from 0 to 40"):
         gas.predict(model, loader, torch.tensor([0, 40]))

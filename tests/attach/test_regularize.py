@@ -255,7 +255,7 @@ def test_context_ends() -> None:
 def test_bad_radius_is_refused() -> None:
     model = gas.autoscale(Stack([Scaling(1.0)]), 40)
     for radius in (0.0, -1.0, float("nan")):
-        with pytest.raises(InputError, match="radius must be positive"):
+        with pytest.raises(InputError, match="radius must be a number above 0"):
             gas.LocalLipschitz(model, radius)
 
 

@@ -210,7 +210,7 @@ def test_bad_sizes_are_refused() -> None:
         sizes: list[Any] = [40, 6, 3]
         sizes[position] = value
         name = ("num_nodes", "hidden_channels", "num_layers")[position]
-        with pytest.raises(InputError, match=f"{name} must be a positive integer"):
+        with pytest.raises(InputError, match=f"{name} must be an integer of at least 1"):
             ScalableGNN(*sizes)
 
 

@@ -38,7 +38,7 @@ def test_unknown_option() -> None:
         load("cora", title="PubMed")
     with pytest.raises(InputError, match=r"but got graph\. Choose from graphs"):
         load("cluster", graph=3)
-    with pytest.raises(InputError, match="split and seed must be at least 0, but got -1 and 0"):
+    with pytest.raises(InputError, match="split must be an integer of at least 0, but got -1"):
         load("cora", split=-1)
 
 

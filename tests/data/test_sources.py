@@ -46,7 +46,7 @@ def test_generated(name: str, graphs: list[int]) -> None:
 
 def test_generated_small_and_bad() -> None:
     assert int(load("pattern", graphs=1).val.graph_id.max()) == 0
-    with pytest.raises(InputError, match="num_graphs must be an integer"):
+    with pytest.raises(InputError, match="graphs must be an integer"):
         load("cluster", graphs=0)
 
 

@@ -288,13 +288,13 @@ def test_a_batch_for_nodes_keeps_their_order() -> None:
     ("options", "message"),
     [
         ({}, "needs the number of parts"),
-        ({"num_parts": 0}, "num_parts must be between 1 and num_nodes"),
+        ({"num_parts": 0}, "num_parts must be an integer of at least 1"),
         ({"num_parts": 7}, "num_parts must be between 1 and num_nodes, but got 7 for 6"),
         ({"num_parts": 2, "batch_size": 0}, "batch_size must be an integer of at least 1"),
         ({"num_parts": 2, "batch_size": 1.5}, "batch_size must be an integer of at least 1"),
         ({"num_parts": 2, "batch_size": 3}, "at most the number of parts, 2, but got 3"),
-        ({"num_parts": 2, "num_workers": -1}, "num_workers at least 0"),
-        ({"num_parts": 2, "partition": "louvain"}, r"'random'\) or a tensor of labels, but got 'louvain'"),
+        ({"num_parts": 2, "num_workers": -1}, "num_workers must be an integer of at least 0"),
+        ({"num_parts": 2, "partition": "louvain"}, "random, or a Tensor, or a dict, but got 'louvain'"),
         (
             {"num_parts": 3, "partition": TINY_PARTS},
             "must match the given labels, which name 2 parts, but got num_parts=3",
@@ -312,7 +312,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("data", [torch.eye(3), None])
 def test_other_than_one_graph_is_refused(data: Any) -> None:
-    with pytest.raises(InputError, match=r"one graph as torch_geometric.data.Data or HeteroData, but got"):
+    with pytest.raises(InputError, match=r"data must be a Data, or a HeteroData, but got"):
         HaloLoader(data, 2)
 
 

@@ -129,9 +129,9 @@ def test_results_need_no_gradient(data: Data) -> None:
 def test_bad_arguments_are_refused(data: Data) -> None:
     model = model_for(data, "cpu")
     wrong: Any = None
-    with pytest.raises(gas.InputError, match="step must be a function of a batch, but got NoneType"):
+    with pytest.raises(gas.InputError, match="step must be a function, but got None"):
         gas.capture(model, wrong)
-    with pytest.raises(gas.InputError, match=r"optimizers that the step uses, but got list.*capture\(model, step"):
+    with pytest.raises(gas.InputError, match=r"optimizers must be an Optimizer, but got .*capture\(model, step"):
         gas.capture(model, print, [sgd(model)])  # type: ignore[arg-type]
     with pytest.raises(gas.InputError, match="batches_on must be one of auto, device, host, but got 'disk'"):
         gas.capture(model, print, batches_on="disk")  # type: ignore[arg-type]

@@ -108,7 +108,7 @@ def test_bad_input_is_refused() -> None:
         loader.pool(next(iter(loader)), torch.ones(1, 3))
     with pytest.raises(InputError, match="stale_dropout must be"):
         gas.GraphLoader(graphs(), num_parts=2, stale_dropout=2.0)
-    with pytest.raises(InputError, match="a readout is sum"):
+    with pytest.raises(InputError, match="readout must be one of sum"):
         gas.GraphLoader(graphs(), num_parts=2, readout="median")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="graphs are a list"):
         gas.GraphLoader([], num_parts=2)

@@ -4,6 +4,7 @@ Atomic files, options, random states, available cores, available, peak and page-
 nothing about graphs or models.
 """
 
+from gnnautoscale._util.arguments import checked
 from gnnautoscale._util.atomic import write_atomically
 from gnnautoscale._util.cores import available_cores
 from gnnautoscale._util.docstrings import describe_arguments
@@ -11,7 +12,7 @@ from gnnautoscale._util.leaves import leaves_of
 from gnnautoscale._util.memory import available_memory
 from gnnautoscale._util.modes import for_later, untracked
 from gnnautoscale._util.nested import map_others, map_tensors, others_in, tensors_in
-from gnnautoscale._util.options import Option, OptionGroup, check_names, option, options_of
+from gnnautoscale._util.options import Option, OptionGroup, check_names, check_path, option, options_of, shown
 from gnnautoscale._util.peak_memory import PeakMemory, resident_memory
 from gnnautoscale._util.pinned import Pinned, arriving_numbers, copy_staged, copy_staged_together, pinned_zeros
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
@@ -26,6 +27,8 @@ __all__ = [
     "available_cores",
     "available_memory",
     "check_names",
+    "check_path",
+    "checked",
     "copy_staged",
     "copy_staged_together",
     "describe_arguments",
@@ -40,6 +43,7 @@ __all__ = [
     "random_states",
     "resident_memory",
     "set_random_states",
+    "shown",
     "tensors_in",
     "undisturbed",
     "untracked",

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import os
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+from torch import Tensor
 
 from gnnautoscale.errors import InputError
 
+# Whatever computes with integers takes 64 bits.
+_LARGEST = 2**63
+# The longest name that file systems take, and the longest path.
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095
+# Longer values are cut in messages.
+_SHOWN = 120
 # A value of each type in words, and several.
 _WORDS: dict[type, tuple[str, str]] = {
     bool: ("true or false", "switches"),
@@ -33,6 +44,7 @@ class Option:
         least: The smallest number allowed.
         above: Numbers must be larger than this.
         below: Numbers must be smaller than this.
+        path: Whether it names a file or folder.
         may_change: Whether a run may resume with another value.
         needs_histories: Whether it must keep its default in modes without histories.
     """
@@ -45,6 +57,7 @@ class Option:
     least: float | None = None
     above: float | None = None
     below: float | None = None
+    path: bool = False
     may_change: bool = False
     needs_histories: bool = False
 
@@ -71,13 +84,17 @@ class Option:
         for kind in self.kinds:
             with suppress(TypeError, OverflowError):
                 converted = _convert(kind, value)
+                if kind is str and self.path:
+                    check_path(self.name, converted)
                 if kind not in (int, float) or self._within(converted):
                     return converted
-        raise InputError(f"{self.name} must be {self.rule}", got=repr(given), fix=fix)
+        large = int in self.kinds and isinstance(value, int) and not -_LARGEST <= value < _LARGEST
+        raise InputError(f"{self.name} must be {self.rule}{' in 64 bits' * large}", got=shown(given), fix=fix)
 
     def _within(self, number: float) -> bool:
         return (
             math.isfinite(number)
+            and (isinstance(number, float) or -_LARGEST <= number < _LARGEST)
             and (self.least is None or number >= self.least)
             and (self.above is None or number > self.above)
             and (self.below is None or number < self.below)
@@ -120,6 +137,33 @@ def check_names(given: Iterable[str], known: Iterable[str], rule: str, otherwise
             raise InputError(rule, got=repr(name), fix=f"Did you mean '{close[0]}'?" if close else otherwise)
 
 
+def check_path(name: str, path: str | os.PathLike[str]) -> None:
+    """Refuse what no file system takes as the path of a file or folder."""
+    text = os.fspath(path)
+    problem = ""
+    if not isinstance(text, str) or not text or "\0" in text:
+        problem = shown(text)
+    elif len(os.fsencode(text)) > _LONGEST_PATH or any(
+        len(os.fsencode(part)) > _LONGEST_NAME for part in Path(text).parts
+    ):
+        problem = f"{len(text)} characters, {text[:20]!r} and so on"
+    if problem:
+        rule = f"{name} must be a path that the system can take, with names of at most {_LONGEST_NAME} bytes"
+        raise InputError(rule, got=problem, fix="Choose another one.")
+
+
+def shown(value: Any) -> str:
+    """A value for an error, cut short."""
+    if isinstance(value, (np.ndarray, Tensor)) and value.ndim:
+        return f"a {type(value).__name__} of shape {tuple(value.shape)} and type {value.dtype}"
+    try:
+        text = repr(value)
+    except Exception:  # an object of the user's
+        text = f"a {type(value).__name__}"
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} and so on"
+
+
 def _in_words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
@@ -130,19 +174,20 @@ def _in_words(kind: Any) -> str:
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    """A value as a type, or a ``TypeError``; booleans are no numbers."""
+    """A value as a type, or a ``TypeError``; booleans are no numbers, and numbers of NumPy are plain ones."""
+    value = value.item() if isinstance(value, np.generic) else value
     is_bool = isinstance(value, bool)
     if get_origin(kind) is Literal:
         if isinstance(value, str) and value in get_args(kind):
             return value
     elif get_origin(kind) in (tuple, Sequence):
-        if isinstance(value, Sequence) and not isinstance(value, str):
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
             return tuple(_convert(get_args(kind)[0], item) for item in value)
     elif kind is float:
-        if isinstance(value, (int, float)) and not is_bool:
+        if isinstance(value, (numbers.Integral, float)) and not is_bool:
             return float(value)
     elif kind is str:
-        if isinstance(value, (str, os.PathLike)):
+        if isinstance(value, (str, os.PathLike)) and isinstance(os.fspath(value), str):
             return os.fspath(value)
     elif isinstance(value, kind) and is_bool == (kind is bool):
         return value

@@ -20,7 +20,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCNConv, GINConv, SAGEConv  # type: ignore[import-untyped]
 from torch_geometric.nn.models.basic_gnn import BasicGNN  # type: ignore[import-untyped]
 
-from gnnautoscale._util import map_tensors, tensors_in, undisturbed
+from gnnautoscale._util import checked, map_tensors, tensors_in, undisturbed
 from gnnautoscale.analysis.bounds import LayerConstants, LayerErrors, MessageEdges, measure, theorem1_by_node
 from gnnautoscale.analysis.gradients import gradient_agreement
 from gnnautoscale.analysis.lipschitz import jacobian_norm, lipschitz_constant
@@ -50,6 +50,7 @@ _ITERATIONS = 50
 _MOST_ROWS = 2048
 
 
+@checked(what={"fix": "Name them in a list."})
 def diagnose(
     model: nn.Module,
     loader: HaloLoader,

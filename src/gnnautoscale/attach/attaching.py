@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.attach.autoscaler import Autoscaler, attached, memory_for
-from gnnautoscale.errors import InputError
 from gnnautoscale.forward import Compensation, GraphMemory
 from gnnautoscale.graph import Graph, TypedGraph
 from gnnautoscale.history import Storage, codec_for
@@ -18,6 +18,12 @@ from gnnautoscale.history import Storage, codec_for
 M = TypeVar("M", bound=nn.Module)
 
 
+@checked(
+    model={"fix": "Pass an instance of the model."},
+    data={"least": 1, "fix": "Pass data or data.num_nodes."},
+    edge_dropout={"least": 0, "below": 1, "fix": "Pass the share of edges to drop."},
+    compensate={"fix": "Leave it out for the paper's steps."},
+)
 def autoscale(
     model: M,
     data: Data | HeteroData | int,
@@ -60,26 +66,8 @@ def autoscale(
         >>> model(batch.x, batch.edge_index).size(0) == batch.batch_size
         True
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            "autoscale takes a torch.nn.Module", got=type(model).__name__, fix="Pass an instance of the model."
-        )
     if dtype is not None:
         codec_for(dtype, 1)  # refuses unsupported types
-    if not 0.0 <= edge_dropout < 1.0:
-        raise InputError(
-            "edge_dropout must be at least 0 and below 1", got=f"{edge_dropout}", fix="Pass the share of edges to drop."
-        )
-    if not isinstance(data, (Data, HeteroData)) and (isinstance(data, bool) or not isinstance(data, int) or data < 1):
-        raise InputError(
-            "autoscale takes the graph or its number of nodes", got=repr(data), fix="Pass data or data.num_nodes."
-        )
-    if compensate not in get_args(Compensation):
-        raise InputError(
-            f"compensate must be one of {', '.join(map(repr, get_args(Compensation)))}",
-            got=repr(compensate),
-            fix="Leave it out for the paper's steps.",
-        )
     # Rows that a step moves must not be pulled ahead of it.
     overlap, key = compensate != "momentum", None
     if isinstance(data, int):
@@ -91,6 +79,7 @@ def autoscale(
     return model
 
 
+@checked()
 def detach(model: M) -> M:
     """Undo :func:`autoscale`; the model keeps its current weights.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.attach.autoscaler import attached, attached_alone
 from gnnautoscale.attach.calling import CallModel, call_with_batch, info_of, to_model_device
 from gnnautoscale.attach.changes import EdgeList, ReachedNodes, by_node, differ, pair_edges, rank
@@ -36,6 +37,7 @@ from gnnautoscale.graph import Graph, HaloLoader, TypedGraph
 _MOST_ABOVE_MEAN = 1.25
 
 
+@checked()
 @torch.no_grad()
 def grow(
     model: nn.Module, loader: HaloLoader, data: Data | HeteroData, *, call: CallModel = call_with_batch

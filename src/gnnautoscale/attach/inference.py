@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import map_tensors, tensors_in
+from gnnautoscale._util import checked, map_tensors, tensors_in
 from gnnautoscale.attach.autoscaler import Autoscaler, attached
 from gnnautoscale.attach.calling import (
     CallModel,
@@ -78,6 +78,7 @@ def loader_for(model: nn.Module, graph: HaloLoader | Data | HeteroData) -> HaloL
     return made
 
 
+@checked()
 @torch.no_grad()
 def infer(
     model: nn.Module,
@@ -149,6 +150,7 @@ def infer_from_histories(model: nn.Module, loader: HaloLoader, *, call: CallMode
         return collect(model, loader, call, exchange)
 
 
+@checked()
 @torch.no_grad()
 def refresh(
     model: nn.Module,
@@ -212,6 +214,7 @@ def _refresh_batch(model: nn.Module, batch: Any, call: CallModel, loss: Callable
             torch.autograd.grad(loss(out), weights, allow_unused=True)
 
 
+@checked(nodes={"fix": "Use torch.tensor(nodes), or a dictionary of tensors by type."})
 @torch.no_grad()
 def predict(
     model: nn.Module,
@@ -266,7 +269,7 @@ def predict(
                 "Some histories were written with older weights, so these predictions are approximate. Call "
                 "gas.refresh(model, loader) for exact ones.",
                 StaleHistoryWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         with scaler.running(SweepExchange(None)):
             out = _run_once(model, batch, call)

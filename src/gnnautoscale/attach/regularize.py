@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnnautoscale._util import map_tensors
+from gnnautoscale._util import checked, map_tensors
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import LayerRun, Observer
@@ -46,9 +46,8 @@ class LocalLipschitz(Observer):
 
     repeats = True
 
+    @checked(radius={"above": 0, "fix": "Try a tenth of typical feature values."})
     def __init__(self, model: nn.Module, radius: float) -> None:
-        if not radius > 0.0:
-            raise InputError("radius must be positive", got=f"{radius}", fix="Try a tenth of typical feature values.")
         self._scaler = attached(model)
         self.radius = radius
         self._terms: list[Tensor] = []

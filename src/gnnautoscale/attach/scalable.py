@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gnnautoscale._util import checked
 from gnnautoscale.attach.autoscaler import Autoscaler
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import GraphMemory, running_session
@@ -61,6 +62,7 @@ class ScalableGNN(nn.Module, metaclass=_AttachOnceBuilt):
         1
     """
 
+    @checked(num_nodes={"least": 1}, hidden_channels={"least": 1}, num_layers={"least": 1})
     def __init__(
         self,
         num_nodes: int,
@@ -72,9 +74,6 @@ class ScalableGNN(nn.Module, metaclass=_AttachOnceBuilt):
         history_dir: str | Path | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("num_nodes", num_nodes), ("hidden_channels", hidden_channels), ("num_layers", num_layers)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} must be a positive integer", got=repr(value), fix="Pass a count.")
         self.num_nodes, self._memory_options = num_nodes, (storage, dtype, history_dir)
         self.histories = [HistorySlot(f"histories.{i}", hidden_channels) for i in range(num_layers - 1)]
 

@@ -17,7 +17,7 @@ from torch_geometric import seed_everything  # type: ignore[import-untyped]
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import tensors_in, undisturbed
+from gnnautoscale._util import checked, tensors_in, undisturbed
 from gnnautoscale.attach.autoscaler import attached, attached_alone
 from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, info_of, to_model_device
 from gnnautoscale.attach.inference import infer, nodes_by_type, plan_of, sweep
@@ -96,6 +96,7 @@ class Verification:
         return " ".join([*words, *([self.note] if self.note else [])])
 
 
+@checked(nodes={"least": 1}, seed={"least": 0, "below": 2**32}, loader={"fix": "Pass HaloLoader(data, num_parts=...)."})
 @torch.inference_mode(False)  # steps are as in training
 @torch.no_grad()
 def verify(
@@ -143,10 +144,6 @@ def verify(
         >>> found.exact, found.nodes, found.how
         (True, 10, 'the whole graph')
     """
-    if not isinstance(loader, HaloLoader):
-        raise InputError(
-            "verify takes a HaloLoader", got=type(loader).__name__, fix="Pass HaloLoader(data, num_parts=...)."
-        )
     scaler, graph = attached_alone(model, "verify"), loader.follow()
     with _full_precision(device_of(model)), scaler.visiting(graph, apart=True):
         with evaluating(model):

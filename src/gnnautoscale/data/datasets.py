@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import Option, checked
 from gnnautoscale.data import files, links
 from gnnautoscale.data.many_graphs import split_graphs
 from gnnautoscale.data.sources import SOURCES
@@ -165,6 +166,7 @@ class Dataset:
                 )
 
 
+@checked(split={"least": 0}, seed={"least": 0, "below": 2**32})
 def load(name: str, root: str | Path = "data", *, split: int = 0, seed: int = 0, **options: Any) -> Dataset:
     """Load or generate a data set by name.
 
@@ -192,13 +194,16 @@ def load(name: str, root: str | Path = "data", *, split: int = 0, seed: int = 0,
         close = difflib.get_close_matches(key, SOURCES, n=1)
         fix = f"Did you mean {close[0]}?" if close else "Use from_file for a graph of your own."
         raise InputError(f"a data set is one of {', '.join(SOURCES)}", got=name, fix=fix)
-    known = getattr(SOURCES[key], "__kwdefaults__", None) or ()  # those of generators
+    known = getattr(SOURCES[key], "__kwdefaults__", None) or {}  # those of generators
     unknown = [option for option in options if option not in known]
     if unknown:
         fix = f"Choose from {', '.join(known)}." if known else "Leave it out."
         raise InputError(f"{key} has {len(known) or 'no'} options", got=", ".join(unknown), fix=fix)
-    if split < 0 or seed < 0:
-        raise InputError("split and seed must be at least 0", got=f"{split} and {seed}", fix="Count from 0.")
+    for option, default in known.items():
+        if option in options:
+            options[option] = Option(option, type(default), least=1 if isinstance(default, int) else 0).check(
+                options[option]
+            )
     graphs = [_plain(data) for data in SOURCES[key](root=Path(root), split=split, seed=seed, **options)]
     return Dataset(key, graphs[0], graphs[len(graphs) // 2], graphs[-1])
 

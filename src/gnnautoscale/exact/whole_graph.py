@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import map_tensors, tensors_in
+from gnnautoscale._util import checked, map_tensors, tensors_in
 from gnnautoscale.attach import CallModel, Outputs, attached, call_with_batch, loader_for
 from gnnautoscale.errors import InputError
 from gnnautoscale.exact.loss import given_gradients
@@ -18,6 +18,7 @@ from gnnautoscale.graph import HaloLoader
 from gnnautoscale.replay import on_training_stream
 
 
+@checked()
 def exact_forward(
     model: nn.Module,
     loader: HaloLoader | Data | HeteroData,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.assemble import BatchBuilder
 from gnnautoscale.graph.batch_source import BatchSource
@@ -64,9 +65,18 @@ class HaloLoader:
         34
     """
 
+    @checked(
+        data={"fix": "Join several graphs with Batch.from_data_list."},
+        num_parts={"least": 1},
+        batch_size={"least": 1, "fix": "batch_size counts parts, not nodes."},
+        drawings={"least": 1, "fix": "Leave drawings out to draw anew for every epoch."},
+        seed={"least": 0, "below": 2**32},
+        num_workers={"least": 0, "below": 1025},
+        cache_dir={"path": True},
+    )
     def __init__(
         self,
-        data: Data,
+        data: Data | HeteroData,
         num_parts: int | None = None,
         *,
         partition: Partitioner | Tensor | dict[str, Tensor] = "metis",
@@ -81,17 +91,9 @@ class HaloLoader:
         keep: bool = True,
         cache_dir: str | None = None,
     ) -> None:
-        if not isinstance(data, (Data, HeteroData)):
-            rule = "HaloLoader takes one graph as torch_geometric.data.Data or HeteroData"
-            raise InputError(rule, got=type(data).__name__, fix="Join several with Batch.from_data_list.")
-        counts = isinstance(batch_size, int) and isinstance(num_workers, int)
-        if not counts or batch_size < 1 or num_workers < 0:
-            rule = "batch_size must be an integer of at least 1 and num_workers at least 0"
-            got = f"batch_size={batch_size}, num_workers={num_workers}"
-            raise InputError(rule, got=got, fix="batch_size counts parts, not nodes.")
-        if drawings is not None and (not isinstance(drawings, int) or drawings < 1 or not shuffle):
-            rule, got = "drawings must be an integer of at least 1, and needs shuffle=True", f"{drawings=}, {shuffle=}"
-            raise InputError(rule, got=got, fix="Leave drawings out to draw anew for every epoch.")
+        if drawings is not None and not shuffle:
+            fix = "Leave drawings out to draw anew for every epoch."
+            raise InputError("drawings needs shuffle=True", got=f"{drawings=}, {shuffle=}", fix=fix)
         self.device = _device(device)
         if self.device.type == "cuda" and num_workers:
             rule = "workers build batches in host memory"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import map_tensors
+from gnnautoscale._util import checked, map_tensors
 from gnnautoscale.attach import attached_alone, device_of, info_of
-from gnnautoscale.errors import InputError
 from gnnautoscale.replay.graphs import on_training_stream
 from gnnautoscale.replay.packing import Placement
 from gnnautoscale.replay.replayer import Replayer
@@ -104,6 +103,10 @@ class OwnStep:
         return True
 
 
+@checked(
+    step={"fix": "Pass a function of a batch: def step(batch): ..."},
+    optimizers={"fix": "Pass capture(model, step, optimizer)."},
+)
 def capture(
     model: nn.Module,
     step: Callable[[Data], Any],
@@ -151,15 +154,6 @@ def capture(
         >>> step.how
         'uncaptured: CUDA graphs need a GPU'
     """
-    if not callable(step):
-        raise InputError("step must be a function of a batch", got=type(step).__name__, fix="Pass def step(batch): ...")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            rule = "capture takes the optimizers that the step uses"
-            raise InputError(rule, got=type(optimizer).__name__, fix="Pass capture(model, step, optimizer).")
-    if batches_on not in get_args(Placement):
-        rule = f"batches_on must be one of {', '.join(get_args(Placement))}"
-        raise InputError(rule, got=repr(batches_on), fix="Choose one of these.")
     return OwnStep(model, step, optimizers, batches_on)
 
 

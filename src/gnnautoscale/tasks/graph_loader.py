@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.data import join_graphs
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader, partition_graphs
@@ -50,6 +51,7 @@ class GraphLoader(HaloLoader):
         torch.Size([8, 4])
     """
 
+    @checked(num_parts={"least": 1}, width={"least": 1}, stale_dropout={"least": 0, "below": 1})
     def __init__(
         self,
         graphs: Any,
@@ -61,9 +63,6 @@ class GraphLoader(HaloLoader):
         **options: Any,
     ) -> None:
         data = join_graphs(graphs)
-        if not isinstance(stale_dropout, (int, float)) or not 0 <= stale_dropout < 1:
-            rule = "stale_dropout must be at least 0 and below 1"
-            raise InputError(rule, got=repr(stale_dropout), fix="Change it.")
         method = options.get("partition", "metis")
         if isinstance(method, str) and isinstance(num_parts, int):
             how = {name: options[name] for name in ("batch_size", "seed", "cache_dir") if name in options}

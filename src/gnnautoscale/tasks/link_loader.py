@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import History, Medium, open_history
@@ -52,22 +53,18 @@ class LinkLoader(HaloLoader):
         ...     loss.backward()
     """
 
+    @checked(num_parts={"least": 1}, negatives={"least": 0}, storage={"fix": "Use 'host'."})
     def __init__(
         self,
         data: Data,
         num_parts: int | None = None,
         *,
         negatives: int | None = None,
-        storage: Medium = "device",
+        storage: Literal["device", "host"] = "device",
         reconstruct: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(data, num_parts, **options)
-        if negatives is not None and (not isinstance(negatives, int) or negatives < 0):
-            raise InputError("negatives must be an integer of at least 0", got=repr(negatives), fix="Change it.")
-        if storage not in ("device", "host"):
-            fix = "Use 'host'."
-            raise InputError("outputs are kept in device or host memory", got=repr(storage), fix=fix)
         self._pairs = Pairs.of(data)
         edges = EdgeKind.of([data])
         if not reconstruct:

@@ -72,8 +72,8 @@ class Batches(OptionGroup):
         "and steps are not captured.",
         may_change=True,
     )
-    num_workers: int = option(0, "Number of processes that prepare batches.", least=0, may_change=True)
-    cache_dir: str | None = option(None, "Folder that keeps partitions between runs.", may_change=True)
+    num_workers: int = option(0, "Number of processes that prepare batches.", least=0, below=1025, may_change=True)
+    cache_dir: str | None = option(None, "Folder that keeps partitions between runs.", path=True, may_change=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class Optimization(OptionGroup):
         'How classes count in the loss of a classification: "none", as often as they occur, or "balanced", all alike.',
     )
     edge_dropout: float = option(0.0, "Share of edges dropped in each step.", least=0, below=1, needs_histories=True)
-    seed: int = option(0, "Seed of everything random.", least=0)
+    seed: int = option(0, "Seed of everything random.", least=0, below=2**32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,9 @@ class Histories(OptionGroup):
         'Where histories live: in "device" or "host" memory, on "disk", or "auto": the first of these with room.',
         may_change=True,
     )
-    history_dir: str | None = option(None, "Folder for histories on disk; one run at a time uses it.", may_change=True)
+    history_dir: str | None = option(
+        None, "Folder for histories on disk; one run at a time uses it.", path=True, may_change=True
+    )
     history_dtype: HistoryDtype = option(
         "same",
         'Type of stored histories: the "same" as the embeddings, "float32", "bfloat16" or "float16"; or "int8" or '
@@ -200,6 +202,7 @@ class Output(OptionGroup):
         None,
         "Folder for checkpoints; the newest two are kept. With it, Ctrl-C ends training after the current step and a "
         "last checkpoint.",
+        path=True,
         may_change=True,
         needs_histories=True,
     )
@@ -209,6 +212,7 @@ class Output(OptionGroup):
     resume: str | None = option(
         None,
         "Checkpoint, or folder with checkpoints, to continue from as if training had never stopped.",
+        path=True,
         may_change=True,
         needs_histories=True,
     )
@@ -216,6 +220,7 @@ class Output(OptionGroup):
         None,
         "New folder for the run's settings and measurements, epoch by epoch; a resumed run continues its old one. The "
         'command line makes one below ./runs unless this is "none".',
+        path=True,
         may_change=True,
     )
     diagnose: tuple[Diagnostic, ...] = option(
