@@ -57,7 +57,7 @@ def test_a_file_of_graphs_is_trained_saved_and_predicted() -> None:
     assert facts["accuracy test"] == pytest.approx(run["scores"]["test"])
     out = np.load("out.npz")
     assert (out["probabilities"].shape, out["classes"].shape) == ((3, 2), (3,))
-    assert "that it was trained with" in refused("infer", "model.pt", *data, "--head", "linear")
+    assert "was trained with --head mlp" in refused("infer", "model.pt", *data, "--head", "linear")
 
 
 @pytest.mark.parametrize("flags", [["--mode", "cluster"], ["--mode", "exact"], ["--stale-dropout", "0.5"]])

@@ -8,8 +8,10 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -335,11 +337,30 @@ def test_what_an_earlier_run_left_is_removed_and_nothing_else(tmp_path: Path, in
     (tmp_path / "convs.0.7.rows").write_text("left")
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "rows").write_text("mine")
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
     folder = Folder(tmp_path / inside)
-    assert folder.path.is_dir()
-    left = {path.name for path in tmp_path.iterdir()}
-    assert {"notes.txt", "rows"} <= left
-    assert ("convs.0.rows" in left) == ("convs.0.7.rows" in left) == (inside != ".")
+    own = folder.file("convs.0")
+    assert own.name == ("convs.0.2.rows" if inside == "." else "convs.0.rows")  # nothing is written over
+    own.write_text("of a run that was killed")
+    folder.close()
+    Folder(tmp_path / inside)
+    assert not own.exists()
+    assert {name: (tmp_path / name).read_text() for name in before} == before
+
+
+def test_a_fork_does_not_hold_the_folder(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        child = os.fork()
+    if not child:
+        signal.pause()  # like a worker that outlives a run
+    try:
+        folder.close()
+        Folder(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

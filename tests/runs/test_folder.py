@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.runs.folder import RunFolder, free_folder, read_run
+from gnnautoscale.runs.folder import RunFolder, free_folder, is_run_dir, read_run
 
 RUN: dict[str, Any] = {
     "title": "a run",
@@ -118,10 +118,13 @@ def test_a_free_folder_has_a_plain_name_and_a_number(tmp_path: Path) -> None:
     assert [path.name for path in names] == ["cora-gcn-full-seed-0", "cora-gcn-full-seed-0-2"]
 
 
+EPOCHS = [{"kind": "epoch", "epoch": number, "loss": 1.0 / number} for number in (1, 2)]
+
+
 def test_reopening_drops_later_epochs(tmp_path: Path) -> None:
     path = written(tmp_path / "run")
     started = read_run(path).run["started"]
-    with RunFolder.reopen(path, RUN, epoch=2) as folder:
+    with RunFolder.reopen(path, RUN, EPOCHS) as folder:
         assert read_run(path).result is None
         assert read_run(path).verification is None
         folder.append({"kind": "epoch", "epoch": 3, "loss": 7.0})
@@ -134,9 +137,30 @@ def test_reopening_drops_later_epochs(tmp_path: Path) -> None:
 def test_only_the_same_run_reopens(tmp_path: Path) -> None:
     path = written(tmp_path / "run")
     with pytest.raises(InputError, match="other model"):
-        RunFolder.reopen(path, {**RUN, "model": {"name": "GIN"}}, epoch=2)
+        RunFolder.reopen(path, {**RUN, "model": {"name": "GIN"}}, EPOCHS)
     longer = {**RUN, "options": {**RUN["options"], "epochs": 9}}
     with pytest.raises(InputError, match="other options"):
-        RunFolder.reopen(path, longer, epoch=2)
-    RunFolder.reopen(path, longer, epoch=2, free={"epochs"}).close()
+        RunFolder.reopen(path, longer, EPOCHS)
+    RunFolder.reopen(path, longer, EPOCHS, free={"epochs"}).close()
     assert len(read_run(path).epochs) == 2
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "result.json", "verification.json"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null", None])
+def test_a_damaged_folder_reopens(tmp_path: Path, name: str, content: str | None) -> None:
+    path = written(tmp_path / "run")
+    if content is None:
+        (path / name).unlink()
+    else:
+        (path / name).write_text(content)
+    assert is_run_dir(path)
+    RunFolder.reopen(path, RUN, EPOCHS).close()
+    read = read_run(path)
+    assert [epoch["loss"] for epoch in read.epochs] == [1.0, 0.5]
+    assert read.run["title"] == RUN["title"]
+    assert read.result is None
+
+
+def test_other_folders_hold_no_run(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert not any(is_run_dir(path) for path in (tmp_path, tmp_path / "missing"))

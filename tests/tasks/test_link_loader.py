@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InputError, match="negatives must be an integer"):
         gas.LinkLoader(links(), num_parts=4, negatives=-1)
     with pytest.raises(InputError, match="storage must be one of device, host"):
-        gas.LinkLoader(links(), num_parts=4, storage="disk")
+        gas.LinkLoader(links(), num_parts=4, storage="disk")  # type: ignore[arg-type]
     for options in ({"num_parts": 4, "shuffle": True}, {"num_parts": 4, "batch_size": 2}):
         with pytest.raises(InputError, match="batches must consist of several parts, drawn anew"):
             gas.LinkLoader(links(), **options)  # type: ignore[arg-type]

@@ -424,9 +424,9 @@ def test_a_worker_that_dies_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, n
 
     monkeypatch.setattr(BatchBuilder, "start", die)
     model = Fragile()
-    expected = r"died in epoch 1 \(DataLoader worker .*\)\. The system may .* lower num_workers\.$"
-    with pytest.raises(RuntimeError, match=expected):
+    expected = r"^in epoch 1, a process .* died \(DataLoader worker .*\)\. The system may .* lower num_workers\.$"
+    with pytest.raises(ChildProcessError, match=expected):
         fit(model, community_graph(), num_workers=1, **OPTIONS)
     assert not hasattr(model, "_autoscaler")
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
+    with pytest.raises(ChildProcessError, match="DataLoader worker"):
         list(HaloLoader(community_graph(), 6, num_workers=1))

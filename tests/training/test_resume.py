@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.inference import infer_from_histories
 from gnnautoscale.data import generate
 from gnnautoscale.models import GCN, build_model
+from gnnautoscale.runs.folder import read_run
 from gnnautoscale.runs.result import Epoch, FitResult
 from gnnautoscale.tasks import NodeClassification
 from gnnautoscale.training.checkpoint import latest_checkpoint, load_latest, save_checkpoint
+from gnnautoscale.training.identity import difference, identity_of
 from gnnautoscale.training.resume import stop_requests
 from support.communities import CLASSES, FEATURES, community_graph, multilabel_graph, same_bits, weights_of
 
@@ -415,9 +418,8 @@ def test_a_damaged_checkpoint_is_refused_and_a_good_one_named(tmp_path: Path, da
 
 
 def test_what_is_no_checkpoint_of_a_run_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(gas.InputError, match=r"resume needs a checkpoint|it does not exist"):
-            Trained(resume=str(path))
+    with pytest.raises(gas.InputError, match="it does not exist"):
+        Trained(resume=str(tmp_path / "checkpoint-000000003.pt"))
     save_checkpoint(tmp_path, 3, {"something": "else"})
     with pytest.raises(gas.InputError, match=r"checkpoint of a run, but got .*checkpoint-000000003"):
         Trained(resume=str(tmp_path))
@@ -444,9 +446,100 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Pa
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(gas.InputError, match=f"must be writable, but got {path}"):
             Trained(checkpoint_dir=str(path), callback=never)
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(gas.InputError, match=f"must be writable, but got {tmp_path}"):
-        Trained(checkpoint_dir=str(tmp_path), callback=never)
+
+
+def test_the_first_start_has_the_command_of_all_others(tmp_path: Path) -> None:
+    same = {"checkpoint_dir": str(tmp_path / "a"), "resume": str(tmp_path / "a"), "run_dir": str(tmp_path / "run")}
+
+    def stop(epoch: Epoch) -> None:
+        raise StopError
+
+    for _ in range(2):  # killed before the first checkpoint, the second time with a folder of the run there
+        with (
+            pytest.warns(UserWarning, match="no checkpoint yet, so training starts anew"),
+            pytest.raises(StopError),
+        ):
+            Trained(callback=stop, **same)
+    with pytest.warns(UserWarning, match="starts anew"):
+        first = Trained(epochs=2, **same)
+    (tmp_path / "run" / "run.json").write_text("{")
+    (tmp_path / "run" / "result.json").write_bytes(b"\xff")
+    assert_same_run(uninterrupted(), Trained(**same))
+    assert len(first.result.epochs) == 2
+    assert len(read_run(tmp_path / "run").epochs) == 3
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes.txt").write_text("mine")
+    with pytest.raises(gas.InputError, match="run_dir must be a new or empty folder"):
+        Trained(**{**same, "run_dir": str(tmp_path / "foreign")})
+
+
+def test_a_folder_of_checkpoints_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def start_another(epoch: Epoch) -> None:
+        for options in ({}, {"resume": str(tmp_path)}):
+            with pytest.raises(gas.InputError, match="one run at a time") as caught:
+                Trained(checkpoint_dir=str(tmp_path), **options)
+            refused.append(str(caught.value))
+
+    Trained(checkpoint_dir=str(tmp_path), callback=start_another)
+    assert len(refused) == 6
+    assert {path.suffix for path in tmp_path.iterdir()} == {".pt"}  # the lock is gone
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(gas.InputError, match="does not exist"):
+        Trained(checkpoint_dir=str(tmp_path / "new"), resume=str(tmp_path / "checkpoint-000000003.pt"))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"model_options": {"dropout": 0.4}}, "another model: dropout was 0.3 and is 0.4"),
+        ({"model_options": {"residual": True}}, "another model: residual was False and is True"),
+        ({"model_options": {"drop_input": False}}, "another model: drop_input was True and is False"),
+        ({"data": gas.Dataset.of(community_graph())}, None),
+    ],
+)
+def test_how_the_model_was_built_must_be_the_same(saved: Path, change: dict[str, Any], what: str | None) -> None:
+    if what is None:
+        assert_same_run(uninterrupted(), Trained(resume=str(saved), **change))
+        return
+    with pytest.raises(gas.InputError, match=f"must be of the same run, but got {what}"):
+        Trained(resume=str(saved), **change)
+
+
+def test_options_of_the_data_are_named(tmp_path: Path) -> None:
+    def made(**options: Any) -> gas.Dataset:
+        return replace(gas.Dataset.of(community_graph()), made_from=options)
+
+    Trained(data=made(undirected=True), epochs=1, checkpoint_dir=str(tmp_path))
+    for other, words in (
+        ({"undirected": False}, "is False"),
+        ({}, "is None"),
+        ({"split": 1}, "split was None and is 1"),
+    ):
+        with pytest.raises(gas.InputError, match=f"got another data: .*{words}"):
+            Trained(data=made(**other), resume=str(tmp_path))
+
+
+def test_a_plain_module_is_described_by_its_numbers_and_functions() -> None:
+    from torch_geometric.nn import APPNP, GCN2Conv, SAGEConv  # type: ignore[import-untyped]
+
+    def identity(**options: Any) -> dict[str, Any]:
+        model = torch.nn.ModuleList(
+            [
+                GCN2Conv(4, alpha=options.get("alpha", 0.1), theta=options.get("theta", 0.5), layer=1),
+                SAGEConv(4, 4, aggr=options.get("aggr", "mean")),
+                APPNP(K=options.get("K", 3), alpha=0.1),
+            ]
+        )
+        return identity_of(model, NodeClassification(3), gas.Dataset.of(community_graph()))
+
+    assert difference(identity(), identity()) is None
+    for option, value in {"alpha": 0.2, "theta": 1.0, "aggr": "max", "K": 4}.items():
+        assert difference(identity(), identity(**{option: value})) is not None
 
 
 # Ctrl-C ##############################################################################################################

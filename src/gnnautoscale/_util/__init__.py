@@ -4,12 +4,14 @@ Atomic files, options, random states, available cores, available, peak and page-
 nothing about graphs or models.
 """
 
+from gnnautoscale._util.archives import damage_in
 from gnnautoscale._util.arguments import checked
-from gnnautoscale._util.atomic import write_atomically
+from gnnautoscale._util.atomic import check_writable, write_atomically
 from gnnautoscale._util.cores import available_cores
 from gnnautoscale._util.docstrings import describe_arguments
 from gnnautoscale._util.leaves import leaves_of
-from gnnautoscale._util.memory import available_memory
+from gnnautoscale._util.locks import FolderLock
+from gnnautoscale._util.memory import available_memory, lacks_memory
 from gnnautoscale._util.modes import for_later, untracked
 from gnnautoscale._util.nested import map_others, map_tensors, others_in, tensors_in
 from gnnautoscale._util.options import Option, OptionGroup, check_names, check_path, option, options_of, shown
@@ -18,6 +20,7 @@ from gnnautoscale._util.pinned import Pinned, arriving_numbers, copy_staged, cop
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
 
 __all__ = [
+    "FolderLock",
     "Option",
     "OptionGroup",
     "PeakMemory",
@@ -28,11 +31,14 @@ __all__ = [
     "available_memory",
     "check_names",
     "check_path",
+    "check_writable",
     "checked",
     "copy_staged",
     "copy_staged_together",
+    "damage_in",
     "describe_arguments",
     "for_later",
+    "lacks_memory",
     "leaves_of",
     "map_others",
     "map_tensors",

@@ -9,7 +9,30 @@ from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
 
+from gnnautoscale._util.options import check_path
 from gnnautoscale.errors import InputError
+
+
+def check_writable(path: Path, *, rule: str) -> None:
+    """Refuse a file that could not be written, before any work is done for it; nothing is left behind.
+
+    ``rule`` is the rule of the error.
+    """
+    problem = ""
+    try:
+        check_path("a file to write", path)
+        if path.is_dir():
+            problem = "which is a folder"
+        elif path.exists() and not path.is_file():
+            problem = "which is no ordinary file"
+        else:
+            temporary = path.with_name(f".{uuid4().hex}.part")
+            temporary.open("wb").close()
+            temporary.unlink()
+    except OSError as error:
+        problem = f"which cannot be written: {error.strerror or error}"
+    if problem:
+        raise InputError(rule, got=f"{path}, {problem}", fix="Check the path.")
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, rule: str) -> None:

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+# Messages of plain RuntimeErrors that mean a lack of memory.
+_NO_MEMORY = (
+    "not enough memory",
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "Storage size calculation overflowed",
+    "integer multiplication overflow",
+    "unable to mmap",
+)
 # Where Linux says so.
 _ROOT = Path("/")
 # Control groups of version 2 and 1: their limit, what is taken of it, and how much of that is idle cache.
@@ -30,6 +41,13 @@ def available_memory() -> int | None:
     if most != resource.RLIM_INFINITY:
         free.append(max(most - (_entry(_ROOT / "proc/self/status", "VmData:") or 0) * 1024, 0))
     return min(free)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error means that memory could not be allocated, on the host or on a GPU."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def _entry(file: Path, name: str) -> int | None:

@@ -42,6 +42,7 @@ class Option:
         type: ``bool``, ``int``, ``float``, ``str``, a ``Literal``, a tuple or sequence of one of them, or a union.
         group: The dataclass that declares it.
         least: The smallest number allowed.
+        most: The largest number allowed.
         above: Numbers must be larger than this.
         below: Numbers must be smaller than this.
         path: Whether it names a file or folder.
@@ -55,6 +56,7 @@ class Option:
     help: str = ""
     group: str = ""
     least: float | None = None
+    most: float | None = None
     above: float | None = None
     below: float | None = None
     path: bool = False
@@ -70,7 +72,7 @@ class Option:
     @property
     def rule(self) -> str:
         """What its value must be, in words, such as ``one of never, epoch, or an integer of at least 1``."""
-        bounds = {"of at least": self.least, "above": self.above, "below": self.below}
+        bounds = {"of at least": self.least, "of at most": self.most, "above": self.above, "below": self.below}
         within = " and".join(f" {words} {bound}" for words, bound in bounds.items() if bound is not None)
         return ", or ".join(_in_words(kind) + within * (kind in (int, float)) for kind in self.kinds)
 
@@ -96,6 +98,7 @@ class Option:
             math.isfinite(number)
             and (isinstance(number, float) or -_LARGEST <= number < _LARGEST)
             and (self.least is None or number >= self.least)
+            and (self.most is None or number <= self.most)
             and (self.above is None or number > self.above)
             and (self.below is None or number < self.below)
         )

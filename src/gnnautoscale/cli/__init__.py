@@ -5,9 +5,7 @@ It turns flags and configuration files into calls of the library and prints what
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -20,31 +18,33 @@ import typer
 from torch import nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import write_atomically
+from gnnautoscale._util import check_writable, checked, write_atomically
 from gnnautoscale.attach import autoscale
 from gnnautoscale.attach import infer as run_inference
 from gnnautoscale.cli import bench
 from gnnautoscale.cli.advice import TUNE, explain, tune
 from gnnautoscale.cli.demo import demo
 from gnnautoscale.cli.display import Json, epochs_shown, megabytes, print_json, print_table, say, score_text, working
+from gnnautoscale.cli.endings import run_to_the_end
 from gnnautoscale.cli.expressiveness import expressiveness
 from gnnautoscale.cli.links import asked_pairs, load_task
 from gnnautoscale.cli.predictions import check_ending, write_predictions
 from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
-from gnnautoscale.cli.saved import load_model, save_model
-from gnnautoscale.cli.schema import DATA, INFER, MODEL, PARTITION, TRAIN, chosen, load_dataset, with_options
+from gnnautoscale.cli.saved import read_model, save_model
+from gnnautoscale.cli.schema import DATA, INFER, MODEL, PARTITION, TRAIN, chosen, load_dataset, with_options, with_saved
 from gnnautoscale.cli.typed import facts_of_parts, graph_without_targets, typed_facts
 from gnnautoscale.data import TypedDataset, TypedLinks, datasets
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph, HaloLoader, TypedGraph, connectivity, groups_to_balance
 from gnnautoscale.graph import partition as cut
 from gnnautoscale.models import build_model, check_model_options
-from gnnautoscale.ranks import MANIFEST, LostRankError, start, write_shards
-from gnnautoscale.runs import FitResult, free_folder
+from gnnautoscale.ranks import MANIFEST, World, start, write_shards
+from gnnautoscale.runs import RESULT, FitResult, free_folder
 from gnnautoscale.tasks import Task, task_for
 from gnnautoscale.training import OPTIONS, FitOptions, fit, latest_checkpoint, open_checkpoint, pick_device, summary_of
 
+_OUTPUT = "--output names a file in an existing folder"
 _LONG_TO_CUT = 5_000_000  # edges; more take longer than two seconds
 
 app = typer.Typer(
@@ -72,10 +72,36 @@ def train(
     built = chosen(MODEL, options)
     model_name = built.pop("model")
     check_model_options(model_name, built)
-    _check_target("--save", save)
+    if save is not None:
+        check_writable(save, rule="--save names a file in an existing folder")
     given = {name: options[name] for name in OPTIONS}
     training = FitOptions.of({**given, "run_dir": None if options["run_dir"] == "none" else "runs"})
     results: list[FitResult] = []
+    try:
+        _train_all(world, options, save, given, training, model_name, built, results, quiet=quiet)
+    finally:  # whatever happened, nothing that was computed is lost
+        if results and world.is_first:
+            _show_runs(options, training, model_name, results, json=json, quiet=quiet)
+    for result in results if world.is_first else ():
+        folder = result.options["run_dir"]
+        if folder is not None and not (Path(folder) / RESULT).exists():
+            fix = "Free some space there, or choose another folder."
+            raise InputError("the folder of a run must be writable to the end", got=f"{folder}, which was not", fix=fix)
+
+
+def _train_all(
+    world: World,
+    options: dict[str, Any],
+    save: Path | None,
+    given: dict[str, Any],
+    training: FitOptions,
+    model_name: str,
+    built: dict[str, Any],
+    results: list[FitResult],
+    *,
+    quiet: bool,
+) -> None:
+    """Train as often as was asked for, and save the last model; results are added when they are there."""
     model: nn.Module | None = None
     task: Task
     for run in range(options["runs"]):
@@ -116,7 +142,20 @@ def train(
     if not world.is_first:
         return
     if save is not None and model is not None:
-        save_model(save, model, {"model": model_name, **built}, task.module)
+        made = dataset.made_from
+        save_model(save, model, {"model": model_name, **built}, task.module, data=made)
+
+
+def _show_runs(
+    options: dict[str, Any],
+    training: FitOptions,
+    model_name: str,
+    results: list[FitResult],
+    *,
+    json: bool,
+    quiet: bool,
+) -> None:
+    """Print the results of runs, and what else is to be said about them."""
     if json:
         print_json({"options": options, "runs": [result.to_dict() for result in results]})
     else:
@@ -152,7 +191,8 @@ def partition(
     if ranks is not None and output is None:
         raise InputError("--ranks needs a folder to write to", got="no --output", fix="Add --output with a new folder.")
     if ranks is None:
-        _check_target("--output", output)
+        if output is not None:
+            check_writable(output, rule=_OUTPUT)
         if bidirectional:
             raise InputError("--bidirectional belongs to --ranks", got="it alone", fix="Add --ranks, or leave it out.")
     with working(f"loading {options['data']}"):
@@ -202,6 +242,7 @@ def partition(
     _show_facts(f"{options['data']} · {options['partition']}", facts, json)
 
 
+@checked(num_parts={"least": 1}, top={"least": 1}, relation={"least": 0})
 def infer(
     options: dict[str, Any],
     model: Annotated[Path, typer.Argument(help="File that `gas train --save` wrote.")],
@@ -217,19 +258,22 @@ def infer(
 ) -> None:
     """Run a trained model on all nodes of a graph, exactly, in batches."""
     device = pick_device(device)
-    OPTIONS["num_parts"].check(num_parts)
-    _check_target("--output", output)
     if output is not None:
+        check_writable(output, rule=_OUTPUT)
         check_ending(output)
     if output is None and not (pairs is None and partners_of is None):
         fix = "Add --output, a file to write them to."
         raise InputError("scores of pairs and partners go to a file", got="none", fix=fix)
+    saved = read_model(model)
+    options, added = with_saved(options, saved.data, model)
+    if added:
+        say(f"note: as in training: {' '.join(added)}")
     with working(f"loading {options['data']}"):
         dataset, task = load_task(options, options["split"])
     if dataset.note:
         say(f"note: {dataset.note}")
     task, graph = task.bound_to(dataset, metric=options["metric"], class_weight="none"), dataset.passing("test")
-    trained = load_model(model, graph, task.num_outputs, task.module, targets=dataset.targets).to(device)
+    trained = saved.build(graph, task.num_outputs, task.module, targets=dataset.targets).to(device)
     scaled = autoscale(trained, graph, storage="host")
     start = time.perf_counter()
     with working("partition", long=graph.num_edges > _LONG_TO_CUT):
@@ -295,13 +339,8 @@ app.command()(explain)
 
 
 def main() -> None:
-    """Run the command line; errors in the input end with one sentence instead of a traceback."""
-    try:
-        app()
-    except (InputError, FloatingPointError, MemoryError, LostRankError) as error:
-        say(f"error: {error}", style="bold red")
-        # Without the work at the end of a process, which waits for ranks that are gone.
-        os._exit(3) if isinstance(error, LostRankError) else sys.exit(2)
+    """Run the command line; what goes wrong ends with one sentence instead of a traceback."""
+    run_to_the_end(app)
 
 
 def _run_dir(options: dict[str, Any], name: str, seed: int) -> str | None:
@@ -312,9 +351,11 @@ def _run_dir(options: dict[str, Any], name: str, seed: int) -> str | None:
     if given is not None:
         return given if options["runs"] == 1 else f"{given}-seed{seed}"
     if options["resume"] is not None:
-        before = open_checkpoint(Path(options["resume"])).state["options"].get("run_dir")
-        if before is not None and Path(before).is_dir():
-            return str(before)
+        checkpoint = open_checkpoint(Path(options["resume"]))
+        before = (checkpoint.state.get("options") if checkpoint is not None else None) or {}
+        folder = before.get("run_dir") if isinstance(before, dict) else None
+        if isinstance(folder, str) and Path(folder).is_dir():
+            return folder
     return str(free_folder(Path("runs"), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
@@ -387,9 +428,3 @@ def _unused(graph: Data | HeteroData) -> str:
         return "edge features (edge_attr)" if "edge_attr" in graph else ""
     names = [name for name in ("edge_attr", "edge_weight") if any(name in store for store in graph.edge_stores)]
     return ", ".join(names)
-
-
-def _check_target(flag: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written before any work is done."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise InputError(f"{flag} names a file in an existing folder", got=str(path), fix="Check the path.")

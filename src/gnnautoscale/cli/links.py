@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gnnautoscale._util import options_of
-from gnnautoscale.cli.schema import Files, Graphs, Links, chosen, file_of, load_dataset
+from gnnautoscale.cli.schema import Files, Graphs, Links, chosen, file_of, load_dataset, made_from
 from gnnautoscale.data import Dataset, TypedLinks, is_typed_file, read_typed_graph
 from gnnautoscale.errors import InputError
 from gnnautoscale.tasks import GraphPrediction, LinkPrediction, Task, task_for
@@ -18,6 +19,11 @@ from gnnautoscale.tasks import GraphPrediction, LinkPrediction, Task, task_for
 
 def load_task(options: dict[str, Any], split: int) -> tuple[Dataset, Task]:
     """The data set and the task that the options name; edges are split to be predicted if that is the task."""
+    dataset, task = _loaded(options, split)
+    return replace(dataset, made_from=made_from(options, split)), task
+
+
+def _loaded(options: dict[str, Any], split: int) -> tuple[Dataset, Task]:
     given, of_graphs = chosen(Links, options), chosen(Graphs, options)
     file = file_of(options)
     if options["task"] == "link" and not of_graphs and file is not None and is_typed_file(file):

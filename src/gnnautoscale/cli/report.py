@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from gnnautoscale._util import check_writable
 from gnnautoscale.cli.display import say
 from gnnautoscale.report import write_report
 
@@ -16,5 +17,6 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
 ) -> None:
     """Write one HTML page that compares training runs: curves, staleness, errors, parts, time and memory."""
+    check_writable(output, rule="--output names a file in an existing folder")
     count = write_report(runs, output)
     say(f"written: {output}, about {count} {'run' if count == 1 else 'runs'}")

@@ -31,21 +31,22 @@ class Data(OptionGroup):
     data: str | None = option(
         None,
         "Name of a data set; a file: .npz, .pt, or a table of nodes (.csv, .parquet); or a folder of tables by type.",
+        path=True,
     )
-    root: str = option("data", "Folder of the published data sets.")
-    split: int = option(0, "Number of the split, where a data set has several; each run takes the next.")
+    root: str = option("data", "Folder of the published data sets.", path=True)
+    split: int = option(0, "Number of the split, where a data set has several; each run takes the next.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files(OptionGroup):
     """Options of graphs in files."""
 
-    edges: str | None = option(None, "Table of edges that belongs to a table of nodes.")
-    features_file: str | None = option(None, "A .npy file of features, which may exceed the memory.")
+    edges: str | None = option(None, "Table of edges that belongs to a table of nodes.", path=True)
+    features_file: str | None = option(None, "A .npy file of features, which may exceed the memory.", path=True)
     undirected: bool | None = option(
         None, "Add the reverse of every edge of a file; of a heterogeneous graph, as types of their own."
     )
-    max_features: int | None = option(None, "Keep only this many features of a file.")
+    max_features: int | None = option(None, "Keep only this many features of a file.", least=1)
     split_ratio: tuple[int, ...] | None = option(
         None, "Shares of training, validation and test nodes, like 60,20,20 (the default), if a file has no split."
     )
@@ -60,12 +61,14 @@ class Files(OptionGroup):
 class Generators(OptionGroup):
     """Options of generated graphs."""
 
-    graphs: int | None = option(None, "Number of training graphs of cluster, pattern and echoes.")
-    nodes: int | None = option(None, "Number of nodes of communities and districts, or of each graph of echoes.")
-    degree: float | None = option(None, "Mean degree of communities.")
-    features: int | None = option(None, "Number of features of communities and districts.")
-    classes: int | None = option(None, "Number of classes of communities and districts.")
-    homophily: float | None = option(None, "Share of edges inside a community.")
+    graphs: int | None = option(None, "Number of training graphs of cluster, pattern and echoes.", least=1)
+    nodes: int | None = option(
+        None, "Number of nodes of communities and districts, or of each graph of echoes.", least=1
+    )
+    degree: float | None = option(None, "Mean degree of communities.", least=0)
+    features: int | None = option(None, "Number of features of communities and districts.", least=1)
+    classes: int | None = option(None, "Number of classes of communities and districts.", least=1)
+    homophily: float | None = option(None, "Share of edges inside a community.", least=0, most=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,8 @@ TRAIN = [
     *(*DATA, *TASK, *MODEL, *OPTIONS.values()),
     Option("runs", int, 1, "Number of runs, each with the next seed.", "Runs", least=1),
 ]
+# What another graph than that of training may have of its own, and what only training or scores depend on.
+_OF_THE_GRAPH_ALONE = (*options_of(Generators), "negatives", "candidates")
 INFER = [*DATA, *TASK, OPTIONS["metric"]]
 PARTITION = [*DATA, *(OPTIONS[name] for name in ("num_parts", "partition", "balance", "seed", "cache_dir"))]
 
@@ -144,6 +149,44 @@ def file_of(options: dict[str, Any]) -> Path | None:
             fix="Leave them out.",
         )
     return Path(source) if is_file else None
+
+
+def made_from(options: Mapping[str, Any], split: int) -> dict[str, Any]:
+    """The options that a data set and its task are made with, without the places of files."""
+    named = {each.name: options[each.name] for each in (*DATA, *TASK) if not each.path and each.name in options}
+    return {**{name: value for name, value in named.items() if value is not None}, "split": split}
+
+
+def with_saved(options: Mapping[str, Any], saved: Mapping[str, Any], file: Path) -> tuple[dict[str, Any], list[str]]:
+    """The options of a command with those that a model was trained with, and the flags of what was added.
+
+    A value that contradicts how the model reads its graph is refused.
+    """
+    known = {each.name: each for each in (*DATA, *TASK)}
+    of_files, of_generators = options_of(Files), options_of(Generators)
+    is_file = file_of(dict(options)) is not None
+    found, added = dict(options), []
+    for name, value in saved.items():
+        misplaced = name in (of_generators if is_file else of_files)
+        if name not in known or name == "split" or misplaced or value is None:
+            continue
+        value = known[name].check(value, fix=f"{file} holds a wrong value; train the model again.")
+        if found[name] is None:
+            found[name] = value
+            added.append(shown_flag(name, value))
+        elif found[name] != value and name not in _OF_THE_GRAPH_ALONE:
+            raise InputError(
+                f"{file.name} was trained with {shown_flag(name, value)}",
+                got=shown_flag(name, found[name]),
+                fix="Leave it out.",
+            )
+    return found, added
+
+
+def shown_flag(name: str, value: Any) -> str:
+    """An option as it stands on a command line."""
+    flag = name.replace("_", "-")
+    return (f"--{flag}" if value else f"--no-{flag}") if isinstance(value, bool) else f"--{flag} {value}"
 
 
 def load_dataset(options: dict[str, Any]) -> Dataset:

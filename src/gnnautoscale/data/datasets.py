@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,8 @@ class Dataset:
         test: The graph to test on: likewise.
         names: What a file calls the nodes and classes.
         note: A sentence about what was done to a file's graph that its user should know; empty if nothing was.
+        made_from: The options that it was made with, by name, as far as they are known; a run resumes on data that was
+            made with the same ones.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Dataset:
     test: Data
     names: files.Names = field(default=files.Names(), kw_only=True)
     note: str = field(default="", kw_only=True)
+    made_from: Mapping[str, Any] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
     @staticmethod
     def of(data: Data, name: str = "data") -> Dataset:
@@ -138,7 +141,8 @@ class Dataset:
         if self.inductive:
             fix = "Split it yourself: pass three graphs to fit."
             raise InputError("links are split in one graph", got="several graphs", fix=fix)
-        return Dataset(self.name, *links.split_edges(self.train, seed, disjoint=disjoint, typed=typed))
+        split = links.split_edges(self.train, seed, disjoint=disjoint, typed=typed)
+        return Dataset(self.name, *split, made_from=self.made_from)
 
     def check(self) -> None:
         """Refuse graphs that no model can be trained on; targets and splits are checked by the task.

@@ -22,6 +22,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr  # type: ignore[import-untyped]
 from torch_geometric.data.storage import AttrType, GlobalStorage  # type: ignore[import-untyped]
 
+from gnnautoscale._util import damage_in
 from gnnautoscale.data.columns import Array, class_names, floats, integers, need, numbers, splits
 from gnnautoscale.data.tables import OF_EDGES, OF_NODES, TABLES, join_tables, read_table
 from gnnautoscale.errors import InputError
@@ -129,6 +130,8 @@ def _saved(path: Path) -> dict[str, Array]:
 def load_saved(path: Path, kind: type[Any], parts: list[Any]) -> Any:
     """Open a saved PyG object of a class without running code; its pickle may hold ``parts`` besides tensors."""
     fix = f"Save a torch_geometric.data.{kind.__name__} with torch.save(data, path)."
+    damage = damage_in(path)
+    need(damage is None, f"{path} must be as it was saved", damage or "", fix)
     try:
         with _allowing(parts):
             saved = torch.load(path, map_location="cpu", weights_only=True)

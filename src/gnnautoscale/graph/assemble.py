@@ -275,7 +275,16 @@ def build_each(
     ``worker_seeds`` seeds the workers, so that they leave the global random state alone.
     """
     options: dict[str, Any] = {"num_workers": num_workers, "generator": worker_seeds, "worker_init_fn": _start_worker}
-    yield from DataLoader(_Jobs(build), sampler=list(jobs), batch_size=None, collate_fn=_unchanged, **options)
+    loader = DataLoader(_Jobs(build), sampler=list(jobs), batch_size=None, collate_fn=_unchanged, **options)
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ChildProcessError(
+            f"a process that prepares batches died ({error}). The system may have ended it for lack of memory: lower "
+            "num_workers."
+        ) from error
 
 
 def _start_worker(_: int) -> None:

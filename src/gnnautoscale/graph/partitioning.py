@@ -1,5 +1,6 @@
 """Splits the nodes of a graph into parts, and measures how many edges a split cuts."""
 
+import warnings
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -8,7 +9,7 @@ import pymetis
 import torch
 from torch import Tensor
 
-from gnnautoscale._util import write_atomically
+from gnnautoscale._util import checked, write_atomically
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.balancing import balanced
 from gnnautoscale.graph.hashing import fingerprint
@@ -19,6 +20,7 @@ Partitioner = Literal["metis", "kaminpar", "random"]
 PARTITIONERS = get_args(Partitioner)
 
 
+@checked(num_nodes={"least": 1}, num_parts={"least": 1})
 def partition(
     edge_index: Tensor,
     num_nodes: int,
@@ -72,8 +74,6 @@ def partition(
         >>> bool((labels[:3] == labels[0]).all() and (labels[3:] == 1 - labels[0]).all())
         True
     """
-    if num_nodes < 1:
-        raise InputError("num_nodes must be at least 1", got=str(num_nodes), fix="Pass the number of nodes.")
     if not 1 <= num_parts <= num_nodes:
         fix = f"Ask for 1 to {num_nodes} parts, so that each part has a node."
         raise InputError("num_parts must be between 1 and num_nodes", got=f"{num_parts} for {num_nodes} nodes", fix=fix)
@@ -85,8 +85,6 @@ def partition(
         if method != "metis":
             raise InputError("node_weight belongs to METIS", got=f"method={method!r}", fix="Leave it out.")
 
-    if method not in PARTITIONERS:
-        raise InputError(f"method must be one of {PARTITIONERS}", got=repr(method), fix="Choose one of these.")
     if method == "random":
         order = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed))
         if groups is not None:  # one group after the other, each in random order, dealt out in turn
@@ -101,7 +99,7 @@ def partition(
 
     setting = {"num_nodes": num_nodes, "num_parts": num_parts, "method": method, "version": version, "seed": seed}
     further = [each for each in (groups, node_weight) if each is not None]
-    path = Path(cache_dir) / f"{fingerprint(edges, weight, *further, **setting)}.npy"
+    path = Path(cache_dir) / f"{fingerprint(edges, weight, *further, **setting)}.npz"
     labels = _load(path, num_nodes, num_parts)
     if labels is None:
         labels = _cut(edges, num_nodes, num_parts, method, weight, seed, groups, node_weight)
@@ -274,13 +272,19 @@ def _fill(labels: Tensor, num_parts: int) -> Tensor:
 
 
 def _load(path: Path, num_nodes: int, num_parts: int) -> Tensor | None:
-    """Labels from the cache, or ``None`` if the file is missing or wrong."""
+    """Labels from the cache, or ``None`` if the file is missing or wrong; the archive has a checksum."""
     try:
-        with path.open("rb") as file:
-            labels = check_labels(torch.from_numpy(np.lib.format.read_array(file, allow_pickle=False)), num_nodes)
-    except Exception:  # a missing or damaged file may raise anything; compute again
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            labels = check_labels(torch.from_numpy(archive["labels"]), num_nodes)
+        if int(labels.max()) == num_parts - 1:
+            return labels
+        reason = f"it has {int(labels.max()) + 1} parts"
+    except OSError:  # most often there is none yet; if the folder is at fault, writing to it says so
         return None
-    return labels if int(labels.max()) == num_parts - 1 else None
+    except Exception as error:  # a damaged file may raise anything
+        reason = f"{type(error).__name__}: {error}"
+    warnings.warn(f"the cached partition {path} is damaged ({reason}) and is made again", stacklevel=3)
+    return None
 
 
 def _save(path: Path, labels: Tensor) -> None:
@@ -289,4 +293,4 @@ def _save(path: Path, labels: Tensor) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(rule, got=f"{path.parent} ({error})", fix="Choose another.") from None
-    write_atomically(path, lambda stream: np.save(stream, labels.numpy(), allow_pickle=False), rule=rule)
+    write_atomically(path, lambda stream: np.savez(stream, labels=labels.numpy()), rule=rule)

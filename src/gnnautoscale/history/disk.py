@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnnautoscale._util import FolderLock
 from gnnautoscale.errors import InputError
 from gnnautoscale.history.base import History
 from gnnautoscale.kernels import Runs
@@ -148,17 +149,6 @@ def check_system() -> None:
         raise InputError("histories on disk need Linux", got=sys.platform, fix=fix)
 
 
-def _locked(file: int) -> bool:
-    """Try to lock a file for this process alone."""
-    import fcntl  # Windows has no such module
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 def _remove(path: Path, file: int, owner: int) -> None:
     """Close a file and remove it, unless another one has taken its place or this is a fork of its process."""
     with contextlib.suppress(OSError):
@@ -170,44 +160,67 @@ def _remove(path: Path, file: int, owner: int) -> None:
 class Folder:
     """A folder of histories, which belongs to one run at a time.
 
-    It is created if it is missing. Histories that an earlier run left there are removed.
+    It is created if it is missing. Histories that an earlier run left there are removed: those that its lock names, and
+    nothing else.
     """
 
     def __init__(self, path: Path) -> None:
         check_system()
         self.path = path
+        rule, fix = "the folder of histories must be writable", "Choose another one."
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = FolderLock(path / "lock")
         except OSError as error:
-            rule, got = "the folder of histories must be writable", f"{path} ({error.strerror})"
-            raise InputError(rule, got=got, fix="Choose another one.") from None
-        self._unlock = weakref.finalize(self, os.close, lock)
-        if not _locked(lock):
+            raise InputError(rule, got=f"{path} ({error.strerror})", fix=fix) from None
+        if not self._lock.taken:
             gc.collect()  # an unused model of this process may still hold it
-        if not _locked(lock):
+        if not self._lock.try_again():
+            self._lock.release()
             rule, got = "a folder of histories belongs to one run at a time", f"{path}, which another run is using"
             raise InputError(rule, got=got, fix="Wait for it to end, or choose another folder.")
-        for left in path.glob(f"*{_SUFFIX}"):
-            left.unlink(missing_ok=True)
+        try:
+            self._remove_left()
+        except OSError as error:
+            raise InputError(rule, got=f"{path} ({error.strerror})", fix=fix) from None
         self._used: dict[str, int] = {}
+
+    def _remove_left(self) -> None:
+        """Remove the histories of an earlier run, whose names are in the file of the lock, one in a line."""
+        named = os.pread(self._lock.file, os.fstat(self._lock.file).st_size, 0).decode(errors="replace")
+        for name in named.splitlines():
+            if name.endswith(_SUFFIX) and Path(name).name == name:
+                (self.path / name).unlink(missing_ok=True)
+        os.ftruncate(self._lock.file, 0)
 
     def close(self) -> None:
         """Let another run have the folder; no new file may be created in it."""
-        self._unlock()
+        self._lock.release()
 
     def file(self, name: str) -> Path:
-        """The path of a new history."""
+        """The path of a new history, where no file is."""
         made = plain = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:_LONGEST_NAME]
-        while made in self._used:  # a numbered name may be taken, too
-            self._used[plain] += 1
+        # A numbered name may be taken, too, and a file may be there that no run has written.
+        while made in self._used or (self.path / f"{made}{_SUFFIX}").exists():
+            self._used[plain] = self._used.get(plain, 1) + 1
             made = f"{plain}.{self._used[plain]}"
-        self._used[made] = 1
-        return self.path / f"{made}{_SUFFIX}"
+        self._used.setdefault(made, 1)
+        path = self.path / f"{made}{_SUFFIX}"
+        try:
+            os.lseek(self._lock.file, 0, os.SEEK_END)
+            os.write(self._lock.file, f"{path.name}\n".encode())
+        except OSError as error:
+            rule, got = "the folder of histories must be writable", f"{self.path} ({error.strerror})"
+            raise InputError(rule, got=got, fix="Check the disk and the folder.") from None
+        return path
 
     def check_space(self, num_bytes: int) -> None:
         """Refuse histories that the disk has no room for."""
-        free = shutil.disk_usage(self.path).free
+        try:
+            free = shutil.disk_usage(self.path).free
+        except OSError as error:
+            rule, got = "the folder of histories must be there", f"{self.path} ({error.strerror})"
+            raise InputError(rule, got=got, fix="Check the disk and the folder.") from None
         if num_bytes > free:
             rule = f"histories of {num_bytes / 1e9:.3g} GB must fit on the disk of {self.path}"
             fix = "Free some space, choose another folder, or keep histories in a smaller type."

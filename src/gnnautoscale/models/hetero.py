@@ -184,7 +184,7 @@ class HGT(TypedStack):
         HGTConv(-1, 8, heads=2)
     """
 
-    heads: int = option(4, "Number of attention heads, which divides the width.")
+    heads: int = option(4, "Number of attention heads, which divides the width.", least=1)
 
     def _make_layer(self) -> nn.Module:
         if self.hidden % self.heads:

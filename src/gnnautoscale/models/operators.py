@@ -116,8 +116,8 @@ class GCNII(Stack):
     """
 
     layers: int = 16
-    alpha: float = option(0.1, "Strength of the initial residual.")
-    theta: float = option(0.5, "Strength of the weights.")
+    alpha: float = option(0.1, "Strength of the initial residual.", least=0, most=1)
+    theta: float = option(0.5, "Strength of the weights.", least=0)
     shared_weights: bool = option(True, "Whether the initial residual shares the weights of the neighbours.")
     drop_input: bool = True
 
@@ -192,10 +192,10 @@ class GAT(PaperModel):
         GATConv(8, 3, heads=1)
     """
 
-    hidden: int = option(8, "Width of each head of hidden layers.")
-    heads: int = option(8, "Number of heads, side by side.")
-    out_heads: int = option(1, "Number of heads of the last layer, averaged.")
-    dropout: float = option(0.6, "Probability of dropout, on inputs and on attention.")
+    hidden: int = option(8, "Width of each head of hidden layers.", least=1)
+    heads: int = option(8, "Number of heads, side by side.", least=1)
+    out_heads: int = option(1, "Number of heads of the last layer, averaged.", least=1)
+    dropout: float = option(0.6, "Probability of dropout, on inputs and on attention.", least=0, below=1)
 
     def _build(self) -> None:
         *widths, last = [self.in_channels, *[self.hidden * self.heads] * (self.layers - 1)]
@@ -232,9 +232,9 @@ class APPNP(PaperModel):
         APPNP(K=10, alpha=0.1)
     """
 
-    hidden: int = option(64, "Width of the MLP's hidden layer.")
-    layers: int = option(10, "Number of propagations.")
-    alpha: float = option(0.1, "Probability of teleporting back.")
+    hidden: int = option(64, "Width of the MLP's hidden layer.", least=1)
+    layers: int = option(10, "Number of propagations.", least=1)
+    alpha: float = option(0.1, "Probability of teleporting back.", least=0, most=1)
 
     takes_edge_weight = True
 

@@ -34,7 +34,9 @@ class RGCN(PaperModel):
     num_relations: int
     num_nodes: int | None = None
     dropout: float = 0.2
-    blocks: int = option(1, "Number of blocks of each relation's weights; it divides the widths of all layers.")
+    blocks: int = option(
+        1, "Number of blocks of each relation's weights; it divides the widths of all layers.", least=1
+    )
 
     def _build(self) -> None:
         first = self.in_channels if self.num_nodes is None else self.hidden

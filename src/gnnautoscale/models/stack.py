@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields
 
 import torch
@@ -12,14 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import option
+from gnnautoscale._util import Option, option, options_of
 from gnnautoscale.errors import InputError
-
-_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "dropout": ("in [0, 1)", lambda value: 0.0 <= value < 1.0),
-    "alpha": ("in [0, 1]", lambda value: 0.0 <= value <= 1.0),
-    "theta": ("at least 0", lambda value: 0.0 <= value < math.inf),
-}
 
 
 @dataclass(eq=False, repr=False)
@@ -30,9 +23,9 @@ class NamedModel(nn.Module, ABC):
     """
 
     _: KW_ONLY
-    hidden: int = option(64, "Width of hidden layers.")
-    layers: int = option(2, "Number of layers.")
-    dropout: float = option(0.5, "Probability of dropout.")
+    hidden: int = option(64, "Width of hidden layers.", least=1)
+    layers: int = option(2, "Number of layers.", least=1)
+    dropout: float = option(0.5, "Probability of dropout.", least=0, below=1)
 
     def __post_init__(self) -> None:
         super().__init__()  # keeps the numbers that the dataclass has set already
@@ -40,14 +33,13 @@ class NamedModel(nn.Module, ABC):
         self._build()
 
     def _check(self) -> None:
+        declared = options_of(type(self))
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.type == "int" and (type(value) is not int or value < 1):
-                raise InputError(f"{each.name} must be a positive integer", got=repr(value), fix="Pass a count.")
-            if each.type == "float":
-                rule, holds = _RANGES[each.name]
-                if not holds(value):
-                    raise InputError(f"{each.name} must be {rule}", got=f"{value}", fix="Change it.")
+            if each.name in declared:
+                setattr(self, each.name, declared[each.name].check(value))
+            elif each.type == "int":  # numbers of channels
+                setattr(self, each.name, Option(each.name, int, least=1).check(value))
 
     @abstractmethod
     def _build(self) -> None:

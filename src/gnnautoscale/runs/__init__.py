@@ -4,11 +4,11 @@ This package does not know how the numbers were measured.
 """
 
 from gnnautoscale.runs.findings import compensation_pays, explain
-from gnnautoscale.runs.folder import RUN, RunFolder, RunRecord, check_run_dir, free_folder, read_run
+from gnnautoscale.runs.folder import RESULT, RunFolder, RunRecord, check_run_dir, free_folder, is_run_dir, read_run
 from gnnautoscale.runs.result import Epoch, FitResult, jsonable
 
 __all__ = [
-    "RUN",
+    "RESULT",
     "Epoch",
     "FitResult",
     "RunFolder",
@@ -17,6 +17,7 @@ __all__ = [
     "compensation_pays",
     "explain",
     "free_folder",
+    "is_run_dir",
     "jsonable",
     "read_run",
 ]

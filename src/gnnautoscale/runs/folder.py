@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -95,27 +95,46 @@ class RunFolder:
         return RunFolder(path, _open(path, "w"))
 
     @staticmethod
-    def reopen(path: Path, run: Mapping[str, Any], *, epoch: int, free: Collection[str] = ()) -> RunFolder:
-        """Continue a run, and drop what it measured after ``epoch``, since it will be measured again.
+    def reopen(
+        path: Path, run: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]], *, free: Collection[str] = ()
+    ) -> RunFolder:
+        """Continue a run after some epochs, and drop what it measured later, since it will be measured again.
 
-        The description must match the folder's, except for options named in ``free``.
+        The description must match the folder's, except for options named in ``free``. What is damaged in the folder is
+        written anew: ``epochs`` are the records of those epochs.
         """
-        known = read_run(path)
-        here, there = (json.loads(json.dumps(_identity(which, free))) for which in (jsonable(dict(run)), known.run))
-        if here != there:
-            names = ", ".join(name for name in here if here[name] != there[name])
-            got = f"{path}, with other {names}"
-            raise InputError("a run must continue in its own folder", got=got, fix="Choose another run_dir.")
-        lines = [line for line in _lines(path / METRICS) if line.get("epoch", 0) <= epoch]
-        _write(path / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
-        for name in (RESULT, VERIFICATION):
-            (path / name).unlink(missing_ok=True)
+        try:
+            known = _described(path)
+        except InputError:
+            _write_json(path / RUN, {"format": FORMAT, "started": _now(), **run})
+        else:
+            here, there = (json.loads(json.dumps(_identity(which, free))) for which in (jsonable(dict(run)), known))
+            if here != there:
+                names = ", ".join(name for name in here if here[name] != there[name])
+                got = f"{path}, with other {names}"
+                raise InputError("a run must continue in its own folder", got=got, fix="Choose another run_dir.")
+        try:
+            lines = _lines(path / METRICS)
+        except InputError:
+            lines = []
+        lines = [line for line in lines if _number(line.get("epoch")) <= len(epochs)]
+        if sum(line.get("kind") == "epoch" for line in lines) < len(epochs):
+            lines = [dict(record) for record in epochs]
+        try:
+            _write(path / METRICS, "".join(json.dumps(jsonable(line)) + "\n" for line in lines))
+            for name in (RESULT, VERIFICATION):
+                (path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise _unwritable(path, error) from None
         return RunFolder(path, _open(path, "a"))
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a record, and flush it to the file."""
-        self._stream.write(json.dumps(jsonable(dict(record)), allow_nan=False) + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(json.dumps(jsonable(dict(record)), allow_nan=False) + "\n")
+            self._stream.flush()
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Mark the run as finished, and write its result."""
@@ -127,7 +146,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the folder; nothing more can be appended."""
-        self._stream.close()
+        with suppress(OSError):  # what could not be written has been reported already
+            self._stream.close()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -147,6 +167,16 @@ def check_run_dir(path: Path) -> None:
     if taken or not writable:
         got = f"{path}, which {'is not empty' if taken else 'cannot be written to'}"
         raise InputError("run_dir must be a new or empty folder", got=got, fix=_FIX)
+
+
+def is_run_dir(path: Path) -> bool:
+    """Whether a folder holds a run, or what is left of one: files of a run and nothing else."""
+    try:
+        names = [each.name for each in path.iterdir()]
+    except OSError:
+        return False
+    own = re.compile(rf"({'|'.join(map(re.escape, (RUN, METRICS, RESULT, VERIFICATION)))})(\.\w+\.part)?|events\..*")
+    return RUN in names or (bool(names) and all(own.fullmatch(name) for name in names))
 
 
 def free_folder(parent: Path, name: str) -> Path:
@@ -171,12 +201,7 @@ def read_run(path: str | Path) -> RunRecord:
         gnnautoscale.errors.InputError: a run's folder must hold run.json, but got nowhere. Pass a folder of --run-dir.
     """
     path = Path(path)
-    if not (path / RUN).is_file():
-        raise InputError(f"a run's folder must hold {RUN}", got=str(path), fix="Pass a folder of --run-dir.")
-    run = _read_json(path / RUN)
-    if run.get("format") != FORMAT:
-        got, fix = repr(run.get("format")), "Use the version that wrote it."
-        raise InputError(f"{RUN} must have format {FORMAT}", got=got, fix=fix)
+    run = _described(path)
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in _KINDS.values()}
     for line in _lines(path / METRICS):
         if line.get("kind") in _KINDS:
@@ -185,6 +210,21 @@ def read_run(path: str | Path) -> RunRecord:
         _read_json(path / name) if (path / name).exists() else None for name in (RESULT, VERIFICATION)
     )
     return RunRecord(path, run, result=result, verification=verification, **records)
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """The description in a run's folder."""
+    if not (path / RUN).is_file():
+        raise InputError(f"a run's folder must hold {RUN}", got=str(path), fix="Pass a folder of --run-dir.")
+    run = _read_json(path / RUN)
+    if run.get("format") != FORMAT:
+        got, fix = repr(run.get("format")), "Use the version that wrote it."
+        raise InputError(f"{RUN} must have format {FORMAT}", got=got, fix=fix)
+    return run
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, (int, float)) else 0
 
 
 def _identity(run: Mapping[str, Any], free: Collection[str]) -> dict[str, Any]:
@@ -238,7 +278,11 @@ def _open(path: Path, mode: Literal["w", "a"]) -> TextIO:
     try:
         return (path / METRICS).open(mode, encoding="utf-8")
     except OSError as error:
-        raise InputError("run_dir must be a writable folder", got=f"{path} ({error})", fix=_FIX) from None
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> InputError:
+    return InputError("run_dir must be a writable folder", got=f"{path} ({error})", fix=_FIX)
 
 
 def _now() -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
-import zipfile
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.serialization import config
 
-from gnnautoscale._util import write_atomically
+from gnnautoscale._util import damage_in, write_atomically
 from gnnautoscale.errors import InputError
 
 _FORMAT = "gnnautoscale checkpoint 1"
@@ -156,10 +155,9 @@ def _storable(value: Any, where: str) -> Any:
 def _read(path: Path) -> Checkpoint | str:
     """Read a checkpoint, or say what is wrong with it."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            return f"its record {damaged} is damaged"
+        damage = damage_in(path)
+        if damage is not None:
+            return damage
         with config.patch(_SETTINGS):  # type: ignore[attr-defined]
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:

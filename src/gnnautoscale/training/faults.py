@@ -9,12 +9,10 @@ from contextlib import contextmanager
 
 import torch
 
-from gnnautoscale._util import available_memory
+from gnnautoscale._util import available_memory, lacks_memory
 from gnnautoscale.training.options import FitOptions
 from gnnautoscale.training.strategies import Strategy
 
-# Messages of plain RuntimeErrors that mean a lack of memory.
-_NO_MEMORY = ("not enough memory", "can't allocate memory", "CUDA error: out of memory")
 # The advice never shrinks a batch further than this at once, however little memory is free.
 _LEAST_SHARE = 0.1
 
@@ -27,16 +25,11 @@ def explained(strategy: Strategy, epoch: int, options: FitOptions) -> Iterator[N
     except FloatingPointError as error:
         place = _place(strategy, epoch)
         raise FloatingPointError(f"{error} {place}: lower lr, or clip gradients with grad_norm") from None
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise MemoryError(_remedy(error, strategy, options)) from error
-    except RuntimeError as error:
-        if any(words in str(error) for words in _NO_MEMORY):
+    except ChildProcessError as error:
+        raise ChildProcessError(f"in epoch {epoch}, {error}") from error
+    except (RuntimeError, MemoryError) as error:
+        if lacks_memory(error):
             raise MemoryError(_remedy(error, strategy, options)) from error
-        if "DataLoader worker" in str(error):
-            raise RuntimeError(
-                f"A process that prepares batches died in epoch {epoch} ({error}). The system may have ended it for "
-                "lack of memory: lower num_workers."
-            ) from error
         raise
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,7 +100,8 @@ class Journal:
         """Write down what the run gave."""
         if self._folder is not None:
             elsewhere = ("epochs", "verification")
-            self._folder.finish({name: value for name, value in result.to_dict().items() if name not in elsewhere})
+            found = {name: value for name, value in result.to_dict().items() if name not in elsewhere}
+            self._keep_going(partial(self._folder.finish, found))
 
     def verify(self) -> Verification | None:
         """Check the trained model and write down the outcome; ``None`` if that fails."""
@@ -111,7 +113,7 @@ class Journal:
             warnings.warn(f"the model could not be verified: {error}", stacklevel=2)
             return None
         if self._folder is not None:
-            self._folder.verified({"summary": str(found), **asdict(found)})
+            self._keep_going(partial(self._folder.verified, {"summary": str(found), **asdict(found)}))
         return found
 
     def __enter__(self) -> Journal:
@@ -125,9 +127,17 @@ class Journal:
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._folder is not None:
-            self._folder.append(record)
+            self._keep_going(partial(self._folder.append, record))
         if self._board is not None:
-            self._board.add(record)
+            self._keep_going(partial(self._board.add, record))
+
+    def _keep_going(self, write: Callable[[], None]) -> None:
+        """Write something; a full disk is no reason to end a run of days, but nothing more is written then."""
+        try:
+            write()
+        except (InputError, OSError) as error:
+            warnings.warn(f"nothing more is written about this run, since that failed: {error}", stacklevel=3)
+            self._folder = self._board = None
 
     def _fits(self) -> bool:
         """Whether there is room for rows of all histories side by side, more than once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -20,11 +21,11 @@ from gnnautoscale.data import Dataset, TypedDataset, TypedLinks, holds_graphs, i
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.ranks import current
-from gnnautoscale.runs import RUN, Epoch, FitResult, RunFolder, check_run_dir
+from gnnautoscale.runs import Epoch, FitResult, RunFolder, check_run_dir, is_run_dir
 from gnnautoscale.tasks import Task, TaskName, check_task, task_for
-from gnnautoscale.training.checkpoint import Checkpoint
 from gnnautoscale.training.clock import Clock
 from gnnautoscale.training.faults import explained
+from gnnautoscale.training.identity import identity_of
 from gnnautoscale.training.journal import Board, Journal, check_tensorboard, describe_run, epoch_record
 from gnnautoscale.training.loaders import halo_loaders, subgraph_loader
 from gnnautoscale.training.optimizer import LearningRate, make_optimizer
@@ -40,9 +41,11 @@ from gnnautoscale.training.ranked import (
 )
 from gnnautoscale.training.resume import (
     RunState,
+    as_written,
     check_fresh,
     check_same_run,
     labels_of,
+    only_writer,
     open_checkpoint,
     stop_requests,
 )
@@ -182,12 +185,29 @@ def _train(
     shards: Path | Data | None = None,
 ) -> FitResult:
     """Train, on several ranks if ``shards`` are given: a folder of them, or the graph that they are cut from."""
+    folder = None if given.checkpoint_dir is None else Path(given.checkpoint_dir)
+    with only_writer(folder if current().is_first else None):
+        return _train_alone(model, dataset, task, given, folder, callback, on_phase, shards)
+
+
+def _train_alone(
+    model: nn.Module,
+    dataset: Dataset,
+    task: Task,
+    given: FitOptions,
+    folder: Path | None,
+    callback: Callable[[Epoch], None] | None,
+    on_phase: Callable[[str], None] | None,
+    shards: Path | Data | None,
+) -> FitResult:
+    """Train, while no other run saves to the folder of checkpoints."""
     options, device = given.in_effect(), torch.device(given.device)
     checkpoint = None if options.resume is None else open_checkpoint(Path(options.resume))
-    folder = None if options.checkpoint_dir is None else Path(options.checkpoint_dir)
+    if options.resume is not None and checkpoint is None:
+        warnings.warn(f"{options.resume} holds no checkpoint yet, so training starts anew", stacklevel=4)
     if folder is not None and (checkpoint is None or folder.resolve() != checkpoint.path.parent.resolve()):
         check_fresh(folder)
-    if options.run_dir is not None and checkpoint is None:
+    if options.run_dir is not None and options.resume is None:
         check_run_dir(Path(options.run_dir))
 
     torch.manual_seed(options.seed + current().rank)
@@ -199,6 +219,7 @@ def _train(
     )
     clock = Clock(result.seconds, device, on_phase)
     learner = model if task.module is None else nn.ModuleDict({"model": model, "task": task.module})
+    identity = identity_of(learner, task, dataset)
     learner.to(device)
     optimizer = make_optimizer(model, options, also=task.module)
     rate = LearningRate(optimizer, options.schedule, options.epochs, higher_is_better=task.higher_is_better)
@@ -237,7 +258,7 @@ def _train(
             strategy = SubgraphStrategy(model, dataset, subgraphs, optimizer, task, options)
     if options.run_dir is not None:
         strategy.watch()
-    run = RunState(learner, task, optimizer, rate, strategy, result, device)
+    run = RunState(learner, task, optimizer, rate, strategy, result, device, identity=identity)
     on_failure = ExitStack()
     on_failure.callback(strategy.give_up)
     with (
@@ -248,9 +269,10 @@ def _train(
         stop_requests(folder is not None, together=shards is not None) as stop,
     ):
         if checkpoint is not None:
-            check_same_run(checkpoint, given, strategy.key, learner)
-            run.load(checkpoint)
-        journal = files.enter_context(_open_journal(given, about, task, model, run, loader, checkpoint, whole))
+            with as_written(checkpoint):
+                check_same_run(checkpoint, given, strategy.key, learner, identity)
+                run.load(checkpoint)
+        journal = files.enter_context(_open_journal(given, about, task, model, run, loader, whole))
         is_stopping = strategy.stopping(stop)
 
         def save() -> None:
@@ -346,10 +368,9 @@ def _open_journal(
     model: nn.Module,
     run: RunState,
     loader: HaloLoader | None,
-    checkpoint: Checkpoint | None,
     whole: dict[str, Any],
 ) -> Journal:
-    """Open the run's folder, if it has one: a new one, or that of the run that a checkpoint resumes.
+    """Open the run's folder, if it has one: a new one, or that of the run that is resumed.
 
     ``whole`` are facts about the whole graph, if the data set is a part of it.
     """
@@ -357,12 +378,13 @@ def _open_journal(
     if options.run_dir is not None:
         path, about = Path(options.run_dir), describe_run(options.to_dict(), dataset, task, model, loader)
         about["data"] |= whole
-        if checkpoint is not None and (path / RUN).exists():
-            folder = RunFolder.reopen(path, about, epoch=len(epochs), free=options.may_change())
+        known = [epoch_record(epoch) for epoch in epochs]
+        if options.resume is not None and is_run_dir(path):
+            folder = RunFolder.reopen(path, about, known, free=options.may_change())
         else:
             folder = RunFolder.create(path, about)
-            for epoch in epochs:  # of a run that resumes with a new folder
-                folder.append(epoch_record(epoch))
+            for record in known:  # of a run that resumes with a new folder
+                folder.append(record)
         board = Board(folder.path, len(epochs) + 1) if options.tensorboard else None
     target = dataset.target if isinstance(dataset, TypedDataset) else None
     what, every = options.diagnose, options.diagnose_every

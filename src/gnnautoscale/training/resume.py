@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gnnautoscale._util import random_states
+from gnnautoscale._util import FolderLock, random_states
 from gnnautoscale.errors import InputError
+from gnnautoscale.graph import check_labels
 from gnnautoscale.ranks import LostRankError, current
 from gnnautoscale.runs import Epoch, FitResult
 from gnnautoscale.tasks import Task
@@ -25,11 +26,15 @@ from gnnautoscale.training.checkpoint import (
     load_checkpoint,
     load_latest,
 )
+from gnnautoscale.training.identity import difference
 from gnnautoscale.training.optimizer import LearningRate
 from gnnautoscale.training.options import FitOptions
 from gnnautoscale.training.strategies import Strategy
 
+# The file whose lock keeps a folder for one run.
+_LOCK = ".lock"
 _SAME_DATA = "Use the data of the first run."
+_SAME_MODEL = "Build model and task as for the first run."
 
 
 @dataclass
@@ -48,6 +53,7 @@ class RunState:
     device: torch.device
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     batches: int = 0
+    identity: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint; returns its file."""
@@ -57,6 +63,7 @@ class RunState:
         result = asdict(self.result)
         state = {
             "options": result.pop("options"),
+            "identity": self.identity,
             "result": result,
             "batches": self.batches,
             "model": dict(self.model.state_dict()),
@@ -87,23 +94,58 @@ class RunState:
         self.strategy.restore(checkpoint, self.device)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint from its file, or the newest one in a folder."""
-    found = load_latest(path) if path.is_dir() else load_checkpoint(path)
-    if found is None:
-        raise InputError("resume needs a checkpoint", got=f"{path}, which has none", fix="Start without resume.")
-    return found
+def open_checkpoint(path: Path) -> Checkpoint | None:
+    """Read a checkpoint from its file, or the newest one in a folder; ``None`` if the folder has none yet."""
+    if path.suffix == ".pt" or path.is_file():
+        return load_checkpoint(path)
+    return load_latest(path)
+
+
+@contextmanager
+def as_written(checkpoint: Checkpoint) -> Iterator[None]:
+    """Name a checkpoint whose state is not what a run writes: it is whole, but of another program or version."""
+    try:
+        yield
+    except (InputError, LostRankError):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            "a run resumes from the state that a run of this version wrote",
+            got=f"{checkpoint.path} ({type(error).__name__}: {reason})",
+            fix="Choose another checkpoint, or start again.",
+        ) from error
+
+
+@contextmanager
+def only_writer(folder: Path | None) -> Iterator[None]:
+    """Keep other runs from saving to a folder of checkpoints."""
+    if folder is None:
+        yield
+        return
+    lock = _locked(folder)
+    try:
+        if not lock.taken:
+            got, fix = f"{folder}, which another run is using", "Wait for it to end, or choose another folder."
+            raise InputError("a folder of checkpoints belongs to one run at a time", got=got, fix=fix)
+        yield
+    finally:
+        lock.remove()
+        with suppress(OSError):  # it stays if a checkpoint is in it
+            folder.rmdir()
+
+
+def _locked(folder: Path) -> FolderLock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return FolderLock(folder / _LOCK)
+    except OSError as error:
+        rule, got = "a folder of checkpoints must be writable", f"{folder} ({error.strerror or error})"
+        raise InputError(rule, got=got, fix="Choose another one.") from None
 
 
 def check_fresh(folder: Path) -> None:
-    """Refuse a folder for the checkpoints of a new run that cannot be written or already has checkpoints."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        raise InputError("a folder of checkpoints must be writable", got=str(folder), fix="Choose another one.")
+    """Refuse a folder for the checkpoints of a new run that already has checkpoints."""
     latest = latest_checkpoint(folder)
     if latest is not None:
         raise InputError(
@@ -119,15 +161,26 @@ def labels_of(checkpoint: Checkpoint, num_nodes: int) -> Tensor | None:
         raise InputError(
             "a run resumes from a checkpoint of a run", got=str(checkpoint.path), fix="Choose another one."
         )
-    labels: Tensor | None = checkpoint.state["strategy"]["labels"]
+    with as_written(checkpoint):
+        kept = checkpoint.state["strategy"]["labels"]
+        labels = None if kept is None else check_labels(kept, len(kept))
     if labels is not None and labels.size(0) != num_nodes:
         raise _other_run(checkpoint, f"graph: it had {labels.size(0)} nodes and has {num_nodes}", _SAME_DATA)
     return labels
 
 
-def check_same_run(checkpoint: Checkpoint, options: FitOptions, key: str, model: nn.Module) -> None:
-    """Refuse a checkpoint of another run: other options, another graph (its ``key`` differs), or another model."""
+def check_same_run(
+    checkpoint: Checkpoint, options: FitOptions, key: str, model: nn.Module, identity: Mapping[str, Any]
+) -> None:
+    """Refuse a checkpoint of another run: other options, another graph (its ``key`` differs), or another model.
+
+    ``identity`` is that of the run that is to resume. Checkpoints of earlier versions have none, and only their
+    options, graphs and shapes of weights are compared.
+    """
     state = checkpoint.state
+    other = difference(state.get("identity") or {}, {"data": identity["data"]})
+    if other is not None:
+        raise _other_run(checkpoint, other, _SAME_DATA)
     if state["strategy"]["graph"] != key:
         raise _other_run(checkpoint, "graph: its edges, features, labels or masks differ", _SAME_DATA)
     given, may_change = options.to_dict(), options.may_change()
@@ -137,7 +190,10 @@ def check_same_run(checkpoint: Checkpoint, options: FitOptions, key: str, model:
             raise _other_run(checkpoint, what, "Give the options of the first run.")
     if _shapes(state["model"]) != _shapes(model.state_dict()):
         what = "model: its weights have other names, shapes or types"
-        raise _other_run(checkpoint, what, "Build the model as for the first run.")
+        raise _other_run(checkpoint, what, _SAME_MODEL)
+    other = difference(state.get("identity") or {}, identity)
+    if other is not None:
+        raise _other_run(checkpoint, other, _SAME_MODEL)
 
 
 def _other_run(checkpoint: Checkpoint, what: str, fix: str) -> InputError:

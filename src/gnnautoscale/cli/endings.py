@@ -1,0 +1,68 @@
+"""How the command ends if something goes wrong: one sentence on the error stream, and a code that is not zero."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from gnnautoscale._util import lacks_memory
+from gnnautoscale.cli.display import say
+from gnnautoscale.errors import InputError
+from gnnautoscale.ranks import LostRankError
+
+#: If this variable is set, errors that nobody expected show where they happened.
+TRACEBACK = "GNNAUTOSCALE_TRACEBACK"
+
+
+def run_to_the_end(command: Callable[[], object]) -> None:
+    """Run a command; whatever ends it early is said in one sentence."""
+    warnings.showwarning = _note
+    try:
+        try:
+            command()
+        finally:
+            sys.stdout.flush()
+    except LostRankError as error:
+        say(f"error: {error}", style="bold red")
+        os._exit(3)  # without the work at the end of a process, which waits for ranks that are gone
+    except BrokenPipeError:
+        _end("the output was closed before all of it was written", 1)
+    except InputError as error:
+        _end(str(error), 2)
+    except FloatingPointError as error:
+        _end(str(error), 2)
+    except OSError as error:
+        _end(_in_words(error), 2)
+    except Exception as error:
+        if lacks_memory(error):
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            said = isinstance(error, MemoryError) and "memory" in reason
+            _end(reason if said else f"there is not enough memory ({reason})", 2)
+        if os.environ.get(TRACEBACK):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        _end(f"something unexpected went wrong ({reason}). With {TRACEBACK}=1 the command shows where.", 1)
+
+
+def _in_words(error: OSError) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) < 400 else f"{text[:200]} and so on"
+
+
+def _end(sentence: str, code: int) -> NoReturn:
+    with contextlib.suppress(OSError):  # the error stream may be closed, too
+        say(f"error: {sentence}", style="bold red")
+    # What is left in the buffer cannot be written either, and the interpreter would try it again.
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _note(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Show a warning as a line for the user, without the place in the code that it comes from."""
+    with contextlib.suppress(OSError):
+        say(f"note: {message}")
