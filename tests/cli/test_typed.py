@@ -86,8 +86,9 @@ def test_what_does_not_fit_is_refused(file: Path) -> None:
     with pytest.raises(InputError, match="train_mask must hold at least one node whose target is known"):
         call("train", "--data", "unknown.npz", "--model", "hgt", *FAST)
     call("train", "--data", file, "--undirected", "--model", "rgcn", *FAST, "--save", "model.pt")
-    with pytest.raises(InputError, match="of its training"):
-        call("infer", "model.pt", "--data", file)
+    assert "note: as in training: --undirected" in call("infer", "model.pt", "--data", file).stderr
+    with pytest.raises(InputError, match=r"model\.pt was trained with --undirected, but got --no-undirected"):
+        call("infer", "model.pt", "--data", file, "--no-undirected")
 
 
 @pytest.mark.parametrize("target", ["author,writes,paper", "writes", None])
