@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
-from torch_geometric.nn import GATConv, GCNConv, SAGEConv  # type: ignore[import-untyped]
+from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv  # type: ignore[import-untyped]
 from torch_geometric.nn.conv import ChebConv  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
@@ -234,6 +234,20 @@ def test_only_rows_that_are_needed_elsewhere_travel_once_in_an_epoch_as_historie
         assert right
 
 
+class Share(MessagePassing):  # type: ignore[misc]
+    """Weighs an edge by its share of all edges' weights, which no rank knows."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="add")
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=x, weight=edge_weight / edge_weight.mean())
+        return out
+
+    def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
+        return x_j * weight.view(-1, 1)
+
+
 def misuse(what: str) -> None:
     data = undirected_graph()
     if what == "options":
@@ -251,6 +265,12 @@ def misuse(what: str) -> None:
         linked.edge_label_index = data.edge_index
         ranks.RankLoader(linked, num_parts=4)
     loader = ranks.RankLoader(data, num_parts=4)
+    if what in ("share", "share in inference"):
+        shares = ranks.autoscale(Stack([Share(), Share()], ("edge_weight",)), loader)
+        if what == "share":
+            for batch in loader:
+                shares(batch)
+        gas.infer(shares, loader)
     if what == "momentum":
         ranks.autoscale(gcn(), loader, compensate="momentum")
     model = ranks.autoscale(gcn(), loader)
@@ -281,6 +301,8 @@ def misuse(what: str) -> None:
         ("typed", "one plain graph"),
         ("links", "something of nodes"),
         ("momentum", "compensate='momentum'"),
+        ("share", "'layers.0' must make the same of an edge on all ranks"),
+        ("share in inference", "'layers.0' must make the same of an edge on all ranks"),
         ("order", "every batch of its loader in turn"),
         ("ghost", "batches of its own nodes"),
         ("verify", "verify needs the whole graph"),

@@ -56,7 +56,10 @@ def attach_shared(model: nn.Module, loader: RankLoader, **options: Any) -> None:
     if options.get("history_dir") is not None:
         options["history_dir"] = Path(options["history_dir"]) / f"rank-{loader.shard.rank}"
     attach_histories(model, loader.data, **options)
-    attached(model).memory.sharing = loader.ghosts
+    memory = attached(model).memory
+    memory.sharing = loader.ghosts
+    if loader.ghosts is not None:
+        loader.ghosts.follow(lambda: memory.records)
 
 
 def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module, **options: Any) -> GradientMean:

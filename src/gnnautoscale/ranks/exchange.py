@@ -8,7 +8,8 @@ pushes of all ranks up to the step before.**
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from gnnautoscale.errors import InputError
 from gnnautoscale.history import History
 from gnnautoscale.kernels import Runs
+from gnnautoscale.ranks.agreement import check_agreement
 from gnnautoscale.ranks.shard import Shard
 from gnnautoscale.ranks.world import Arrival, World
 from gnnautoscale.transfer import BatchRows, Transfer
@@ -36,6 +38,8 @@ class Ghosts:
         self._step_of: dict[tuple[object, ...], int] = {}
         self._last = -1
         self._pending: tuple[Arrival, list[History], Tensor] | None = None
+        self._records: Callable[[], Mapping[str, Sequence[Any]]] = dict
+        self._seen: list[Any] = []
 
     def announce(self, groups: Sequence[Group], runs: Sequence[Runs]) -> None:
         """Tell all ranks which parts this one trains on in each step of an epoch, and learn theirs.
@@ -99,16 +103,29 @@ class Ghosts:
         first = self._first_part[peer] + part
         return slice(self._ghost_starts[first], self._ghost_starts[first + 1])
 
+    def follow(self, records: Callable[[], Mapping[str, Sequence[Any]]]) -> None:
+        """Compare what layers make of edges with the other ranks, whenever that has changed."""
+        self._records = records
+
+    def _check_records(self) -> None:
+        records = self._records()
+        seen = [record for made in records.values() for record in made]
+        if len(seen) != len(self._seen) or any(one is not other for one, other in zip(seen, self._seen, strict=True)):
+            self._seen = seen
+            check_agreement(self.world, self.shard, records)
+
     def _exchange(self, histories: Sequence[History], sent: list[list[slice]], received: list[list[slice]]) -> None:
         if not histories:
             return
+        self._check_records()
         shard = self.shard
         pieces = [shard.sent[piece] for pieces in sent for piece in pieces]
         rows = torch.cat(pieces) if pieces else shard.sent[:0]
         arriving = [torch.arange(piece.start, piece.stop) for pieces in received for piece in pieces]
         where = shard.num_own + (torch.cat(arriving) if arriving else rows[:0])
         raw = [_raw_rows(history, rows).view(torch.uint8) for history in histories]
-        arrival = self.world.exchange(torch.cat(raw, dim=1), _counts(sent), _counts(received))
+        together = raw[0] if len(raw) == 1 else torch.cat(raw, dim=1)
+        arrival = self.world.exchange(together, _counts(sent), _counts(received))
         self._pending = arrival, list(histories), where
 
 
