@@ -183,7 +183,8 @@ def run(options: argparse.Namespace, size: int, folder: Path | None, nodes: int)
 def measure(options: argparse.Namespace, size: int, nodes: int, alone: float | None, fixed: int) -> dict[str, Any]:
     """Write shards, and train on so many ranks.
 
-    ``alone`` are the seconds of a step of one rank, if known, and ``fixed`` is the memory of a step and of all but the graph.
+    ``alone`` are the seconds of a step of one rank, if known; ``fixed`` is the memory of a step and of all but the
+    graph.
     """
     with tempfile.TemporaryDirectory(prefix="gnnautoscale-") as folder:
         arguments = argparse.Namespace(**{**vars(options), "parts": options.parts * nodes // options.nodes})
