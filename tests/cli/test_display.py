@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from gnnautoscale.cli import display
-from gnnautoscale.cli.display import Phases, epochs_shown, working
+from gnnautoscale.cli.display import working
+from gnnautoscale.runs import Phases, epochs_shown, progress
 
 
 class Timers:
@@ -57,7 +58,9 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     stream = io.StringIO()
-    monkeypatch.setattr(display, "errors", Console(file=stream, force_terminal=True, width=200))
+    console = Console(file=stream, force_terminal=True, width=200)
+    monkeypatch.setattr(display, "errors", console)
+    monkeypatch.setattr(progress, "terminal", console)
     return stream
 
 
@@ -138,5 +141,5 @@ def test_other_work_gets_a_line(
 
 def test_other_work_on_a_terminal(terminal: io.StringIO) -> None:
     with working("halo"):
-        display.errors.print("line")
+        progress.terminal.print("line")
     assert "halo" in terminal.getvalue()

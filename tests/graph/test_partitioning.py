@@ -246,7 +246,7 @@ def test_no_room_for_kaminpars_file(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (None, "needs the package kaminpar, but got none.*pip install gnnautoscale.partition."),
+        (None, "needs the package kaminpar, but got none.*pip install kaminpar"),
         (types.SimpleNamespace(__64bit__=False), "64-bit integers, but got one of 32 bits"),
     ],
 )

@@ -1191,12 +1191,12 @@ def test_every_graph_of_a_data_set_is_checked(broken: str) -> None:
         fit(GCN(dataset.num_features, dataset.num_classes), dataset, num_parts=2, epochs=1)
 
 
-def test_an_autoscaled_model_is_refused() -> None:
+def test_an_autoscaled_model_gets_new_histories() -> None:
     data = community_graph()
-    model = gas.autoscale(gcn(), data)
-    with pytest.raises(gas.InputError, match="detach"):
-        fit(model, data, num_parts=4)
-    assert same_bits(weights_of(gas.detach(model)), weights_of(gcn()))
+    attached_before = fit(gas.autoscale(gcn(), data), data, num_parts=4, epochs=2)
+    assert [epoch.loss for epoch in attached_before.epochs] == [
+        epoch.loss for epoch in fit(gcn(), data, num_parts=4, epochs=2).epochs
+    ]
 
 
 def test_more_parts_than_nodes_are_refused() -> None:

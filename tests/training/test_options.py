@@ -35,7 +35,7 @@ def test_every_option_is_declared_once_and_described() -> None:
 
 def test_fit_shows_every_option() -> None:
     parameters = inspect.signature(gas.fit).parameters
-    assert list(parameters) == ["model", "data", "task", *OPTIONS, "callback", "on_phase"]
+    assert list(parameters) == ["model", "data", "task", *OPTIONS, "callback", "on_phase", "loggers", "progress"]
     doc = inspect.getdoc(gas.fit) or ""
     for name, each in OPTIONS.items():
         assert parameters[name].default == each.default

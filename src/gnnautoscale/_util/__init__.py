@@ -6,7 +6,7 @@ nothing about graphs or models.
 
 from gnnautoscale._util.archives import damage_in
 from gnnautoscale._util.arguments import checked
-from gnnautoscale._util.atomic import check_writable, write_atomically
+from gnnautoscale._util.atomic import check_writable, no_empty_folders, write_atomically
 from gnnautoscale._util.cores import available_cores
 from gnnautoscale._util.docstrings import describe_arguments
 from gnnautoscale._util.leaves import leaves_of
@@ -14,6 +14,7 @@ from gnnautoscale._util.locks import FolderLock
 from gnnautoscale._util.memory import available_memory, lacks_memory
 from gnnautoscale._util.modes import for_later, untracked
 from gnnautoscale._util.nested import map_others, map_tensors, others_in, tensors_in
+from gnnautoscale._util.notebook import html_table
 from gnnautoscale._util.options import Option, OptionGroup, check_names, check_path, option, options_of, shown
 from gnnautoscale._util.peak_memory import PeakMemory, resident_memory
 from gnnautoscale._util.pinned import Pinned, arriving_numbers, copy_staged, copy_staged_together, pinned_zeros
@@ -38,10 +39,12 @@ __all__ = [
     "damage_in",
     "describe_arguments",
     "for_later",
+    "html_table",
     "lacks_memory",
     "leaves_of",
     "map_others",
     "map_tensors",
+    "no_empty_folders",
     "option",
     "options_of",
     "others_in",

@@ -1,10 +1,10 @@
-"""Writes files whole or not at all."""
+"""Writes files whole or not at all, and leaves no empty folders behind."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
@@ -64,3 +64,27 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, rule: s
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextlib.contextmanager
+def no_empty_folders(*paths: str | Path | None) -> Iterator[None]:
+    """If what runs in this context fails, remove those of these folders and their parents that it left empty.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> folder = Path(mkdtemp()) / "a" / "b"
+        >>> with contextlib.suppress(ValueError), no_empty_folders(folder):
+        ...     folder.mkdir(parents=True)
+        ...     raise ValueError
+        >>> folder.parent.exists()
+        False
+    """
+    wanted = [Path(path) for path in paths if path is not None]
+    missing = {folder for path in wanted for folder in (path, *path.parents) if not os.path.lexists(folder)}
+    try:
+        yield
+    except BaseException:
+        for folder in sorted(missing, key=lambda each: len(each.parts), reverse=True):
+            with contextlib.suppress(OSError):  # it is not empty, or was never made
+                folder.rmdir()
+        raise

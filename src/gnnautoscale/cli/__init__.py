@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from gnnautoscale.attach import infer as run_inference
 from gnnautoscale.cli import bench
 from gnnautoscale.cli.advice import TUNE, explain, tune
 from gnnautoscale.cli.demo import demo
-from gnnautoscale.cli.display import Json, epochs_shown, megabytes, print_json, print_table, say, score_text, working
+from gnnautoscale.cli.display import Json, megabytes, print_json, print_table, say, working
 from gnnautoscale.cli.endings import run_to_the_end
 from gnnautoscale.cli.expressiveness import expressiveness
 from gnnautoscale.cli.links import asked_pairs, load_task
@@ -40,9 +41,19 @@ from gnnautoscale.graph import Graph, HaloLoader, TypedGraph, connectivity, grou
 from gnnautoscale.graph import partition as cut
 from gnnautoscale.models import build_model, check_model_options
 from gnnautoscale.ranks import MANIFEST, World, start, write_shards
-from gnnautoscale.runs import RESULT, FitResult, free_folder
+from gnnautoscale.runs import RESULT, FitResult, free_folder, score_text
 from gnnautoscale.tasks import Task, task_for
-from gnnautoscale.training import OPTIONS, FitOptions, fit, latest_checkpoint, open_checkpoint, pick_device, summary_of
+from gnnautoscale.training import (
+    LOGGERS,
+    OPTIONS,
+    FitOptions,
+    check_package,
+    fit,
+    latest_checkpoint,
+    open_checkpoint,
+    pick_device,
+    summary_of,
+)
 
 _OUTPUT = "--output names a file in an existing folder"
 _LONG_TO_CUT = 5_000_000  # edges; more take longer than two seconds
@@ -59,6 +70,7 @@ def train(
     options: dict[str, Any],
     *,
     save: Annotated[Path | None, typer.Option(help="File for the trained model.")] = None,
+    log: Annotated[list[str] | None, typer.Option(help="Where else to send numbers: wandb or mlflow.")] = None,
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
@@ -74,11 +86,16 @@ def train(
     check_model_options(model_name, built)
     if save is not None:
         check_writable(save, rule="--save names a file in an existing folder")
+    for each in log or ():
+        if each not in LOGGERS:
+            rule, fix = f"--log is one of {', '.join(LOGGERS)}", "For TensorBoard, use --tensorboard."
+            raise InputError(rule, got=repr(each), fix=fix)
+        check_package(each)
     given = {name: options[name] for name in OPTIONS}
     training = FitOptions.of({**given, "run_dir": None if options["run_dir"] == "none" else "runs"})
     results: list[FitResult] = []
     try:
-        _train_all(world, options, save, given, training, model_name, built, results, quiet=quiet)
+        _train_all(world, options, save, given, training, model_name, built, results, log or (), quiet=quiet)
     finally:  # whatever happened, nothing that was computed is lost
         if results and world.is_first:
             _show_runs(options, training, model_name, results, json=json, quiet=quiet)
@@ -98,6 +115,7 @@ def _train_all(
     model_name: str,
     built: dict[str, Any],
     results: list[FitResult],
+    log: Sequence[str],
     *,
     quiet: bool,
 ) -> None:
@@ -125,20 +143,15 @@ def _train_all(
                 say(f"note: {dataset.note}")
             if unused:
                 say(f"note: none of these models uses {unused}")
-        title = f"{dataset.name} {model_name} {training.mode} seed {seed}"
-        slow = ["partition"] if graph.num_edges > _LONG_TO_CUT else []
-        chosen_task = task.bound_to(dataset, metric=training.metric, class_weight=training.class_weight)
-        with epochs_shown(title, training.epochs, quiet=quiet, at_once=slow, percent=chosen_task.percent) as show:
-            try:
-                name = f"{dataset.name}-{model_name}-{training.mode}-seed{seed}"
-                run_dir = _run_dir(options, name, seed) if world.is_first else None
-                settings = {**given, "seed": seed, "run_dir": run_dir}
-                on = dataset if shards is None else shards
-                results.append(fit(model, on, task=task, callback=show.epoch, on_phase=show.phase, **settings))
-            except KeyboardInterrupt:
-                if training.checkpoint_dir is None:
-                    raise
-                _say_how_to_resume(training.checkpoint_dir if world.is_first else None)
+        try:
+            name = f"{dataset.name}-{model_name}-{training.mode}-seed{seed}"
+            run_dir = _run_dir(options, name, seed) if world.is_first else None
+            settings = {**given, "seed": seed, "run_dir": run_dir}
+            on = dataset if shards is None else shards
+            loggers = [LOGGERS[each]() for each in log]
+            results.append(fit(model, on, task=task, loggers=loggers, progress=not quiet, **settings))
+        except KeyboardInterrupt:
+            _say_how_to_resume(training.checkpoint_dir, is_first=world.is_first)
     if not world.is_first:
         return
     if save is not None and model is not None:
@@ -379,10 +392,14 @@ def _check_from_shards(model: str, options: dict[str, Any]) -> None:
         raise InputError("a folder of shards is cut and prepared already", got=names, fix="Leave it out.")
 
 
-def _say_how_to_resume(folder: str | None) -> NoReturn:
+def _say_how_to_resume(folder: str | None, *, is_first: bool) -> NoReturn:
     latest = None if folder is None else latest_checkpoint(Path(folder))
     if latest is not None:
-        say(f"stopped; the same command with --resume {folder} continues from {latest.name}")
+        told = f"stopped; the same command with --resume {folder} continues from {latest.name}"
+    else:
+        told = "stopped; the trained weights are lost (--checkpoint-dir FOLDER keeps them)"
+    if is_first:
+        say(told)
     raise typer.Exit(130)
 
 

@@ -59,7 +59,7 @@ def step(
     setup = {**vars(graph), "layers": layers}
     result = _report("a training step", *bench.step_table(rows), rows, setup, device, output, json)
     if plot is not None and not figure.save_figure(partial(bench.draw_steps, result), plot):
-        raise InputError("--plot needs matplotlib", got="no matplotlib", fix="pip install gnnautoscale[report]")
+        raise InputError("--plot needs matplotlib", got="no matplotlib", fix="Run: pip install matplotlib")
 
 
 @app.command()

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from gnnautoscale.cli.display import Json, epochs_shown, megabytes, print_json, print_table, say, score_text
+from gnnautoscale.cli.display import Json, megabytes, print_json, print_table, say
 from gnnautoscale.data import load
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import build_model
 from gnnautoscale.report import write_report
-from gnnautoscale.runs import FitResult, free_folder
+from gnnautoscale.runs import FitResult, free_folder, score_text
 from gnnautoscale.training import fit
 
 _MODEL = {"layers": 3, "hidden": 64, "dropout": 0.3}
@@ -45,17 +45,8 @@ def demo(
         torch.manual_seed(0)
         model = build_model("graphsage", dataset.train, dataset.num_classes, **_MODEL)
         run_dir = str(folder / name.lower().replace(" ", "-"))
-        with epochs_shown(name, options["epochs"], quiet=json) as show:
-            results[name] = fit(
-                model,
-                dataset,
-                num_parts=_PARTS,
-                schedule="cosine",
-                run_dir=run_dir,
-                callback=show.epoch,
-                on_phase=show.phase,
-                **options,
-            )
+        shared: dict[str, Any] = {"num_parts": _PARTS, "schedule": "cosine", "run_dir": run_dir}
+        results[name] = fit(model, dataset, progress=not json, **shared, **options)
     target = _ENOUGH * max(epoch.scores["val"] for epoch in results["full batch"].epochs if epoch.scores)
     rows = {
         name: {**_facts(result), "seconds_to_target": result.seconds_to(target)} for name, result in results.items()

@@ -31,7 +31,7 @@ def check_ending(path: Path) -> None:
         try:
             importlib.import_module("pyarrow.parquet")
         except ImportError:
-            fix = "Run: pip install 'gnnautoscale[parquet]'"
+            fix = "Run: pip install pyarrow"
             raise InputError("Parquet files need pyarrow", got="an environment without it", fix=fix) from None
 
 

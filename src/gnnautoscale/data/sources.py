@@ -20,6 +20,9 @@ from torch_geometric.utils import index_to_mask, to_undirected  # type: ignore[i
 from gnnautoscale.data import files, generate
 from gnnautoscale.errors import InputError
 
+# Where a module's package has another name.
+_PACKAGES = {"sklearn": "scikit-learn", "yaml": "pyyaml", "PIL": "pillow", "cv2": "opencv-python"}
+
 
 def _read(make: Callable[[], Any], folder: Path) -> Any:
     """Call ``make``, which reads or downloads a data set below ``folder``, and explain its errors."""
@@ -27,7 +30,8 @@ def _read(make: Callable[[], Any], folder: Path) -> Any:
     try:
         return make()
     except ImportError as error:
-        fix = f"Run: pip install {error.name}"
+        module = (error.name or "").partition(".")[0]
+        fix = f"Run: pip install {_PACKAGES.get(module, module)}" if module else "Install it."
         raise InputError("PyG needs a package to read this data set", got=str(error), fix=fix) from error
     except (OSError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         if missing:  # folders made for a download that failed
@@ -140,7 +144,7 @@ def _ogbn(root: Path, split: int, seed: int, *, title: str) -> list[Data]:
     try:
         ogb = importlib.import_module("ogb.nodeproppred")
     except ImportError as error:
-        fix = "Run: pip install 'gnnautoscale[ogb]'"
+        fix = "Run: pip install ogb"
         raise InputError(f"{title} needs the package ogb", got="an environment without it", fix=fix) from error
     # OGB opens a saved `Data` with torch's defaults, and makes tensors of read-only pandas arrays.
     with torch.serialization.safe_globals(files.DATA_PARTS), warnings.catch_warnings():

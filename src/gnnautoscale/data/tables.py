@@ -88,7 +88,7 @@ def _parquet(path: Path, meanings: dict[str, tuple[str, ...]]) -> dict[str, Arra
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        fix = "Run: pip install 'gnnautoscale[parquet]'"
+        fix = "Run: pip install pyarrow"
         raise InputError("Parquet files need pyarrow", got="an environment without it", fix=fix) from error
     table = parquet.read_table(path)
     names = dict(zip(table.column_names, _renamed(path, table.column_names, meanings), strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked
+from gnnautoscale._util import checked, html_table
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.assemble import BatchBuilder
 from gnnautoscale.graph.batch_source import BatchSource
@@ -125,6 +125,24 @@ class HaloLoader:
 
     def __len__(self) -> int:
         return -(-self.num_parts // self.batch_size)
+
+    def _summary(self) -> dict[str, str]:
+        """What to tell people, by name."""
+        parts = "1 part" if self.batch_size == 1 else f"{self.batch_size} parts"
+        again = "" if self.drawings is None else f", {self.drawings} drawings"
+        return {
+            "nodes": f"{self.graph.num_nodes:,}",
+            "edges": f"{self.data.num_edges:,}",
+            "parts": f"{self.num_parts:,}",
+            "batches": f"{len(self):,} of {parts}{', shuffled' if self.shuffle else ''}{again}",
+            "assembled": f"on {self.device}",
+        }
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}: {value}' for name, value in self._summary().items())})"
+
+    def _repr_html_(self) -> str:
+        return html_table(type(self).__name__, self._summary())
 
     def _parts_to_draw(self) -> int:
         """The number of parts that batches are made of, the first ones."""

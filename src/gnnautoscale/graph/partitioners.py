@@ -63,7 +63,7 @@ def import_kaminpar() -> Any:
         module = importlib.import_module("kaminpar")
     except ImportError:
         rule = "partition 'kaminpar' needs the package kaminpar"
-        raise InputError(rule, got="none installed", fix="Run: pip install gnnautoscale[partition]") from None
+        raise InputError(rule, got="none installed", fix="Run: pip install kaminpar") from None
     if not module.__64bit__:  # it would end the process when it reads the file
         rule = "partition 'kaminpar' needs a kaminpar of 64-bit integers"
         raise InputError(rule, got="one of 32 bits", fix="Install its published wheel: pip install kaminpar")

@@ -42,7 +42,7 @@ def partition(
 
     where :math:`w_{uv}` sums the weights of all edges between the two nodes, in either direction. Without weights each
     connected pair of nodes counts once. Self-loops never count. METIS uses one core; KaMinPar uses all of them and less
-    memory, and needs ``pip install gnnautoscale[partition]``. ``"random"`` ignores the edges and draws parts whose
+    memory, and needs ``pip install kaminpar``. ``"random"`` ignores the edges and draws parts whose
     sizes differ by at most one.
 
     Args:

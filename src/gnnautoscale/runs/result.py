@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gnnautoscale._util import html_table
 from gnnautoscale.attach import Verification
 
 
@@ -27,7 +28,7 @@ class Epoch:
     seconds: float
 
 
-@dataclass
+@dataclass(repr=False)
 class FitResult:
     """The result of training.
 
@@ -88,6 +89,22 @@ class FitResult:
             if epoch.scores and sign * epoch.scores["val"] >= sign * score:
                 return seconds
         return math.inf
+
+    def summary(self) -> dict[str, str]:
+        """What to tell people, by name: scores, epochs, steps, times and memory."""
+        digits = ".2f" if self.percent else ".4g"
+        told = {f"{split} {self.metric}": f"{score:{digits}}" for split, score in self.scores.items()}
+        told["best epoch"] = f"{self.best_epoch} of {len(self.epochs)}"
+        told["steps"] = f"{self.steps:,}"
+        told["seconds"] = f"{sum(self.seconds.values()):.1f}"
+        told["memory"] = "unknown" if self.peak_memory is None else f"{self.peak_memory / 2**20:,.0f} MB"
+        return told
+
+    def __repr__(self) -> str:
+        return f"FitResult({', '.join(f'{name} {value}' for name, value in self.summary().items())})"
+
+    def _repr_html_(self) -> str:
+        return html_table("FitResult", self.summary())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -8,6 +8,8 @@ from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.checkpoint import latest_checkpoint
 from gnnautoscale.training.feed import plain_item
 from gnnautoscale.training.journal import describe_machine, versions
+from gnnautoscale.training.loggers import BY_NAME as LOGGERS
+from gnnautoscale.training.loggers import Logger, MLflow, TensorBoard, WandB, check_package
 from gnnautoscale.training.loop import dataset_of, fit
 from gnnautoscale.training.optimizer import make_optimizer
 from gnnautoscale.training.options import (
@@ -23,13 +25,19 @@ from gnnautoscale.training.resume import open_checkpoint
 from gnnautoscale.training.steps import Steps
 
 __all__ = [
+    "LOGGERS",
     "OPTIONS",
     "Engine",
     "FitOptions",
     "HistoryDtype",
+    "Logger",
+    "MLflow",
     "Optimization",
     "Output",
     "Steps",
+    "TensorBoard",
+    "WandB",
+    "check_package",
     "dataset_of",
     "describe_machine",
     "fit",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.runs import Epoch, FitResult, RunFolder
 from gnnautoscale.tasks import Task
+from gnnautoscale.training.loggers import Logger, numbers_of
 from gnnautoscale.training.strategies import Strategy
 
 # With every="auto": the share of the training time that measuring errors may take, the share of the free memory, and
@@ -33,7 +32,7 @@ _MOST_GROUPS, _MOST_BATCHES = 48, 512
 
 
 class Journal:
-    """Follows a training run and writes its folder and for TensorBoard; without a folder it does nothing.
+    """Follows a training run, writes its folder, if it has one, and tells loggers.
 
     ``loader`` is ``None`` in modes without a halo. ``what`` to measure comes on top of what each epoch takes and moves,
     and ``every`` says when: "auto", "never", or a number of epochs. ``target`` is the type of nodes with targets, in a
@@ -51,10 +50,11 @@ class Journal:
         what: Sequence[Diagnostic],
         every: str | int,
         target: str | None = None,
-        board: Board | None = None,
+        loggers: Sequence[Logger] = (),
     ) -> None:
         self._folder, self._strategy, self._model, self._loader = folder, strategy, model, loader
-        self._task, self._every, self._target, self._board = task, str(every), target, board
+        self._task, self._every, self._target, self._loggers = task, str(every), target, loggers
+        self._result: FitResult | None = None
         # One batch of all nodes pulls nothing that could be stale.
         able = folder is not None and loader is not None
         self._what = [name for name in what if name != "staleness" or len(loader or ()) > 1] if able else []
@@ -89,6 +89,7 @@ class Journal:
     def epoch(self, epoch: Epoch, memory: int | None = None) -> None:
         """Write down an epoch that has just ended."""
         if self._folder is None:
+            self._write({**epoch_record(epoch), "steps": self._strategy.steps, "memory": memory})
             return
         measured = self._strategy.measured()
         times = measured.pop("time")
@@ -102,6 +103,10 @@ class Journal:
             elsewhere = ("epochs", "verification")
             found = {name: value for name, value in result.to_dict().items() if name not in elsewhere}
             self._keep_going(partial(self._folder.finish, found))
+
+    def succeeded(self, result: FitResult) -> None:
+        """Say that training has ended as it should, before this journal is closed."""
+        self._result = result
 
     def verify(self) -> Verification | None:
         """Check the trained model and write down the outcome; ``None`` if that fails."""
@@ -122,14 +127,16 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         if self._folder is not None:
             self._folder.close()
-        if self._board is not None:
-            self._board.close()
+        for logger in self._loggers:
+            logger.end(self._result)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._folder is not None:
             self._keep_going(partial(self._folder.append, record))
-        if self._board is not None:
-            self._keep_going(partial(self._board.add, record))
+        if self._loggers:
+            numbers = numbers_of(record)
+            for logger in self._loggers:
+                self._keep_going(partial(logger.log, numbers, record["epoch"]))
 
     def _keep_going(self, write: Callable[[], None]) -> None:
         """Write something; a full disk is no reason to end a run of days, but nothing more is written then."""
@@ -137,7 +144,7 @@ class Journal:
             write()
         except (InputError, OSError) as error:
             warnings.warn(f"nothing more is written about this run, since that failed: {error}", stacklevel=3)
-            self._folder = self._board = None
+            self._folder, self._loggers = None, ()
 
     def _fits(self) -> bool:
         """Whether there is room for rows of all histories side by side, more than once."""
@@ -162,9 +169,8 @@ def describe_run(
     """What a run is, as plain values; ``loader`` cuts the training graph into parts, if the mode has a halo."""
     graph = dataset.passing()
     built: dict[str, Any] = getattr(model, "built_from", {})
-    name = built.get("model", type(model).__name__.lower())
     return {
-        "title": f"{dataset.name} {name} {options['mode']} seed {options['seed']}",
+        "title": title_of(options, dataset, model),
         "options": {**options, **built},
         "data": {
             "name": dataset.name,
@@ -179,6 +185,12 @@ def describe_run(
         "machine": describe_machine(options["device"]),
         "parts": None if loader is None else describe_parts(loader.graph.edge_index, loader.labels),
     }
+
+
+def title_of(options: Mapping[str, Any], dataset: Dataset, model: nn.Module) -> str:
+    """A run in a few words."""
+    name = getattr(model, "built_from", {}).get("model", type(model).__name__.lower())
+    return f"{dataset.name} {name} {options['mode']} seed {options['seed']}"
 
 
 def describe_machine(device: str, threads: int | None = None) -> str:
@@ -231,47 +243,3 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:  # run from its sources
             found[name] = "unknown"
     return found
-
-
-# TensorBoard #########################################################################################################
-
-
-class Board:
-    """Writes the numbers of records for TensorBoard, from an epoch on; what a folder has from there on is dropped."""
-
-    def __init__(self, path: Path, first: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(path), purge_step=first)
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Write all numbers of a record, at its epoch."""
-        values = {name: value for name, value in record.items() if name not in ("kind", "epoch", "step")}
-        prefix = "" if record["kind"] == "epoch" else record["kind"]
-        for name, value in _scalars(prefix, values).items():
-            self._writer.add_scalar(name, value, record["epoch"])
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._writer.close()
-
-
-def check_tensorboard() -> None:
-    """Refuse to write for TensorBoard without its package."""
-    if find_spec("tensorboard") is None:
-        raise InputError(
-            "tensorboard=True needs the package tensorboard",
-            got="an environment without it",
-            fix="Install it with `pip install gnnautoscale[tensorboard]`.",
-        )
-
-
-def _scalars(prefix: str, value: Any) -> dict[str, float]:
-    """All numbers in nested values, by a path such as ``age/mean``; items of lists go by their layer."""
-    if isinstance(value, dict):
-        items = [(prefix if name == "layers" else f"{prefix}/{name}", item) for name, item in value.items()]
-    elif isinstance(value, list):
-        items = [(f"{prefix}/{item['layer']}", item) for item in value if "layer" in item]
-    else:
-        return {prefix: float(value)} if isinstance(value, (int, float)) else {}
-    return {name: number for path, item in items for name, number in _scalars(path.lstrip("/"), item).items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +15,20 @@ import torch
 from torch import nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import PeakMemory, describe_arguments
-from gnnautoscale.attach import is_autoscaled
+from gnnautoscale._util import PeakMemory, describe_arguments, no_empty_folders
+from gnnautoscale.attach import detach, is_autoscaled
 from gnnautoscale.data import Dataset, TypedDataset, TypedLinks, holds_graphs, is_collection
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.ranks import current
-from gnnautoscale.runs import Epoch, FitResult, RunFolder, check_run_dir, is_run_dir
+from gnnautoscale.runs import Epoch, FitResult, RunFolder, check_run_dir, epochs_shown, is_run_dir
 from gnnautoscale.tasks import Task, TaskName, check_task, task_for
 from gnnautoscale.training.clock import Clock
 from gnnautoscale.training.faults import explained
 from gnnautoscale.training.identity import identity_of
-from gnnautoscale.training.journal import Board, Journal, check_tensorboard, describe_run, epoch_record
+from gnnautoscale.training.journal import Journal, describe_run, epoch_record, title_of
 from gnnautoscale.training.loaders import halo_loaders, subgraph_loader
+from gnnautoscale.training.loggers import Logger, TensorBoard, check_loggers, check_package
 from gnnautoscale.training.optimizer import LearningRate, make_optimizer
 from gnnautoscale.training.options import OPTIONS, FitOptions
 from gnnautoscale.training.ranked import (
@@ -53,6 +54,8 @@ from gnnautoscale.training.strategies import HistoryStrategy, Strategy, Subgraph
 from gnnautoscale.training.typed_baselines import TypedSubgraphStrategy
 from gnnautoscale.training.typed_strategy import TypedStrategy, check_typed_run
 
+_LONG_TO_CUT = 5_000_000  # edges; more take longer than two seconds
+
 
 def fit(  # noqa: D417 - the options are filled in below
     model: nn.Module,
@@ -67,9 +70,15 @@ def fit(  # noqa: D417 - the options are filled in below
     task: Task | TaskName | None = None,
     callback: Callable[[Epoch], None] | None = None,
     on_phase: Callable[[str], None] | None = None,
+    loggers: Sequence[Logger] = (),
+    progress: bool = True,
     **options: Any,
 ) -> FitResult:
     """Train a model and leave it with the weights of its best epoch.
+
+    The model keeps its histories, so that :func:`~gnnautoscale.infer` and :func:`~gnnautoscale.predict` take it as it
+    is. Another ``fit`` goes on from its weights, with new histories and a new optimizer; to continue a run as if it had
+    never stopped, use ``checkpoint_dir`` and ``resume``.
 
     Args:
         model: Any module of PyG layers that returns one row of outputs per node. It is autoscaled, unless the mode
@@ -83,6 +92,9 @@ def fit(  # noqa: D417 - the options are filled in below
         callback: Called after each epoch.
         on_phase: Called with the name of the work that runs from now on ("partition", "train", "evaluate", ...), and
             with an empty one when it is done: for displays of progress.
+        loggers: Objects that get the numbers of each epoch: :class:`~gnnautoscale.training.TensorBoard`,
+            :class:`~gnnautoscale.training.WandB`, :class:`~gnnautoscale.training.MLflow`, or your own.
+        progress: Whether to show a bar on the error stream, or lines if that is not a terminal.
 
     Example:
         >>> from torch_geometric.datasets import KarateClub
@@ -95,11 +107,9 @@ def fit(  # noqa: D417 - the options are filled in below
     """
     given = FitOptions.of(options)
     if given.tensorboard:
-        check_tensorboard()
-    if is_autoscaled(model):
-        raise InputError(
-            "fit attaches histories itself", got="an autoscaled model", fix="Call gas.detach(model) first."
-        )
+        check_package("tensorboard")
+    if is_autoscaled(model):  # by an earlier fit: go on from its weights
+        detach(model)
     folder = Path(data) if isinstance(data, (str, Path)) else None
     dataset = dataset_of(data) if folder is None else summary_of(folder)
     dataset.check()
@@ -117,19 +127,37 @@ def fit(  # noqa: D417 - the options are filled in below
             got="a data set with graphs of its own for validation",
             fix="Use evaluation='exact'.",
         )
-    if not is_ranked(data):
-        return _train(model, dataset, task, given, callback, on_phase)
-    check_ranked(dataset, task, model, given, from_files=folder is not None)
-    return _train(model, dataset, task, on_rank(given), callback, on_phase, shards=folder or dataset.train)
+    shards: Any = None
+    if is_ranked(data):
+        check_ranked(dataset, task, model, given, from_files=folder is not None)
+        given, shards = on_rank(given), folder or dataset.train
+        progress, loggers = progress and current().is_first, loggers if current().is_first else ()
+    told = check_loggers(loggers)
+    slow = ["partition"] if shards is None and dataset.passing().num_edges > _LONG_TO_CUT else []
+    title = title_of(given.to_dict(), dataset, model)
+    with epochs_shown(title, given.epochs, quiet=not progress, at_once=slow, percent=task.percent) as show:
+
+        def after_epoch(epoch: Epoch) -> None:
+            show.epoch(epoch)
+            if callback is not None:
+                callback(epoch)
+
+        def at_phase(name: str) -> None:
+            show.phase(name)
+            if on_phase is not None:
+                on_phase(name)
+
+        with no_empty_folders(given.run_dir, given.checkpoint_dir, given.history_dir):
+            return _train(model, dataset, task, given, after_epoch, at_phase, shards=shards, loggers=told)
 
 
-*_own, _callback, _on_phase, _ = inspect.signature(fit).parameters.values()
+*_own, _callback, _on_phase, _loggers, _progress, _ = inspect.signature(fit).parameters.values()
 _options = (
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
     for name, option in OPTIONS.items()
 )
 fit.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [*_own, *_options, _callback, _on_phase], return_annotation=FitResult
+    [*_own, *_options, _callback, _on_phase, _loggers, _progress], return_annotation=FitResult
 )
 describe_arguments(fit, {name: option.help for name, option in OPTIONS.items()})
 
@@ -183,11 +211,12 @@ def _train(
     callback: Callable[[Epoch], None] | None,
     on_phase: Callable[[str], None] | None,
     shards: Path | Data | None = None,
+    loggers: Sequence[Logger] = (),
 ) -> FitResult:
     """Train, on several ranks if ``shards`` are given: a folder of them, or the graph that they are cut from."""
     folder = None if given.checkpoint_dir is None else Path(given.checkpoint_dir)
     with only_writer(folder if current().is_first else None):
-        return _train_alone(model, dataset, task, given, folder, callback, on_phase, shards)
+        return _train_alone(model, dataset, task, given, folder, callback, on_phase, shards, loggers)
 
 
 def _train_alone(
@@ -199,6 +228,7 @@ def _train_alone(
     callback: Callable[[Epoch], None] | None,
     on_phase: Callable[[str], None] | None,
     shards: Path | Data | None,
+    loggers: Sequence[Logger],
 ) -> FitResult:
     """Train, while no other run saves to the folder of checkpoints."""
     options, device = given.in_effect(), torch.device(given.device)
@@ -272,7 +302,7 @@ def _train_alone(
             with as_written(checkpoint):
                 check_same_run(checkpoint, given, strategy.key, learner, identity)
                 run.load(checkpoint)
-        journal = files.enter_context(_open_journal(given, about, task, model, run, loader, whole))
+        journal = files.enter_context(_open_journal(given, about, task, model, run, loader, whole, loggers))
         is_stopping = strategy.stopping(stop)
 
         def save() -> None:
@@ -350,6 +380,7 @@ def _train_alone(
                 result.epochs[-1] = replace(result.epochs[-1], scores=scores_now())
             keep_if_best(result.epochs[-1])
         strategy.describe(result)
+        journal.succeeded(result)
         on_failure.pop_all()
     learner.load_state_dict(run.best_weights)
     result.peak_memory = strategy.peak(peak.num_bytes)
@@ -369,15 +400,19 @@ def _open_journal(
     run: RunState,
     loader: HaloLoader | None,
     whole: dict[str, Any],
+    loggers: Sequence[Logger],
 ) -> Journal:
     """Open the run's folder, if it has one: a new one, or that of the run that is resumed.
 
     ``whole`` are facts about the whole graph, if the data set is a part of it.
     """
-    folder, board, epochs = None, None, run.result.epochs
-    if options.run_dir is not None:
-        path, about = Path(options.run_dir), describe_run(options.to_dict(), dataset, task, model, loader)
+    folder, epochs, told = None, run.result.epochs, list(loggers)
+    about: dict[str, Any] = {}
+    if options.run_dir is not None or told:
+        about = describe_run(options.to_dict(), dataset, task, model, loader)
         about["data"] |= whole
+    if options.run_dir is not None:
+        path = Path(options.run_dir)
         known = [epoch_record(epoch) for epoch in epochs]
         if options.resume is not None and is_run_dir(path):
             folder = RunFolder.reopen(path, about, known, free=options.may_change())
@@ -385,7 +420,10 @@ def _open_journal(
             folder = RunFolder.create(path, about)
             for record in known:  # of a run that resumes with a new folder
                 folder.append(record)
-        board = Board(folder.path, len(epochs) + 1) if options.tensorboard else None
+        if options.tensorboard:
+            told.append(TensorBoard(folder.path, len(epochs) + 1))
+    for logger in told:
+        logger.start(about)
     target = dataset.target if isinstance(dataset, TypedDataset) else None
     what, every = options.diagnose, options.diagnose_every
-    return Journal(folder, run.strategy, model, loader, task, what=what, every=every, target=target, board=board)
+    return Journal(folder, run.strategy, model, loader, task, what=what, every=every, target=target, loggers=told)

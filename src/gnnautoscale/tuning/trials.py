@@ -318,7 +318,7 @@ class Trials:
         options |= {"epochs": EPOCHS, **changed}
         model = self._model()
         try:
-            return model, fit(model, self._dataset, task=self._task, **options)
+            return model, fit(model, self._dataset, task=self._task, progress=False, **options)
         except BaseException:
             if is_autoscaled(model):
                 detach(model)

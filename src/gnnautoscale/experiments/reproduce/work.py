@@ -58,6 +58,7 @@ def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str
         cache_dir=str(Path(root) / "partitions"),
         run_dir=None if run_dir is None else str(run_dir),
         diagnose_every="never",  # times and memory are results
+        progress=False,
     )
     found = fitted.to_dict()
     kept = ("scores", "metric", "best_epoch", "steps", "seconds", "peak_memory", "history_bytes", "connectivity", "how")
