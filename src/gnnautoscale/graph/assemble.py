@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -274,7 +273,7 @@ def build_each(
 
     ``worker_seeds`` seeds the workers, so that they leave the global random state alone.
     """
-    options: dict[str, Any] = {"num_workers": num_workers, "generator": worker_seeds, "worker_init_fn": _start_worker}
+    options: dict[str, Any] = {"num_workers": num_workers, "generator": worker_seeds}
     loader = DataLoader(_Jobs(build), sampler=list(jobs), batch_size=None, collate_fn=_unchanged, **options)
     try:
         yield from loader
@@ -285,11 +284,6 @@ def build_each(
             f"a process that prepares batches died ({error}). The system may have ended it for lack of memory: lower "
             "num_workers."
         ) from error
-
-
-def _start_worker(_: int) -> None:
-    """Leave alone what the main process had: to collect it would free a GPU's memory, which ends a worker."""
-    gc.freeze()
 
 
 class _Jobs(Dataset[T]):
