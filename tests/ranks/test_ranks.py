@@ -164,6 +164,71 @@ def test_a_step_is_that_of_one_process_on_all_batches(size: int, compensate: str
             assert torch.equal(rank_weights[name], found[0][2][name])
 
 
+def two_rings(count: int = 12) -> Data:
+    """Two rings without an edge between them, so that two ranks have a whole graph each."""
+    nodes = torch.arange(count)
+    ring = torch.stack([nodes, (nodes + 1) % count])
+    edges = torch.cat([ring, ring + count], dim=1)
+    data = Data(x=torch.randn(2 * count, 8), edge_index=torch.cat([edges, edges.flip(0)], dim=1))
+    data.y = torch.arange(2 * count) % 4
+    return data
+
+
+def train_norms(data: Data) -> tuple[list[Tensor], dict[str, Tensor]]:
+    loader = ranks.RankLoader(data, partition=torch.arange(24) // 12)
+    model = ranks.autoscale(normed(), loader, sync_norms=True)
+    (batch,) = loader
+    loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+    return [weight.grad for weight in model.parameters() if weight.grad is not None], dict(model.state_dict())
+
+
+def test_norms_over_ranks_are_those_of_all_batches_together() -> None:
+    data = two_rings()
+    plain = normed().train()
+    F.cross_entropy(plain(data.x, data.edge_index), data.y).backward()  # type: ignore[no-untyped-call]
+    for gradients, state in run_ranks(2, train_norms, data):
+        for got, weight in zip(gradients, plain.parameters(), strict=True):
+            assert weight.grad is not None
+            assert_same(got, weight.grad)
+        for name, wanted in plain.state_dict().items():
+            assert_same(state[name], wanted)
+
+
+def ghosts_seen(data: Data, lag: int) -> list[tuple[int, list[int]]]:
+    """After each step, which step the rows of ghosts come from that the next one would pull."""
+    loader = ranks.RankLoader(data, partition=torch.arange(40) % 2)
+    assert loader.shard is not None
+    model = ranks.autoscale(gcn(), loader, lag=lag)
+    pushed, seen = [], []
+    memory = attached(model).memory
+    for step in range(5):
+        for batch in loader:
+            assert loader.ghosts is not None
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.mul_(1.01)
+        own = memory.histories["layers.0"].raw[: loader.num_own].clone()
+        pushed.append(loader.world.gather((loader.nodes, own)))
+        loader.ghosts._arrive(left=lag)  # type: ignore[union-attr]
+        ghosts = memory.histories["layers.0"].raw[loader.num_own : loader.shard.nodes.numel()]
+        known = []
+        for number, everyone in enumerate(pushed):
+            whole = torch.zeros(data.num_nodes, ghosts.size(1))
+            for nodes, rows in everyone:
+                whole[nodes] = rows
+            if torch.equal(whole[loader.shard.nodes[loader.num_own :]], ghosts):
+                known.append(number)
+        seen.append((step, known))
+    return seen
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_pull_sees_the_pushes_of_the_step_before_or_with_a_lag_of_the_one_before_that(lag: int) -> None:
+    for seen in run_ranks(2, ghosts_seen, undirected_graph(), lag):
+        assert seen == [(step, [step - lag] if step >= lag else []) for step in range(5)]
+
+
 def accumulate(data: Data) -> list[list[Tensor]]:
     loader = ranks.RankLoader(data, num_parts=4)
     model, batch = ranks.autoscale(gcn(), loader), next(iter(loader))
@@ -271,6 +336,8 @@ def misuse(what: str) -> None:
             for batch in loader:
                 shares(batch)
         gas.infer(shares, loader)
+    if what == "lag":
+        ranks.autoscale(gcn(), loader, lag=2)
     if what == "momentum":
         ranks.autoscale(gcn(), loader, compensate="momentum")
     model = ranks.autoscale(gcn(), loader)
@@ -300,6 +367,7 @@ def misuse(what: str) -> None:
         ("batches", "batch_size must be at most"),
         ("typed", "one plain graph"),
         ("links", "something of nodes"),
+        ("lag", "lag must be 0 or 1"),
         ("momentum", "compensate='momentum'"),
         ("share", "'layers.0' must make the same of an edge on all ranks"),
         ("share in inference", "'layers.0' must make the same of an edge on all ranks"),

@@ -34,13 +34,13 @@ class Run(NamedTuple):
     weights: Weights
 
 
-def model(outputs: int = CLASSES) -> GCN:
+def model(outputs: int = CLASSES, *, norms: bool = False) -> GCN:
     torch.manual_seed(1)
-    return GCN(FEATURES, outputs, hidden=8, layers=3, dropout=0.3)
+    return GCN(FEATURES, outputs, hidden=8, layers=3, dropout=0.3, batch_norm=norms)
 
 
 def fit(data: Any, **options: Any) -> Run:
-    made = model(options.pop("outputs", CLASSES))
+    made = model(options.pop("outputs", CLASSES), norms=options.get("sync_norms", False))
     return Run(gas.fit(made, data, **{"num_parts": 6, "batch_size": 2, "epochs": 3, **options}), weights_of(made))
 
 
@@ -110,13 +110,14 @@ def test_labels_and_numbers_are_told_apart_by_all_shards_together(tmp_path: Path
         {"compensate": "gradient"},
         {"lipschitz": 0.1, "refresh_every": "epoch", "drawings": 2, "schedule": "plateau"},
         {"evaluation": "histories", "history_dtype": "int8", "storage": "disk", "history_dir": "histories"},
+        {"lag": 1, "sync_norms": True},
         {"mode": "history", "edge_dropout": 0.2, "grad_norm": 0.5, "refresh_every": 2, "patience": 1},
     ],
 )
 def test_options_of_steps_run_on_ranks(options: dict[str, Any], tmp_path: Path) -> None:
     if "history_dir" in options:
         options = {**options, "history_dir": str(tmp_path / "histories")}
-    found = run_ranks(2, fit, community_graph(), **options)
+    found = run_ranks(2, fit, one_class_apart(community_graph()), **options)
     assert same_bits(found[0].weights, found[1].weights)
     assert found[0].result.steps > 0
 
@@ -133,6 +134,7 @@ def test_options_of_steps_run_on_ranks(options: dict[str, Any], tmp_path: Path) 
         ({"verify": True}, "verify must be False"),
         ({"compensate": "momentum"}, "by gradients"),
         ({"diagnose_every": 1}, "diagnose_every"),
+        ({"sync_norms": True, "lipschitz": 0.1}, "sync_norms needs plain steps"),
         ({"task": "link"}, "something of nodes"),
         ({"num_parts": 1, "batch_size": 1}, "a part of its own"),
     ],

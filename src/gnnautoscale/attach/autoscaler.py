@@ -248,6 +248,10 @@ class Autoscaler:
         finally:
             self._passes = before
 
+    def normalize_by(self, normalize: Normalize) -> None:
+        """Let training steps run this in place of batch norms; see :class:`Session`."""
+        self._passes = replace(self._passes, normalize=normalize)
+
     def driven(self) -> AbstractContextManager[None]:
         """Run training steps that the caller begins and completes itself."""
         return self._running(replace(self._passes, exchange=step_exchange(self.compensate, begins=False)))

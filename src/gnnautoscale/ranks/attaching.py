@@ -12,11 +12,12 @@ from gnnautoscale.attach import autoscale as attach_histories
 from gnnautoscale.errors import InputError
 from gnnautoscale.ranks.gradients import GradientMean
 from gnnautoscale.ranks.loader import RankLoader
+from gnnautoscale.ranks.norms import RankNorms
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def autoscale(model: M, loader: RankLoader, **options: Any) -> M:
+def autoscale(model: M, loader: RankLoader, *, lag: int = 0, sync_norms: bool = False, **options: Any) -> M:
     """Train a model on all ranks together, in batches of a :class:`RankLoader`.
 
     It is :func:`gnnautoscale.autoscale`, and besides: weights become those of the first rank; every ``backward()`` ends
@@ -25,6 +26,9 @@ def autoscale(model: M, loader: RankLoader, **options: Any) -> M:
     Args:
         model: The model; it is returned.
         loader: The rank's loader.
+        lag: How many steps more the rows of other ranks may take to arrive: 0, so that a pull sees all pushes of the
+            step before; or 1, so that it sees those of the one before that, and slow networks hide behind a whole step.
+        sync_norms: Whether batch norms take their statistics over the batches of all ranks.
         options: Those of :func:`gnnautoscale.autoscale`. A folder for histories gets one folder for each rank.
 
     Example:
@@ -33,14 +37,18 @@ def autoscale(model: M, loader: RankLoader, **options: Any) -> M:
         >>> loader = RankLoader(KarateClub()[0], num_parts=4)
         >>> model = autoscale(GCN(34, 16, num_layers=2, out_channels=4), loader)
     """
-    attach_shared(model, loader, **options)
+    attach_shared(model, loader, lag=lag, sync_norms=sync_norms, **options)
     if loader.shard is not None:
         average_gradients(model, loader)
     return model
 
 
-def attach_shared(model: nn.Module, loader: RankLoader, **options: Any) -> None:
-    """Attach histories whose ghosts are kept up to date."""
+def attach_shared(
+    model: nn.Module, loader: RankLoader, *, lag: int = 0, sync_norms: bool = False, **options: Any
+) -> None:
+    """Attach histories whose ghosts are kept up to date; see :func:`autoscale`."""
+    if isinstance(lag, bool) or lag not in (0, 1):
+        raise InputError("lag must be 0 or 1", got=repr(lag), fix="Leave it out for 0.")
     if not isinstance(loader, RankLoader):
         fix = "Make one with gnnautoscale.ranks.RankLoader(data, ...)."
         raise InputError("ranks share a graph through a RankLoader", got=type(loader).__name__, fix=fix)
@@ -59,7 +67,10 @@ def attach_shared(model: nn.Module, loader: RankLoader, **options: Any) -> None:
     memory = attached(model).memory
     memory.sharing = loader.ghosts
     if loader.ghosts is not None:
+        loader.ghosts.lag = lag
         loader.ghosts.follow(lambda: memory.records)
+    if sync_norms:
+        attached(model).normalize_by(RankNorms(loader.world))
 
 
 def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module, **options: Any) -> GradientMean:
@@ -68,8 +79,6 @@ def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module,
 
     def share_gradients() -> None:
         if memory.last_gradients and loader.ghosts is not None:
-            loader.ghosts.settle()
             loader.ghosts.send([memory.last_gradients[slot] for slot in sorted(memory.last_gradients)])
-            loader.ghosts.settle()
 
     return GradientMean(loader.world, [model, *further], after=share_gradients, **options)

@@ -3,11 +3,13 @@
 Which parts every rank trains on in every step of an epoch is exchanged once, when they are drawn. So both sides know
 the rows of a step in advance, and nothing but rows is sent, those of all slots together, as histories keep them. They
 travel while the step goes on with its backward pass, and are in place before the next one pulls: **a pull sees all
-pushes of all ranks up to the step before.**
+pushes of all ranks up to the step before.** With a *lag* they have a step more to travel: then it sees those of other
+ranks up to the step before that.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,13 +33,15 @@ class Ghosts:
 
     def __init__(self, shard: Shard, world: World) -> None:
         self.shard, self.world = shard, world
+        #: How many steps the rows of other ranks may lag behind those of the step before, 0 or 1.
+        self.lag = 0
         self._sent_starts, self._starts = shard.sent_starts.tolist(), shard.starts.tolist()
         self._ghost_starts, self._first_part = shard.ghost_starts.tolist(), shard.first_part.tolist()
         # The groups of all ranks in each step of the epoch, and the step of each of this rank's batches.
         self._steps: list[list[Group]] = []
         self._step_of: dict[tuple[object, ...], int] = {}
         self._last = -1
-        self._pending: tuple[Arrival, list[History], Tensor] | None = None
+        self._pending: deque[tuple[Arrival, list[History], Tensor]] = deque()
         self._records: Callable[[], Mapping[str, Sequence[Any]]] = dict
         self._seen: list[Any] = []
 
@@ -53,7 +57,7 @@ class Ghosts:
 
     def begin(self, rows: BatchRows) -> None:
         """Begin a step on a batch, which must be the next one of the loader, or the same once more."""
-        self.settle()
+        self._arrive(left=self.lag)
         step = self._step_of.get(tuple(rows.runs))
         if step is None or not self._last <= step <= self._last + 1:
             got = "another batch" if step is None else f"batch {step + 1} after batch {self._last + 1}"
@@ -67,30 +71,26 @@ class Ghosts:
         rank, size = self.shard.rank, self.shard.size
         sent = [[self._sent(peer, part) for part in groups[rank]] for peer in range(size)]
         received = [[self._ghosts(peer, part) for part in groups[peer]] for peer in range(size)]
-        self._exchange(histories, sent, received)
+        if histories:
+            self._pending.append(self._exchange(histories, sent, received))
 
     def share(self, histories: Sequence[History]) -> None:
         """Send all rows that are ghosts elsewhere, and receive all ghosts."""
-        self.settle()
         rank, size = self.shard.rank, self.shard.size
         sent = [[slice(starts[0], starts[-1])] for starts in self._sent_starts]
         ends = [(self._first_part[peer], self._first_part[peer + 1]) for peer in range(size)]
         received = [[slice(self._ghost_starts[first], self._ghost_starts[end])] for first, end in ends]
         sent[rank], received[rank] = [], []
-        self._exchange(histories, sent, received)
-        self.settle()
+        if histories:
+            _write(*self._exchange(histories, sent, received))
 
     def settle(self) -> None:
-        """Wait for the rows of other ranks, and write them into the rows of ghosts."""
-        if self._pending is None:
-            return
-        (arrival, histories, where), self._pending = self._pending, None
-        raw, place = arrival.wait(), 0
-        for history in histories:
-            width = history.codec.raw_width * history.codec.raw_dtype.itemsize
-            rows = raw[:, place : place + width].contiguous().view(history.codec.raw_dtype)
-            history.write(rows.to(history.raw.device), where)
-            place += width
+        """Wait for all rows of other ranks, and write them into the rows of ghosts."""
+        self._arrive(left=0)
+
+    def _arrive(self, left: int) -> None:
+        while len(self._pending) > left:
+            _write(*self._pending.popleft())
 
     def around(self, transfer: Transfer) -> Transfer:
         """A transfer that also keeps ghosts up to date."""
@@ -114,9 +114,10 @@ class Ghosts:
             self._seen = seen
             check_agreement(self.world, self.shard, records)
 
-    def _exchange(self, histories: Sequence[History], sent: list[list[slice]], received: list[list[slice]]) -> None:
-        if not histories:
-            return
+    def _exchange(
+        self, histories: Sequence[History], sent: list[list[slice]], received: list[list[slice]]
+    ) -> tuple[Arrival, list[History], Tensor]:
+        """Start to send rows; returns those on their way here, for which histories, and their places in them."""
         self._check_records()
         shard = self.shard
         pieces = [shard.sent[piece] for pieces in sent for piece in pieces]
@@ -126,7 +127,7 @@ class Ghosts:
         raw = [_raw_rows(history, rows).view(torch.uint8) for history in histories]
         together = raw[0] if len(raw) == 1 else torch.cat(raw, dim=1)
         arrival = self.world.exchange(together, _counts(sent), _counts(received))
-        self._pending = arrival, list(histories), where
+        return arrival, list(histories), where
 
 
 class RankTransfer(Transfer):
@@ -173,6 +174,16 @@ def _raw_rows(history: History, rows: Tensor) -> Tensor:
     raw = torch.empty(shape, dtype=history.codec.raw_dtype, device=history.raw.device)
     history.read(rows.to(raw.device), raw)
     return raw
+
+
+def _write(arrival: Arrival, histories: list[History], where: Tensor) -> None:
+    """Wait for rows of other ranks, those of all histories side by side, and write them."""
+    raw, place = arrival.wait(), 0
+    for history in histories:
+        width = history.codec.raw_width * history.codec.raw_dtype.itemsize
+        rows = raw[:, place : place + width].contiguous().view(history.codec.raw_dtype)
+        history.write(rows.to(history.raw.device), where)
+        place += width
 
 
 def _counts(pieces: list[list[slice]]) -> list[int]:

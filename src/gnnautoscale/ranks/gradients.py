@@ -49,6 +49,8 @@ class GradientMean:
             weight.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
             for weight in self._weights
         ]
+        #: Whether this rank counts in the mean of the present step.
+        self.counts = True
         #: Whether any rank had something to learn in the last step, and whether any rank wants to stop.
         self.trained, self.stop = False, False
         self._reset()
@@ -62,7 +64,7 @@ class GradientMean:
         """Take part in a step without anything to learn; returns whether any rank had something."""
         for weight in self._weights:
             weight.grad = None
-        self._counts = 0.0
+        self.counts = False
         self._finish()
         return self.trained
 
@@ -75,7 +77,7 @@ class GradientMean:
     def _reset(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]
         self._sums: list[tuple[list[Tensor], Tensor, Arrival]] = []
-        self._counts, self._running = 1.0, False
+        self.counts, self._running = True, False
 
     def _arrived(self, weight: Tensor) -> None:
         """The gradient of a weight is known: send it off with those of its bucket, once all before it are gone."""
@@ -97,7 +99,7 @@ class GradientMean:
             self._send(bucket)
         wire = self.world.wire
         here = [float(weight.grad is not None) for weight in self._weights]
-        head = torch.tensor([self._counts, float(self.wish()), *here], dtype=torch.double)
+        head = torch.tensor([float(self.counts), float(self.wish()), *here], dtype=torch.double)
         facts = torch.cat([head.to(wire), *(average.flatten().to(wire, torch.double) for average in self._averages)])
         facts = self.world.sum(facts).wait()
         head, averages = facts[: head.numel()].cpu(), facts[head.numel() :]

@@ -266,6 +266,8 @@ def engine_for(
 ) -> Engine:
     """Attach histories of the training graph to a model; returns what trains it."""
     shared = partial(attach_shared, model, loader) if isinstance(loader, RankLoader) else None
+    if shared is not None:
+        shared = partial(shared, lag=options.lag, sync_norms=options.sync_norms)
     attach = shared or partial(autoscale, model, dataset.passing())
     attach(
         storage=options.storage,
@@ -299,6 +301,7 @@ def engine_for(
         placement=options.batches_on,
         per_target=per_target,
         together=together,
+        always_backward=options.sync_norms,
         **further,
     )
 

@@ -118,6 +118,11 @@ class Optimization(OptionGroup):
         "none",
         'How classes count in the loss of a classification: "none", as often as they occur, or "balanced", all alike.',
     )
+    sync_norms: bool = option(
+        False,
+        "On several ranks: whether batch norms take their statistics over the batches of all ranks.",
+        needs_histories=True,
+    )
     edge_dropout: float = option(0.0, "Share of edges dropped in each step.", least=0, below=1, needs_histories=True)
     seed: int = option(0, "Seed of everything random.", least=0, below=2**32)
 
@@ -147,6 +152,14 @@ class Histories(OptionGroup):
     )
     history_dir: str | None = option(
         None, "Folder for histories on disk; one run at a time uses it.", path=True, may_change=True
+    )
+    lag: int = option(
+        0,
+        "On several ranks: how many steps more the rows of other ranks may take to arrive, 0 or 1. With 1 a pull sees "
+        "their pushes up to the step before the last, and slow networks hide behind a whole step.",
+        least=0,
+        below=2,
+        needs_histories=True,
     )
     history_dtype: HistoryDtype = option(
         "same",

@@ -61,6 +61,9 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if options.compensate == "momentum":
         fix = "Use compensate='gradient', or leave it out."
         raise InputError("ranks compensate by gradients", got="compensate='momentum'", fix=fix)
+    if options.sync_norms and (options.lipschitz or options.compensate != "none"):
+        fix = "Leave one of them out."
+        raise InputError("sync_norms needs plain steps", got="it with a penalty or compensation", fix=fix)
     if options.diagnose_every not in ("auto", "never"):
         fix = "Leave it out; ranks measure no staleness."
         raise InputError("diagnose_every is for one process", got=str(options.diagnose_every), fix=fix)

@@ -29,7 +29,8 @@ class Steps:
     gradients, which are clipped to ``grad_norm``. ``precision`` is that of matrix products: full, TF32 inside products,
     or bfloat16 by autocast. A batch's loss is the mean over its targets, or ``per_target`` times their sum; then
     batches without targets train as well, since others may depend on their rows. ``together`` gives the weights the
-    mean of several ranks' gradients; these step together.
+    mean of several ranks' gradients; these step together, and if their backward passes exchange something
+    ``always_backward`` makes each of them run one, even without targets.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Steps:
         accumulate: int = 1,
         per_target: float | None = None,
         together: GradientMean | None = None,
+        always_backward: bool = False,
     ) -> None:
         self._model, self._optimizer, self.task = model, optimizer, task
         self._call: Callable[[Data], Any] = model if call is None else call
@@ -55,6 +57,7 @@ class Steps:
         self._grad_norm, self._penalty, self._penalty_weight = grad_norm, penalty, penalty_weight
         self._precision: Precision = precision
         self._accumulate, self._per_target, self.together = accumulate, per_target, together
+        self._always_backward = always_backward
         self._weights = [*model.parameters(), *(() if task.module is None else task.module.parameters())]
         # How many batches have added to the gradients since the last step of the optimizer.
         self._added = 0
@@ -131,7 +134,7 @@ class Steps:
         return item.targets.size(0) > 0 or self._per_target is not None
 
     def _step(self, item: Item) -> None:
-        if not self._trains_on(item):
+        if not self._trains_on(item) and not self._always_backward:
             # Nothing to learn, but histories move on.
             with torch.no_grad(), self._autocast():
                 self._show(self._call(item.batch), item.batch)
@@ -148,9 +151,11 @@ class Steps:
             raise FloatingPointError(f"the loss is {float(loss.detach())}")
         if self._penalty is not None:
             total = total + self._penalty_weight * self._penalty.value()
+        if self.together is not None:
+            self.together.counts = self._trains_on(item)
         with torch.autograd.set_multithreading_enabled(False):  # nothing to do for a second thread
             torch.autograd.backward(total / self._accumulate if self._accumulate > 1 else total)
-        if self._accumulate == 1:
+        if self._accumulate == 1 and (self.together is None or self.together.trained):
             self._update()
         self._total += loss.detach() * item.targets.size(0)
 
