@@ -149,7 +149,7 @@ def test_labels_without_a_mask_are_noticed() -> None:
 
 
 def check(name: str, printed: str, errors: str) -> None:
-    assert errors == ""
+    assert [line for line in errors.splitlines() if not re.match(r".*: epoch \d+/\d+ loss ", line)] == []
     CLAIMS[name](dict(line.split(": ", 1) for line in printed.splitlines()))
 
 
