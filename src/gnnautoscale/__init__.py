@@ -47,3 +47,5 @@ __all__ = [
     "refresh",
     "verify",
 ]
+
+__version__ = "0.1.0"

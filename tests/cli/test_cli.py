@@ -330,6 +330,24 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "communities gcn gas seed 0" in stream.getvalue()
 
 
+def test_the_version_is_that_of_the_package() -> None:
+    assert done("--version").stdout == f"gas {gas.__version__}\n"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 110, 200])
+def test_a_table_fits_the_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    heads = ["parts", *(f"number per {word}" for word in ("node", "edge", "batch", "step", "epoch"))]
+    display.print_table("a table", heads, [["full batch", *["1,234,567"] * 5]])
+    text = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("1,234,567") == 5, "no number is cut off"
+    assert "full batch" in text
+
+
 def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     display.print_table("communities", ["", "value"], [["nodes", "60"]])

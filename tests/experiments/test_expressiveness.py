@@ -306,8 +306,8 @@ def test_the_table() -> None:
     assert [line[0] for line in lines] == ["graph", "counterexample", "two stars", "hexagon and triangles"]
     cells = {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[1:]}
     assert {row["GAS"] for row in cells.values()} == {"yes"}
-    assert cells["counterexample"]["Cluster-GCN"] == "0/2: 1.0 torn"
-    assert cells["hexagon and triangles"]["WL colours"] == "1"
+    assert cells["counterexample"]["Cluster-GCN"] == "0/2: 1.0 split"
+    assert cells["hexagon and triangles"]["kinds of nodes"] == "1"
 
 
 def test_the_table_as_json(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from gnnautoscale._util import check_writable, checked, write_atomically
 from gnnautoscale.attach import autoscale
 from gnnautoscale.attach import infer as run_inference
 from gnnautoscale.cli import bench
+from gnnautoscale.cli.about import about
 from gnnautoscale.cli.advice import TUNE, explain, tune
 from gnnautoscale.cli.demo import demo
 from gnnautoscale.cli.display import Json, megabytes, print_json, print_table, say, working
@@ -40,6 +41,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph, HaloLoader, TypedGraph, connectivity, groups_to_balance
 from gnnautoscale.graph import partition as cut
 from gnnautoscale.models import build_model, check_model_options
+from gnnautoscale.models import model_name as resolve_name
 from gnnautoscale.ranks import MANIFEST, World, start, write_shards
 from gnnautoscale.runs import RESULT, FitResult, free_folder, score_text
 from gnnautoscale.tasks import Task, task_for
@@ -59,7 +61,6 @@ _OUTPUT = "--output names a file in an existing folder"
 _LONG_TO_CUT = 5_000_000  # edges; more take longer than two seconds
 
 app = typer.Typer(
-    help="Train graph neural networks on graphs that do not fit a GPU, with historical embeddings.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -82,7 +83,7 @@ def train(
             "checkpoints belong to one run", got=f"--runs {options['runs']}", fix="Leave --runs out, and use --seed."
         )
     built = chosen(MODEL, options)
-    model_name = built.pop("model")
+    model_name = options["model"] = resolve_name(built.pop("model"))
     check_model_options(model_name, built)
     if save is not None:
         check_writable(save, rule="--save names a file in an existing folder")
@@ -338,17 +339,19 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
     _show_facts(options["data"], facts, json)
 
 
-app.add_typer(bench.app, name="bench")
+app.callback()(about)
+# In the order of use.
 app.command()(demo)
-app.command()(reproduce)
-app.command()(report)
-app.command()(expressiveness)
-app.command()(with_options(TRAIN, train))
-app.command()(with_options(PARTITION, partition))
-app.command()(with_options(INFER, infer))
 app.command()(with_options(DATA, data))
 app.command()(with_options(TUNE, tune))
+app.command()(with_options(TRAIN, train))
 app.command()(explain)
+app.command()(report)
+app.command()(with_options(INFER, infer))
+app.command()(with_options(PARTITION, partition))
+app.add_typer(bench.app, name="bench")
+app.command()(reproduce)
+app.command()(expressiveness)
 
 
 def main() -> None:

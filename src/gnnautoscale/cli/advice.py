@@ -95,26 +95,35 @@ def parse_memory(text: str) -> int:
 
 
 def _show(advice: Advice, title: str) -> None:
-    heads = ["parts", "halo per node", "largest batch", "histories", "kept", "memory", "step (ms)", "epoch (ms)"]
-    heads += ["how", "verdict"]
-    rows = [
-        [
-            "full batch" if each.num_parts == 1 else str(each.num_parts),
-            f"{each.connectivity:.2f}",
-            f"{each.rows:,}",
-            "-" if each.num_parts == 1 else f"{each.storage}, {each.history_dtype}",
-            "yes" if each.keep else "no",
-            amount(each.memory),
-            f"{1000 * each.step_seconds:.1f}",
-            f"{1000 * each.epoch_seconds:.0f}",
-            "measured" if each.measured else "estimated",
-            _verdict(each, advice.chosen),
-        ]
-        for each in advice.candidates
-    ]
-    print_table(f"{title} in {amount(advice.budget)}", heads, rows)
+    columns = {
+        "parts": ["full batch" if each.num_parts == 1 else str(each.num_parts) for each in advice.candidates],
+        "halo per node": [f"{each.connectivity:.2f}" for each in advice.candidates],
+        "largest batch": [f"{each.rows:,}" for each in advice.candidates],
+        "histories": [_histories(each) for each in advice.candidates],
+        "batches kept": ["yes" if each.keep else "no" for each in advice.candidates],
+        "memory": [amount(each.memory) for each in advice.candidates],
+        "ms per step": [_told(f"{1000 * each.step_seconds:.1f}", each) for each in advice.candidates],
+        "ms per epoch": [_told(f"{1000 * each.epoch_seconds:.0f}", each) for each in advice.candidates],
+        "verdict": [_verdict(each, advice.chosen) for each in advice.candidates],
+    }
+    if all(each.keep for each in advice.candidates):
+        del columns["batches kept"]
+    print_table(f"{title} in {amount(advice.budget)}", list(columns), list(zip(*columns.values(), strict=True)))
+    if not all(each.measured for each in advice.candidates):
+        say("~: estimated from what was measured")
     for name, value in advice.options.items():
         print(f"{' '.join(_flag(name, value))}: {advice.reasons[name]}.")
+
+
+def _histories(candidate: Candidate) -> str:
+    if candidate.num_parts == 1:
+        return "-"
+    same = candidate.history_dtype == "same"
+    return candidate.storage if same else f"{candidate.storage}, {candidate.history_dtype}"
+
+
+def _told(text: str, candidate: Candidate) -> str:
+    return text if candidate.measured else f"~{text}"
 
 
 def _verdict(candidate: Candidate, best: Candidate) -> str:

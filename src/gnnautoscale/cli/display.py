@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from gnnautoscale.runs import Phases, jsonable, print_line
@@ -30,17 +32,29 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on a terminal, or tab-separated lines when piped."""
+    """Print a table on a terminal, or tab-separated lines when piped.
+
+    On a narrow terminal headings break between words, then the lines go, and at last each row becomes a list.
+    """
     if not sys.stdout.isatty():
         for row in [columns, *rows]:
             print("\t".join(row))
         return
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
+    console = Console()
+    broken = [column.replace(" ", "\n") for column in columns]
+    for heads, style in ((columns, HEAVY_HEAD), (broken, HEAVY_HEAD), (broken, SIMPLE_HEAD)):
+        table = Table(title=title, title_justify="left", title_style="bold", box=style)
+        for number, column in enumerate(heads):
+            table.add_column(column, justify="right" if number else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
+            console.print(table)
+            return
+    console.print(title, style="bold", markup=False)
     for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+        for number, (column, value) in enumerate(zip(columns, row, strict=True)):
+            print(f"{'' if not number else '  '}{column}: {value}" if column else value)
 
 
 @contextmanager

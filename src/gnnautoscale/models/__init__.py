@@ -6,6 +6,7 @@ heterogeneous graphs.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ __all__ = [
     "Types",
     "build_model",
     "check_model_options",
+    "model_name",
     "model_options",
 ]
 
@@ -57,6 +59,26 @@ MODELS: dict[str, type[PaperModel]] = {
 TYPED_MODELS: dict[str, type[TypedStack]] = {"hetero-sage": HeteroSAGE, "hgt": HGT, "rgcn": HeteroRGCN}
 
 
+#: Other names of these.
+ALIASES = {"sage": "graphsage", "gcn2": "gcnii", "heterosage": "hetero-sage", "r-gcn": "rgcn"}
+
+
+def model_name(name: str) -> str:
+    """The name of a model in :data:`MODELS` or :data:`TYPED_MODELS`, given that name or another one in use.
+
+    Example:
+        >>> model_name("sage"), model_name("GCN")
+        ('graphsage', 'gcn')
+    """
+    known = list(dict.fromkeys([*MODELS, *TYPED_MODELS]))
+    found = ALIASES.get(name.lower(), name.lower()) if isinstance(name, str) else None
+    if found not in known:
+        close = difflib.get_close_matches(str(name).lower(), [*known, *ALIASES], n=1)
+        fix = f"Did you mean {close[0]}?" if close else "Choose one of these."
+        raise InputError(f"a model is one of {', '.join(known)}", got=repr(name), fix=fix)
+    return found
+
+
 def model_options(name: str) -> Mapping[str, Option]:
     """The options of a model, each with type, default and description, by name.
 
@@ -65,10 +87,8 @@ def model_options(name: str) -> Mapping[str, Option]:
         >>> layers.type, layers.default, layers.help
         (<class 'int'>, 10, 'Number of propagations.')
     """
+    name = model_name(name)
     found: list[type[NamedModel]] = [models[name] for models in (TYPED_MODELS, MODELS) if name in models]
-    if not found:
-        known = dict.fromkeys([*MODELS, *TYPED_MODELS])
-        raise InputError(f"a model is one of {', '.join(known)}", got=repr(name), fix="Choose one of these.")
     return {key: each for model in found for key, each in options_of(model).items()}
 
 
@@ -108,6 +128,7 @@ def build_model(
         >>> type(build_model("gcn", KarateClub()[0], 4, hidden=16)).__name__
         'GCN'
     """
+    name = model_name(name)
     check_model_options(name, options)
     typed = isinstance(data, HeteroData)
     fitting: Iterable[str] = TYPED_MODELS if typed else MODELS
