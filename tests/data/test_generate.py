@@ -202,5 +202,5 @@ def test_districts_follow_the_recipe() -> None:
     assert float(share[0]) == pytest.approx((3 + 2.5 / classes) / 8, abs=0.03)
     assert float(share[1] + share[-1]) == pytest.approx(0.33, abs=0.03)
     assert share[2:-1].tolist() == pytest.approx([2.6 / classes / 8] * (classes - 3), abs=0.02)
-    with pytest.raises(InputError, match=f"num_nodes must be an integer, at least {4 * STREET + classes}"):
+    with pytest.raises(InputError, match=f"num_nodes must be an integer, at least {4 * 8 * STREET + classes}"):
         districts(100)

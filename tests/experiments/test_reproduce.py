@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def check_train(work: Mapping[str, Any]) -> None:
         check_model_options(work["model"], work["options"])
     if "task" in work:
         (GraphPrediction if "readout" in work["task"] else LinkPrediction)(**work["task"])
-    assert {"file", "typed"} & work["data"].keys() or work["dataset"] in datasets.names()
+    assert {"file", "typed"} & work["data"].keys() or work["data"].get("source", work["dataset"]) in datasets.names()
     if work["train"]["mode"] == "sage":
         assert len(work["train"]["fan_out"]) == work["options"].get("layers", 2)
 
@@ -439,7 +439,8 @@ def test_other_processes_give_the_same_results(
 
 
 def timeless(result: Any) -> dict[str, Any]:
-    return {key: value for key, value in result.items() if key not in ("seconds", "peak_memory")}
+    found = {key: value for key, value in result.items() if key not in ("seconds", "peak_memory")}
+    return {**found, "curve": {**found["curve"], "seconds": None}}
 
 
 def ring(num_nodes: int) -> Dataset:
@@ -641,6 +642,45 @@ def test_wordnet_shows_accuracy_time_and_memory(tmp_path: Path) -> None:
         ["gcn", "GraphSAGE sampling", "69.00", "25.0", "-"],
     ]
     assert report.columns == ["", "", "test accuracy (%)", "ms per step", "MB"]
+
+
+def test_results_show_when_each_way_reaches_full_batch(tmp_path: Path) -> None:
+    def result(test: float, val: list[float], seconds: list[float], cutting: float) -> list[dict[str, Any]]:
+        curve = {"epoch": [1, 2], "val": val, "seconds": seconds}
+        return [{**scored(test)[0], "curve": curve, "seconds": {"partition": cutting}, "peak_memory": 2**30}]
+
+    cell = "gin.wordnet"
+    found = {
+        (cell, "full"): result(90.0, [80.0, 91.0], [10.0, 20.0], 0.0),
+        (cell, "cluster"): result(80.0, [70.0, 81.0], [1.0, 2.0], 0.5),
+        (cell, "gas"): result(89.5, [85.0, 90.0], [3.0, 4.0], 1.5),
+    }
+    report = report_of(tmp_path, "results", found, only=["wordnet"])
+    assert report.rows == [
+        ["wordnet, gin", "full batch", "90.00", "90.0", "20.0", "1.00"],
+        ["wordnet, gin", "Cluster-GCN", "80.00", "90.0", "not reached", "1.00"],
+        ["wordnet, gin", "GAS", "89.50", "90.0", "5.5", "1.00"],
+    ]
+    assert "| wordnet, gin | GAS | 89.50 |" in report.markdown()
+
+
+def test_results_run_in_all_four_ways(tmp_path: Path) -> None:
+    whole = load_experiment("results")
+    cells: dict[str, Any] = {}
+    for cell in ("gin.cluster", "graphsage.products"):
+        options = {**whole.cells[cell], "train_of": {}}
+        options["data"] = {"graphs": 4} if "cluster" in cell else {"source": "districts", "nodes": 300}
+        options["model"] = {**options["model"], "hidden": 4}
+        small = {"num_parts": 4, "batch_size": 2, "epochs": 2, "storage": "host", "partition": "metis"}
+        options["train"] = {**options["train"], **small}
+        cells[cell] = options
+    experiment = replace(whole, cells=cells)
+    jobs, store = experiment.jobs(), Store(tmp_path / "runs.jsonl")
+    assert run_all(jobs, store, root=str(tmp_path), device="cpu", show=lambda _: None) == []
+    report = make_report(experiment, jobs, store)
+    assert [row[1] for row in report.rows] == ["full batch", "neighbour sampling", "Cluster-GCN", "GAS"] * 2
+    seconds = [values["seconds"][0] for values in report.values["results"]["graphsage.products"].values()]
+    assert seconds[0] < math.inf, "full batch reaches its own goal"
 
 
 def test_compensation_shows_differences_to_full_batch_and_times(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Generators(OptionGroup):
     nodes: int | None = option(
         None, "Number of nodes of communities and districts, or of each graph of echoes.", least=1
     )
-    degree: float | None = option(None, "Mean degree of communities.", least=0)
+    degree: float | None = option(None, "Mean degree of communities and districts.", least=0)
     features: int | None = option(None, "Number of features of communities and districts.", least=1)
     classes: int | None = option(None, "Number of classes of communities and districts.", least=1)
     homophily: float | None = option(None, "Share of edges inside a community.", least=0, most=1)

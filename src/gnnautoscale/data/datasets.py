@@ -186,7 +186,7 @@ def load(name: str, root: str | Path = "data", *, split: int = 0, seed: int = 0,
         seed: For generated data: ``cluster``, ``pattern``, ``communities``, ``districts``, ``echoes``.
         options: ``graphs`` (training graphs) for ``cluster``, ``pattern`` and ``echoes``; ``nodes`` (of each graph) for
             ``echoes``; ``nodes``, ``degree``, ``features``, ``classes`` and ``homophily`` for ``communities``;
-            ``nodes``, ``features`` and ``classes`` for ``districts``.
+            ``nodes``, ``degree``, ``features`` and ``classes`` for ``districts``.
 
     Example:
         >>> dataset = load("cluster", graphs=10)

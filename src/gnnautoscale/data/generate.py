@@ -21,7 +21,7 @@ NUM_PATTERNS = 100
 ARC = 10  # nodes of an arc
 NEARBY = 100  # places between nodes that are near
 _TRIES = 16  # to find a node of one of two signs
-STREET = 40  # nodes next door in districts are at most this many places away
+STREET = 5  # nodes next door in districts are at most this many times `degree` places away
 REACH = 8  # ring neighbours are at most this many times `degree` places away
 
 
@@ -151,14 +151,14 @@ def communities(
     return _on_places(rng, class_of, key, num_features, spread=3)
 
 
-def districts(num_nodes: int, *, num_features: int = 32, num_classes: int = 8, seed: int = 0) -> Data:
+def districts(num_nodes: int, *, degree: int = 8, num_features: int = 32, num_classes: int = 8, seed: int = 0) -> Data:
     """DISTRICTS: people who differ from those next door and are like friends far away.
 
-    The nodes lie on a ring. Five edges of a node lead to nodes at most 40 places away: nearly half of these to one of
-    the next or the previous class, the others to any. Three lead to nodes of its class, anywhere. So stretches of
-    the ring make good parts, but the edges between parts say most about a class, and those inside say something else:
-    who leaves edges out learns from a wrong picture. Features are the centroid of the class plus much noise. Nodes are
-    numbered at random.
+    The nodes lie on a ring. Five of eight edges of a node lead to nodes at most ``5 * degree`` places away: nearly half
+    of these to one of the next or the previous class, the others to any. The other three of eight lead to nodes of its
+    class, anywhere. So stretches of the ring make good parts, but the edges between parts say most about a class, and
+    those inside say something else: who leaves edges out learns from a wrong picture. Features are the centroid of the
+    class plus noise, the more the larger the degree. Nodes are numbered at random.
 
     Returns:
         ``x`` [N, F] float32, ``edge_index`` [2, E] in both directions, without duplicates and self-loops, ``y`` [N],
@@ -171,23 +171,29 @@ def districts(num_nodes: int, *, num_features: int = 32, num_classes: int = 8, s
     """
     _at_least("num_features", num_features, 1)
     _at_least("num_classes", num_classes, 3)
-    _at_least("num_nodes", num_nodes, 4 * STREET + num_classes)
+    _at_least("degree", degree, 1)
+    street = STREET * degree
+    _at_least("num_nodes", num_nodes, 4 * street + num_classes)
     rng = np.random.default_rng(seed)
     class_at = rng.permutation(np.arange(num_nodes) % num_classes)
-    ring = np.arange(num_nodes)
-    source = np.concatenate([ring, ring, ring[: num_nodes // 2], ring, ring[num_nodes // 2 :]])  # 2.5 near, 1.5 far
-    near, far = np.split(source, [5 * num_nodes // 2])
+    pairs = num_nodes * degree // 2
+    source = np.arange(pairs) % num_nodes
+    near, far = np.split(source, [5 * pairs // 8])
 
-    # One of the next class if the first tries find one, or anyone.
-    places = (near + rng.integers(1, STREET + 1, (_TRIES, near.size))) % num_nodes
-    fits = (class_at[places] == (class_at[near] + 1) % num_classes) | (rng.random(near.size) < 0.5)
-    neighbour = places[np.argmax(fits, axis=0), np.arange(near.size)]
+    # One of the next class if a few tries find one; or anyone.
+    wanted = (class_at[near] + 1) % num_classes
+    neighbour = (near + rng.integers(1, street + 1, near.size)) % num_nodes
+    seeking = np.flatnonzero(rng.random(near.size) < 0.5)
+    for _ in range(_TRIES):
+        seeking = seeking[class_at[neighbour[seeking]] != wanted[seeking]]
+        neighbour[seeking] = (near[seeking] + rng.integers(1, street + 1, seeking.size)) % num_nodes
 
     by_class, sizes = np.argsort(class_at, kind="stable"), np.bincount(class_at)
     first = np.cumsum(sizes) - sizes
     friend = by_class[first[class_at[far]] + rng.integers(0, sizes[class_at[far]])]
     key = _distinct(source, np.concatenate([neighbour, friend]), num_nodes)
-    return _on_places(rng, class_at, key, num_features, spread=2)
+    del source, near, far, wanted, neighbour, seeking, friend  # large
+    return _on_places(rng, class_at, key, num_features, spread=2 * math.sqrt(8 / degree))
 
 
 def echoes(num_graphs: int, *, num_nodes: int = 50_000, seed: int = 0) -> Data:

@@ -134,9 +134,11 @@ def _communities(
 
 
 def _districts(
-    root: Path, split: int, seed: int, *, nodes: int = 100_000, features: int = 32, classes: int = 8
+    root: Path, split: int, seed: int, *, nodes: int = 100_000, degree: float = 8, features: int = 32, classes: int = 8
 ) -> list[Data]:
-    return [generate.districts(nodes, num_features=features, num_classes=classes, seed=seed)]
+    if degree != int(degree):
+        raise InputError("the degree of districts must be an integer", got=str(degree), fix="Round it.")
+    return [generate.districts(nodes, degree=int(degree), num_features=features, num_classes=classes, seed=seed)]
 
 
 def _ogbn(root: Path, split: int, seed: int, *, title: str) -> list[Data]:

@@ -59,10 +59,10 @@ class Job:
 class Experiment:
     """An experiment of the paper, as in its configuration file.
 
-    A job has the options ``train``, those of its cell, which may also set the number of seeds, and those of its
-    variant; later ones win. Options of a model are in a table of their own, ``model``, and so are those of link
-    prediction, ``task``. A number of ``steps`` in place
-    of epochs is the same for all modes. Variants ``on_request`` run only if they are named.
+    A job has the options ``train``, those of its cell, which may also set the number of seeds, those of its variant,
+    and those that the cell has for this variant (``train_of``); later ones win. Options of a model are in a table of
+    their own, ``model``, and so are those of link prediction, ``task``. A number of ``steps`` in place of epochs is the
+    same for all modes. Variants ``on_request`` run only if they are named.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Experiment:
             return {"kind": self.kind, "cell": cell, **self.train, **options, **changes, "seed": seed, **where}
         model, dataset = cell.split(".")
         model_options = {**options.get("model", {}), **changes.pop("model", {})}
-        train = {**self.train, **options.get("train", {}), **changes}
+        train = {**self.train, **options.get("train", {}), **changes, **options.get("train_of", {}).get(variant, {})}
         train = self._with_epochs(train, steps)
         unused = [name for name, modes in _OF_MODES.items() if train["mode"] not in modes]
         return {
@@ -219,4 +219,5 @@ def _matches(cell: str, variant: str, patterns: Sequence[str], *, by_name: bool 
     elif not patterns:
         return True
     names = (f"{cell}/{variant}" if "/" in pattern else cell for pattern in patterns)
-    return any(map(fnmatchcase, names, patterns))
+    parts = cell.split(".")  # a pattern may also name a model or a graph alone
+    return any(map(fnmatchcase, names, patterns)) or any(pattern in parts for pattern in patterns)

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,13 @@ def _train(work: Work, root: str, device: str, run_dir: Path | None) -> dict[str
     later = [epoch.seconds for epoch in fitted.epochs[1:]] or [fitted.epochs[0].seconds]
     result["seconds"]["step"] = statistics.median(later) * len(fitted.epochs) / max(1, fitted.steps)
     evaluated = [epoch for epoch in fitted.epochs if epoch.scores]
+    totals = accumulate(epoch.seconds for epoch in fitted.epochs)
+    passed = dict(zip((epoch.number for epoch in fitted.epochs), totals, strict=True))
     shown = evaluated[:: -(-len(evaluated) // _MOST_POINTS)]
     result["curve"] = {
         "epoch": [epoch.number for epoch in shown],
         "loss": [round(epoch.loss, 5) for epoch in shown],
+        "seconds": [round(passed[epoch.number], 4) for epoch in shown],
         **{split: [round(epoch.scores[split], 3) for epoch in shown] for split in ("train", "val", "test")},
     }
     if isinstance(task, LinkPrediction):
@@ -125,6 +129,7 @@ def _step(work: Work, root: str, device: str) -> dict[str, Any]:
 @lru_cache(maxsize=4)  # jobs come sorted by data set
 def _load(name: str, root: str, split: int, options: tuple[tuple[str, Any], ...]) -> Dataset:
     given = dict(options)
+    name = given.pop("source", name)
     if given.pop("folds", False):
         return _fold(Path(root) / given.pop("file"), split)
     if given.pop("binary", False):  # features are there, or not
