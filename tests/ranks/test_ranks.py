@@ -229,6 +229,39 @@ def test_a_pull_sees_the_pushes_of_the_step_before_or_with_a_lag_of_the_one_befo
         assert seen == [(step, [step - lag] if step >= lag else []) for step in range(5)]
 
 
+def train_some(data: Data, clips: bool) -> tuple[list[bool], dict[str, Tensor]]:
+    """A loop that leaves out batches without training nodes."""
+    loader = ranks.RankLoader(data, num_parts=6)
+    model = ranks.autoscale(gcn(), loader)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    stepped = []
+    for _ in range(3):
+        for batch in loader:
+            out, mask = model(batch), batch.train_mask[: batch.batch_size]
+            stepped.append(bool(mask.any()))
+            if not mask.any():
+                continue
+            optimizer.zero_grad()
+            F.cross_entropy(out[mask], batch.y[: batch.batch_size][mask]).backward()  # type: ignore[no-untyped-call]
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+    gas.infer(model, loader)
+    return stepped, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_loop_may_leave_out_batches_without_labels() -> None:
+    data = undirected_graph()
+    data.train_mask = torch.arange(40) < 8
+    found = run_ranks(2, train_some, data, False)
+    assert any(one != other for one, other in zip(*(stepped for stepped, _ in found), strict=True)), "one rank skips"
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+    initial = gcn().state_dict()
+    assert any(not torch.equal(found[0][1][name], initial[name]) for name in initial)
+    for error in outcomes(2, train_some, data, True):
+        assert "all ranks must make the same steps" in str(error)
+
+
 def accumulate(data: Data) -> list[list[Tensor]]:
     loader = ranks.RankLoader(data, num_parts=4)
     model, batch = ranks.autoscale(gcn(), loader), next(iter(loader))

@@ -70,15 +70,20 @@ def attach_shared(
         loader.ghosts.lag = lag
         loader.ghosts.follow(lambda: memory.records)
     if sync_norms:
-        attached(model).normalize_by(RankNorms(loader.world))
+        attached(model).normalize_by(RankNorms(loader.world))  # whose backward passes need all ranks
 
 
 def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module, **options: Any) -> GradientMean:
     """Let every backward pass end with the mean of all ranks' gradients, also those of ``further`` modules."""
-    memory = attached(model).memory
+    memory, ghosts = attached(model).memory, loader.ghosts
 
-    def share_gradients() -> None:
-        if memory.last_gradients and loader.ghosts is not None:
-            loader.ghosts.send([memory.last_gradients[slot] for slot in sorted(memory.last_gradients)])
+    def after_backward() -> None:
+        if ghosts is not None:
+            ghosts.unanswered = False
+            if memory.last_gradients:
+                ghosts.send([memory.last_gradients[slot] for slot in sorted(memory.last_gradients)])
 
-    return GradientMean(loader.world, [model, *further], after=share_gradients, **options)
+    made = GradientMean(loader.world, [model, *further], after=after_backward, **options)
+    if ghosts is not None:
+        ghosts.skip = made.skip
+    return made

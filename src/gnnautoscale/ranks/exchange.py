@@ -33,6 +33,9 @@ class Ghosts:
 
     def __init__(self, shard: Shard, world: World) -> None:
         self.shard, self.world = shard, world
+        #: Whether the last forward pass waits for a backward pass, or for :attr:`skip`, which takes part without one.
+        self.unanswered = False
+        self.skip: Callable[[], None] | None = None
         #: How many steps the rows of other ranks may lag behind those of the step before, 0 or 1.
         self.lag = 0
         self._sent_starts, self._starts = shard.sent_starts.tolist(), shard.starts.tolist()
@@ -153,6 +156,7 @@ class RankTransfer(Transfer):
         """See :meth:`Transfer.end`."""
         self._inner.end()
         self._ghosts.send([self._pushed[slot] for slot in sorted(self._pushed)])
+        self._ghosts.unanswered = torch.is_grad_enabled()
 
     def complete(self) -> None:
         """See :meth:`Transfer.complete`."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
+from gnnautoscale.errors import InputError
 from gnnautoscale.ranks.world import Arrival, World
 
 # Values that are added up at once; a backward pass finds the gradients of the last layers first.
@@ -18,7 +21,8 @@ class GradientMean:
 
     So a step is that of one process that adds up the gradients of all ranks' batches and divides by their number. What
     modules keep besides weights, such as the running averages of batch norms, becomes the mean as well. A rank without
-    anything to learn in a step calls :meth:`join` instead of a backward pass, and does not count in the mean.
+    anything to learn in a step calls :meth:`join` or :meth:`skip` instead of a backward pass, and does not count in the
+    mean.
 
     Args:
         world: The ranks.
@@ -45,6 +49,7 @@ class GradientMean:
         self._averages = [buffer for buffer in buffers if buffer.is_floating_point()]
         self._buckets = _buckets(self._weights)
         self._bucket_of = {id(weight): number for number, bucket in enumerate(self._buckets) for weight in bucket}
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._hooks = [
             weight.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
             for weight in self._weights
@@ -67,6 +72,26 @@ class GradientMean:
         self.counts = False
         self._finish()
         return self.trained
+
+    def skip(self) -> None:
+        """Take part in a step whose loop went on without a backward pass: if other ranks step, so does this one."""
+        if self.join():
+            for optimizer in self._find_optimizers():
+                optimizer.step()
+
+    def _find_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of the weights, which only the user's loop knows."""
+        mine = {id(weight) for weight in self._weights}
+        found = [each for each in self._optimizers if each() is not None]
+        if not found:
+            objects = [each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer)]
+            found = [
+                weakref.ref(each)
+                for each in objects
+                if any(id(weight) in mine for group in each.param_groups for weight in group["params"])
+            ]
+            self._optimizers = found
+        return [optimizer for each in found if (optimizer := each()) is not None]
 
     def add_up(self, *numbers: float) -> list[float]:
         """The sums of numbers over all ranks."""
@@ -99,11 +124,20 @@ class GradientMean:
             self._send(bucket)
         wire = self.world.wire
         here = [float(weight.grad is not None) for weight in self._weights]
-        head = torch.tensor([float(self.counts), float(self.wish()), *here], dtype=torch.double)
+        # The weights of each rank as one number, since loops that differ would let them drift apart.
+        mine = torch.zeros(self.world.size, dtype=torch.double)
+        mine[self.world.rank] = sum(float(weight.detach().double().sum()) for weight in self._weights)
+        head = torch.tensor([float(self.counts), float(self.wish()), *mine.tolist(), *here], dtype=torch.double)
         facts = torch.cat([head.to(wire), *(average.flatten().to(wire, torch.double) for average in self._averages)])
         facts = self.world.sum(facts).wait()
         head, averages = facts[: head.numel()].cpu(), facts[head.numel() :]
         counts, wishes, *known = head.tolist()
+        weights, known = known[: self.world.size], known[self.world.size :]
+        if any(each != weights[0] for each in weights):
+            self._reset()
+            rule = "all ranks must make the same steps with the same weights"
+            fix = "Let every rank do the same between backward() and step(), such as clipping, also without labels."
+            raise InputError(rule, got=f"weights that differ, with sums of {weights}", fix=fix)
         self.trained, self.stop = counts > 0, wishes > 0
         sizes = [average.numel() for average in self._averages]
         for average, values in zip(self._averages, torch.split(averages, sizes), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,13 @@ class RankLoader(HaloLoader):
 
     def __len__(self) -> int:
         return super().__len__() if self.shard is None else self._length
+
+    def __iter__(self) -> Iterator[Data]:
+        for batch in super().__iter__():
+            yield batch
+            # The loop goes on, perhaps without a backward pass, since nothing in the batch has a label.
+            if self.ghosts is not None and self.ghosts.unanswered and self.ghosts.skip is not None:
+                self.ghosts.skip()
 
     def _parts_to_draw(self) -> int:
         return super()._parts_to_draw() if self.shard is None else self.shard.num_parts

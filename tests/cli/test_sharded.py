@@ -1,0 +1,70 @@
+"""``torchrun -m gnnautoscale train`` on shards that ``gas partition --ranks`` wrote: one table, one run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import gnnautoscale as gas
+from gnnautoscale.cli import app
+from gnnautoscale.runs import read_run
+
+GRAPH = ["--data", "communities", "--nodes", "200", "--classes", "4", "--num-parts", "8"]
+
+
+def test_shards_are_written_and_trained_on(tmp_path: Path) -> None:
+    shards = tmp_path / "shards"
+    shown = CliRunner().invoke(app, ["partition", *GRAPH, "--ranks", "2", "--output", str(shards), "--json"])
+    assert shown.exit_code == 0, shown.output
+    facts = json.loads(shown.stdout.splitlines()[-1])
+    assert facts["own nodes of a rank, most"] >= 100
+    trained = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29623"),
+            *("-m", "gnnautoscale", "train", "--data", str(shards), "--hidden", "8", "--batch-size", "2"),
+            *("--epochs", "2", "--run-dir", str(tmp_path / "run"), "--json"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert trained.returncode == 0, trained.stderr
+    (line,) = [line for line in trained.stdout.splitlines() if line.startswith("{")]
+    (run,) = json.loads(line)["runs"]
+    assert run["steps"] == 4
+    record = read_run(tmp_path / "run")
+    assert record.run["data"]["nodes"] == 200
+    assert len(record.epochs) == 2
+    assert trained.stderr.count("epoch 2/2") == 1, "one rank shows progress"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["partition", *GRAPH, "--ranks", "2"], "--ranks needs a folder"),
+        (["partition", *GRAPH, "--bidirectional"], "belongs to --ranks"),
+        (["train", "--data", "shards", "--model", "pna"], "built from the whole graph"),
+        (["train", "--data", "shards", "--task", "link"], "something of nodes"),
+        (["train", "--data", "shards", "--num-parts", "4"], "cut and prepared already"),
+        (["train", "--data", "shards"], "has shards for 2 ranks"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "shards" in arguments:
+        written = CliRunner().invoke(app, ["partition", *GRAPH, "--ranks", "2", "--output", "shards"])
+        assert written.exit_code == 0, written.output
+    found = CliRunner().invoke(app, [*arguments])
+    assert isinstance(found.exception, gas.InputError)
+    assert message in str(found.exception)
