@@ -299,6 +299,24 @@ def test_same_seed_same_bits_and_one_rank_is_no_torchrun() -> None:
     assert all(torch.equal(alone[2][name], value) for name, value in model.state_dict().items())
 
 
+def attach_again(data: Data) -> bool:
+    loader = ranks.RankLoader(data, num_parts=4)
+    plain, found = gcn(), []
+    for _ in range(2):
+        model = ranks.autoscale(plain, loader)
+        for batch in loader:
+            model.zero_grad()
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        found.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
+        gas.detach(model)
+    assert not any(weight._post_accumulate_grad_hooks for weight in plain.parameters())
+    return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_detached_model_can_be_attached_again() -> None:
+    assert run_ranks(2, attach_again, undirected_graph()) == [True, True]
+
+
 def sent(data: Data, dtype: torch.dtype | None) -> tuple[int, int, int]:
     """Bytes sent in an epoch, bytes of all rows that are ghosts elsewhere, and whether ghosts are what owners have."""
     loader = ranks.RankLoader(data, num_parts=6, batch_size=2, shuffle=True)

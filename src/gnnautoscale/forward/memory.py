@@ -137,6 +137,8 @@ class GraphMemory:
     def release(self) -> None:
         """Free the threads that move rows, and let another run have the folder of histories on disk."""
         self._close_transfer()
+        if self.sharing is not None:
+            self.sharing.close()
         self.recorder = None  # or loaders would go on preparing edges
         if self.folder is not None:
             self.folder.close()

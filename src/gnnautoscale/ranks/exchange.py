@@ -36,6 +36,8 @@ class Ghosts:
         #: Whether the last forward pass waits for a backward pass, or for :attr:`skip`, which takes part without one.
         self.unanswered = False
         self.skip: Callable[[], None] | None = None
+        #: Called when the model is detached.
+        self.on_close: Callable[[], None] | None = None
         #: How many steps the rows of other ranks may lag behind those of the step before, 0 or 1.
         self.lag = 0
         self._sent_starts, self._starts = shard.sent_starts.tolist(), shard.starts.tolist()
@@ -94,6 +96,13 @@ class Ghosts:
     def _arrive(self, left: int) -> None:
         while len(self._pending) > left:
             _write(*self._pending.popleft())
+
+    def close(self) -> None:
+        """Wait for rows on their way, which the other ranks have sent, and let the model go."""
+        self.settle()
+        if self.on_close is not None:
+            self.on_close()
+        self.skip, self.on_close, self.unanswered = None, None, False
 
     def around(self, transfer: Transfer) -> Transfer:
         """A transfer that also keeps ghosts up to date."""

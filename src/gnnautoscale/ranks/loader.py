@@ -53,8 +53,11 @@ class RankLoader(HaloLoader):
     #: What keeps ghosts up to date; ``None`` if there is only one rank.
     ghosts: Ghosts | None = None
 
-    def __init__(self, data: Data | str | Path, num_parts: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, data: Data | str | Path, num_parts: int | None = None, *, batch_size: int = 1, **options: Any
+    ) -> None:
         self.world = current()
+        options["batch_size"] = batch_size
         if isinstance(data, (str, Path)):
             shard = read_shard(Path(data), self.world.rank, self.world.size)
             unfit = {"num_parts": num_parts, **options}.keys() & {"partition", "balance", "cache_dir"}
@@ -70,7 +73,7 @@ class RankLoader(HaloLoader):
         if options.get("bidirectional", False) and not shard.bidirectional:
             fix = "Write them with bidirectional=True."
             raise InputError("bidirectional halos need such shards", got="one of sources only", fix=fix)
-        self._share(shard, options.get("batch_size", 1))
+        self._share(shard, batch_size)
         given = {name: value for name, value in options.items() if name not in ("partition", "balance", "cache_dir")}
         if isinstance(given.get("batch_size"), int):
             given["batch_size"] = min(given["batch_size"], shard.num_parts)

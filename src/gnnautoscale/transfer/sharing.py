@@ -17,3 +17,6 @@ class Sharing(Protocol):
 
     def share(self, histories: Sequence[History]) -> None:
         """Send all rows that others need, and receive theirs; every process must call it."""
+
+    def close(self) -> None:
+        """Leave the model as it was: nothing is shared any more."""
