@@ -283,6 +283,16 @@ def test_a_run_is_compared_with_one_that_has_no_histories(tmp_path: Path) -> Non
     assert "Who pulls from whom (A)" not in page.text, "the whole graph pulls from nowhere"
 
 
+def test_full_batch_is_the_yardstick_and_shows_only_what_it_used(tmp_path: Path) -> None:
+    batches = written(tmp_path / "a", [epoch(1)], parts=PARTS, result=RESULT, mode="gas", num_parts=8, batch_size=2)
+    whole = written(tmp_path / "b", [epoch(1)], result=RESULT, mode="full", num_parts=8, batch_size=4)
+    page = report(tmp_path, batches, whole)
+    assert "relative to B" in page.text
+    differences = page.text.split("Where the runs differ")[1].split("All settings")[0]
+    assert "num_parts" not in differences
+    assert page.text.split("All settings")[1].split("Key numbers")[0].count("not used") >= 2
+
+
 def test_runs_are_found_in_folders(tmp_path: Path) -> None:
     for name in ("b", "a"):
         full(tmp_path / "runs" / "deep" / name, title=f"run {name}")

@@ -17,6 +17,17 @@ from gnnautoscale.runs import RunRecord, read_run
 
 # Options that say where files are, and nothing about what is computed.
 _PATHS = ("run_dir", "checkpoint_dir", "resume", "history_dir", "cache_dir")
+# Options that a mode does not use, whatever they are set to.
+_OF_BATCHES = ("num_parts", "batch_size", "partition", "balance", "drawings", "steps_per_epoch", "lipschitz_radius")
+_OF_HISTORIES = ("storage", "history_dtype", "refresh", "refresh_every", "evaluation", "evaluate_parts", "compensate")
+_OF_HISTORIES += ("batches_on", "keep_batches", "capture", "lipschitz", "lipschitz_radius", "drawings", "exact_epochs")
+_UNUSED = {
+    "full": (*_OF_BATCHES, "fan_out", "refresh", "refresh_every", "compensate", "evaluate_parts"),
+    "cluster": (*_OF_HISTORIES, "fan_out"),
+    "sage": (*_OF_HISTORIES, "partition", "balance"),
+    "gas": ("fan_out",),
+}
+NOT_USED = "not used"
 _UNITS = ("nodes", "edges", "features", "classes", "targets")
 
 
@@ -51,9 +62,12 @@ class ReportedRun:
 
     @cached_property
     def options(self) -> dict[str, str]:
-        """Options in words, without paths."""
+        """Options in words, without paths, and which of them the mode does not use."""
         options = self.record.run.get("options") or {}
-        return {name: words(value) for name, value in options.items() if name not in _PATHS}
+        unused = _UNUSED.get(str(options.get("mode")), ())
+        return {
+            name: NOT_USED if name in unused else words(value) for name, value in options.items() if name not in _PATHS
+        }
 
     @cached_property
     def result(self) -> dict[str, Any]:
@@ -180,9 +194,9 @@ def find_runs(paths: Iterable[Path]) -> list[ReportedRun]:
 
 
 def differing(columns: Sequence[dict[str, str]]) -> list[str]:
-    """The names whose values differ between columns, in order; a missing value differs, too."""
+    """The names whose values differ between columns, in order; a missing value differs, too, but not an unused one."""
     names = dict.fromkeys(name for column in columns for name in column)
-    return [name for name in names if len({column.get(name) for column in columns}) > 1]
+    return [name for name in names if len({column.get(name) for column in columns} - {NOT_USED}) > 1]
 
 
 def words(value: Any) -> str:

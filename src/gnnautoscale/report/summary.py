@@ -54,14 +54,14 @@ def comparison_section(runs: Sequence[ReportedRun]) -> Section | None:
     """Settings and results that differ between runs, and means over runs that differ only in their seeds."""
     if len(runs) < 2:
         return None
-    first = runs[0]
+    first = next((run for run in runs if run.options.get("mode") == "full"), runs[0])  # the yardstick, if there is one
     changed = differing([run.options for run in runs])
     columns = [(run.name, [*_pick(changed, run.options).values(), *_results(run, first)]) for run in runs]
     names = [*changed, "test score", "val score", "time per epoch", "peak memory", "histories"]
     known = [at for at in range(len(names)) if at < len(changed) or any(its[at] != "-" for _, its in columns)]
     columns = [(name, [its[at] for at in known]) for name, its in columns]
     how = (
-        f"Settings that differ, and their results, relative to {first.tag}: scores as "
+        f"Settings that differ, and their results, relative to {first.name}: scores as "
         f"differences{' in percentage points' if first.percent else ''}, times and memory as ratios. Runs also differ "
         "by chance: compare several seeds before you trust a small difference."
     )
