@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -118,7 +117,7 @@ def rank(options: argparse.Namespace) -> dict[str, Any]:
         "epoch": min(seconds),
         "sent bytes per step": (world.sent_bytes - sent) / (steps * options.epochs),
         "inference": timed(lambda: gas.infer(model, loader), device),
-        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before,
+        "memory": most_resident() - before,
     }
     shard = getattr(loader, "shard", None)
     if shard is not None:
@@ -130,6 +129,12 @@ def rank(options: argparse.Namespace) -> dict[str, Any]:
         found["expected memory"] = memory_of(rows, edges, row, options)
         found |= wire(world) if world.size > 1 else {}
     return found
+
+
+def most_resident() -> int:
+    """The largest resident memory of this process; that of getrusage would include its parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
 def memory_of(rows: int, edges: int, row_bytes: int, options: argparse.Namespace) -> int:

@@ -53,10 +53,12 @@ def test_a_rank_reads_its_shard_alone(tmp_path: Path) -> None:
         for name in ("nodes", "starts", "sent", "sent_starts", "ghost_starts", "first_part"):
             assert torch.equal(getattr(made, name), getattr(read, name))
     shutil.move(tmp_path / "shards", tmp_path / "moved")
-    found = run_ranks(3, infer, tmp_path / "moved")
+    ranks.write_shards(tmp_path / "one", data, labels, 1)
     weighted = model().eval()
     with torch.no_grad():
-        assert_same(found[0], weighted(data.x, data.edge_index, data.edge_weight, data.edge_attr))
+        expected = weighted(data.x, data.edge_index, data.edge_weight, data.edge_attr)
+    for size, folder in ((3, "moved"), (1, "one")):
+        assert_same(run_ranks(size, infer, tmp_path / folder)[0], expected)
 
 
 def test_the_maker_takes_memory_mapped_tensors_and_looks_at_them_in_pieces(

@@ -136,7 +136,7 @@ class Ghosts:
         rows = torch.cat(pieces) if pieces else shard.sent[:0]
         arriving = [torch.arange(piece.start, piece.stop) for pieces in received for piece in pieces]
         where = shard.num_own + (torch.cat(arriving) if arriving else rows[:0])
-        raw = [_raw_rows(history, rows).view(torch.uint8) for history in histories]
+        raw = [_raw_rows(history, rows, self.world.wire).view(torch.uint8) for history in histories]
         together = raw[0] if len(raw) == 1 else torch.cat(raw, dim=1)
         arrival = self.world.exchange(together, _counts(sent), _counts(received))
         return arrival, list(histories), where
@@ -181,11 +181,11 @@ class RankTransfer(Transfer):
         self._inner.close()
 
 
-def _raw_rows(history: History, rows: Tensor) -> Tensor:
-    """Raw rows of a history, ``[count, raw_width]``, where the history is."""
-    shape = rows.numel(), history.codec.raw_width
-    raw = torch.empty(shape, dtype=history.codec.raw_dtype, device=history.raw.device)
-    history.read(rows.to(raw.device), raw)
+def _raw_rows(history: History, rows: Tensor, wire: torch.device) -> Tensor:
+    """Raw rows of a history, ``[count, raw_width]``, where it is, or where rows are sent from."""
+    shape, device = (rows.numel(), history.codec.raw_width), history.raw.device if history.raw.is_cuda else wire
+    raw = torch.empty(shape, dtype=history.codec.raw_dtype, device=device)
+    history.read(rows.to(device), raw)
     return raw
 
 
@@ -195,7 +195,7 @@ def _write(arrival: Arrival, histories: list[History], where: Tensor) -> None:
     for history in histories:
         width = history.codec.raw_width * history.codec.raw_dtype.itemsize
         rows = raw[:, place : place + width].contiguous().view(history.codec.raw_dtype)
-        history.write(rows.to(history.raw.device), where)
+        history.write(rows, where)
         place += width
 
 

@@ -125,10 +125,11 @@ class GradientMean:
         wire = self.world.wire
         here = [float(weight.grad is not None) for weight in self._weights]
         # The weights of each rank as one number, since loops that differ would let them drift apart.
-        mine = torch.zeros(self.world.size, dtype=torch.double)
-        mine[self.world.rank] = sum(float(weight.detach().double().sum()) for weight in self._weights)
-        head = torch.tensor([float(self.counts), float(self.wish()), *mine.tolist(), *here], dtype=torch.double)
-        facts = torch.cat([head.to(wire), *(average.flatten().to(wire, torch.double) for average in self._averages)])
+        sums = torch.stack([weight.detach().double().sum() for weight in self._weights] or [torch.zeros(())])
+        head = torch.tensor([float(self.counts), float(self.wish()), *[0.0] * self.world.size, *here])
+        head = head.to(wire, torch.double)
+        head[2 + self.world.rank] = sums.sum().to(wire)
+        facts = torch.cat([head, *(average.flatten().to(wire, torch.double) for average in self._averages)])
         facts = self.world.sum(facts).wait()
         head, averages = facts[: head.numel()].cpu(), facts[head.numel() :]
         counts, wishes, *known = head.tolist()

@@ -64,7 +64,7 @@ class RankLoader(HaloLoader):
             if unfit or num_parts is not None:
                 got = ", ".join(sorted(unfit)) or f"num_parts={num_parts}"
                 raise InputError("a folder of shards is cut into parts already", got=got, fix="Leave it out.")
-            self.world.agree({"folder of shards": shard.whole["key"], "settings": repr(sorted(options.items()))})
+            self.world.agree({"folder of shards": shard.whole["made"], "settings": _settings(options)})
         elif self.world.size == 1:
             super().__init__(data, num_parts, **options)
             return
@@ -85,8 +85,7 @@ class RankLoader(HaloLoader):
         """This rank's share of a graph that all ranks have; the first one decides about parts and ranks."""
         world, graph = self.world, Graph.of(data)
         given = options.get("partition")
-        known = {name: value for name, value in options.items() if name not in ("device", "num_workers", "partition")}
-        world.agree({"graph": graph.key, "num_parts": num_parts, "settings": repr(sorted(known.items()))})
+        world.agree({"graph": graph.key, "num_parts": num_parts, "settings": _settings(options)})
         decided: Any = None
         if world.is_first:
             try:
@@ -174,3 +173,9 @@ class RankLoader(HaloLoader):
             return None
         order, every = torch.cat(nodes), torch.cat(found)
         return torch.empty_like(every).index_copy_(0, order, every)
+
+
+def _settings(options: dict[str, Any]) -> str:
+    """The options that all ranks must have alike, in words."""
+    own = ("device", "num_workers", "partition", "cache_dir")
+    return repr(sorted((name, value) for name, value in options.items() if name not in own))
