@@ -19,6 +19,7 @@ from gnnautoscale._util.options import Option, OptionGroup, check_names, check_p
 from gnnautoscale._util.peak_memory import PeakMemory, resident_memory
 from gnnautoscale._util.pinned import Pinned, arriving_numbers, copy_staged, copy_staged_together, pinned_zeros
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
+from gnnautoscale._util.versions import versions
 
 __all__ = [
     "FolderLock",
@@ -56,5 +57,6 @@ __all__ = [
     "tensors_in",
     "undisturbed",
     "untracked",
+    "versions",
     "write_atomically",
 ]

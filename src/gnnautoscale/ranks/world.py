@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import atexit
 import os
-import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from importlib import metadata
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gnnautoscale._util import versions
 from gnnautoscale.errors import InputError
 
 T = TypeVar("T")
@@ -145,7 +144,7 @@ class World:
         """
         if self.size == 1:
             return
-        given = {**facts, **{f"version of {name}": value for name, value in _versions().items()}}
+        given = {**facts, **{f"version of {name}": value for name, value in versions().items()}}
         everyone = self.gather(given)
         for name in {name: None for each in everyone for name in each}:
             values = [each.get(name) for each in everyone]
@@ -216,13 +215,3 @@ def _number(name: str, default: int) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise InputError(f"{name} must be a whole number", got=repr(text), fix="Start the script with torchrun.")
     return int(text)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("torch", "torch-geometric", "gnnautoscale"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # run from its sources
-            found[name] = "unknown"
-    return found

@@ -7,7 +7,7 @@ It knows nothing about the command line.
 from gnnautoscale.training.captured import Engine
 from gnnautoscale.training.checkpoint import latest_checkpoint
 from gnnautoscale.training.feed import plain_item
-from gnnautoscale.training.journal import describe_machine, versions
+from gnnautoscale.training.journal import describe_machine
 from gnnautoscale.training.loggers import BY_NAME as LOGGERS
 from gnnautoscale.training.loggers import Logger, MLflow, TensorBoard, WandB, check_package
 from gnnautoscale.training.loop import dataset_of, fit
@@ -47,5 +47,4 @@ __all__ = [
     "pick_device",
     "plain_item",
     "summary_of",
-    "versions",
 ]

@@ -7,13 +7,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gnnautoscale._util import available_memory
+from gnnautoscale._util import available_memory, versions
 from gnnautoscale.analysis import Diagnostic, diagnose
 from gnnautoscale.attach import Verification, attached, verify
 from gnnautoscale.data import Dataset
@@ -232,14 +231,3 @@ def describe_parts(edge_index: Tensor, labels: Tensor) -> dict[str, Any]:
         "halo": (matrix / group_sizes.clamp(min=1).unsqueeze(1)).tolist(),
         "batches": {name: values[shown].tolist() for name, values in columns.items()},
     }
-
-
-def versions() -> dict[str, str]:
-    """The versions that results depend on."""
-    found = {"python": platform.python_version()}
-    for name in ("torch", "torch-geometric", "gnnautoscale"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # run from its sources
-            found[name] = "unknown"
-    return found

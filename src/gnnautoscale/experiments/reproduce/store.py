@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from gnnautoscale._util import versions
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments.reproduce.config import Job
-from gnnautoscale.training import versions
 
 Result = dict[str, Any]
 
