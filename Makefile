@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types format docs figures
+.PHONY: demo test lint types format docs figures package
 
 demo: .venv/installed
 	$(BIN)/gas demo
@@ -25,6 +25,12 @@ format: .venv/installed
 # The site, in site/: open site/index.html. Broken links and anchors are errors (but not with --quiet).
 docs: .venv/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The wheel and the source distribution, in dist/, each installed into a fresh environment where a small demo runs.
+package: .venv/installed
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	for file in dist/*.whl dist/*.tar.gz; do $(BIN)/python tests/project/try_package.py $$file || exit 1; done
 
 # Draws the site's figures again; they are kept in git.
 figures: .venv/installed

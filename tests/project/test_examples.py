@@ -100,6 +100,11 @@ def resume(printed: Printed) -> None:
     assert number(printed["epochs in the end"]) == 12
 
 
+def with_lightning(printed: Printed) -> None:
+    assert number(printed["last loss"]) < number(printed["first loss"]) / 4
+    assert number(printed["test accuracy"]) > 90
+
+
 CLAIMS: dict[str, Callable[[Printed], None]] = {
     claim.__name__: claim
     for claim in (
@@ -115,6 +120,7 @@ CLAIMS: dict[str, Callable[[Printed], None]] = {
         neighbour_sampling,
         own_loop,
         resume,
+        with_lightning,
     )
 }
 

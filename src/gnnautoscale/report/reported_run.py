@@ -19,8 +19,10 @@ from gnnautoscale.runs import RunRecord, read_run
 _PATHS = ("run_dir", "checkpoint_dir", "resume", "history_dir", "cache_dir")
 # Options that a mode does not use, whatever they are set to.
 _OF_BATCHES = ("num_parts", "batch_size", "partition", "balance", "drawings", "steps_per_epoch", "lipschitz_radius")
-_OF_HISTORIES = ("storage", "history_dtype", "refresh", "refresh_every", "evaluation", "evaluate_parts", "compensate")
-_OF_HISTORIES += ("batches_on", "keep_batches", "capture", "lipschitz", "lipschitz_radius", "drawings", "exact_epochs")
+_OF_HISTORIES = (
+    *("storage", "history_dtype", "refresh", "refresh_every", "evaluation", "evaluate_parts", "compensate"),
+    *("batches_on", "keep_batches", "capture", "lipschitz", "lipschitz_radius", "drawings", "exact_epochs"),
+)
 _UNUSED = {
     "full": (*_OF_BATCHES, "fan_out", "refresh", "refresh_every", "compensate", "evaluate_parts"),
     "cluster": (*_OF_HISTORIES, "fan_out"),
