@@ -148,8 +148,9 @@ def _train_all(
             name = f"{dataset.name}-{model_name}-{training.mode}-seed{seed}"
             run_dir = _run_dir(options, name, seed) if world.is_first else None
             settings = {**given, "seed": seed, "run_dir": run_dir}
+            settings["tensorboard"] = given["tensorboard"] and world.is_first
             on = dataset if shards is None else shards
-            loggers = [LOGGERS[each]() for each in log]
+            loggers = [LOGGERS[each]() for each in log if world.is_first]
             results.append(fit(model, on, task=task, loggers=loggers, progress=not quiet, **settings))
         except KeyboardInterrupt:
             _say_how_to_resume(training.checkpoint_dir, is_first=world.is_first)

@@ -261,7 +261,7 @@ class RankStrategy(HistoryStrategy):
         masks = {f"{split} nodes in split": data.get(f"{split}_mask") for split in _SPLITS}
         counts = self.world.gather({name: 0 if mask is None else int(mask.sum()) for name, mask in masks.items()})
         found = {name: sum(each[name] for each in counts) for name in masks}
-        return {"nodes": whole["nodes"], "edges": whole["edges"], **found}
+        return {"nodes": whole["nodes"], "edges": whole["edges"], **found, "ranks": self.world.size}
 
     def describe(self, result: FitResult) -> None:
         """See :meth:`Strategy.describe`."""
