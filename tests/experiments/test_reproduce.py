@@ -647,7 +647,8 @@ def test_wordnet_shows_accuracy_time_and_memory(tmp_path: Path) -> None:
 def test_results_show_when_each_way_reaches_full_batch(tmp_path: Path) -> None:
     def result(test: float, val: list[float], seconds: list[float], cutting: float) -> list[dict[str, Any]]:
         curve = {"epoch": [1, 2], "val": val, "seconds": seconds}
-        return [{**scored(test)[0], "curve": curve, "seconds": {"partition": cutting}, "peak_memory": 2**30}]
+        measured = {"seconds": {"partition": cutting}, "peak_memory": 2**30, "steps": 1200}
+        return [{**scored(test)[0], "curve": curve, **measured}]
 
     cell = "gin.wordnet"
     found = {
@@ -657,9 +658,9 @@ def test_results_show_when_each_way_reaches_full_batch(tmp_path: Path) -> None:
     }
     report = report_of(tmp_path, "results", found, only=["wordnet"])
     assert report.rows == [
-        ["wordnet, gin", "full batch", "90.00", "90.0", "20.0", "1.00"],
-        ["wordnet, gin", "Cluster-GCN", "80.00", "90.0", "not reached", "1.00"],
-        ["wordnet, gin", "GAS", "89.50", "90.0", "5.5", "1.00"],
+        ["wordnet, gin", "full batch", "90.00", "90.0", "20.0", "1.00", "1,200"],
+        ["wordnet, gin", "Cluster-GCN", "80.00", "90.0", "not reached", "1.00", "1,200"],
+        ["wordnet, gin", "GAS", "89.50", "90.0", "5.5", "1.00", "1,200"],
     ]
     assert "| wordnet, gin | GAS | 89.50 |" in report.markdown()
 

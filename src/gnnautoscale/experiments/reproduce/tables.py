@@ -384,8 +384,9 @@ def _results(found: Results, paper: _Published) -> Report:
             values.setdefault(cell, {})[variant] = {"test": tests, "target": target, "seconds": times, "bytes": memory}
             seconds, size = statistics.mean(times), statistics.mean(memory) / 2**30 if memory else math.nan
             told = "not reached" if math.isinf(seconds) else number(seconds, 1)
-            rows.append([f"{graph}, {model}", name, spread(tests), number(target, 1), told, number(size)])
-    heads = ["graph, model", "", "test accuracy (%)", "goal (%)", "seconds to the goal", "memory (GB)"]
+            steps = number(found.mean(cell, variant, "steps"), 0)
+            rows.append([f"{graph}, {model}", name, spread(tests), number(target, 1), told, number(size), steps])
+    heads = ["graph, model", "", "test accuracy (%)", "goal (%)", "seconds to the goal", "memory (GB)", "steps in all"]
     notes = [
         f"The goal is a validation accuracy within {_WITHIN:g} point of full batch's best; seconds are those of "
         "training and of cutting the graph, without evaluations. Memory is the peak of the GPU (on a CPU, what "
