@@ -262,7 +262,9 @@ def main() -> None:
     if options.as_rank:
         print(json.dumps(rank(options)))
         return
-    found: dict[str, Any] = {"options": {name: str(value) for name, value in vars(options).items()}}
+    hidden = ("output", "folder", "plain", "as_rank")
+    given = {name: value for name, value in vars(options).items() if name not in hidden}
+    found: dict[str, Any] = {"options": given}
     sizes = [int(size) for size in options.ranks.split(",")]
     # Two batches: the memory of a step, and what there is besides the graph.
     small = argparse.Namespace(**{**vars(options), "parts": 2 * options.batch_size})
