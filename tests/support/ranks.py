@@ -51,6 +51,8 @@ def _rank(rank: int, folder: Path, size: int, work: Callable[..., Any], args: tu
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     world_module._world = None
+    # A fork cannot use a GPU that its parent uses.
+    torch.cuda.is_available = lambda: False
     try:
         if size > 1:
             store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
