@@ -193,7 +193,7 @@ def districts(num_nodes: int, *, degree: int = 8, num_features: int = 32, num_cl
     friend = by_class[first[class_at[far]] + rng.integers(0, sizes[class_at[far]])]
     key = _distinct(source, np.concatenate([neighbour, friend]), num_nodes)
     del source, near, far, wanted, neighbour, seeking, friend  # large
-    return _on_places(rng, class_at, key, num_features, spread=2 * math.sqrt(8 / degree))
+    return _on_places(rng, class_at, key, num_features, spread=2 * (8 / degree) ** 0.25)
 
 
 def echoes(num_graphs: int, *, num_nodes: int = 50_000, seed: int = 0) -> Data:
