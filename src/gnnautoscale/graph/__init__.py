@@ -11,7 +11,7 @@ from gnnautoscale.graph.drawing import PartGroup
 from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
 from gnnautoscale.graph.graph import Graph, check_nodes, rows_of
 from gnnautoscale.graph.hashing import fingerprint
-from gnnautoscale.graph.loader import HaloLoader
+from gnnautoscale.graph.loader import HaloLoader, labels_for
 from gnnautoscale.graph.partitioning import Partitioner, check_labels, connectivity, partition
 from gnnautoscale.graph.ready import ReadyBatch, tagged_copies
 from gnnautoscale.graph.subgraphs import Subgraphs, check_fan_out, whole_neighbourhood
@@ -49,6 +49,7 @@ __all__ = [
     "fingerprint",
     "groups_to_balance",
     "hand_over",
+    "labels_for",
     "partition",
     "partition_graphs",
     "rows_of",

@@ -105,7 +105,7 @@ class HaloLoader:
         self.data = data
         #: The graph as it was when batches were last asked for.
         self.graph: Any = TypedGraph.of(data) if typed else Graph.of(data)
-        self.labels = _labels(self.graph, num_parts, partition, balance, seed, cache_dir)
+        self.labels = labels_for(self.graph, num_parts, partition, balance, seed, cache_dir)
         self.num_parts = self._parts_to_draw()
         if batch_size > self.num_parts:
             rule = f"batch_size must be at most the number of parts, {self.num_parts}"
@@ -338,9 +338,15 @@ def _device(device: torch.device | str | None) -> torch.device:
     return made
 
 
-def _labels(
-    graph: Graph | TypedGraph, num_parts: int | None, partition: Any, balance: bool, seed: int, cache_dir: str | None
+def labels_for(
+    graph: Graph | TypedGraph,
+    num_parts: int | None,
+    partition: Any = "metis",
+    balance: bool = False,
+    seed: int = 0,
+    cache_dir: str | None = None,
 ) -> Tensor:
+    """The part of each node of a graph, ``[num_nodes]``; see :class:`HaloLoader` for the arguments."""
     if isinstance(partition, dict) and isinstance(graph, TypedGraph):
         partition = joined_labels(graph, partition)
     if isinstance(partition, Tensor):

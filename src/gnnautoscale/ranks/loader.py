@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import Graph, HaloLoader, PartGroup
+from gnnautoscale.graph import Graph, HaloLoader, PartGroup, labels_for
 from gnnautoscale.ranks.assignment import assign
 from gnnautoscale.ranks.exchange import Ghosts
 from gnnautoscale.ranks.files import read_shard
@@ -90,7 +90,7 @@ class RankLoader(HaloLoader):
         if world.is_first:
             try:
                 how = {name: options[name] for name in ("partition", "balance", "seed", "cache_dir") if name in options}
-                labels = HaloLoader(data, num_parts, keep=False, **how).labels
+                labels = labels_for(graph, num_parts, **how)
                 mask = data.get("train_mask")
                 decided = labels, assign(graph.edge_index, labels, world.size, mask, seed=options.get("seed", 0))
             except InputError as error:  # which all ranks have to know about
