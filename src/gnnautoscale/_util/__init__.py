@@ -5,9 +5,10 @@ nothing about graphs or models.
 """
 
 from gnnautoscale._util.archives import damage_in
-from gnnautoscale._util.arguments import checked
+from gnnautoscale._util.arguments import check_argument, checked
 from gnnautoscale._util.atomic import check_writable, no_empty_folders, write_atomically
 from gnnautoscale._util.cores import available_cores
+from gnnautoscale._util.devices import usable_device
 from gnnautoscale._util.docstrings import describe_arguments
 from gnnautoscale._util.leaves import leaves_of
 from gnnautoscale._util.locks import FolderLock
@@ -31,6 +32,7 @@ __all__ = [
     "arriving_numbers",
     "available_cores",
     "available_memory",
+    "check_argument",
     "check_names",
     "check_path",
     "check_writable",
@@ -57,6 +59,7 @@ __all__ = [
     "tensors_in",
     "undisturbed",
     "untracked",
+    "usable_device",
     "versions",
     "write_atomically",
 ]

@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+import torch
+
+from gnnautoscale._util.memory import lacks_memory
 from gnnautoscale._util.options import Option, check_path, shown
 from gnnautoscale.errors import InputError
 
@@ -61,11 +64,21 @@ def checked(**facts: Mapping[str, Any]) -> Callable[[F], F]:
                     bound.arguments[each] = tuple(check(value) for value in bound.arguments.get(each, ()))
                 elif each in bound.arguments:
                     bound.arguments[each] = check(bound.arguments[each])
-            return function(*bound.args, **bound.kwargs)
+            try:
+                return function(*bound.args, **bound.kwargs)
+            except RuntimeError as error:
+                if not lacks_memory(error) or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise MemoryError(f"there is not enough memory ({str(error).splitlines()[0]})") from error
 
         return cast(F, call)
 
     return decorate
+
+
+def check_argument(name: str, value: Any, kind: Any, fix: str, **facts: Any) -> Any:
+    """Check one value as an argument of a declared type; see :func:`checked`."""
+    return _check_of(name, kind, fix, **facts)(value)
 
 
 def _check_of(name: str, hint: Any, otherwise: str, *, fix: str = "", **facts: Any) -> _Check:
@@ -76,12 +89,15 @@ def _check_of(name: str, hint: Any, otherwise: str, *, fix: str = "", **facts: A
     paths = Path in kinds
     classes = tuple(_class_of(kind) for kind in kinds if kind not in plain)
     option = Option(name, Union[plain], **facts) if plain else None  # noqa: UP007 - made of a tuple
+    counts = [len(get_args(kind)[0]) for kind in kinds if _takes_arguments(kind)]
     words = ", or ".join(
         ([option.rule] if option is not None else []) + [_in_words(kind) for kind in classes if kind is not Path]
     )
 
     def check(value: Any) -> Any:
         if isinstance(value, classes):
+            for count in counts if inspect.isroutine(value) else ():
+                _check_count(name, value, count, fix)
             if paths and isinstance(value, os.PathLike):
                 check_path(name, value)
             return value
@@ -98,6 +114,23 @@ def _check_of(name: str, hint: Any, otherwise: str, *, fix: str = "", **facts: A
         return found
 
     return check
+
+
+def _takes_arguments(kind: Any) -> bool:
+    """Whether a type is that of a function whose arguments are known."""
+    return get_origin(kind) is Callable and isinstance(get_args(kind)[0], list)
+
+
+def _check_count(name: str, function: Any, count: int, fix: str) -> None:
+    """Refuse a function that cannot be called with so many arguments."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        got = shown(function)
+        rule = f"{name} must be a function of {count} {'argument' if count == 1 else 'arguments'}"
+        raise InputError(rule, got=got, fix=fix) from None
+    except ValueError:  # of some built-in functions nothing is known
+        return
 
 
 def _class_of(kind: Any) -> type[Any]:

@@ -103,6 +103,9 @@ def diagnose(
         >>> plain["cosine"] < 0.999 < compensated["cosine"]  # plain, no gradient flows through pulled rows
         True
     """
+    if ages is not None and ages.shape != (loader.graph.num_nodes,):
+        rule = f"ages must have one number for each of the {loader.graph.num_nodes} nodes"
+        raise InputError(rule, got=f"shape {tuple(ages.shape)}", fix="Leave them out, or pass [num_nodes].")
     names = [what] if isinstance(what, str) else list(what)
     if not set(names) <= set(DIAGNOSTICS):
         rule = f"diagnose must be some of {', '.join(DIAGNOSTICS)}"

@@ -6,7 +6,15 @@ Lipschitz penalty. This package knows nothing about training loops.
 
 from gnnautoscale.attach.attaching import autoscale, detach
 from gnnautoscale.attach.autoscaler import Autoscaler, attached, attached_alone, attached_to_plain_graph, is_autoscaled
-from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, info_of, to_model_device, unpack_batch
+from gnnautoscale.attach.calling import (
+    CallModel,
+    call_with_batch,
+    device_of,
+    info_of,
+    model_must_run,
+    to_model_device,
+    unpack_batch,
+)
 from gnnautoscale.attach.growth import grow
 from gnnautoscale.attach.inference import (
     Outputs,
@@ -46,6 +54,7 @@ __all__ = [
     "info_of",
     "is_autoscaled",
     "loader_for",
+    "model_must_run",
     "plan_of",
     "predict",
     "refresh",

@@ -21,6 +21,7 @@ from gnnautoscale.attach.calling import (
     device_of,
     find_batch,
     form_of_arguments,
+    model_must_run,
     needs_input_gradients,
     unpack_batch,
     weighted_sum,
@@ -144,7 +145,9 @@ class Autoscaler:
         arguments = unpack_batch(self._signature, type(model).__name__, args, kwargs)
         info = find_batch(arguments)
         memory = self.memory_of(info.graph)
-        plan, passes = self._plan_for(info, arguments), self._passes
+        passes = self._passes
+        with model_must_run(model):
+            plan = self._plan_for(info, arguments)
         # A model without weights runs where its arguments are.
         device = next((value.device for value in (*self._hooked.weights, *tensors_in(arguments))), info.device)
         edge_dropout = self.edge_dropout if passes.trains and model.training else 0.0

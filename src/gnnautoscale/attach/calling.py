@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import tensors_in
+from gnnautoscale._util import lacks_memory, tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import Arguments, Form, attributes_of, form_of_values, has_rows, own_attribute
 from gnnautoscale.graph import BatchInfo, BatchTensor, TypedInfo
@@ -28,6 +29,24 @@ _COUNTS = ("batch_size", "num_nodes")
 def call_with_batch(model: nn.Module, batch: Data) -> Any:
     """Call a model as ``model(batch)``."""
     return model(batch)
+
+
+@contextmanager
+def model_must_run(model: nn.Module) -> Iterator[None]:
+    """Say that a model cannot compute with what it is given, where its layers would name a multiplication or a type."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        if lacks_memory(error) or "CUDA error" in str(error):
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(
+            f"{type(model).__name__} must run on this graph",
+            got=f"{type(error).__name__}: {reason}",
+            fix="Check that its layers take the graph's features, their type, and the arguments of its forward pass.",
+        ) from error
 
 
 def device_of(model: nn.Module) -> torch.device:

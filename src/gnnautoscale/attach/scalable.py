@@ -62,7 +62,7 @@ class ScalableGNN(nn.Module, metaclass=_AttachOnceBuilt):
         1
     """
 
-    @checked(num_nodes={"least": 1}, hidden_channels={"least": 1}, num_layers={"least": 1})
+    @checked(num_nodes={"least": 1}, hidden_channels={"least": 1}, num_layers={"least": 1, "below": 2**16})
     def __init__(
         self,
         num_nodes: int,

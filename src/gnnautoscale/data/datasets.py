@@ -51,6 +51,7 @@ class Dataset:
     made_from: Mapping[str, Any] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
     @staticmethod
+    @checked()
     def of(data: Data, name: str = "data") -> Dataset:
         """Make a data set of a single graph.
 
@@ -63,6 +64,7 @@ class Dataset:
         return Dataset(name, data, data, data)
 
     @staticmethod
+    @checked(seed={"least": 0})
     def of_graphs(graphs: Any, *, split: Tensor | None = None, seed: int = 0, name: str = "graphs") -> Dataset:
         """Make a data set of many graphs with a target each; those of a split are put side by side as one.
 
@@ -118,6 +120,7 @@ class Dataset:
             found[id(graph)] = graph, (*found.get(id(graph), (graph, ()))[1], split)
         return list(found.values())
 
+    @checked(seed={"least": 0}, disjoint={"least": 0, "below": 1})
     def split_links(self, seed: int = 0, *, disjoint: float = 0.3, typed: bool = False) -> Dataset:
         """Hold edges of the only graph back, to predict them: 5 % for validation and 10 % for tests.
 
@@ -222,6 +225,7 @@ def names() -> tuple[str, ...]:
     return tuple(SOURCES)
 
 
+@checked(split={"least": 0}, max_features={"least": 1, "fix": "Leave it out to keep all."})
 def from_file(
     path: str | Path,
     *,

@@ -22,7 +22,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr  # type: ignore[import-untyped]
 from torch_geometric.data.storage import AttrType, GlobalStorage  # type: ignore[import-untyped]
 
-from gnnautoscale._util import damage_in
+from gnnautoscale._util import checked, damage_in
 from gnnautoscale.data.columns import Array, class_names, floats, integers, need, numbers, splits
 from gnnautoscale.data.tables import OF_EDGES, OF_NODES, TABLES, join_tables, read_table
 from gnnautoscale.errors import InputError
@@ -53,6 +53,7 @@ def read_graph(path: str | Path, **options: Any) -> Data:
     return read_named_graph(path, **options)[0]
 
 
+@checked(max_features={"least": 1, "fix": "Leave it out to keep all."})
 def read_named_graph(
     path: str | Path,
     *,

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.data.datasets import Dataset, from_file, refuse_ratio, split_at_random
 from gnnautoscale.data.hetero_files import is_typed_file, read_typed_names
 from gnnautoscale.errors import InputError
@@ -31,6 +32,7 @@ class TypedDataset(Dataset):
     target: str
 
     @staticmethod
+    @checked()
     def of_types(graph: HeteroData, target: str | None = None, name: str = "data") -> TypedDataset:
         """Make a data set; by default its targets are those of the only type of nodes that has ``y``.
 
@@ -92,6 +94,7 @@ class TypedDataset(Dataset):
         TypedGraph.of(self.graph)
 
 
+@checked(split={"least": 0}, max_features={"least": 1, "fix": "Leave it out to keep all."})
 def open_file(
     path: str | Path,
     *,

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 from torch_geometric.data.storage import BaseStorage, EdgeStorage, NodeStorage  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.data import columns, files, tables
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import EdgeType
@@ -54,6 +55,7 @@ def is_typed_file(path: str | Path) -> bool:
     return False
 
 
+@checked(max_features={"least": 1})
 def read_typed_graph(path: str | Path, *, undirected: bool = False, max_features: int | None = None) -> HeteroData:
     """Read a heterogeneous graph.
 

@@ -58,7 +58,8 @@ def join_graphs(graphs: Any) -> Data:
     """
     if not isinstance(graphs, Data):
         if not is_collection(graphs):
-            got = f"an empty {type(graphs).__name__}" if graphs in ([], ()) else f"a {type(graphs).__name__}"
+            empty = isinstance(graphs, (list, tuple)) and not graphs
+            got = f"{'an empty' if empty else 'a'} {type(graphs).__name__}"
             raise InputError("graphs are a list of torch_geometric.data.Data", got=got, fix="Pass such a list.")
         graphs = Batch.from_data_list(list(graphs))
     number = _checked_numbers(graphs)

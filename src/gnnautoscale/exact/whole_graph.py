@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked, map_tensors, tensors_in
+from gnnautoscale._util import checked, map_tensors, tensors_in, usable_device
 from gnnautoscale.attach import CallModel, Outputs, attached, call_with_batch, loader_for
 from gnnautoscale.errors import InputError
 from gnnautoscale.exact.loss import given_gradients
@@ -59,10 +59,11 @@ def exact_forward(
         >>> all(weight.grad is not None for weight in model.parameters())
         True
     """
+    device = usable_device(device)
     scaler, loader = attached(model), loader_for(model, loader)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     passes = ExactPasses(model, loader, call)
-    outputs = Outputs(loader, scaler, torch.device(device))
+    outputs = Outputs(loader, scaler, device)
     with torch.no_grad(), outputs:
         passes.forward(outputs.add)
     flat = [*tensors_in(outputs.result)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import for_later
+from gnnautoscale._util import Option, for_later
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.edges import EdgeTable, RowOrder
 from gnnautoscale.graph.hashing import fingerprint
@@ -27,10 +27,7 @@ class Graph:
 
     @for_later
     def __init__(self, data: Data) -> None:
-        if not data.num_nodes:
-            got = f"num_nodes={data.num_nodes}"
-            raise InputError("a graph needs at least one node", got=got, fix="Set data.x or data.num_nodes.")
-        self.num_nodes = int(data.num_nodes)
+        self.num_nodes = _number_of_nodes(data)
         _check_class(type(data))
         edge_index = data.edge_index
         if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.size(0) != 2:
@@ -230,6 +227,32 @@ def check_distinct_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
     if torch.unique(nodes).numel() != nodes.numel():
         raise InputError("a batch holds each node once", got="the same node twice", fix="Pass torch.unique(nodes).")
     return nodes
+
+
+def _number_of_nodes(data: Data) -> int:
+    """The number of nodes, after the tensors that it is counted by."""
+    _check_kinds(data)
+    count = data.num_nodes
+    if not count:
+        got = f"num_nodes={count}"
+        raise InputError("a graph needs at least one node", got=got, fix="Set data.x or data.num_nodes.")
+    return int(Option("num_nodes", int, least=1).check(count))
+
+
+def _check_kinds(data: Data) -> None:
+    """Refuse what cannot be rows of nodes or edges: other objects than tensors, single numbers, no values."""
+    for name in ("x", "edge_index", *_EDGE_LEVEL):
+        value = data.get(name)
+        if value is not None and (not isinstance(value, Tensor) or value.dim() == 0):
+            got = "a single number" if isinstance(value, Tensor) else _describe(value)
+            raise InputError(f"{name} must be a tensor of rows", got=got, fix="Give it one row per node or edge.")
+    for name, value in data:
+        if isinstance(value, Tensor) and value.is_meta:
+            raise InputError(f"{name} must have values", got="a tensor on the device meta", fix="Load them first.")
+    weight = data.get("edge_weight")
+    if weight is not None and (weight.dim() != 1 or weight.dtype == torch.bool or weight.is_complex()):
+        got, fix = f"{weight.dtype} of shape {tuple(weight.shape)}", "Store several numbers per edge as edge_attr."
+        raise InputError("edge_weight must hold one real number for each edge", got=got, fix=fix)
 
 
 def _check_range(name: str, indices: Tensor, num_nodes: int, *, fix: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from gnnautoscale._util import write_atomically
 from gnnautoscale.report.page import page
 from gnnautoscale.report.reported_run import find_runs
+from gnnautoscale.runs import as_run_wrote
 
 __all__ = ["write_report"]
 
@@ -33,7 +34,9 @@ def write_report(paths: Iterable[str | Path], output: str | Path) -> int:
         >>> "<h1>my run</h1>" in (folder / "report.html").read_text()
         True
     """
-    runs = find_runs(Path(path) for path in paths)
-    text = page(runs)
+    given = [Path(path) for path in paths]
+    with as_run_wrote(*given):
+        runs = find_runs(given)
+        text = page(runs)
     write_atomically(Path(output), lambda stream: stream.write(text.encode()), rule="the report must be writable")
     return len(runs)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gnnautoscale.runs.folder import RunRecord
+from gnnautoscale.runs.folder import RunRecord, as_run_wrote
 
 # A tenth of an embedding's norm. Histories in float8 are off by a fortieth, and that already changes some classes.
 STALENESS = 0.1
@@ -85,8 +85,9 @@ def explain(record: RunRecord) -> list[Finding]:
         ...     print(finding.sentence, finding.change)
         Evaluation took 75 % of the run's 4.0 seconds. Evaluate less often: --evaluate-every 5.
     """
-    found = (check(record) for check in _CHECKS)
-    return sorted((finding for finding in found if finding is not None), key=lambda finding: -finding.times)
+    with as_run_wrote(record.path):
+        found = [finding for check in _CHECKS if (finding := check(record)) is not None]
+        return sorted(found, key=lambda finding: -finding.times)
 
 
 def _unfinished(record: RunRecord) -> Finding | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -167,6 +167,22 @@ def check_run_dir(path: Path) -> None:
     if taken or not writable:
         got = f"{path}, which {'is not empty' if taken else 'cannot be written to'}"
         raise InputError("run_dir must be a new or empty folder", got=got, fix=_FIX)
+
+
+@contextmanager
+def as_run_wrote(*paths: Path) -> Iterator[None]:
+    """Name the folders of runs whose files hold values of other types than a run writes."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise InputError(
+            "the files of a run must hold what the run wrote",
+            got=f"{', '.join(map(str, paths[:3]))} ({reason})",
+            fix="Restore them, or leave this run out.",
+        ) from error
 
 
 def is_run_dir(path: Path) -> bool:

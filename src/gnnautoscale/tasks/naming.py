@@ -35,7 +35,7 @@ def task_for(dataset: Dataset, name: str | None = None) -> Task:
         name = "link"
     if name is None:
         y = dataset.train.get("y")
-        numbers = isinstance(y, Tensor) and y.layout == torch.strided and kind_of(y) == "numbers"
+        numbers = isinstance(y, Tensor) and y.layout == torch.strided and not y.is_complex() and kind_of(y) == "numbers"
         name = "graph" if "graph_y" in dataset.train else "regression" if numbers else "classification"
     if name == "classification":
         return NodeClassification.of(dataset)

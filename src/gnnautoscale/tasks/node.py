@@ -63,6 +63,7 @@ class NodeTask(Task):
             if mask is not None:
                 form = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (data.num_nodes,)
                 need(form, f"{name} must be bool, [{data.num_nodes}]", mask, "Give each node one True or False.")
+        _check_disjoint(data)
         for split in splits:
             mask = data.get(f"{split}_mask")
             fix = f"Set data.{split}_mask to a bool tensor that is True for the {split} nodes."
@@ -340,6 +341,17 @@ def kind_of(y: Tensor) -> Kind:
     return "labels" if bool(((y == 0) | (y == 1) | ~_known(y)).all()) else "numbers"
 
 
+def _check_disjoint(data: Data) -> None:
+    """Refuse nodes that are trained on and scored as if they were not; validation and test may share theirs."""
+    train = data.get("train_mask")
+    for name in ("val_mask", "test_mask"):
+        mask = data.get(name)
+        both = 0 if train is None or mask is None else int((train & mask & known_rows(data.y)).sum())
+        if both:
+            fix = f"Take them out of one of the two: data.{name} &= ~data.train_mask."
+            raise InputError(f"train_mask and {name} must have no node in common", got=f"{both} nodes in both", fix=fix)
+
+
 def known_rows(y: Tensor) -> Tensor:
     """Which nodes have a known target, at least one of several, ``[num_nodes]``."""
     known = _known(y)
@@ -382,7 +394,8 @@ def _as_column(y: Tensor) -> Tensor:
 
 def _check_dense(data: Data) -> Tensor:
     y: Tensor = data.get("y")
-    need(isinstance(y, Tensor) and y.layout == torch.strided, "y must be a dense tensor", y, "Set data.y to one.")
+    dense = isinstance(y, Tensor) and y.layout == torch.strided and not y.is_complex()
+    need(dense, "y must be a dense tensor of real numbers", y, "Set data.y to one.")
     return y
 
 
@@ -391,6 +404,7 @@ def _check_classes(data: Data) -> None:
     label_like = _is_label_like(y)
     classes = y.shape == (num_nodes,) and not label_like and bool((y >= -1).all())
     labels = y.dim() in (1, 2) and y.size(0) == num_nodes and label_like and kind_of(y) == "labels"
+    labels = labels and (y.dim() == 1 or y.size(1) > 1)  # a column of 0 and 1 may as well be classes
     need(
         classes or labels,
         f"y must be integers from 0, [{num_nodes}], or 0 and 1 as bool or float, [{num_nodes}, labels]",
@@ -413,4 +427,5 @@ def _form(value: object) -> str:
     if not isinstance(value, Tensor):
         return "none" if value is None else f"a {type(value).__name__}"
     form = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return form if not value.numel() or value.is_sparse else f"{form} from {value.min().item()} to {value.max().item()}"
+    plain = value.numel() and not value.is_sparse and not value.is_complex()
+    return form if not plain else f"{form} from {value.min().item()} to {value.max().item()}"

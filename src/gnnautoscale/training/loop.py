@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import PeakMemory, describe_arguments, no_empty_folders
+from gnnautoscale._util import PeakMemory, check_argument, describe_arguments, no_empty_folders
 from gnnautoscale.attach import detach, is_autoscaled
 from gnnautoscale.data import Dataset, TypedDataset, TypedLinks, holds_graphs, is_collection
 from gnnautoscale.errors import InputError
@@ -105,6 +105,12 @@ def fit(  # noqa: D417 - the options are filled in below
         >>> len(result.epochs)
         5
     """
+    check_argument("model", model, nn.Module, "Pass an instance of the model.")
+    if any(value.is_meta for value in (*model.parameters(), *model.buffers())):
+        fix = "Load its weights, or use to_empty() and initialize them."
+        raise InputError("the weights of a model must have values", got="some on the device meta", fix=fix)
+    for name, function in (("callback", callback), ("on_phase", on_phase)):
+        check_argument(name, function, Callable | None, "Pass a function, or leave it out.")
     given = FitOptions.of(options)
     if given.tensorboard:
         check_package("tensorboard")

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale.errors import InputError
 from gnnautoscale.training.options import Optimization, Schedule
 
 
@@ -27,6 +28,9 @@ def make_optimizer(model: nn.Module, options: Optimization, *, also: nn.Module |
         for weights, own in ((list(first.values()), options.weight_decay_conv), (rest, options.weight_decay_other))
         if weights
     ]
+    if not any(weight.requires_grad for group in groups for weight in group["params"]):
+        rule, fix = "a model to train has weights that need a gradient", "Pass a model with layers, not frozen."
+        raise InputError(rule, got=f"{type(model).__name__}, which has none", fix=fix)
     device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
     if device.type != "cuda":
         return torch.optim.Adam(groups, lr=options.lr)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from gnnautoscale._util import Option, OptionGroup, check_names, option, options_of
+from gnnautoscale._util import Option, OptionGroup, check_names, option, options_of, usable_device
 from gnnautoscale.analysis import Diagnostic
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import Compensation
@@ -331,6 +331,11 @@ class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output
         if self.mode in ("full", "exact"):
             got, fix = f"refresh={self.refresh}", "Leave it out, or choose another mode."
             raise InputError(f"steps of mode {self.mode!r} find all rows fresh", got=got, fix=fix)
+        batches = -(-self.num_parts // self.batch_size)
+        if self.refresh > batches:
+            fix = "Lower it."
+            rule = f"refresh must be at most the number of batches, {batches}"
+            raise InputError(rule, got=str(self.refresh), fix=fix)
         if self.batch_size == self.num_parts:
             got = f"refresh={self.refresh} and all {self.num_parts} parts in one batch"
             raise InputError("refresh needs several batches", got=got, fix="Leave it out, or lower batch_size.")
@@ -374,11 +379,5 @@ def pick_device(device: str) -> str:
     """Check the name of a device; ``"auto"`` becomes a real one."""
     if device == "auto":
         device = default_device()
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            "device must be one that PyTorch can use here", got=f"{device!r} ({reason})", fix="Use 'cpu'."
-        ) from None
+    usable_device(device)
     return device

@@ -19,7 +19,16 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import set_random_states
-from gnnautoscale.attach import attached, detach, infer_from_histories, infer_on, info_of, refresh, unpack_batch
+from gnnautoscale.attach import (
+    attached,
+    detach,
+    infer_from_histories,
+    infer_on,
+    info_of,
+    model_must_run,
+    refresh,
+    unpack_batch,
+)
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import GraphMemory, describe, evaluating
@@ -397,7 +406,8 @@ class SubgraphStrategy(Strategy):
 
     def _call(self, batch: Data) -> Any:
         args, kwargs = unpack_batch(self._signature, type(self._model).__name__, (batch,), {})
-        out = self._model(*args, **kwargs)
+        with model_must_run(self._model):
+            out = self._model(*args, **kwargs)
         if isinstance(out, Tensor) and (not out.dim() or out.size(0) != batch.num_nodes):
             raise InputError(
                 f"the model must return one row for each of the {batch.num_nodes} nodes",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale.attach import unpack_batch
+from gnnautoscale.attach import model_must_run, unpack_batch
 from gnnautoscale.data import TypedDataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import ClusterLoader, SampleLoader
@@ -55,7 +55,8 @@ class TypedSubgraphStrategy(SubgraphStrategy):
     def _rows(self, batch: HeteroData) -> dict[str, Tensor]:
         """The model's rows of the target types."""
         args, kwargs = unpack_batch(self._signature, type(self._model).__name__, (batch,), {})
-        out, kinds = self._model(*args, **kwargs), self._typed.targets
+        with model_must_run(self._model):
+            out, kinds = self._model(*args, **kwargs), self._typed.targets
         rows = out if isinstance(out, dict) else {kinds[0]: out}
         for kind in kinds:
             each = rows.get(kind)
