@@ -220,8 +220,9 @@ def read_run(path: str | Path) -> RunRecord:
     run = _described(path)
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in _KINDS.values()}
     for line in _lines(path / METRICS):
-        if line.get("kind") in _KINDS:
-            records[_KINDS[line["kind"]]].append(line)
+        kind = line.get("kind")
+        if isinstance(kind, str) and kind in _KINDS:
+            records[_KINDS[kind]].append(line)
     result, verification = (
         _read_json(path / name) if (path / name).exists() else None for name in (RESULT, VERIFICATION)
     )
