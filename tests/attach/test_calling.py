@@ -125,7 +125,7 @@ def test_a_model_without_names_works_as_the_message_says() -> None:
     loader = gas.HaloLoader(data, 3)
     assert_same(gas.infer(model, loader, call=lambda model, batch: model(batch.x, batch.edge_index)), expected)
     with pytest.raises(InputError, match=r"Passes.forward must name its arguments"):
-        gas.fit(Passes(), Data(**data.to_dict(), val_mask=data.train_mask, test_mask=data.train_mask), epochs=1)
+        gas.fit(Passes(), Data(**data.to_dict(), val_mask=~data.train_mask, test_mask=~data.train_mask), epochs=1)
 
 
 class TakesBatch(nn.Module):

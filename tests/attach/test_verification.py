@@ -581,7 +581,7 @@ def test_training_goes_on_as_if_nothing_had_happened() -> None:
 @pytest.mark.parametrize("nodes", [0, -1, True, 2.0, torch.tensor([], dtype=torch.long)])
 def test_wrong_numbers_of_nodes(nodes: Any) -> None:
     model = Net()
-    with pytest.raises(InputError, match="at least 1, or a Tensor"):
+    with pytest.raises(InputError, match="at least 1, or"):
         gas.verify(model, attach(model), nodes=nodes)
 
 

@@ -46,3 +46,14 @@ def weights_of(model: nn.Module) -> Weights:
 
 def same_bits(first: Weights, second: Weights) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def train_on(data: Data, mask: Tensor) -> None:
+    """Train on other nodes, which are no longer validated or tested on."""
+    data.train_mask, data.val_mask, data.test_mask = mask, data.val_mask & ~mask, data.test_mask & ~mask
+
+
+def train_on_nearly_all(data: Data) -> None:
+    """Train on all nodes but two, so that every part has some of them."""
+    last = torch.arange(data.num_nodes) - data.num_nodes
+    data.train_mask, data.val_mask, data.test_mask = last < -2, last == -2, last == -1

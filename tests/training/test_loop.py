@@ -35,6 +35,8 @@ from support.communities import (
     community_graph,
     multilabel_graph,
     same_bits,
+    train_on,
+    train_on_nearly_all,
     two_cliques,
     weights_of,
 )
@@ -566,7 +568,7 @@ def test_decay_and_clipping_reach_baselines(baseline: str, options: dict[str, An
 @pytest.mark.parametrize(("batch_size", "most", "expected"), [(1, None, 12), (2, None, 6), (1, 1, 3), (4, 9, 3)])
 def test_baselines_take_as_many_steps_as_gas(baseline: str, batch_size: int, most: int | None, expected: int) -> None:
     data = community_graph()
-    data.train_mask = torch.ones(48, dtype=torch.bool)
+    train_on_nearly_all(data)
     options: dict[str, Any] = {"batch_size": batch_size, "steps_per_epoch": most}
     assert run(data=data, **options).result.steps == expected
     assert run(data=data, **options, **BASELINES[baseline]).result.steps == expected
@@ -793,7 +795,7 @@ def test_histories_are_refreshed_when_asked(monkeypatch: pytest.MonkeyPatch) -> 
         gas.refresh(model, loader)
 
     data = community_graph()
-    data.train_mask = torch.ones(48, dtype=torch.bool)
+    train_on_nearly_all(data)
     plain = run(gcn(layers=3), data, batch_size=1)
     monkeypatch.setattr(modes_module, "refresh", counted)
     expected: list[tuple[str | int, int]] = [("epoch", 3), (1, 12), ("5", 2), (13, 0)]
@@ -941,7 +943,7 @@ def test_plateau_schedule_goes_on_while_scores_rise(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("steps", "expected"), [(None, 12), (1, 3), (3, 9), (4, 12), (99, 12)])
 def test_epochs_end_early(steps: int | None, expected: int) -> None:
     data = community_graph()
-    data.train_mask = torch.ones(48, dtype=torch.bool)
+    train_on_nearly_all(data)
     assert run(data=data, batch_size=1, steps_per_epoch=steps).result.steps == expected
 
 
@@ -1277,7 +1279,7 @@ def test_connectivity_is_that_of_the_parts() -> None:
 
 def test_the_loss_is_a_mean_over_training_nodes() -> None:
     data = community_graph()
-    data.train_mask = torch.arange(48) < 7
+    train_on(data, torch.arange(48) < 7)
     model = GCN(FEATURES, CLASSES, layers=1, dropout=0.0)
     with torch.no_grad():
         out = model(data.x, data.edge_index)

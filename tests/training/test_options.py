@@ -98,7 +98,7 @@ def test_a_number_and_its_digits_are_the_same_run(tmp_path: Path, every: int | s
 
 
 def test_auto_takes_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "zeros", lambda *_, device: None)
+    monkeypatch.setattr(options_module, "usable_device", lambda device: None)
     monkeypatch.setattr(options_module, "default_device", DEFAULT_DEVICE)
     for available, device in ((False, "cpu"), (True, "cuda")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)

@@ -23,7 +23,16 @@ from gnnautoscale.training.checkpoint import load_latest
 from gnnautoscale.training.ranked import RankStrategy
 from gnnautoscale.training.resharding import pieces_of, read_shards
 from gnnautoscale.training.strategies import HistoryStrategy
-from support.communities import CLASSES, FEATURES, Weights, community_graph, multilabel_graph, same_bits, weights_of
+from support.communities import (
+    CLASSES,
+    FEATURES,
+    Weights,
+    community_graph,
+    multilabel_graph,
+    same_bits,
+    train_on,
+    weights_of,
+)
 from support.ranks import outcomes, run_ranks
 
 
@@ -56,7 +65,7 @@ def one_class_apart(data: Data) -> Data:
     """Training nodes in a corner of the graph, so that some ranks have none, and one node of the last class."""
     data.y = data.y.clamp(max=CLASSES - 2)
     data.y[0] = CLASSES - 1
-    data.train_mask = torch.arange(data.num_nodes) < 5
+    train_on(data, torch.arange(data.num_nodes) < 5)
     return data
 
 

@@ -187,7 +187,7 @@ def test_targets_are_those_of_one_type() -> None:
     result = gas.fit(MODELS["SAGE sum"](), TypedDataset.of_types(data, "paper"), num_parts=3, epochs=1, device="cpu")
     assert len(result.epochs) == 1
     other = copy.copy(data)
-    for name in ("train_mask", "val_mask", "test_mask"):
-        other["author"][name] = torch.ones(30, dtype=torch.bool)
+    for place, name in enumerate(("train_mask", "val_mask", "test_mask")):
+        other["author"][name] = torch.arange(30) % 3 == place
     with pytest.raises(InputError, match=r"the model must return rows of 'author'.*rows of paper"):
         gas.fit(MODELS["SAGE sum"](), TypedDataset.of_types(other, "author"), num_parts=3, epochs=1, device="cpu")
