@@ -62,13 +62,12 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         yield
 
 
-def named_or_done(run: Callable[[], object], *also: type[BaseException]) -> bool:
-    """Whether something runs; an error that is not named is passed on."""
+def named_or_done(run: Callable[[], Any]) -> list[Any]:
+    """What something returns, in a list, which is empty after a named error; any other error is passed on."""
     try:
-        run()
-    except (*NAMED, *also):
-        return False
-    return True
+        return [run()]
+    except NAMED:
+        return []
 
 
 # Options and arguments ###############################################################################################
@@ -78,8 +77,8 @@ def test_values_of_options() -> None:
     """Every option takes values of its type only; what it takes has that type."""
     for option in TRAIN:
         for value in [*VALUES, *WORDS]:
-            taken: list[Any] = []
-            if named_or_done(lambda option=option, value=value, taken=taken: taken.append(option.check(value))):
+            taken = named_or_done(partial(option.check, value))
+            if taken:
                 plain = isinstance(taken[0], (bool, int, float, str, tuple, type(None)))
                 assert plain, (option.name, value)
                 assert taken[0] is not None or None in (value, option.default), (option.name, value)
@@ -207,7 +206,8 @@ def damaged(content: bytes, draw: random.Random, flips: int = 5) -> Iterator[tup
 
 def test_damaged_files() -> None:
     """Tensors that are read from a damaged file are those that were written, or it is refused by name."""
-    data, draw, common = graph(), random.Random(2), {"epochs": 1, "num_parts": 2}
+    data, draw = graph(), random.Random(2)
+    common: dict[str, Any] = {"epochs": 1, "num_parts": 2, "progress": False}
     arrays = {name: data[name].numpy() for name in ("edge_index", "x", "y", "train_mask", "val_mask", "test_mask")}
     np.savez("graph.npz", **arrays)
     torch.save(data, "graph.pt")
@@ -234,9 +234,8 @@ def test_damaged_files() -> None:
         good, expected = Path(name).read_bytes(), read()
         for what, content in damaged(good, draw):
             Path(name).write_bytes(content)
-            found: list[Any] = []
             try:
-                named_or_done(lambda read=read, found=found: found.append(read()))
+                found = named_or_done(read)
             except Exception as error:
                 pytest.fail(f"{name}, {what}: {type(error).__name__}: {error}")
             if found and isinstance(expected, torch.Tensor):
@@ -263,7 +262,12 @@ def with_other(content: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 def test_values_of_other_types_in_files() -> None:
     data, draw = graph(), random.Random(3)
-    common = {"num_parts": 2, "diagnose_every": 1, "diagnose": ["staleness", "gradients"]}
+    common: dict[str, Any] = {
+        "num_parts": 2,
+        "progress": False,
+        "diagnose_every": 1,
+        "diagnose": ["staleness", "gradients"],
+    }
     gas.fit(model(), data, epochs=1, run_dir="run", checkpoint_dir="checkpoints", verify=True, **common)
     others: list[Any] = [None, -1.5, "x", True, [], {}, [1, None], {"a": 1}]
     for name in ("run.json", "result.json", "verification.json", "metrics.jsonl"):

@@ -109,8 +109,9 @@ def fit(  # noqa: D417 - the options are filled in below
     if any(value.is_meta for value in (*model.parameters(), *model.buffers())):
         fix = "Load its weights, or use to_empty() and initialize them."
         raise InputError("the weights of a model must have values", got="some on the device meta", fix=fix)
+    progress = check_argument("progress", progress, bool, "Pass True or False.")
     for name, function in (("callback", callback), ("on_phase", on_phase)):
-        check_argument(name, function, Callable | None, "Pass a function, or leave it out.")
+        check_argument(name, function, Callable[[Any], Any] | None, "Pass a function, or leave it out.")
     given = FitOptions.of(options)
     if given.tensorboard:
         check_package("tensorboard")
