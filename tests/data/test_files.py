@@ -80,7 +80,7 @@ def test_npz_sparse(tmp_path: Path, values: list[float] | None, expected: float 
 def test_max_features(tmp_path: Path) -> None:
     assert read_graph(saved(tmp_path), max_features=2).x.tolist() == [[1, 0], [0, 1], [0, 0]]
     assert read_graph(saved(tmp_path), max_features=9).x.size(1) == 3
-    with pytest.raises(InputError, match="max_features must be at least 1"):
+    with pytest.raises(InputError, match="max_features must be an integer of at least 1"):
         read_graph(saved(tmp_path), max_features=0)
 
 
