@@ -306,7 +306,7 @@ def test_what_cannot_be_measured_is_refused(graph: Data) -> None:
     model = gas.autoscale(gin(), graph)
     wrong: list[Any] = ["stale", ["stale"], [1]]
     for what in wrong:
-        with pytest.raises(InputError, match="diagnose must be some of"):
+        with pytest.raises(InputError, match="some of staleness, gradients, lipschitz"):
             diagnose(model, HaloLoader(graph, num_parts=2), what)
 
 

@@ -169,7 +169,8 @@ def test_histories_become_exact_but_for_the_statistics() -> None:
 def test_fit_takes_them() -> None:
     data = graph()
     data.y = torch.randint(3, (40,))
-    data.train_mask = data.val_mask = data.test_mask = torch.ones(40, dtype=torch.bool)
+    data.train_mask = data.val_mask = torch.arange(40) < 30
+    data.test_mask = ~data.train_mask
     model = GIN(C, 3, hidden=8, layers=2, track_running_stats=False)
     result = gas.fit(model, data, num_parts=4, epochs=3, evaluate_parts=1, refresh_every="epoch")
     assert result.epochs[-1].loss < result.epochs[0].loss
