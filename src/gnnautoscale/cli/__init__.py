@@ -13,36 +13,35 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import numpy as np
 import torch
 import typer
 from torch import nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import check_writable, checked, write_atomically
+from gnnautoscale._util import check_writable, checked
 from gnnautoscale.attach import autoscale
 from gnnautoscale.attach import infer as run_inference
 from gnnautoscale.cli import bench
 from gnnautoscale.cli.about import about
 from gnnautoscale.cli.advice import TUNE, explain, tune
 from gnnautoscale.cli.demo import demo
-from gnnautoscale.cli.display import Json, megabytes, print_json, print_table, say, working
+from gnnautoscale.cli.display import Json, megabytes, print_json, print_table, say, show_facts, working
 from gnnautoscale.cli.endings import run_to_the_end
 from gnnautoscale.cli.expressiveness import expressiveness
 from gnnautoscale.cli.links import asked_pairs, load_task
+from gnnautoscale.cli.partition import LONG_TO_CUT, OUTPUT, partition
 from gnnautoscale.cli.predictions import check_ending, write_predictions
 from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
 from gnnautoscale.cli.saved import read_model, save_model
 from gnnautoscale.cli.schema import DATA, INFER, MODEL, PARTITION, TRAIN, chosen, load_dataset, with_options, with_saved
-from gnnautoscale.cli.typed import facts_of_parts, graph_without_targets, typed_facts
+from gnnautoscale.cli.typed import graph_without_targets, typed_facts
 from gnnautoscale.data import TypedDataset, TypedLinks, datasets
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import Graph, HaloLoader, TypedGraph, connectivity, groups_to_balance
-from gnnautoscale.graph import partition as cut
+from gnnautoscale.graph import HaloLoader
 from gnnautoscale.models import build_model, check_model_options
 from gnnautoscale.models import model_name as resolve_name
-from gnnautoscale.ranks import MANIFEST, World, start, write_shards
+from gnnautoscale.ranks import MANIFEST, World, start
 from gnnautoscale.runs import RESULT, FitResult, free_folder, score_text
 from gnnautoscale.tasks import Task, task_for
 from gnnautoscale.training import (
@@ -56,9 +55,6 @@ from gnnautoscale.training import (
     pick_device,
     summary_of,
 )
-
-_OUTPUT = "--output names a file in an existing folder"
-_LONG_TO_CUT = 5_000_000  # edges; more take longer than two seconds
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -190,73 +186,6 @@ def _show_runs(
         say("run: " + ", ".join(str(result.options["run_dir"]) for result in results))
 
 
-def partition(
-    options: dict[str, Any],
-    *,
-    ranks: Annotated[int | None, typer.Option(help="Write shards for this many ranks to the folder --output.")] = None,
-    bidirectional: Annotated[
-        bool, typer.Option("--bidirectional", help="Shards also serve compensated steps and layers that reverse edges.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="File for the part of each node, as .npy; with --ranks a new folder.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Cut a graph into parts and show how many edges stay inside them; or write shards for several ranks."""
-    if ranks is not None and output is None:
-        raise InputError("--ranks needs a folder to write to", got="no --output", fix="Add --output with a new folder.")
-    if ranks is None:
-        if output is not None:
-            check_writable(output, rule=_OUTPUT)
-        if bidirectional:
-            raise InputError("--bidirectional belongs to --ranks", got="it alone", fix="Add --ranks, or leave it out.")
-    with working(f"loading {options['data']}"):
-        untold = graph_without_targets(options)
-        loaded = load_dataset(options).passing() if untold is None else untold
-    typed = TypedGraph.of(loaded) if isinstance(loaded, HeteroData) else None
-    graph = loaded if typed is None else typed.joined.data
-    groups = groups_to_balance(Graph.of(graph) if typed is None else typed) if options["balance"] else None
-    start = time.perf_counter()
-    with working("partition", long=graph.num_edges > _LONG_TO_CUT):
-        labels = cut(
-            graph.edge_index,
-            graph.num_nodes,
-            options["num_parts"],
-            method=options["partition"],
-            groups=groups,
-            seed=options["seed"],
-            cache_dir=options["cache_dir"],
-        )
-    seconds = time.perf_counter() - start
-    sizes = torch.bincount(labels)
-    inside = (labels[graph.edge_index[0]] == labels[graph.edge_index[1]]).double().mean()
-    with working("halo"):
-        ratio = connectivity(graph.edge_index, labels)
-    facts: dict[str, Any] = {
-        "nodes": graph.num_nodes,
-        "edges": graph.num_edges,
-        "parts": int(sizes.numel()),
-        "smallest part": int(sizes.min()),
-        "largest part": int(sizes.max()),
-        "edges inside parts": float(inside),
-        "halo nodes per batch node": float(ratio.mean()),
-        "seconds": seconds,
-    }
-    if typed is not None:
-        facts |= facts_of_parts(typed, labels)
-    if output is not None and ranks is not None:
-        with working("shards", long=graph.num_edges > _LONG_TO_CUT):
-            name = {"name": Path(options["data"]).stem}
-            how: dict[str, Any] = {"bidirectional": bidirectional, "seed": options["seed"], "facts": name}
-            manifest = write_shards(output, loaded, labels, ranks, **how)
-        for title, key in (("own nodes", "own"), ("ghosts", "ghosts"), ("edges", "edges")):
-            counts = [shard[key] for shard in manifest["shards"]]
-            facts[f"{title} of a rank, most"], facts[f"{title} of a rank, least"] = max(counts), min(counts)
-    elif output is not None:
-        write_atomically(output, lambda stream: np.save(stream, labels.numpy()), rule="--output must be writable")
-    _show_facts(f"{options['data']} · {options['partition']}", facts, json)
-
-
 @checked(num_parts={"least": 1}, top={"least": 1}, relation={"least": 0})
 def infer(
     options: dict[str, Any],
@@ -274,7 +203,7 @@ def infer(
     """Run a trained model on all nodes of a graph, exactly, in batches."""
     device = pick_device(device)
     if output is not None:
-        check_writable(output, rule=_OUTPUT)
+        check_writable(output, rule=OUTPUT)
         check_ending(output)
     if output is None and not (pairs is None and partners_of is None):
         fix = "Add --output, a file to write them to."
@@ -291,7 +220,7 @@ def infer(
     trained = saved.build(graph, task.num_outputs, task.module, targets=dataset.targets).to(device)
     scaled = autoscale(trained, graph, storage="host")
     start = time.perf_counter()
-    with working("partition", long=graph.num_edges > _LONG_TO_CUT):
+    with working("partition", long=graph.num_edges > LONG_TO_CUT):
         loader = HaloLoader(graph, min(num_parts, graph.num_nodes))
     with working("inference"):
         found = run_inference(scaled, loader)
@@ -309,7 +238,7 @@ def infer(
         if isinstance(dataset, TypedLinks):  # by type, as nodes are numbered in the file
             predicted = {f"embeddings_{kind}": rows for kind, rows in by_type.items()}
         say(f"written: {write_predictions(output, predicted, asked, dataset.names)}")
-    _show_facts(f"{options['data']} · {model.name}", facts, json)
+    show_facts(f"{options['data']} · {model.name}", facts, json)
 
 
 def data(options: dict[str, Any], *, json: Json = False) -> None:
@@ -321,13 +250,13 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
             print("\n".join(datasets.names()))
         return
     if (untold := graph_without_targets(options)) is not None:
-        _show_facts(options["data"], typed_facts(untold), json)
+        show_facts(options["data"], typed_facts(untold), json)
         return
     dataset = load_dataset(options)
     if dataset.note:
         say(f"note: {dataset.note}")
     if isinstance(dataset, TypedDataset):
-        _show_facts(options["data"], {**typed_facts(dataset.graph), **task_for(dataset).describe(dataset)}, json)
+        show_facts(options["data"], {**typed_facts(dataset.graph), **task_for(dataset).describe(dataset)}, json)
         return
     graphs = {"": dataset.train} if not dataset.inductive else {"train ": dataset.train, "test ": dataset.test}
     facts: dict[str, Any] = {}
@@ -337,7 +266,7 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
     posed = "y" in dataset.train or "graph_y" in dataset.train  # or edges are all that there is to predict
     described = task_for(dataset).describe(dataset) if posed else {}
     facts |= {"features": dataset.num_features, **described}
-    _show_facts(options["data"], facts, json)
+    show_facts(options["data"], facts, json)
 
 
 app.callback()(about)
@@ -428,19 +357,6 @@ def _show_results(title: str, results: list[FitResult]) -> None:
         total = sum(sum(result.seconds.values()) for result in results)
         rows.append(["mean", *spread, "", "", f"{total / len(results):.1f}", ""])
     print_table(title, columns, rows)
-
-
-def _show_facts(title: str, facts: dict[str, Any], json: bool) -> None:
-    if json:
-        print_json(facts)
-    else:
-        print_table(title, ["", "value"], [[name, _text(value)] for name, value in facts.items()])
-
-
-def _text(value: bool | float) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
 
 
 def _unused(graph: Data | HeteroData) -> str:

@@ -78,3 +78,17 @@ def working(phase: str, *, long: bool = False) -> Iterator[None]:
 def megabytes(value: int | None) -> str:
     """An amount of memory for a table."""
     return "-" if value is None else f"{value / 2**20:,.0f} MB"
+
+
+def show_facts(title: str, facts: dict[str, Any], json: bool) -> None:
+    """Print named numbers as a table, or as JSON."""
+    if json:
+        print_json(facts)
+    else:
+        print_table(title, ["", "value"], [[name, _text(value)] for name, value in facts.items()])
+
+
+def _text(value: bool | float) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
