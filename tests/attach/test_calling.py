@@ -20,6 +20,7 @@ import gnnautoscale as gas
 from conftest import CHANNELS, assert_same, undirected_graph
 from gnnautoscale.attach.calling import unpack_batch
 from gnnautoscale.errors import InputError, UnsupportedModelError
+from support.typed import TARGETS, converted, typed_graph
 
 C = CHANNELS
 
@@ -222,6 +223,46 @@ def test_other_weights_by_functional_call() -> None:
     batch = next(iter(gas.HaloLoader(data, 1)))
     out = torch.func.functional_call(model, weights, (batch.x, batch.edge_index))
     assert_same(out, expected[batch.n_id])
+
+
+# Heterogeneous graphs ################################################################################################
+
+
+def test_arguments_by_type_are_found_by_name() -> None:
+    batch = next(iter(gas.HaloLoader(typed_graph(), 3)))
+
+    def found(forward: Callable[..., Any], **kwargs: Any) -> Any:
+        args, named = unpack_batch(inspect.signature(forward), "Net", (batch,), kwargs)
+        for name, value in named.items():
+            assert value == (kwargs[name] if name in kwargs else batch.collect(name.removesuffix("_dict")))
+        return "batch" if args == (batch,) else set(named)
+
+    assert found(lambda x_dict, edge_index_dict: 0) == {"x_dict", "edge_index_dict"}
+    assert found(lambda x_dict, edge_index_dict, n_id_dict, noise=1: 0) == {"x_dict", "edge_index_dict", "n_id_dict"}
+    assert found(lambda x, edge_index, *rest, **more: 0) == {"x", "edge_index"}
+    assert found(lambda x, edge_index, alpha: 0, alpha=2) == {"x", "edge_index", "alpha"}
+    assert found(lambda hetero: 0) == found(lambda batch: 0) == found(lambda data, noise=0.1: 0) == "batch"
+    with pytest.raises(InputError, match=r"got n_id beside dictionaries, of which the type is not known.*call="):
+        found(lambda x_dict, edge_index_dict, n_id: 0)
+    with pytest.raises(InputError, match="got a batch of no type with height"):
+        found(lambda x_dict, height_dict: 0)
+    with pytest.raises(InputError, match="got a batch of no type with height"):
+        found(lambda x, height: 0)
+
+
+def test_converted_models_need_no_call_of_their_own() -> None:
+    data = typed_graph()
+    for kind in {*data.node_types} - {"author", "paper"}:
+        del data[kind]
+    for relation in {*data.edge_types} - {*TARGETS}:
+        del data[relation]
+    plain = converted("sum").double()
+    with torch.no_grad():
+        expected = plain(data.x_dict, data.edge_index_dict)
+    model = gas.autoscale(plain, data)
+    found = gas.infer(model, gas.HaloLoader(data, 3))
+    for kind, rows in expected.items():
+        assert_same(found[kind], rows)
 
 
 # Copies and files ####################################################################################################

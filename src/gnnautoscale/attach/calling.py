@@ -22,6 +22,10 @@ CallModel = Callable[[nn.Module, Data], Any]
 
 
 _HOST = torch.device("cpu")
+# How arguments of a model on a heterogeneous graph end that are dictionaries by type.
+_BY_TYPE = "_dict"
+# Parameters that take any number of arguments.
+_LISTS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # What differs from batch to batch.
 _COUNTS = ("batch_size", "num_nodes")
 
@@ -177,7 +181,7 @@ def _batches_in(arguments: Arguments) -> list[Any]:
 def unpack_batch(signature: inspect.Signature, model: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Turn ``model(batch)`` into the arguments of the model's forward, unless that takes the batch itself."""
     if len(args) == 1 and isinstance(args[0], HeteroData):
-        return _unpack_typed(signature, args[0], kwargs)
+        return _unpack_typed(signature, model, args[0], kwargs)
     if len(args) != 1 or not isinstance(args[0], Data):
         return args, kwargs
     batch = args[0]
@@ -211,20 +215,33 @@ def unpack_batch(signature: inspect.Signature, model: str, args: tuple[Any, ...]
     return (), {**chosen, **kwargs}
 
 
-def _unpack_typed(signature: inspect.Signature, batch: HeteroData, kwargs: dict[str, Any]) -> Arguments:
-    """Turn ``model(batch)`` into dictionaries by type, such as ``x_dict``, if the model's forward asks for these."""
-    names = [name for name in signature.parameters if name.endswith("_dict") and name not in kwargs]
-    if not names:
+def _unpack_typed(signature: inspect.Signature, model: str, batch: HeteroData, kwargs: dict[str, Any]) -> Arguments:
+    """Turn ``model(batch)`` into dictionaries by type, unless the model's forward takes the batch itself.
+
+    Arguments are called after attributes: ``x_dict``, as models on heterogeneous graphs have it, or all of them ``x``,
+    as those that ``to_hetero`` makes.
+    """
+    parameters = {name: each for name, each in signature.parameters.items() if name not in kwargs}
+    required = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in _LISTS]
+    has_suffix = any(name.endswith(_BY_TYPE) for name in signature.parameters)
+    found = {}
+    for name in parameters:
+        if name.endswith(_BY_TYPE) or not has_suffix:
+            by_type = batch.collect(name.removesuffix(_BY_TYPE), allow_empty=True)
+            found |= {name: by_type} if by_type else {}
+    missing = [name for name in required if name not in found]
+    # One argument that no type has an attribute for, or that is called so.
+    is_batch = required == ["batch"] or (len(required) < 2 and missing == required)
+    if is_batch and not has_suffix:
         return (batch,), kwargs
-    chosen = {}
-    for name in names:
-        found = batch.collect(name.removesuffix("_dict"), allow_empty=True)
-        if not found and signature.parameters[name].default is inspect.Parameter.empty:
-            raise InputError(
-                f"for model(batch), the batch must have {name.removesuffix('_dict')} of some type, for {name}",
-                got="none",
-                fix="Store it in data, or pass the arguments one by one.",
-            )
-        if found:
-            chosen[name] = found
-    return (), {**chosen, **kwargs}
+    if missing:
+        got = f"a batch of no type with {', '.join(name.removesuffix(_BY_TYPE) for name in missing)}"
+        if has_suffix and not all(name.endswith(_BY_TYPE) for name in missing):
+            got = f"{', '.join(missing)} beside dictionaries, of which the type is not known"
+        raise InputError(
+            f"for model(batch), the batch must have an attribute for each required argument of {model}.forward",
+            got=got,
+            fix="Pass the arguments one by one, e.g. model(batch.x_dict, batch.edge_index_dict), and give gas.infer a "
+            "call=... that does; for gas.fit, let forward take dictionaries, such as n_id_dict, or the batch.",
+        )
+    return (), {**found, **kwargs}
