@@ -3,7 +3,8 @@
 In a heterogeneous model several layers compute rows of one type of nodes, which the model then combines: it adds them
 up, or takes their maximum. A history of each layer's rows would do, but one of the combined rows is enough. So a layer
 returns *pending* rows. What combines pending rows of one type gives pending rows again; whatever else is done with them
-exchanges them first.
+exchanges them first. A model that adds rows up stacks them before, which takes as much memory as all of them once more:
+here a stack is only noted, and its sum adds one after the other.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _REDUCING = {
     torch.sum, Tensor.sum, torch.mean, Tensor.mean, torch.max, Tensor.max, torch.min, Tensor.min, torch.amax,
     Tensor.amax, torch.amin, Tensor.amin, torch.prod, Tensor.prod, torch.median, Tensor.median, torch.std, Tensor.std,
 }  # fmt: skip
+_ADDING = (torch.sum, Tensor.sum)
+_AVERAGING = (torch.mean, Tensor.mean)
 # Questions that do not look at values.
 _NEUTRAL = {
     Tensor.dim, Tensor.size, Tensor.is_floating_point, Tensor.numel,
@@ -54,7 +57,7 @@ class PendingRows(Tensor):
     kind: str
     #: The layer calls that they were computed in.
     calls: tuple[str, ...]
-    # Pending rows that these are a stack of, ``[count, num_rows, ...]``.
+    # Pending rows that these are a stack of, ``[count, num_rows, ...]``, of which only the shape is there.
     _stacked: tuple[PendingRows, ...]
     # What they have become: exchanged rows, or others that something was added to.
     _became: Tensor | None
@@ -72,7 +75,7 @@ class PendingRows(Tensor):
     @property
     def plain(self) -> Tensor:
         """The rows as they were computed."""
-        return self.as_subclass(Tensor)
+        return torch.stack([rows.plain for rows in self._stacked]) if self._stacked else self.as_subclass(Tensor)
 
     def exchanged(self) -> Tensor:
         """The rows after their exchange, which happens once."""
@@ -115,8 +118,11 @@ def _combined(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         if dim != 0 or kwargs.get("keepdim"):
             return None
-        out = func(first.plain, *args[1:], **kwargs)
         calls = first.calls
+        if func in (*_ADDING, *_AVERAGING) and len(args) + len(kwargs) == 2:
+            total = _sum([rows.plain for rows in first._stacked])
+            return _like(first, total / len(first._stacked) if func in _AVERAGING else total, calls)
+        out = func(first.plain, *args[1:], **kwargs)
         # Of maximum and position, the former.
         return (_like(first, out[0], calls), *out[1:]) if isinstance(out, tuple) else _like(first, out, calls)
     if any(rows._stacked for rows in pending):
@@ -137,8 +143,12 @@ def _combined(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         side_by_side = dim % dims != 0
         if not side_by_side and func is not torch.stack:
             return None
-        out = func(*plain_args, **plain_kwargs)
-        return _like(first, out, calls, () if side_by_side else tuple(pending))
+        if side_by_side:
+            return _like(first, func(*plain_args, **plain_kwargs), calls)
+        if len({(rows.shape, rows.dtype) for rows in pending}) > 1:
+            return None
+        like = next((rows.plain for rows in pending if rows.requires_grad), first.plain)
+        return _like(first, like.expand(len(pending), *like.shape), calls, tuple(pending))
     return None
 
 
@@ -146,6 +156,14 @@ def _like(
     rows: PendingRows, made: Tensor, calls: tuple[str, ...], stacked: tuple[PendingRows, ...] = ()
 ) -> PendingRows:
     return PendingRows.of(made, rows._exchange, rows.kind, calls, stacked)
+
+
+def _sum(rows: list[Tensor]) -> Tensor:
+    """The sum of rows, which takes no more memory than one of them."""
+    total = rows[0] + rows[1] if len(rows) > 1 else rows[0]
+    for each in rows[2:]:
+        total = total.add_(each)
+    return total
 
 
 def _plain(value: Tensor) -> Tensor:
