@@ -21,6 +21,7 @@ from gnnautoscale._util.peak_memory import PeakMemory, resident_memory
 from gnnautoscale._util.pinned import Pinned, arriving_numbers, copy_staged, copy_staged_together, pinned_zeros
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
 from gnnautoscale._util.versions import versions
+from gnnautoscale._util.weights import load_state, state_of, weights_of
 
 __all__ = [
     "FolderLock",
@@ -45,6 +46,7 @@ __all__ = [
     "html_table",
     "lacks_memory",
     "leaves_of",
+    "load_state",
     "map_others",
     "map_tensors",
     "no_empty_folders",
@@ -56,10 +58,12 @@ __all__ = [
     "resident_memory",
     "set_random_states",
     "shown",
+    "state_of",
     "tensors_in",
     "undisturbed",
     "untracked",
     "usable_device",
     "versions",
+    "weights_of",
     "write_atomically",
 ]

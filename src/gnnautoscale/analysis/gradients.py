@@ -9,6 +9,7 @@ from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
@@ -77,7 +78,9 @@ def gradient_agreement(
 
     The model keeps its weights, their gradients and its histories: compensated steps run on a copy of it.
     """
-    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    weights = {
+        name: weight for name, weight in model.named_parameters() if weight.requires_grad and not is_lazy(weight)
+    }
     if not weights:
         raise InputError("'gradients' needs weights", got="a model without any to train", fix="Leave gradients out.")
     scaler = attached(model)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import Pinned, for_later, map_others, map_tensors, others_in, tensors_in
+from gnnautoscale._util import Pinned, for_later, map_others, map_tensors, others_in, tensors_in, weights_of
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.batch_edges import BatchEdges, EdgeForm, GroupedEdges
 from gnnautoscale.forward.watch import OVERRIDES, form_of, form_of_values
@@ -381,7 +381,7 @@ def _on_meta(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def weightless_copy(layer: MessagePassing) -> MessagePassing:
     """A copy of the layer, in evaluation mode, whose weights have shapes but no values."""
     memo: dict[int, Any] = {}
-    for tensor in (*layer.parameters(), *layer.buffers()):
+    for tensor in (*weights_of(layer), *layer.buffers()):
         memo[id(tensor)] = tensor.detach().to("meta")
     for module in layer.modules():
         # Tensors that a layer keeps from its last call cannot be copied while autograd tracks them.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import set_random_states
+from gnnautoscale._util import set_random_states, state_of
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import fingerprint
@@ -70,7 +70,7 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if from_files and options.class_weight != "none":
         fix = "Leave it out, or pass the whole graph."
         raise InputError("class_weight needs all targets in one place", got="a folder of shards", fix=fix)
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    shapes = {name: tuple(value.shape) for name, value in state_of(model).items()}
     given = {name: getattr(options, name) for name in OPTIONS if name not in _PLACES}
     current().agree({**given, "model": (repr(model), shapes), "task": (type(task).__name__, task.metric)})
 

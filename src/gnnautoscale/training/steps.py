@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import weights_of
 from gnnautoscale.attach import LocalLipschitz
 from gnnautoscale.errors import InputError
 from gnnautoscale.ranks import GradientMean
@@ -58,7 +59,7 @@ class Steps:
         self._precision: Precision = precision
         self._accumulate, self._per_target, self.together = accumulate, per_target, together
         self._always_backward = always_backward
-        self._weights = [*model.parameters(), *(() if task.module is None else task.module.parameters())]
+        self._weights = weights_of(model, *(() if task.module is None else (task.module,)))
         # How many batches have added to the gradients since the last step of the optimizer.
         self._added = 0
         self.device = device
