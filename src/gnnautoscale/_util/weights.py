@@ -1,4 +1,4 @@
-"""The weights of modules, apart from lazy ones that no run has needed so far: these have neither shape nor values."""
+"""The weights of modules, apart from those of layers that are still lazy, because no run has needed them so far."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from torch.nn.parameter import is_lazy
 def weights_of(*modules: nn.Module) -> list[nn.Parameter]:
     """The weights of modules, each once.
 
+    Those beside a lazy one, such as the bias of a layer, have not been drawn either: they hold whatever was in memory.
+
     Example:
         >>> len(weights_of(nn.ModuleList([nn.Linear(2, 3), nn.LazyLinear(3)])))
         2
     """
-    return [weight for weight in nn.ModuleList(modules).parameters() if not is_lazy(weight)]
+    found: dict[int, nn.Parameter] = {}
+    for module in nn.ModuleList(modules).modules():
+        own = list(module.parameters(recurse=False))
+        if not any(map(is_lazy, own)):
+            found |= {id(weight): weight for weight in own}
+    return list(found.values())
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
