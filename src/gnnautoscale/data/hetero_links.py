@@ -147,6 +147,11 @@ class TypedLinks(TypedDataset):
             nodes.links = batch["links"]
         return nodes
 
+    def seen_whole(self) -> tuple[Data, Tensor]:
+        """See :meth:`TypedDataset.seen_whole`."""
+        graph = TypedGraph.of(self.graph)
+        return self.train, torch.cat([graph.first[kind] + torch.arange(graph.counts[kind]) for kind in self.targets])
+
     def own_rows(self, rows: dict[str, Tensor]) -> Tensor:
         """See :meth:`TypedDataset.own_rows`."""
         return torch.cat([rows[kind] for kind in self.targets])
