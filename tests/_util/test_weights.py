@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 from gnnautoscale._util import load_state, state_of, weights_of
 
 
-def model() -> nn.ModuleList:
+def model() -> Any:
     shared = nn.Linear(2, 2)
     return nn.ModuleList([nn.Linear(3, 2), pyg.Linear(-1, 4), shared, shared, nn.LazyLinear(2)])
 

@@ -164,7 +164,7 @@ class RecordedEdges(EdgeSource):
 
     def cut(self, record: EdgeRecord, layer: str) -> BatchEdges:
         """A record, cut to the batch, before edge dropout."""
-        batch_edges = self.info.placed(record)
+        batch_edges: BatchEdges | None = self.info.placed(record)
         if batch_edges is None:
             batch_edges = record.for_batch(self.info, layer).to(self.device)
             if self.info.edges_ready is not None:

@@ -25,8 +25,6 @@ def check_typed_run(dataset: TypedDataset, task: Task, options: FitOptions) -> N
     """Refuse what needs a plain graph."""
     refused = {name: getattr(options, name) for name, plain in _REFUSED.items() if getattr(options, name) != plain}
     links = isinstance(dataset, TypedLinks)
-    if "lipschitz" in options.diagnose:
-        refused["diagnose"] = options.diagnose
     if links != isinstance(task, LinkPrediction) or type(task).cut is not Task.cut:
         refused["task"] = task
     for name, value in refused.items():
