@@ -47,11 +47,13 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class EdgeRecord:
     """The edges of one edge call on the whole graph, and its arguments that depend on these alone, by name.
 
-    Each of these arguments is ``[num_edges, ...]``, in the order of the table.
+    Each of these arguments is ``[num_edges, ...]``, in the order of the table. No layer fuses a ``plain`` record, which
+    takes the place of edges that a layer derives others from.
     """
 
     edges: EdgeTable
     constants: dict[str, Tensor]
+    plain: bool = False
     _pinned: Pinned | None = field(default=None, init=False, repr=False)
 
     @for_later
@@ -95,7 +97,7 @@ class EdgeRecord:
     @cached_property
     def closed(self) -> ClosedRecord:
         """The same record, cut to the edges into a batch and into its halo."""
-        return ClosedRecord(self.edges, self.constants)
+        return ClosedRecord(self.edges, self.constants, self.plain)
 
     def _pin(self) -> None:
         if self._pinned is None:
@@ -204,7 +206,7 @@ def prepare_edges(
         call = calls.get(name)
         for position, each in enumerate(made):
             record = each.used_by(call)
-            fuses = call is not None and call.fuses(position, record.constants)
+            fuses = call is not None and not record.plain and call.fuses(position, record.constants)
             lazy = call is not None and "lazy" in call.shortcuts
             weight = call.weight(position) if call is not None and fuses else None
             if (record, fuses or lazy, weight) in seen:

@@ -45,7 +45,7 @@ class TypedRecorder(EdgePreparer):
         if kind not in self._with_attributes:
             edge = info.table.edge.long()
             values = {name: value[edge] for name, value in info.graph.edge_attributes.items()}
-            self._with_attributes[kind] = EdgeRecord(info.table, values)
+            self._with_attributes[kind] = EdgeRecord(info.table, values, plain=True)
         record = self._with_attributes[kind]
         self.records.setdefault(kind, {})[call] = [record]
         return record.closed

@@ -93,7 +93,7 @@ class TypedEdges(EdgeSource):
         kind = self.info.kind_of[value.info]
         record = self.memory.recorder.of_all_rows(self.info.edges[kind], kind, call)
         found = self._of_kind(kind).cut(record, describe(call, layer))
-        if value.attribute in found.constants:
+        if not value.attribute.endswith("edge_index"):
             return found.constants[value.attribute]
         return found.edges if value.attribute == "edge_index" else found.edges.flip(0)
 
