@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import write_atomically
+from gnnautoscale._util import checked, write_atomically
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph, check_labels
 from gnnautoscale.ranks.assignment import assign
@@ -29,6 +29,7 @@ _TENSORS = ("nodes", "starts", "sent", "sent_starts", "ghost_starts", "first_par
 _RULE = "a folder of shards must be writable"
 
 
+@checked(size={"least": 1}, seed={"least": 0, "below": 2**32})
 def write_shards(
     folder: str | Path,
     data: Data,
@@ -63,8 +64,6 @@ def write_shards(
         34
     """
     folder, graph = Path(folder), Graph.of(check_shardable(data))
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise InputError("the number of ranks must be at least 1", got=repr(size), fix="Pass a whole number.")
     labels = check_labels(labels, graph.num_nodes)
     owners = assign(graph.edge_index, labels, size, data.get("train_mask"), seed=seed)
     _make(folder)
@@ -86,8 +85,10 @@ def write_shards(
     return manifest
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+@checked()
+def read_manifest(folder: str | Path) -> dict[str, Any]:
     """What a folder of shards says about them."""
+    folder = Path(folder)
     rule, fix = f"{folder} must be a folder that write_shards or `gas partition --ranks` wrote", "Write it again."
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -98,9 +99,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_shard(folder: Path, rank: int, size: int) -> Shard:
+@checked(rank={"least": 0}, size={"least": 1})
+def read_shard(folder: str | Path, rank: int, size: int) -> Shard:
     """The shard of a rank, mapped into memory."""
-    manifest = read_manifest(folder)
+    folder, manifest = Path(folder), read_manifest(folder)
     if manifest["ranks"] != size:
         fix = f"Start {manifest['ranks']} processes, or write shards for {size}."
         raise InputError(f"{folder} has shards for {manifest['ranks']} ranks", got=f"{size}", fix=fix)
