@@ -6,12 +6,14 @@ import copy
 import inspect
 import json
 import math
+import pydoc
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import click
 import numpy as np
@@ -88,6 +90,61 @@ def test_values_of_options() -> None:
 
 def arguments_of(function: Any) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name not in ("optimizers", "options")]
+
+
+def documented() -> Iterator[tuple[str, Any]]:
+    """Functions and classes of the reference, by the names that pages give."""
+    for page in sorted((Path(__file__).parents[2] / "docs" / "reference").glob("*.md")):
+        for found in re.finditer(r"^::: (\S+)((?:\n    .*)*)", page.read_text(), re.MULTILINE):
+            members = re.search(r"^      members: \[(.*)\]", found[2], re.MULTILINE)
+            owner = pydoc.locate(found[1])
+            if inspect.ismodule(owner) and members is None:
+                yield from ((name, each) for name, each in vars(owner).items() if _is_public(owner, name, each))
+            elif inspect.ismodule(owner) and members is not None:
+                yield from ((name, getattr(owner, name)) for name in members[1].split(", "))
+            else:
+                yield found[1], owner
+
+
+def _is_public(owner: Any, name: str, each: Any) -> bool:
+    return not name.startswith("_") and callable(each) and getattr(each, "__module__", "") == owner.__name__
+
+
+#: What people only receive, subclass or catch.
+RECEIVED = {
+    "Advice", "Candidate", "Comparison", "Decoder", "Dot", "Finding", "FitResult", "GradientAgreement", "History",
+    "LayerBounds", "LayerErrors", "RunRecord", "ScalableGNN", "Task", "TypedDataset", "TypedLinks", "Verification",
+    "memory_by_type", "names",
+}  # fmt: skip
+
+
+def test_every_documented_function_checks_its_arguments() -> None:
+    unchecked, count = [], 0
+    for name, each in documented():
+        if name.rpartition(".")[2] in RECEIVED or (
+            isinstance(each, type) and issubclass(each, BaseException | Warning)
+        ):
+            continue
+        hints = get_type_hints(each.__init__ if isinstance(each, type) else each)
+        parameters = [
+            p for p in inspect.signature(each).parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        ]
+        typed = [p for p in parameters if hints.get(p.name, Any) is not Any]
+        given = {p.name: object() for p in parameters if p in typed or p.default is p.empty}
+        first = [given.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        if not typed:
+            continue
+        count += 1
+        try:
+            each(*first, **given)
+        except gas.InputError:
+            continue
+        except Exception as error:
+            unchecked.append((name, repr(error)[:80]))
+        else:
+            unchecked.append((name, "accepted"))
+    assert not unchecked, unchecked
+    assert count > 80
 
 
 def on_model(function: Callable[..., object], parts: gas.HaloLoader, /, **given: Any) -> None:
