@@ -125,7 +125,7 @@ def test_every_documented_function_checks_its_arguments() -> None:
             isinstance(each, type) and issubclass(each, BaseException | Warning)
         ):
             continue
-        hints = get_type_hints(each.__init__ if isinstance(each, type) else each)
+        hints = get_type_hints(vars(each)["__init__"] if isinstance(each, type) else each)
         parameters = [
             p for p in inspect.signature(each).parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         ]

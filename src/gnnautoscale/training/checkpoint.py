@@ -1,9 +1,9 @@
 """Checkpoints on disk: files that hold no code and are never half written.
 
-A checkpoint is a ``torch.save`` file of one dict: the name of the format, the step, the state, and a seal, a hash of its
-values and of the shapes and types of its tensors. It is read with ``weights_only``, so that nothing in it runs. First
-the CRC-32 of every record is checked, so that damage to values or tensors is noticed. Damage to the bytes between the
-records is either refused or does not change what is loaded. Then the seal is checked, so that a state that somebody
+A checkpoint is a ``torch.save`` file of one dict: the name of the format, the step, the state, and a seal, a hash of
+its values and of the shapes and types of its tensors. It is read with ``weights_only``, so that nothing in it runs.
+First the CRC-32 of every record is checked, so that damage to values or tensors is noticed. Damage to the bytes between
+the records is either refused or does not change what is loaded. Then the seal is checked, so that a state that somebody
 changed is refused as a whole instead of failing somewhere in a run.
 """
 
