@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.graph import BatchInfo, hand_over
+from gnnautoscale.history import History
+from gnnautoscale.kernels import Runs
 
 if TYPE_CHECKING:
     from gnnautoscale.forward.plan import Plan
@@ -44,6 +47,17 @@ class ExchangePolicy(ABC):
 
         ``compute`` gives the slot's rows, ``[num_rows, ...]``, or for the batch alone ``[batch_size, ...]``.
         """
+
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """Called before :meth:`at_slot` if a slot's rows are added up over all nodes; returns that sum, ``[...]``.
+
+        ``rows`` are the batch's own, ``[batch_size, ...]``.
+        """
+        raise UnsupportedModelError(
+            "only plain steps know the rows of all nodes that a model adds up",
+            got=f"an exact or compensated one, and '{slot}'",
+            fix="Leave that out: use mode 'gas' and compensate='none'.",
+        )
 
     def run_layer(self, session: Session, call: str, compute: Callable[[], Any]) -> Any:
         """Called in place of a layer whose rows become a part of a slot later on; returns what it computes."""
@@ -96,6 +110,11 @@ class StepExchange(_SlotExchange):
             session.memory.prepare_edges(session.info.upcoming, session.plan.calls, gradients=torch.is_grad_enabled())
             transfer.look_ahead()
 
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """See :meth:`ExchangePolicy.total`; the batch's rows replace those that its nodes had before."""
+        others = session.memory.replace_in_total(slot, session.plan, session.info, as_matrix(rows), session.device)
+        return others.view(rows.shape[1:]) + rows.sum(0)
+
     def _exchange(self, session: Session, slot: str, rows: Tensor) -> Tensor:
         memory, push = session.memory, not session.repeating
         if push:
@@ -123,6 +142,10 @@ class RowStore:
     def write(self, session: Session, slot: str, rows: Tensor) -> None:
         """Write the batch's rows, ``[batch_size, ...]``."""
 
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """The sum of a slot's rows over all nodes; see :meth:`ExchangePolicy.total`."""
+        return rows.sum(0)
+
     def look_ahead(self, session: Session, slots: Iterable[str]) -> None:
         """Start to read all rows of some slots for the batch that is likely to follow."""
         return
@@ -146,12 +169,24 @@ class HistoryStore(RowStore):
         """See :meth:`RowStore.write`."""
         if not self._writes:
             return
-        memory, rows = session.memory, rows.detach()
+        memory = session.memory
         memory.mark_changed()
-        place = memory.rows_of(session.info)
-        memory.history(slot, session.plan, session.device).push(
-            as_matrix(rows), place.on(rows.device)[: place.batch_size], place.runs
-        )
+        memory.totals.pop(slot, None)
+        place, history = memory.rows_of(session.info), memory.history(slot, session.plan, session.device)
+        self._push(history, as_matrix(rows.detach()), place.on(rows.device)[: place.batch_size], place.runs)
+
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """See :meth:`RowStore.total`."""
+        memory = session.memory
+        if slot not in memory.histories:
+            return super().total(session, slot, rows)
+        before = self.read(session, slot, slice(session.info.batch_size), rows.detach())
+        total = memory.total(slot, session.plan, session.device).view(rows.shape[1:])
+        return total + (rows - before).sum(0)
+
+    def _push(self, history: History, rows: Tensor, where: Tensor, runs: Runs) -> None:
+        """Write rows of a batch, ``[batch_size, width]``, to a history."""
+        history.push(rows, where, runs)
 
 
 class StreamedStore(HistoryStore):
@@ -170,11 +205,12 @@ class StreamedStore(HistoryStore):
         upcoming = session.info.upcoming
         if upcoming is None:
             return
-        if upcoming.ready is not None:
-            self._reads.wait_event(upcoming.ready)
-        else:
+        place = session.memory.rows_of(upcoming)
+        index = place.on(session.device)
+        if place.ready is not None and index is place.index:
+            self._reads.wait_event(place.ready)
+        else:  # it may have just been copied
             self._reads.wait_stream(torch.cuda.current_stream(session.device))
-        index = session.memory.rows_of(upcoming).on(session.device)
         index.record_stream(self._reads)
         with torch.cuda.stream(self._reads):
             for slot in slots:
@@ -191,13 +227,12 @@ class StreamedStore(HistoryStore):
         hand_over([rows], arrived)
         return rows[which].view(-1, *like.shape[1:])
 
-    def write(self, session: Session, slot: str, rows: Tensor) -> None:
-        """See :meth:`RowStore.write`."""
-        rows = rows.detach()
-        self._writes_behind.wait_stream(torch.cuda.current_stream(session.device))
+    def _push(self, history: History, rows: Tensor, where: Tensor, runs: Runs) -> None:
+        self._writes_behind.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(self._writes_behind):
-            super().write(session, slot, rows)
-        rows.record_stream(self._writes_behind)
+            super()._push(history, rows, where, runs)
+        for used in (rows, where):
+            used.record_stream(self._writes_behind)
 
     def settle(self, device: torch.device) -> None:
         """Let everything that follows see all rows that were written."""
@@ -216,6 +251,10 @@ class StoreExchange(_SlotExchange):
     def begin(self, session: Session) -> None:
         """Wait for the pushes of earlier training steps."""
         session.memory.settle()
+
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """See :meth:`ExchangePolicy.total`."""
+        return self._store.total(session, slot, rows)
 
     def _exchange(self, session: Session, slot: str, rows: Tensor) -> Tensor:
         if not session.repeating:
