@@ -223,6 +223,8 @@ BAD_GRAPHS: dict[str, Callable[[Data], Any]] = {
     "edges of floats": lambda data: data.update({"edge_index": data.edge_index.float()}),
     "edges to nowhere": lambda data: data.update({"edge_index": data.edge_index + NODES}),
     "edges as a list": lambda data: data.update({"edge_index": [[0], [1]]}),
+    "several numbers of nodes": lambda data: data.update({"num_nodes": torch.ones(3)}),
+    "a sparse number of graphs": lambda data: data.update({"batch": torch.eye(NODES).to_sparse()}),
     "half a node": lambda data: data.update({"num_nodes": NODES + 0.5}),
 }
 
@@ -234,6 +236,24 @@ def test_bad_graphs_are_refused(name: str) -> None:
     for mode in ("gas", "cluster"):
         with pytest.raises(gas.InputError):
             gas.fit(model(), data, epochs=1, num_parts=2, mode=mode)
+
+
+class Returning(torch.nn.Module):
+    """A model that makes something else of its rows."""
+
+    def __init__(self, made: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.conv, self.made = GCN(5, 4, num_layers=1, out_channels=3), made
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> Any:
+        return self.made(self.conv(x, edge_index))
+
+
+@pytest.mark.parametrize("made", [lambda out: None, lambda out: [out], lambda out: out.sum(), lambda out: out + 0j])
+def test_outputs_of_another_kind_are_refused(made: Callable[[torch.Tensor], Any]) -> None:
+    for mode in ("gas", "cluster", "exact"):
+        with pytest.raises(gas.InputError):
+            gas.fit(Returning(made), graph(), epochs=1, num_parts=2, mode=mode, progress=False)
 
 
 def test_graphs_of_another_kind_are_refused() -> None:

@@ -179,7 +179,7 @@ def _given_split(data: Any, count: int) -> Tensor | None:
 def _numbers(data: Data) -> Tensor | None:
     """The graph of each node, if several graphs are joined."""
     number = data.get("graph_id", data.get("batch"))
-    return number if isinstance(number, Tensor) else None
+    return number if isinstance(number, Tensor) and number.layout == torch.strided else None
 
 
 def _checked_numbers(data: Data) -> Tensor:

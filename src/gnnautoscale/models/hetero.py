@@ -201,6 +201,7 @@ class HGT(TypedStack):
         return layer
 
 
+@checked()
 @dataclass(eq=False, repr=False, kw_only=True)
 class HAN(TypedStack):
     """Heterogeneous graph attention: attention along each type of edges, and between the types of edges into a node.
