@@ -7,6 +7,7 @@ nothing about graphs or models.
 from gnnautoscale._util.archives import damage_in
 from gnnautoscale._util.arguments import check_argument, checked
 from gnnautoscale._util.atomic import check_writable, no_empty_folders, write_atomically
+from gnnautoscale._util.checksums import checksums_of, damaged_file, is_unchanged, with_checksum
 from gnnautoscale._util.cores import available_cores
 from gnnautoscale._util.devices import usable_device
 from gnnautoscale._util.docstrings import describe_arguments
@@ -38,12 +39,15 @@ __all__ = [
     "check_path",
     "check_writable",
     "checked",
+    "checksums_of",
     "copy_staged",
     "copy_staged_together",
     "damage_in",
+    "damaged_file",
     "describe_arguments",
     "for_later",
     "html_table",
+    "is_unchanged",
     "lacks_memory",
     "leaves_of",
     "load_state",
@@ -65,5 +69,6 @@ __all__ = [
     "usable_device",
     "versions",
     "weights_of",
+    "with_checksum",
     "write_atomically",
 ]

@@ -49,7 +49,7 @@ _ITERATIONS = 50
 _MOST_ROWS = 2048
 
 
-@checked(what={"fix": "Name them in a list."})
+@checked(what={"fix": "Name them in a list."}, ages={"dims": 1, "integers": True})
 def diagnose(
     model: nn.Module,
     loader: HaloLoader,

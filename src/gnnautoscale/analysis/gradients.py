@@ -22,7 +22,7 @@ from gnnautoscale.exact import ExactPasses, Loss, exact_forward
 from gnnautoscale.forward import GraphMemory, HistoryStore, Plan, StoreExchange, TypedMemory, TypedPlan
 from gnnautoscale.graph import BatchInfo, HaloLoader
 from gnnautoscale.history import History
-from gnnautoscale.tasks import LinkPrediction, Task, task_for
+from gnnautoscale.tasks import LinkPrediction, Task, task_for, trained_rows
 
 # Kept gradients are as they will be once a sweep changes the sum of all batches by less than this share. A model with
 # many layers takes many sweeps; it is measured after the last of these.
@@ -140,7 +140,7 @@ def _mean_loss(task: Task, data: Data, device: torch.device, dataset: TypedDatas
             return [], []
         out = _seen(out, dataset)
         task.see(out, given["nodes"])
-        loss = task.loss(out[given["rows"]] if "rows" in given else out, given["targets"])
+        loss = task.loss(trained_rows(out, given.get("rows")), given["targets"])
         return [task.weight(given["targets"]) / whole * loss], [None]
 
     return Loss(inputs, seeds)

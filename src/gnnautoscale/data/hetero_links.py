@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.data.hetero import TypedDataset
 from gnnautoscale.data.links import draw_split
 from gnnautoscale.errors import InputError
@@ -37,6 +38,7 @@ class TypedLinks(TypedDataset):
     passed: tuple[HeteroData, HeteroData, HeteroData]
 
     @staticmethod
+    @checked()
     def of_splits(graphs: Sequence[HeteroData], relation: EdgeType | None = None, name: str = "data") -> TypedLinks:
         """Make a data set of the three graphs that ``RandomLinkSplit(edge_types=..., rev_edge_types=...)`` returns.
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from gnnautoscale._util import checked
 from gnnautoscale.attach import attached
 from gnnautoscale.attach import autoscale as attach_histories
 from gnnautoscale.errors import InputError
@@ -17,6 +18,7 @@ from gnnautoscale.ranks.norms import RankNorms
 M = TypeVar("M", bound=nn.Module)
 
 
+@checked(lag={"least": 0, "below": 2})
 def autoscale(model: M, loader: RankLoader, *, lag: int = 0, sync_norms: bool = False, **options: Any) -> M:
     """Train a model on all ranks together, in batches of a :class:`RankLoader`.
 
@@ -73,6 +75,7 @@ def attach_shared(
         attached(model).normalize_by(RankNorms(loader.world))  # whose backward passes need all ranks
 
 
+@checked()
 def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module, **options: Any) -> GradientMean:
     """Let every backward pass end with the mean of all ranks' gradients, also those of ``further`` modules."""
     memory, ghosts = attached(model).memory, loader.ghosts

@@ -23,7 +23,7 @@ from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, HaloLoader, ReadyBatch
 from gnnautoscale.ranks import RankLoader, attach_shared, average_gradients
 from gnnautoscale.replay import WARM_UP, Placement, Replayer, on_training_stream
-from gnnautoscale.tasks import Task
+from gnnautoscale.tasks import Task, trained_rows
 from gnnautoscale.training.feed import Feed, Item, as_it_is, plain_item
 from gnnautoscale.training.options import FitOptions
 from gnnautoscale.training.steps import Steps
@@ -163,7 +163,7 @@ class Engine(Steps):
             if not given:
                 return [], []
             out, targets = self._rows(out), given["targets"]
-            chosen = out[given["rows"]] if "rows" in given else out
+            chosen = trained_rows(out, given.get("rows"))
             loss = self.task.loss(chosen, targets) * (targets.size(0) / count)
             self._total += loss.detach()
             return [loss], [None]

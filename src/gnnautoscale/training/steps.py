@@ -14,7 +14,7 @@ from gnnautoscale._util import weights_of
 from gnnautoscale.attach import LocalLipschitz
 from gnnautoscale.errors import InputError
 from gnnautoscale.ranks import GradientMean
-from gnnautoscale.tasks import Task
+from gnnautoscale.tasks import Task, trained_rows
 from gnnautoscale.training.feed import Item, as_it_is
 from gnnautoscale.transfer import Times
 
@@ -163,7 +163,7 @@ class Steps:
     def _losses(self, out: Any, item: Item) -> tuple[Tensor, Tensor]:
         """The mean loss of a batch's targets, and what its step differentiates."""
         count = item.targets.size(0)
-        chosen = out if item.rows is None else out[item.rows]
+        chosen = trained_rows(out, item.rows)
         loss = self.task.loss(chosen, item.targets) if count else chosen.sum()
         self._check_loss(loss)
         if self._per_target is None:
