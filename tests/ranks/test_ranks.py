@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,6 +92,10 @@ def loss_of(model: nn.Module, batch: Data) -> Tensor:
     return F.cross_entropy(out, batch.y[:size])
 
 
+def loss_of_output(batch: Data, out: Tensor) -> Tensor:
+    return F.cross_entropy(out, batch.y[: batch.batch_size])
+
+
 def train(
     data: Data, make: Callable[[], nn.Module], epochs: int, **options: Any
 ) -> tuple[list[list[tuple[int, ...]]], list[list[Tensor]], dict[str, Tensor]]:
@@ -142,6 +147,70 @@ def in_one_process(
         gradients.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
         optimizer.step()
     return gradients, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def refresh_and_train(
+    data: Data, compensate: Any
+) -> tuple[list[list[tuple[int, ...]]], list[Tensor], dict[str, Tensor]]:
+    """Before each step every rank refreshes its last part; the nodes of both in turn, gradients, and histories."""
+    loader = ranks.RankLoader(data, num_parts=6, bidirectional=True)
+    model = ranks.autoscale(gcn().double(), loader, compensate=compensate)
+    assert loader.shard is not None
+    batches, gradients = [], []
+    for batch in loader:
+        other = loader.batch_of([loader.num_parts - 1])
+        gas.refresh(model, other, loss=partial(loss_of_output, other))
+        model.zero_grad()
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        batches += [loader.nodes[each.n_id[: each.batch_size]].tolist() for each in (other, batch)]
+        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]))
+    memory = attached(model).memory
+    memory.settle()
+    known = loader.shard.nodes
+    kept = {**memory.histories, **{f"gradient {slot}": each for slot, each in memory.last_gradients.items()}}
+    whole = {name: history.raw.new_full((data.num_nodes, history.width), torch.nan) for name, history in kept.items()}
+    for name, rows in whole.items():
+        rows[known] = kept[name].raw[: known.numel()]
+    return batches, gradients, whole
+
+
+@pytest.mark.parametrize("compensate", ["none", "gradient"])
+def test_every_rank_refreshes_a_batch_of_its_own_and_all_of_them_see_its_rows(compensate: Any) -> None:
+    data = undirected_graph(dtype=torch.float64)
+    found = run_ranks(2, refresh_and_train, data, compensate)
+    loader = gas.HaloLoader(data, num_parts=1)
+    model = gas.autoscale(gcn().double(), data, compensate=compensate)
+    memory = attached(model).memory
+
+    def kept() -> dict[str, Tensor]:
+        gradients = {f"gradient {slot}": each.raw for slot, each in memory.last_gradients.items()}
+        return {**{slot: each.raw for slot, each in memory.histories.items()}, **gradients}
+
+    gradients = []
+    for place, passes in enumerate(zip(*(batches for batches, _, _ in found), strict=True)):
+        before, after = {name: raw.clone() for name, raw in kept().items()}, []
+        model.zero_grad()
+        for nodes in passes:
+            for name, raw in kept().items():
+                raw.copy_(before.get(name, torch.zeros_like(raw)))
+            batch = loader.batch_for(torch.tensor(nodes))
+            if place % 2 == 0:
+                gas.refresh(model, batch, loss=partial(loss_of_output, batch))
+            else:
+                loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+            after.append({name: raw[nodes].clone() for name, raw in kept().items()})
+        for nodes, pushed in zip(passes, after, strict=True):
+            for name, raw in kept().items():
+                raw[nodes] = pushed[name]
+        if place % 2:
+            flat = torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+            gradients.append(flat / len(passes))
+    for _, rank_gradients, rows in found:
+        for mine, wanted in zip(rank_gradients, gradients, strict=True):
+            assert_same(mine, wanted, 1e-10)
+        for name, raw in kept().items():
+            known = ~rows[name].isnan()
+            assert_same(rows[name][known], raw[known], 1e-10)
 
 
 @pytest.mark.parametrize(
@@ -401,7 +470,7 @@ def misuse(what: str) -> None:
     calls: dict[str, Callable[..., Any]] = {
         "verify": gas.verify,
         "grow": gas.grow,
-        "diagnose": gas.diagnose,
+        "diagnose": partial(gas.diagnose, what="gradients"),
         "exact": gas.exact_forward,
     }
     if what == "capture":
@@ -427,7 +496,7 @@ def misuse(what: str) -> None:
         ("verify", "verify needs the whole graph"),
         ("grow", "grow needs the whole graph"),
         ("capture", "capture needs the whole graph"),
-        ("diagnose", "diagnose needs the whole graph"),
+        ("diagnose", "diagnose but for 'staleness' needs the whole graph"),
         ("exact", "the gradient of the whole graph needs the whole graph"),
     ],
 )

@@ -162,8 +162,8 @@ def refresh(
     """Recompute histories of the training graph with the current weights, in evaluation mode.
 
     Given a loader, all of them become exact. Given one of its batches, only that batch's rows are computed and pushed,
-    from those that it pulls, as in a training step: cheap enough to come before each step. The model keeps its weights,
-    their gradients, and its mode.
+    from those that it pulls, as in a training step: cheap enough to come before each step; of several ranks each
+    passes a batch of its own. The model keeps its weights, their gradients, and its mode.
 
     Args:
         model: An autoscaled model.
@@ -207,11 +207,13 @@ def _refresh_batch(model: nn.Module, batch: Any, call: CallModel, loss: Callable
     whole = info.holds_all_nodes
     exchange = StepExchange(push_all=True) if whole else step_exchange(scaler.compensate)
     goes_back = loss is not None and scaler.compensate == "gradient" and not whole
-    with evaluating(model), scaler.running(exchange), torch.set_grad_enabled(goes_back):
+    memory = scaler.memory
+    with evaluating(model), scaler.running(exchange), memory.aside(info), torch.set_grad_enabled(goes_back):
         out = call(model, to_model_device(batch, model))
         if loss is not None and goes_back:
             weights = [weight for weight in model.parameters() if weight.requires_grad]
             torch.autograd.grad(loss(out), weights, allow_unused=True)
+            memory.send_gradients()
 
 
 @checked(nodes={"fix": "Use torch.tensor(nodes), or a dictionary of tensors by type."})
@@ -334,7 +336,7 @@ def sweep(
         collect(model, loader, call, SweepExchange(level, store), together=together)
         if isinstance(store, StreamedStore):
             store.settle(device)
-        attached(model).memory_of(loader.graph).share(level)
+        store.share(attached(model).memory_of(loader.graph), level)
     return store
 
 

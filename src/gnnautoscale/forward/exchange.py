@@ -127,6 +127,10 @@ class RowStore:
         """Start to read all rows of some slots for the batch that is likely to follow."""
         return
 
+    def share(self, memory: Any, slots: Iterable[str]) -> None:
+        """Give other processes that have a share of the graph the rows of slots that they need, and receive theirs."""
+        return
+
 
 class HistoryStore(RowStore):
     """The histories, accessed directly instead of through a transfer; only read unless it ``writes``."""
@@ -152,6 +156,10 @@ class HistoryStore(RowStore):
         memory.history(slot, session.plan, session.device).push(
             as_matrix(rows), place.on(rows.device)[: place.batch_size], place.runs
         )
+
+    def share(self, memory: Any, slots: Iterable[str]) -> None:
+        """See :meth:`RowStore.share`."""
+        memory.share(slots)
 
 
 class StreamedStore(HistoryStore):

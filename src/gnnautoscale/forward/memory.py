@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -133,6 +134,15 @@ class GraphMemory:
         if self.sharing is not None:
             self.settle()
             self.sharing.share([self.histories[slot] for slot in sorted(slots)])
+
+    def aside(self, info: BatchInfo) -> AbstractContextManager[None]:
+        """A pass on a batch that is no step of training; if there are other processes, each makes one."""
+        return nullcontext() if self.sharing is None else self.sharing.aside(self.rows_of(info))
+
+    def send_gradients(self) -> None:
+        """Give other processes the gradients that were kept last, as far as they need them, and receive theirs."""
+        if self.sharing is not None and self.last_gradients:
+            self.sharing.send([self.last_gradients[slot] for slot in sorted(self.last_gradients)])
 
     def release(self) -> None:
         """Free the threads that move rows, and let another run have the folder of histories on disk."""

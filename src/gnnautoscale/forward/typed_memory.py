@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,14 @@ class TypedMemory:
 
     def share(self, slots: Iterable[str]) -> None:
         """See :meth:`GraphMemory.share`; no process shares a heterogeneous graph with others."""
+        return
+
+    def aside(self, info: TypedInfo) -> AbstractContextManager[None]:
+        """See :meth:`GraphMemory.aside`."""
+        return nullcontext()
+
+    def send_gradients(self) -> None:
+        """See :meth:`GraphMemory.send_gradients`."""
         return
 
     def settle(self) -> None:

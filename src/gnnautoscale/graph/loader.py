@@ -231,6 +231,24 @@ class HaloLoader:
         """Whether one batch holds the whole graph."""
         return len(self) == 1
 
+    def everyone(self, value: Any) -> list[Any]:
+        """The values of all processes that share the graph, each of which calls this: here there is only one."""
+        return [value]
+
+    @property
+    def parts(self) -> Tensor:
+        """The part of each node among those of all processes that share the graph, ``[num_nodes]``."""
+        return self.labels
+
+    @property
+    def pulled_elsewhere(self) -> Tensor:
+        """The nodes of this loader that are in halos of other processes, ``[count]``."""
+        return torch.empty(0, dtype=torch.long)
+
+    def in_batches(self, count: int) -> HaloLoader:
+        """A loader of the same graph for sweeps in so many batches."""
+        return HaloLoader(self.data, count, keep=self.keep, device=self.device)
+
     @property
     def num_batches(self) -> int:
         """Number of different batches: of all drawings if the loader reuses drawings, else of one epoch."""

@@ -80,8 +80,7 @@ def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module,
     def after_backward() -> None:
         if ghosts is not None:
             ghosts.unanswered = False
-            if memory.last_gradients:
-                ghosts.send([memory.last_gradients[slot] for slot in sorted(memory.last_gradients)])
+            memory.send_gradients()
 
     made = GradientMean(loader.world, [model, *further], after=after_backward, **options)
     if ghosts is not None:

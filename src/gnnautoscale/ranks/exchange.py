@@ -10,7 +10,8 @@ ranks up to the step before that.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ class Ghosts:
         self._steps: list[list[Group]] = []
         self._step_of: dict[tuple[object, ...], int] = {}
         self._last = -1
+        #: The parts of all ranks in the last step, or pass beside the steps.
+        self.groups: list[Group] = []
+        self._aside: list[Group] | None = None
         self._pending: deque[tuple[Arrival, list[History], Tensor]] = deque()
         self._records: Callable[[], Mapping[str, Sequence[Any]]] = dict
         self._seen: list[Any] = []
@@ -63,16 +67,41 @@ class Ghosts:
     def begin(self, rows: BatchRows) -> None:
         """Begin a step on a batch, which must be the next one of the loader, or the same once more."""
         self._arrive(left=self.lag)
+        if self._aside is not None:
+            self.groups = self._aside
+            return
         step = self._step_of.get(tuple(rows.runs))
         if step is None or not self._last <= step <= self._last + 1:
             got = "another batch" if step is None else f"batch {step + 1} after batch {self._last + 1}"
             rule = "ranks step together, each on every batch of its loader in turn"
             raise InputError(rule, got=got, fix="Call the model once with each batch that the loader yields.")
-        self._last = step
+        self._last, self.groups = step, self._steps[step]
+
+    @contextmanager
+    def aside(self, rows: BatchRows) -> Iterator[None]:
+        """See :meth:`Sharing.aside`."""
+        groups = self.world.gather(self._parts_of(rows))
+        if None in groups:
+            got = f"another one on rank {groups.index(None)}"
+            fix = "Pass each rank one of its batches, such as loader.batch_of([0])."
+            raise InputError("ranks refresh batches of whole parts of their own", got=got, fix=fix)
+        self._aside, before = groups, self.unanswered
+        try:
+            yield
+        finally:
+            self._aside, self.unanswered = None, before
+
+    def _parts_of(self, rows: BatchRows) -> Group | None:
+        """The parts that a batch consists of; ``None`` if these are not whole ones of this rank."""
+        starts, own = self.shard.starts, rows.on_host[: rows.batch_size]
+        parts = torch.unique(torch.searchsorted(starts, own, right=True) - 1)
+        if not own.numel() or int(parts[-1]) >= self.shard.num_parts:
+            return None
+        return tuple(parts.tolist()) if int(starts.diff()[parts].sum()) == rows.batch_size else None
 
     def send(self, histories: Sequence[History]) -> None:
-        """Start to send the rows that the present step pushed, and to receive those of the other ranks."""
-        groups = self._steps[self._last]
+        """Start to send the rows that the present pass pushed, and to receive those of the other ranks."""
+        groups = self.groups
         rank, size = self.shard.rank, self.shard.size
         sent = [[self._sent(peer, part) for part in groups[rank]] for peer in range(size)]
         received = [[self._ghosts(peer, part) for part in groups[peer]] for peer in range(size)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,32 @@ class RankLoader(HaloLoader):
             rule = f"a rank has batches of its own nodes, rows 0 to {self.num_own - 1} of loader.data"
             raise InputError(rule, got=str(int(nodes.max())), fix="Ask the rank that owns the node; see loader.nodes.")
         return super().batch_for(nodes)
+
+    def everyone(self, value: Any) -> list[Any]:
+        """See :meth:`HaloLoader.everyone`."""
+        return self.world.gather(value)
+
+    @property
+    def parts(self) -> Tensor:
+        """See :meth:`HaloLoader.parts`; they are numbered rank by rank."""
+        return super().parts if self.shard is None else self.shard.parts
+
+    @property
+    def pulled_elsewhere(self) -> Tensor:
+        """See :meth:`HaloLoader.pulled_elsewhere`."""
+        return super().pulled_elsewhere if self.shard is None else self.shard.sent
+
+    def in_batches(self, count: int) -> HaloLoader:
+        """A loader of the same share for sweeps in so many batches of all ranks, at least one of each."""
+        if self.shard is None:
+            return super().in_batches(count)
+        made = copy.copy(self)
+        each = min(-(-count // self.shard.size), self.num_own)
+        made.shard = replace(self.shard, starts=torch.arange(each + 1) * self.num_own // each)
+        made._length = each
+        how: dict[str, Any] = {"keep": self.keep, "device": self.device, "bidirectional": self.bidirectional}
+        HaloLoader.__init__(made, self.shard.data, partition=made.shard.labels, **how)
+        return made
 
     def gathered(self, rows: Tensor) -> Tensor | None:
         """Rows of all nodes in the order of the whole graph, ``[num_nodes, ...]``, on the first rank; else ``None``.

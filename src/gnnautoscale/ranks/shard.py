@@ -109,6 +109,14 @@ class Shard:
         return self.starts.numel() - 1
 
     @property
+    def parts(self) -> Tensor:
+        """The part of each row among the parts of all ranks, rank by rank; stand-ins are in one more."""
+        own = int(self.first_part[self.rank]) + self.labels[: self.num_own]
+        ghosts = torch.repeat_interleave(self.ghost_starts.diff())
+        others = torch.full((self.data.num_nodes - self.nodes.numel(),), self.ghost_starts.numel() - 1)
+        return torch.cat([own, ghosts, others])
+
+    @property
     def labels(self) -> Tensor:
         """The part of each row; ghosts and stand-ins are in one more, which is never trained on."""
         sizes = self.starts.diff()

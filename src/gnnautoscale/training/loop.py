@@ -266,7 +266,7 @@ def _train_alone(
         whole_data = None if isinstance(shards, Path) else dataset
         dataset = share_of(dataset, ranked)
         strategy = RankStrategy(model, dataset, ranked, optimizer, task, options, whole=whole_data)
-        whole = strategy.facts()
+        loader, whole = ranked, strategy.facts()
     elif options.has_histories:
         labels = None if checkpoint is None else labels_of(checkpoint, dataset.passing().num_nodes)
         with clock("partition"):
@@ -286,7 +286,7 @@ def _train_alone(
             strategy = TypedSubgraphStrategy(model, dataset, subgraphs, optimizer, task, options)
         else:
             strategy = SubgraphStrategy(model, dataset, subgraphs, optimizer, task, options)
-    if options.run_dir is not None:
+    if strategy.agreed(options.run_dir is not None):
         strategy.watch()
     run = RunState(learner, task, optimizer, rate, strategy, result, device, identity=identity)
     on_failure = ExitStack()
@@ -408,7 +408,8 @@ def _open_journal(
     """
     folder, epochs, told = None, run.result.epochs, list(loggers)
     about: dict[str, Any] = {}
-    if options.run_dir is not None or told:
+    measured = run.strategy.agreed(options.run_dir is not None)
+    if run.strategy.agreed(options.run_dir is not None or bool(told)):
         about = describe_run(options.to_dict(), dataset, task, model, loader)
         about["data"] |= whole
     if options.run_dir is not None:
@@ -426,4 +427,5 @@ def _open_journal(
         logger.start(about)
     target = dataset.target if isinstance(dataset, TypedDataset) else None
     what, every = options.diagnose, options.diagnose_every
-    return Journal(folder, run.strategy, model, loader, task, what=what, every=every, target=target, loggers=told)
+    how: dict[str, Any] = {"measured": measured, "what": what, "every": every, "target": target, "loggers": told}
+    return Journal(folder, run.strategy, model, loader, task, **how)

@@ -16,10 +16,7 @@ from gnnautoscale.training.options import OPTIONS, FitOptions
 _PLACES = ("device", "run_dir", "checkpoint_dir", "resume", "history_dir", "cache_dir", "num_workers", "tensorboard")
 # Options that ranks do not have, by name; each may keep the value that it has here.
 _ALONE: dict[str, Any] = {
-    "accumulate": 1,
     "exact_epochs": 0,
-    "refresh": 0,
-    "evaluate_parts": None,
     "verify": False,
 }
 
@@ -45,9 +42,9 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if options.sync_norms and (options.lipschitz or options.compensate != "none"):
         fix = "Leave one of them out."
         raise InputError("sync_norms needs plain steps", got="it with a penalty or compensation", fix=fix)
-    if options.diagnose_every not in ("auto", "never"):
-        fix = "Leave it out; ranks measure no staleness."
-        raise InputError("diagnose_every is for one process", got=str(options.diagnose_every), fix=fix)
+    if set(options.diagnose) - {"staleness"}:
+        fix = "Leave the others out, or train in one process."
+        raise InputError("ranks diagnose staleness only", got=f"diagnose={options.diagnose}", fix=fix)
     if from_files and options.class_weight != "none":
         fix = "Leave it out, or pass the whole graph."
         raise InputError("class_weight needs all targets in one place", got="a folder of shards", fix=fix)

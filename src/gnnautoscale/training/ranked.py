@@ -21,6 +21,8 @@ from gnnautoscale.ranks import RankLoader, Shard, World, current, read_manifest,
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task, known_rows
 from gnnautoscale.training.checkpoint import Checkpoint
+from gnnautoscale.training.feed import Item
+from gnnautoscale.training.flow import Flow
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.resharding import pieces_of, place_rows, read_shards, save_shards
 from gnnautoscale.training.strategies import HistoryStrategy
@@ -107,7 +109,11 @@ class RankStrategy(HistoryStrategy):
         *,
         whole: Dataset | None,
     ) -> None:
+        self._lag = options.lag
         super().__init__(model, dataset, dict.fromkeys(_SPLITS, loader), optimizer, task, options)
+        if self._refreshes > len(loader):
+            rule, fix = f"refresh must be at most the number of batches of a rank, {len(loader)}", "Lower it."
+            raise InputError(rule, got=str(self._refreshes), fix=fix)
         self._identity = self._identity_of_shards() if whole is None else tuple(task.identity(whole.train))
 
     @property
@@ -161,10 +167,14 @@ class RankStrategy(HistoryStrategy):
             self._loader.load_state_dict(shards[rank]["strategy"]["loader"])
             self.done = shards[rank]["strategy"]["loader"]["done"]
             self._engine.load_state_dict(shards[rank]["strategy"]["engine"])
+            if self.flow is not None:
+                self.flow.load_state_dict(shards[rank]["strategy"].get("flow"))
             set_random_states(shards[rank]["random"], device)
         else:
             before = shards[0]["strategy"] if shards else checkpoint.state["strategy"]
             self._engine.steps = before["engine"]["steps"]
+            if self.flow is not None:
+                self.flow.refreshed()
             torch.manual_seed(torch.initial_seed() + 7919 * (1 + checkpoint.step))
         place_rows(self._memory, pieces, nodes, whole, device, self._loader.row_order)
         self._memory.share(self._memory.histories)
@@ -177,8 +187,18 @@ class RankStrategy(HistoryStrategy):
         """The ranks."""
         return self._loader.world
 
-    def _follow_rows(self) -> None:
-        """The ages of other ranks' rows are not known here."""
+    def _new_flow(self) -> Flow:
+        """See :meth:`HistoryStrategy._new_flow`: parts are those of all ranks."""
+        shard = self._shard
+        first, end = shard.first_part[shard.rank : shard.rank + 2].tolist()
+        return Flow(self._loader.parts, own=range(first, end), lag=self._lag)
+
+    def _elsewhere(self) -> list[int]:
+        shard, ghosts = self._shard, self._loader.ghosts
+        groups = [] if ghosts is None else ghosts.groups
+        first = shard.first_part.tolist()
+        others = (rank for rank in range(len(groups)) if rank != shard.rank)
+        return [first[rank] + part for rank in others for part in groups[rank]]
 
     def stopping(self, stop: Event) -> Callable[[], bool]:
         """See :meth:`Strategy.stopping`: all ranks stop after the same step."""
@@ -208,6 +228,16 @@ class RankStrategy(HistoryStrategy):
             scores = {split: task.score(every, scored, split) for split in _SPLITS}
         told: dict[str, float] = self.world.broadcast(scores)
         return told
+
+    def agreed(self, fact: bool) -> bool:
+        """See :meth:`Strategy.agreed`."""
+        told: bool = self.world.broadcast(fact)
+        return told
+
+    def _train(self, number: int, most: int | None, after_step: Callable[[Item | None], None]) -> float:
+        loss = super()._train(number, most, after_step)
+        self._memory.settle()  # rows of other ranks that lag behind, so that whoever looks at an epoch's end may wait
+        return loss
 
     def peak(self, num_bytes: int | None) -> int | None:
         """See :meth:`Strategy.peak`."""

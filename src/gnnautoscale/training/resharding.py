@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: one file for each, and rows that find their nodes again on any number of ranks.
+"""Rows in checkpoints, also of several ranks: one file for each, and rows find their nodes again on any number of them.
 
 Each rank writes its own rows. When all have, the first one writes the checkpoint itself, which names these files: so a
 checkpoint that is there is whole. Rows are known by their nodes in the whole graph.
@@ -17,6 +17,7 @@ from torch import Tensor
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import GraphMemory
 from gnnautoscale.graph import RowOrder
+from gnnautoscale.history import History
 from gnnautoscale.ranks import World
 from gnnautoscale.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, shard_path
 
@@ -91,6 +92,27 @@ def place_rows(
                 for slot, history in opened[kind].items():
                     raw = piece.rows[kind][slot]["raw"][chunk][here]
                     history.raw.index_copy_(0, rows[here].to(history.raw.device), raw.to(history.raw.device))
+
+
+def saved_rows(memory: GraphMemory) -> dict[str, Any]:
+    """All rows of histories in a form that checkpoints hold."""
+    return {"histories": _saved(memory.histories), "last_gradients": _saved(memory.last_gradients)}
+
+
+def load_rows(memory: GraphMemory, state: dict[str, Any], device: torch.device, order: RowOrder) -> None:
+    """Restore the rows of a checkpoint, which are in an order."""
+    rows, gradients = state["histories"], state["last_gradients"]
+    memory.reopen(forms_of(rows), device, order, gradients=forms_of(gradients))
+    for opened, kept in ((memory.histories, rows), (memory.last_gradients, gradients)):
+        for slot, history in kept.items():
+            opened[slot].raw.copy_(history["raw"])
+
+
+def _saved(histories: dict[str, History]) -> dict[str, dict[str, Any]]:
+    return {
+        slot: {"width": history.width, "dtype": str(history.dtype).removeprefix("torch."), "raw": history.raw}
+        for slot, history in histories.items()
+    }
 
 
 def forms_of(saved: dict[str, dict[str, Any]]) -> dict[str, tuple[int, torch.dtype]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from gnnautoscale.history import History
 from gnnautoscale.transfer.base import Transfer
+from gnnautoscale.transfer.rows import BatchRows
 
 
 class Sharing(Protocol):
@@ -14,6 +16,15 @@ class Sharing(Protocol):
 
     def around(self, transfer: Transfer) -> Transfer:
         """A transfer that moves rows as another one does, and also sends those of a step that others need."""
+
+    def aside(self, rows: BatchRows) -> AbstractContextManager[None]:
+        """Every process makes a pass on a batch of its own that is no step; what it pushes is sent as that of a step.
+
+        A batch must be of whole parts.
+        """
+
+    def send(self, histories: Sequence[History]) -> None:
+        """Send those of the rows that were pushed last which others need; every process must call it."""
 
     def share(self, histories: Sequence[History]) -> None:
         """Send all rows that others need, and receive theirs; every process must call it."""
