@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv  # type: ignore[import-untyped]
 from torch_geometric.nn.conv import ChebConv  # type: ignore[import-untyped]
+from torch_geometric.utils import k_hop_subgraph  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from conftest import Stack, assert_same, history_rows, odd_graph, undirected_graph, whole
@@ -85,6 +86,73 @@ def test_inference_and_predictions_are_those_of_one_process(size: int, graph: Ca
         for _, predicted, nodes in (each[number] for each in found):
             assert_same(predicted, expected[nodes])
         assert all(each[number][0] is None for each in found[1:])
+
+
+class ByNumber(nn.Module):
+    """Looks rows up by the numbers of nodes, which are those of a rank's share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table, self.conv = nn.Embedding(60, 8), GCNConv(8, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor, n_id: Tensor) -> Tensor:
+        out: Tensor = self.conv(x + self.table(n_id), edge_index)
+        return out
+
+
+def verify(data: Data, names: list[str], **options: Any) -> list[Any]:
+    loader = ranks.RankLoader(data, num_parts=7, **options)
+    found = []
+    for name in names:
+        torch.manual_seed(5)
+        model = ranks.autoscale({**MODELS, "by number": ByNumber}[name](), loader)
+        for batch in loader:
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        before = history_rows(model)
+        found.append(gas.verify(model, loader, nodes=10))
+        assert all(torch.equal(rows, before[slot]) for slot, rows in history_rows(model).items())
+        gas.detach(model)
+    return found
+
+
+@pytest.mark.parametrize("graph", [odd_graph, undirected_graph])
+def test_each_rank_verifies_nodes_of_its_own_and_all_get_what_they_found(graph: Callable[[], Data]) -> None:
+    data = graph()
+    found = run_ranks(3, verify, data, [*MODELS, "by number"], bidirectional=graph is odd_graph)
+    assert found[0] == found[1] == found[2]
+    *right, wrong = found[0]
+    for each in right:
+        assert each.exact, each
+        assert each.training is not None
+        assert each.nodes == 12
+        assert each.how.startswith("their receptive field of")
+    assert not wrong.exact
+    assert wrong.layer == "GCNConv ('conv')"
+
+
+def surround(data: Data, hops: int) -> list[tuple[Tensor, Data]]:
+    loader = ranks.RankLoader(data, num_parts=5)
+    rows = torch.tensor([2, 0]) if loader.world.rank else torch.tensor([1])
+    graph, places = loader.graph_around(rows, hops)
+    return [(loader.nodes[rows][places.argsort()], graph.data)]
+
+
+@pytest.mark.parametrize(("graph", "hops"), [(odd_graph, 1), (undirected_graph, 2), (odd_graph, 3)])
+def test_what_lies_around_a_node_is_found_on_all_ranks(graph: Callable[[], Data], hops: int) -> None:
+    data = graph()
+    data.number = torch.arange(data.num_nodes)
+    both = torch.cat([data.edge_index, data.edge_index.flip(0)], dim=1)
+    for ((nodes, found),) in run_ranks(3, surround, data, hops):
+        assert torch.equal(found.number[: nodes.numel()], nodes)
+        expected = k_hop_subgraph(nodes, hops, both, num_nodes=data.num_nodes)[0]
+        assert sorted(found.number.tolist()) == expected.tolist()
+        inside = torch.isin(data.edge_index, expected).all(0)
+        ends, wanted = found.number[found.edge_index], data.edge_index[:, inside]
+        order, wanted_order = ((pair[0] * data.num_nodes + pair[1]).argsort(stable=True) for pair in (ends, wanted))
+        assert torch.equal(ends[:, order], wanted[:, wanted_order])
+        assert torch.equal(found.edge_weight[order], data.edge_weight[inside][wanted_order])
+        assert torch.equal(found.x, data.x[found.number])
 
 
 def loss_of(model: nn.Module, batch: Data) -> Tensor:
@@ -468,7 +536,6 @@ def misuse(what: str) -> None:
         gas.refresh(model, loader)
         gas.predict(model, loader, torch.tensor([loader.num_own]))
     calls: dict[str, Callable[..., Any]] = {
-        "verify": gas.verify,
         "grow": gas.grow,
         "diagnose": partial(gas.diagnose, what="gradients"),
         "exact": gas.exact_forward,
@@ -493,7 +560,6 @@ def misuse(what: str) -> None:
         ("share in inference", "'layers.0' must make the same of an edge on all ranks"),
         ("order", "every batch of its loader in turn"),
         ("ghost", "batches of its own nodes"),
-        ("verify", "verify needs the whole graph"),
         ("grow", "grow needs the whole graph"),
         ("capture", "capture needs the whole graph"),
         ("diagnose", "diagnose but for 'staleness' needs the whole graph"),

@@ -197,7 +197,7 @@ def test_labels_and_numbers_are_told_apart_by_all_shards_together(tmp_path: Path
         {"compensate": "gradient"},
         {"lipschitz": 0.1, "refresh_every": "epoch", "drawings": 2, "schedule": "plateau"},
         {"evaluation": "histories", "history_dtype": "int8", "storage": "disk", "history_dir": "histories"},
-        {"lag": 1, "sync_norms": True},
+        {"lag": 1, "sync_norms": True, "verify": True},
         {"mode": "history", "edge_dropout": 0.2, "grad_norm": 0.5, "refresh_every": 2, "patience": 1},
         {"compensate": "gradient", "refresh": 1, "accumulate": 2, "lag": 1, "batch_size": 1, "sync_norms": False},
     ],
@@ -208,6 +208,10 @@ def test_options_of_steps_run_on_ranks(options: dict[str, Any], tmp_path: Path) 
     found = run_ranks(2, fit, one_class_apart(community_graph()), **options)
     assert same_bits(found[0].weights, found[1].weights)
     assert found[0].result.steps > 0
+    for run in found:
+        checked = run.result.verification
+        assert (checked is not None) == ("verify" in options)
+        assert checked is None or checked.exact
 
 
 def shallow(data: Any, **options: Any) -> Run:
@@ -252,7 +256,6 @@ def test_evaluation_in_other_batches_gives_the_same_scores() -> None:
         ({"mode": "exact"}, "mode 'gas' or 'history'"),
         ({"exact_epochs": 1}, "exact_epochs must be 0"),
         ({"refresh": 2, "batch_size": 3}, "refresh must be at most the number of batches of a rank, 1"),
-        ({"verify": True}, "verify must be False"),
         ({"compensate": "momentum"}, "by gradients"),
         ({"diagnose": ("gradients",)}, "ranks diagnose staleness only"),
         ({"sync_norms": True, "lipschitz": 0.1}, "sync_norms needs plain steps"),

@@ -235,6 +235,13 @@ class HaloLoader:
         """The values of all processes that share the graph, each of which calls this: here there is only one."""
         return [value]
 
+    def graph_around(self, nodes: Tensor, hops: int) -> tuple[Any, Tensor]:
+        """A graph with everything at most so many hops from some nodes, ``[count]``, and which nodes they are in it.
+
+        Here that is the whole graph; of several processes none may have it.
+        """
+        return self.graph, nodes
+
     @property
     def parts(self) -> Tensor:
         """The part of each node among those of all processes that share the graph, ``[num_nodes]``."""

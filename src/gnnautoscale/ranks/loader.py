@@ -18,6 +18,7 @@ from gnnautoscale.ranks.assignment import assign
 from gnnautoscale.ranks.exchange import Ghosts
 from gnnautoscale.ranks.files import read_shard
 from gnnautoscale.ranks.shard import Layout, Shard, check_shardable, cut_shard
+from gnnautoscale.ranks.surroundings import surroundings
 from gnnautoscale.ranks.world import current
 
 # What a rank's drawings differ by from those of the rank before.
@@ -166,6 +167,12 @@ class RankLoader(HaloLoader):
     def everyone(self, value: Any) -> list[Any]:
         """See :meth:`HaloLoader.everyone`."""
         return self.world.gather(value)
+
+    def graph_around(self, nodes: Tensor, hops: int) -> tuple[Any, Tensor]:
+        """See :meth:`HaloLoader.graph_around`; every rank calls it."""
+        if self.shard is None:
+            return super().graph_around(nodes, hops)
+        return Graph.of(surroundings(self.world, self.shard, nodes, hops)), torch.arange(nodes.numel())
 
     @property
     def parts(self) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -135,6 +136,22 @@ class World:
         given: dict[str, Any] = {"output_split_sizes": list(received), "input_split_sizes": list(sent)}
         work = self.guarded(lambda: dist.all_to_all_single(out, rows, async_op=True, **given))
         return Arrival(self, out, work)
+
+    def swap(self, values: Sequence[Any]) -> list[Any]:
+        """Give each rank a value of its own, and get one from each.
+
+        Example:
+            >>> World().swap(["for myself"])
+            ['for myself']
+        """
+        if self.size == 1:
+            return list(values)
+        packed = [pickle.dumps(value) for value in values]
+        sizes = [len(each) for each in packed]
+        received = [each[self.rank] for each in self.gather(sizes)]
+        rows = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
+        arrived = self.exchange(rows, sizes, received).wait().cpu()
+        return [pickle.loads(each.numpy().tobytes()) for each in torch.split(arrived, received)]  # noqa: S301
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Refuse to go on unless all ranks have the same facts, by name, and run the same versions.

@@ -17,7 +17,6 @@ _PLACES = ("device", "run_dir", "checkpoint_dir", "resume", "history_dir", "cach
 # Options that ranks do not have, by name; each may keep the value that it has here.
 _ALONE: dict[str, Any] = {
     "exact_epochs": 0,
-    "verify": False,
 }
 
 
