@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
-from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv  # type: ignore[import-untyped]
+from torch_geometric.nn import GATConv, GCNConv, GINConv, MessagePassing, SAGEConv  # type: ignore[import-untyped]
 from torch_geometric.nn.conv import ChebConv  # type: ignore[import-untyped]
 from torch_geometric.utils import k_hop_subgraph  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from conftest import Stack, assert_same, history_rows, odd_graph, undirected_graph, whole
 from gnnautoscale import ranks
+from gnnautoscale.attach import regularize
 from gnnautoscale.attach.autoscaler import attached
 from support.ranks import outcomes, run_ranks
 
@@ -196,22 +198,25 @@ def in_one_process(
     def kept() -> list[Tensor]:
         return [history.raw for history in (*memory.histories.values(), *memory.last_gradients.values())]
 
+    # What each rank finds in histories. Rows that it moved itself are its own, until their batch is trained.
+    views: list[list[Tensor]] = [[] for _ in steps[0]]
     for step in steps:
         optimizer.zero_grad()
-        before, after = [raw.clone() for raw in kept()], []
-        for nodes in step:
-            for raw, rows in zip(kept(), before, strict=False):
+        for place, nodes in enumerate(step):
+            for raw, rows in zip(kept(), views[place], strict=False):
                 raw.copy_(rows)
-            for raw in kept()[len(before) :]:
+            for raw in kept()[len(views[place]) :]:
                 raw.zero_()
             loss_of(model, loader.batch_for(torch.tensor(nodes))).backward()  # type: ignore[no-untyped-call]
-            after.append([raw[nodes].clone() for raw in kept()])
+            views[place] = [raw.clone() for raw in kept()]
         for weight in model.parameters():
             if weight.grad is not None:
                 weight.grad.div_(len(step))
-        for nodes, pushed in zip(step, after, strict=True):
-            for raw, rows in zip(kept(), pushed, strict=True):
-                raw[nodes] = rows
+        pushed = [[rows[nodes] for rows in view] for view, nodes in zip(views, step, strict=True)]
+        for view in views:
+            for nodes, theirs in zip(step, pushed, strict=True):
+                for rows, their_rows in zip(view, theirs, strict=True):
+                    rows[nodes] = their_rows
         gradients.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
         optimizer.step()
     return gradients, {name: value.clone() for name, value in model.state_dict().items()}
@@ -283,7 +288,13 @@ def test_every_rank_refreshes_a_batch_of_its_own_and_all_of_them_see_its_rows(co
 
 @pytest.mark.parametrize(
     ("size", "compensate", "graph"),
-    [(2, "none", undirected_graph), (3, "none", odd_graph), (2, "gradient", undirected_graph)],
+    [
+        (2, "none", undirected_graph),
+        (3, "none", odd_graph),
+        (2, "gradient", undirected_graph),
+        (3, "momentum", undirected_graph),
+        (2, "momentum", odd_graph),
+    ],
 )
 def test_a_step_is_that_of_one_process_on_all_batches(size: int, compensate: str, graph: Callable[[], Data]) -> None:
     data = graph(dtype=torch.float64)  # type: ignore[call-arg]
@@ -311,23 +322,47 @@ def two_rings(count: int = 12) -> Data:
     return data
 
 
-def train_norms(data: Data) -> tuple[list[Tensor], dict[str, Tensor]]:
-    loader = ranks.RankLoader(data, partition=torch.arange(24) // 12)
-    model = ranks.autoscale(normed(), loader, sync_norms=True)
+def train_norms(data: Data, what: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """One step on all nodes."""
+    compensate: Any = "gradient" if what == "compensated" else "none"
+    make = normed_inside if what == "penalty" else normed
+    if ranks.current().size > 1:
+        loader: Any = ranks.RankLoader(data, partition=torch.arange(24) // 12, bidirectional=True)
+        model = ranks.autoscale(make(), loader, sync_norms=True, compensate=compensate)
+    else:
+        loader = gas.HaloLoader(data, 1)
+        model = gas.autoscale(make(), data)
     (batch,) = loader
-    loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regularize, "ball", lambda like, radius: radius * torch.linspace(-1, 1, like.size(1)))
+        with gas.LocalLipschitz(model, 0.5) if what == "penalty" else nullcontext() as penalty:
+            loss = loss_of(model, batch)
+        loss = loss if penalty is None else loss + penalty.value()
+    loss.backward()  # type: ignore[no-untyped-call]
     return [weight.grad for weight in model.parameters() if weight.grad is not None], dict(model.state_dict())
 
 
-def test_norms_over_ranks_are_those_of_all_batches_together() -> None:
+def normed_inside() -> nn.Module:
+    """Norms that a layer runs inside, and so once more for the penalty."""
+    torch.manual_seed(3)
+    inner = [nn.Sequential(nn.Linear(width, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6)) for width in (8, 6)]
+    return Stack([GINConv(inner[0]), GINConv(inner[1]), GCNConv(6, 4)])
+
+
+@pytest.mark.parametrize("what", ["plain", "compensated", "penalty"])
+def test_norms_over_ranks_are_those_of_all_batches_together(what: str) -> None:
     data = two_rings()
     plain = normed().train()
-    F.cross_entropy(plain(data.x, data.edge_index), data.y).backward()  # type: ignore[no-untyped-call]
-    for gradients, state in run_ranks(2, train_norms, data):
-        for got, weight in zip(gradients, plain.parameters(), strict=True):
-            assert weight.grad is not None
-            assert_same(got, weight.grad)
-        for name, wanted in plain.state_dict().items():
+    if what == "penalty":
+        expected, state_after = train_norms(data, what)
+    else:
+        F.cross_entropy(plain(data.x, data.edge_index), data.y).backward()  # type: ignore[no-untyped-call]
+        expected = [weight.grad for weight in plain.parameters() if weight.grad is not None]
+        state_after = plain.state_dict()
+    for gradients, state in run_ranks(2, train_norms, data, what):
+        for got, wanted in zip(gradients, expected, strict=True):
+            assert_same(got, wanted)
+        for name, wanted in state_after.items():
             assert_same(state[name], wanted)
 
 
@@ -527,7 +562,7 @@ def misuse(what: str) -> None:
     if what == "lag":
         ranks.autoscale(gcn(), loader, lag=2)
     if what == "momentum":
-        ranks.autoscale(gcn(), loader, compensate="momentum")
+        ranks.autoscale(gcn(), ranks.RankLoader(odd_graph(), num_parts=4), compensate="momentum")
     model = ranks.autoscale(gcn(), loader)
     second = list(loader)[1]
     if what == "order":
@@ -555,7 +590,7 @@ def misuse(what: str) -> None:
         ("typed", "one plain graph"),
         ("links", "something of nodes"),
         ("lag", "lag must be 0 or 1"),
-        ("momentum", "compensate='momentum'"),
+        ("momentum", "ranks compensate with a bidirectional loader"),
         ("share", "'layers.0' must make the same of an edge on all ranks"),
         ("share in inference", "'layers.0' must make the same of an edge on all ranks"),
         ("order", "every batch of its loader in turn"),

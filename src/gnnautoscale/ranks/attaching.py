@@ -55,10 +55,7 @@ def attach_shared(
     if loader.shard is None:
         attach_histories(model, loader.data, **options)
         return
-    if options.get("compensate") == "momentum":
-        rule, fix = "ranks compensate by gradients", "Use compensate='gradient', or leave it out."
-        raise InputError(rule, got="compensate='momentum', which moves rows of other ranks", fix=fix)
-    if options.get("compensate") == "gradient" and not loader.shard.bidirectional:
+    if options.get("compensate", "none") != "none" and not loader.shard.bidirectional:
         fix = "Build it with RankLoader(..., bidirectional=True)."
         raise InputError("ranks compensate with a bidirectional loader", got="another one", fix=fix)
     if options.get("history_dir") is not None:

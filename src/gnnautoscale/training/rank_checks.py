@@ -35,12 +35,6 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
         if getattr(options, name) != only:
             rule = f"under ranks {name} must be {only!r}"
             raise InputError(rule, got=repr(getattr(options, name)), fix="Leave it out, or train in one process.")
-    if options.compensate == "momentum":
-        fix = "Use compensate='gradient', or leave it out."
-        raise InputError("ranks compensate by gradients", got="compensate='momentum'", fix=fix)
-    if options.sync_norms and (options.lipschitz or options.compensate != "none"):
-        fix = "Leave one of them out."
-        raise InputError("sync_norms needs plain steps", got="it with a penalty or compensation", fix=fix)
     if set(options.diagnose) - {"staleness"}:
         fix = "Leave the others out, or train in one process."
         raise InputError("ranks diagnose staleness only", got=f"diagnose={options.diagnose}", fix=fix)

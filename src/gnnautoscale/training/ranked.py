@@ -109,7 +109,7 @@ class RankStrategy(HistoryStrategy):
         *,
         whole: Dataset | None,
     ) -> None:
-        self._lag = options.lag
+        self._lag, self._moves_ghosts = options.lag, options.compensate == "momentum"
         super().__init__(model, dataset, dict.fromkeys(_SPLITS, loader), optimizer, task, options)
         if self._refreshes > len(loader):
             rule, fix = f"refresh must be at most the number of batches of a rank, {len(loader)}", "Lower it."
@@ -148,11 +148,11 @@ class RankStrategy(HistoryStrategy):
         return save_shards(self.world, folder, step, common, shard)
 
     def _saved_rows(self) -> dict[str, Any]:
-        """The rows of own nodes."""
-        rows, own = super()._saved_rows(), self._loader.num_own
+        """The rows of own nodes, and behind them those of ghosts that this rank has moved itself."""
+        rows, end = super()._saved_rows(), self._shard.nodes.numel() if self._moves_ghosts else self._loader.num_own
         for kept in rows.values():
             for history in kept.values():
-                history["raw"] = history["raw"][:own]
+                history["raw"] = history["raw"][:end]
         return rows
 
     def restore(self, checkpoint: Checkpoint, device: torch.device) -> None:
@@ -181,6 +181,10 @@ class RankStrategy(HistoryStrategy):
         gradients = self._memory.last_gradients
         if self._loader.ghosts is not None and gradients:
             self._loader.ghosts.share([gradients[slot] for slot in sorted(gradients)])
+        if same and self._moves_ghosts:
+            ghosts = slice(self._loader.num_own, self._shard.nodes.numel())
+            for slot, history in self._memory.histories.items():
+                history.raw[ghosts].copy_(pieces[0].rows["histories"][slot]["raw"][ghosts])
 
     @property
     def world(self) -> World:

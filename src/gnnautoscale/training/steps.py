@@ -161,7 +161,8 @@ class Steps:
         if not loss.is_cuda and not bool(torch.isfinite(loss)):  # on a GPU the host would wait
             raise FloatingPointError(f"the loss is {float(loss.detach())}")
         if self._penalty is not None:
-            total = total + self._penalty_weight * self._penalty.value()
+            # Of a batch that another rank waits for only, the penalty takes part but does not count.
+            total = total + self._penalty_weight * self._trains_on(item) * self._penalty.value()
         if self.together is not None:
             self.together.counts = self._trains_on(item)
         with torch.autograd.set_multithreading_enabled(False):  # nothing to do for a second thread
