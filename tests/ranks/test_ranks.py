@@ -542,6 +542,9 @@ def misuse(what: str) -> None:
         ranks.RankLoader(data, num_parts=4 + ranks.current().rank)
     if what == "data":
         ranks.RankLoader(undirected_graph(seed=ranks.current().rank), num_parts=4)
+    if what == "targets":
+        data.y[3] += ranks.current().rank
+        ranks.RankLoader(data, num_parts=4)
     if what == "ranks":
         ranks.RankLoader(data, num_parts=1)
     if what == "batches":
@@ -585,6 +588,7 @@ def misuse(what: str) -> None:
     [
         ("options", "all ranks must have the same num_parts"),
         ("data", "all ranks must have the same graph"),
+        ("targets", "all ranks must have the same targets and masks"),
         ("ranks", "each rank needs a part of its own"),
         ("batches", "batch_size must be at most"),
         ("typed", "one plain graph"),

@@ -70,9 +70,12 @@ def train(
     log: Annotated[list[str] | None, typer.Option(help="Where else to send numbers: wandb or mlflow.")] = None,
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    timeout: Annotated[
+        float, typer.Option(help="On several ranks: seconds to wait for one that does not answer.")
+    ] = 600,
 ) -> None:
     """Train a model on a graph: with histories, in full batch, or with a baseline; under torchrun on several ranks."""
-    world = start()
+    world = start(timeout=timeout)
     quiet = quiet or not world.is_first
     if options["runs"] > 1 and (options["checkpoint_dir"] or options["resume"]):
         raise InputError(

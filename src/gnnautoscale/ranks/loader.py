@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import Graph, HaloLoader, PartGroup, labels_for
+from gnnautoscale.graph import Graph, HaloLoader, PartGroup, fingerprint, is_label, labels_for, rows_of
 from gnnautoscale.ranks.assignment import assign
 from gnnautoscale.ranks.exchange import Ghosts
 from gnnautoscale.ranks.files import read_shard
@@ -88,7 +88,9 @@ class RankLoader(HaloLoader):
         """This rank's share of a graph that all ranks have; the first one decides about parts and ranks."""
         world, graph = self.world, Graph.of(data)
         given = options.get("partition")
-        world.agree({"graph": graph.key, "num_parts": num_parts, "settings": _settings(options)})
+        targets = [data[name] for name in sorted(data.keys()) if is_label(name) and rows_of(data, name) == "node"]
+        world.agree({"graph": graph.key, "targets and masks": fingerprint(*targets)})
+        world.agree({"num_parts": num_parts, "settings": _settings(options)})
         decided: Any = None
         if world.is_first:
             try:
