@@ -243,7 +243,7 @@ def test_accumulated_steps_are_the_mean_over_the_batches_of_all_ranks(size: int,
 def test_evaluation_in_other_batches_gives_the_same_scores() -> None:
     data = community_graph()
     first = run_ranks(2, fit, data, refresh_every="epoch")
-    for parts in (1, 4, 40):
+    for parts in (1, 40):
         other = run_ranks(2, fit, data, refresh_every="epoch", evaluate_parts=parts)
         for one, two in zip(first[0].result.epochs, other[0].result.epochs, strict=True):
             assert one.scores == pytest.approx(two.scores)

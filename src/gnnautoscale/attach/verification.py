@@ -165,12 +165,8 @@ def verify(
             inference, layer = max(loader.everyone(inference)), None
             if inference > tolerance:
                 layer = _first_deviating(_steps(model, loader, chosen, evaluating, call, plan), exact, tolerance)
-            training, note = None, ""
-            try:
-                training, other = _compare_training(model, loader, chosen, call, tolerance)
-                layer = layer or other
-            except UnsupportedModelError as error:
-                note = f"Training steps were not compared: {error}"
+            training, other, note = _compare_training(model, loader, chosen, call, tolerance)
+            layer = layer or other
     return Verification(
         nodes=sum(loader.everyone(chosen.numel())),
         how=plain.how,
@@ -180,16 +176,26 @@ def verify(
         precision=precision,
         tolerance=tolerance,
         exact=max(inference, training or 0.0) <= tolerance,
-        note=note,
+        note=note and f"Training steps were not compared: {note}",
     )
 
 
 def _compare_training(
     model: nn.Module, loader: HaloLoader, nodes: Tensor, call: CallModel, tolerance: float
-) -> tuple[float, str | None]:
-    """The largest error of training steps, and if that is more than rounding, the first layer that deviates."""
-    with _training(model):
-        plan = plan_of(model, loader, call)  # before chance is left out, since the planner looks at it
+) -> tuple[float | None, str | None, str]:
+    """The largest error of training steps, and if that is more than rounding, the first layer that deviates.
+
+    If there are no steps to compare, on one of the processes that share the graph, the reason is the third.
+    """
+    plan, why_not = Plan(), ""
+    try:
+        with _training(model):
+            plan = plan_of(model, loader, call)  # before chance is left out, since the planner looks at it
+    except UnsupportedModelError as error:
+        why_not = str(error)
+    why_not = next(filter(None, loader.everyone(why_not)), "")
+    if why_not:
+        return None, None, why_not
     plain = _recomputation(model, loader, nodes, plan)
     for seed in range(_MOST_SEEDS):
         seeded = partial(_call_seeded, call, seed)
@@ -197,14 +203,14 @@ def _compare_training(
         if plan.calls.keys() <= exact.described.keys():
             break
     else:
-        raise UnsupportedModelError(
-            "there must be steps that run all layers",
-            got="a model that leaves out some of them at random in every step",
-            fix="Leave out fewer of them.",
-        )
+        got = "a model that leaves out some of them at random in every step"
+        rule, fix = "there must be steps that run all layers", "Leave out fewer of them."
+        why_not = str(UnsupportedModelError(rule, got=got, fix=fix))
+    if any(loader.everyone(bool(why_not))):
+        return None, None, why_not
     steps = _steps(model, loader, nodes, _training_without_chance, seeded, plan)
     error = max(loader.everyone(_largest_error(steps.outputs, exact.outputs)))
-    return error, _first_deviating(steps, exact, tolerance) if error > tolerance else None
+    return error, _first_deviating(steps, exact, tolerance) if error > tolerance else None, ""
 
 
 def _recomputation(model: nn.Module, loader: HaloLoader, nodes: Tensor, plan: Plan) -> Recomputation:
