@@ -191,8 +191,8 @@ def _compare_training(
     try:
         with _training(model):
             plan = plan_of(model, loader, call)  # before chance is left out, since the planner looks at it
-    except UnsupportedModelError as error:
-        why_not = str(error)
+    except UnsupportedModelError as refusal:
+        why_not = str(refusal)
     why_not = next(filter(None, loader.everyone(why_not)), "")
     if why_not:
         return None, None, why_not
