@@ -364,20 +364,19 @@ class Outputs(AbstractContextManager["Outputs"]):
     """Gathers the outputs of batches; a GPU's are written to host memory while it goes on."""
 
     def __init__(self, loader: HaloLoader, scaler: Autoscaler, device: torch.device) -> None:
-        self._graph, self._scaler, self._device = loader.graph, scaler, device
-        self._num_own = loader.num_own
+        self._loader, self._scaler, self._device = loader, scaler, device
         self._thread = ThreadPoolExecutor(1, "outputs")
         self._writes: list[Future[None]] = []
         #: The output of all nodes.
         self.result: Any = None
 
-    def _spaces(self, batch: Any, out: Any) -> list[tuple[BatchInfo, BatchTensor, int]]:
-        """For each tensor of an output: where the batch's nodes of its type lie, which they are, and how many exist."""
+    def _spaces(self, batch: Any, out: Any) -> list[tuple[BatchInfo, int]]:
+        """For each tensor of an output: where the batch's nodes of its type lie, and how many exist."""
         info = info_of(batch)
         if isinstance(self._scaler.plan, TypedPlan):
-            kinds = self._scaler.plan.output_kinds
-            return [(info.nodes[kind], batch[kind].n_id, self._graph.counts[kind]) for kind in kinds]
-        return [(info, batch.n_id, self._num_own)] * len(tensors_in(out))
+            counts = self._loader.own_counts
+            return [(info.nodes[kind], counts[kind]) for kind in self._scaler.plan.output_kinds]
+        return [(info, self._loader.num_own)] * len(tensors_in(out))
 
     def add(self, batch: Any, out: Any) -> None:
         """Add the output of a batch's own nodes."""
@@ -385,12 +384,13 @@ class Outputs(AbstractContextManager["Outputs"]):
         if self.result is None:
             counts = iter(spaces)
             self.result = map_tensors(
-                lambda rows: rows.new_empty((next(counts)[2], *rows.shape[1:]), device=self._device), out
+                lambda rows: rows.new_empty((next(counts)[1], *rows.shape[1:]), device=self._device), out
             )
         results = zip(tensors_in(self.result), tensors_in(out), spaces, strict=True)
-        for whole, rows, (info, n_id, _) in results:
+        for whole, rows, (info, _) in results:
             if rows.device == whole.device:
-                nodes = info.nodes if rows.device.type == "cpu" else n_id.plain[: info.batch_size]
+                on_host = rows.device.type == "cpu"
+                nodes = info.nodes if on_host else info.order.nodes_at(info.rows[: info.batch_size].to(rows.device))
                 whole.index_copy_(0, nodes, rows)
             else:
                 staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)

@@ -20,6 +20,8 @@ from gnnautoscale.graph.hashing import fingerprint
 
 #: A type of edges: the type of their sources, a relation, and the type of their targets.
 EdgeType: TypeAlias = tuple[str, str, str]
+#: An attribute of nodes that are a part of a larger graph: their numbers there, which batches show as ``n_id``.
+WHOLE_ID = "whole_id"
 
 
 class TypedGraph:
