@@ -49,8 +49,8 @@ class RankLoader(HaloLoader):
         (34, True)
     """
 
-    #: The rank's share; ``None`` if there is only one rank.
-    shard: Shard | TypedShard | None = None
+    #: The rank's share, a :class:`Shard` or a :class:`TypedShard`; ``None`` if there is only one rank.
+    shard: Any = None
     #: The part of each node of the whole graph, ``[num_nodes]``, on the first rank, if it was cut here.
     whole_labels: Tensor | None = None
     #: What keeps ghosts up to date; ``None`` if there is only one rank.
@@ -62,7 +62,7 @@ class RankLoader(HaloLoader):
         self.world = current()
         options["batch_size"] = batch_size
         if isinstance(data, (str, Path)):
-            shard = read_shard(Path(data), self.world.rank, self.world.size)
+            shard: Any = read_shard(Path(data), self.world.rank, self.world.size)
             unfit = {"num_parts": num_parts, **options}.keys() & {"partition", "balance", "cache_dir"}
             if unfit or num_parts is not None:
                 got = ", ".join(sorted(unfit)) or f"num_parts={num_parts}"
@@ -80,7 +80,7 @@ class RankLoader(HaloLoader):
         given = {name: value for name, value in options.items() if name not in ("partition", "balance", "cache_dir")}
         if isinstance(given.get("batch_size"), int):
             given["batch_size"] = min(given["batch_size"], shard.num_parts)
-        if given.get("bidirectional", False) and isinstance(shard.data, Data):  # halos are the same without, and take less memory
+        if given.get("bidirectional", False) :  # halos are the same without, and take less memory
             given["bidirectional"] = not Graph.of(shard.data).is_symmetric
         super().__init__(shard.data, partition=shard.labels, **given)
 

@@ -35,7 +35,7 @@ def packed(tables: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:
     """
     if len(tables) == 1:
         return tables[0].flatten()
-    of_ranks = zip(*(table.split(list(count)) for table, count in zip(tables, counts, strict=True)), strict=True)
+    of_ranks = zip(*(torch.split(table, list(count)) for table, count in zip(tables, counts, strict=True)), strict=True)
     return torch.cat([rows.flatten() for of_rank in of_ranks for rows in of_rank])
 
 
@@ -46,5 +46,5 @@ def unpacked(message: Tensor, widths: Sequence[int], counts: Sequence[Sequence[i
     lengths = [
         count * width for of_rank in zip(*counts, strict=True) for count, width in zip(of_rank, widths, strict=True)
     ]
-    pieces = message.split(lengths)
+    pieces = torch.split(message, lengths)
     return [torch.cat(pieces[number :: len(widths)]).view(-1, width) for number, width in enumerate(widths)]

@@ -1,15 +1,14 @@
 """The share of a heterogeneous graph that one rank holds: a family of plain shards, one for each type of nodes.
 
 All types together are cut into parts, and a rank owns the nodes of all types in its parts. Of each type it has a shard:
-own nodes first, then ghosts, which have an edge of any type into own nodes, then stand-ins. Along edges between nodes of
-one type layers may compute something from both ends, so all of these that touch an own node or a ghost are there, as in
-a plain shard. Between nodes of different types layers only look at the edges into a node, so the rank has those into its
-own nodes and no others.
+own nodes first, then ghosts, which have an edge of any type into own nodes, then stand-ins. Along edges between nodes
+of one type layers may compute something from both ends, so all of these that touch an own node or a ghost are there, as
+in a plain shard. Between nodes of different types layers only look at the edges into a node, so the rank has those into
+its own nodes and no others.
 """
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

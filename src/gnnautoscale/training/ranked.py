@@ -154,7 +154,7 @@ class RankStrategy(HistoryStrategy):
 
     @property
     def _shard(self) -> Shard:
-        shard = self._loader.shard
+        shard: Shard | None = self._loader.shard
         if shard is None:
             raise RuntimeError("a rank trains on a shard")
         return shard
@@ -212,7 +212,7 @@ class RankStrategy(HistoryStrategy):
         self._memory.share(self._memory.histories)
         gradients = self._memory.last_gradients
         if self._loader.ghosts is not None and gradients:
-            self._loader.ghosts.share([gradients[slot] for slot in sorted(gradients)])
+            self._loader.ghosts.share({"": [gradients[slot] for slot in sorted(gradients)]})
 
     @property
     def world(self) -> World:
