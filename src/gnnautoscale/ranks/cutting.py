@@ -17,9 +17,17 @@ from gnnautoscale.ranks.typed_shard import TypedShard, cut_typed_shard
 COUNTS, RELATIONS = "nodes of types", "types of edges"
 
 
-def graph_of(data: Data | HeteroData) -> Any:
-    """The checked graph of some data, of which all types are joined if it is heterogeneous."""
-    return TypedGraph.of(data) if isinstance(data, HeteroData) else Graph.of(data)
+def graph_of(data: Data | HeteroData, *, bidirectional: bool = False) -> Any:
+    """The checked graph of some data, of which all types are joined if it is heterogeneous.
+
+    Shards of such a graph are not ``bidirectional``.
+    """
+    if not isinstance(data, HeteroData):
+        return Graph.of(data)
+    if bidirectional:
+        fix = "Leave bidirectional out, or train in one process."
+        raise InputError("ranks send messages of a heterogeneous graph along edges only", got="bidirectional", fix=fix)
+    return TypedGraph.of(data)
 
 
 def training_nodes(graph: Graph | TypedGraph) -> Tensor | None:
@@ -27,10 +35,11 @@ def training_nodes(graph: Graph | TypedGraph) -> Tensor | None:
 
     Example:
         >>> data = HeteroData()
-        >>> data["author"].num_nodes, data["paper"].train_mask = 2, torch.tensor([True, False])
+        >>> data["author"].num_nodes = data["paper"].num_nodes = 2
+        >>> data["paper"].train_mask = torch.tensor([True, False])
         >>> data["author", "writes", "paper"].edge_index = torch.tensor([[0], [1]])
-        >>> training_nodes(graph_of(data))
-        tensor([False, False,  True, False])
+        >>> training_nodes(graph_of(data)).tolist()
+        [False, False, True, False]
     """
     if isinstance(graph, Graph):
         mask: Tensor | None = graph.data.get("train_mask")
@@ -54,7 +63,4 @@ def cut(
     """The share of a rank; see :func:`cut_shard` and :func:`cut_typed_shard`."""
     if isinstance(graph, Graph):
         return cut_shard(graph.data, layout, rank, bidirectional=bidirectional, whole=whole)
-    if bidirectional:
-        rule, fix = "shards of heterogeneous graphs serve layers along edges", "Leave bidirectional out."
-        raise InputError(rule, got="bidirectional=True", fix=fix)
     return cut_typed_shard(graph, layout, rank, whole=whole)

@@ -42,7 +42,9 @@ class TypedShard:
     @cached_property
     def data(self) -> HeteroData:
         """The rank's graph; batches of it show the numbers of nodes in the whole one."""
-        made = HeteroData(self.extra)
+        made = HeteroData()
+        for name, value in self.extra.items():
+            setattr(made, name, value)
         for kind, shard in self.kinds.items():
             for name, value in shard.data:
                 made[kind][name] = value
