@@ -2,8 +2,9 @@
 
 Each tensor is an array in a ``.npy`` file, which a rank maps into its memory, so that pages are read when they are
 used. Of a heterogeneous graph a rank has a folder for each type of nodes, which is a plain shard, and for each type of
-edges; they are numbered, since types may be called anything. The maker goes through the graph in pieces, one rank after the other: it holds one shard and a few numbers for
-each node, while the graph's own tensors may be in memory-mapped files that exceed the memory.
+edges; they are numbered, since types may be called anything. The maker goes through the graph in pieces, one rank after
+the other: it holds one shard and a few numbers for each node, while the graph's own tensors may be in memory-mapped
+files that exceed the memory; of a heterogeneous graph it also holds the edges.
 """
 
 from __future__ import annotations
