@@ -31,15 +31,8 @@ from gnnautoscale.training.loaders import halo_loaders, subgraph_loader
 from gnnautoscale.training.loggers import Logger, TensorBoard, check_loggers, check_package
 from gnnautoscale.training.optimizer import LearningRate, make_optimizer
 from gnnautoscale.training.options import OPTIONS, FitOptions
-from gnnautoscale.training.ranked import (
-    RankStrategy,
-    check_ranked,
-    is_ranked,
-    on_rank,
-    rank_loader,
-    share_of,
-    summary_of,
-)
+from gnnautoscale.training.rank_checks import check_ranked
+from gnnautoscale.training.ranked import RankStrategy, is_ranked, on_rank, rank_loader, share_of, summary_of
 from gnnautoscale.training.resume import (
     RunState,
     as_written,
