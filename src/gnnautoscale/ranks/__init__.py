@@ -5,18 +5,24 @@ the rows that ranks share up to date with collectives of ``torch.distributed``. 
 """
 
 from gnnautoscale.ranks.attaching import attach_shared, autoscale, average_gradients
+from gnnautoscale.ranks.cutting import COUNTS, RELATIONS, TARGET
 from gnnautoscale.ranks.files import MANIFEST, read_manifest, read_shard, write_shards
 from gnnautoscale.ranks.gradients import GradientMean
 from gnnautoscale.ranks.loader import RankLoader
 from gnnautoscale.ranks.shard import Shard
+from gnnautoscale.ranks.typed_shard import TypedShard
 from gnnautoscale.ranks.world import LostRankError, World, current, start
 
 __all__ = [
+    "COUNTS",
     "MANIFEST",
+    "RELATIONS",
+    "TARGET",
     "GradientMean",
     "LostRankError",
     "RankLoader",
     "Shard",
+    "TypedShard",
     "World",
     "attach_shared",
     "autoscale",

@@ -15,6 +15,8 @@ from gnnautoscale.ranks.typed_shard import TypedShard, cut_typed_shard
 
 #: In the facts about a whole graph: how many nodes there are of each type, and the types of edges.
 COUNTS, RELATIONS = "nodes of types", "types of edges"
+#: And which type of nodes has targets, if the maker of the shards said so.
+TARGET = "target"
 
 
 def graph_of(data: Data | HeteroData, *, bidirectional: bool = False) -> Any:

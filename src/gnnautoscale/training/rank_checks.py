@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
@@ -26,9 +27,12 @@ _ALONE: dict[str, Any] = {
 
 def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOptions, *, from_files: bool) -> None:
     """Refuse what ranks cannot do, and ranks that were started with different options or models."""
-    if dataset.inductive or dataset.targets:
-        got = "a heterogeneous one" if dataset.targets else "graphs of their own for validation and test"
-        raise InputError("ranks share one plain graph", got=got, fix="Train in one process.")
+    if dataset.inductive:
+        got = "graphs of their own for validation and test"
+        raise InputError("ranks share one graph", got=got, fix="Train in one process.")
+    if dataset.targets and options.compensate != "none":
+        rule, fix = "ranks compensate on plain graphs", "Leave compensate out, or train in one process."
+        raise InputError(rule, got=f"compensate={options.compensate!r} on a heterogeneous one", fix=fix)
     if not isinstance(task, NodeTask):
         fix = "Train in one process."
         raise InputError("ranks predict something of nodes", got=f"a {type(task).__name__}", fix=fix)
@@ -51,6 +55,7 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if from_files and options.class_weight != "none":
         fix = "Leave it out, or pass the whole graph."
         raise InputError("class_weight needs all targets in one place", got="a folder of shards", fix=fix)
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    weights = model.state_dict()
+    shapes = {name: None if is_lazy(value) else tuple(value.shape) for name, value in weights.items()}
     given = {name: getattr(options, name) for name in OPTIONS if name not in _PLACES}
     current().agree({**given, "model": (repr(model), shapes), "task": (type(task).__name__, task.metric)})
