@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -18,8 +17,7 @@ from gnnautoscale._util import tensors_in
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.calling import unpack_batch
 from gnnautoscale.forward import TypedPlan
-from gnnautoscale.ranks.world import World
-from support.ranks import outcomes, run_ranks
+from support.ranks import run_ranks
 from support.typed import MODELS, typed_graph
 
 Rows = dict[str, Tensor]

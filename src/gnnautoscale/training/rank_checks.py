@@ -27,9 +27,12 @@ _ALONE: dict[str, Any] = {
 
 def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOptions, *, from_files: bool) -> None:
     """Refuse what ranks cannot do, and ranks that were started with different options or models."""
+    if dataset.targets and not isinstance(task, NodeTask):
+        rule, fix = "ranks predict something of nodes of a heterogeneous graph", "Train in one process."
+        raise InputError(rule, got=f"a {type(task).__name__}", fix=fix)
     if dataset.inductive:
         got = "graphs of their own for validation and test"
-        raise InputError("ranks share one graph", got=got, fix="Train in one process.")
+        raise InputError("ranks share one plain graph", got=got, fix="Train in one process.")
     if dataset.targets and options.compensate != "none":
         rule, fix = "ranks compensate on plain graphs", "Leave compensate out, or train in one process."
         raise InputError(rule, got=f"compensate={options.compensate!r} on a heterogeneous one", fix=fix)

@@ -101,7 +101,7 @@ def place_rows(memory: GraphMemory, pieces: list[Piece], nodes: Tensor, device: 
 
     Args:
         memory: What gets them.
-        pieces: All rows that were kept: of each node of the whole graph one.
+        pieces: The rows that were kept, those of ``nodes`` among them.
         nodes: The node of each row of a history that is its own, ``[num_rows]``.
         device: Where steps run.
         order: The order of the rows.
@@ -109,7 +109,8 @@ def place_rows(memory: GraphMemory, pieces: list[Piece], nodes: Tensor, device: 
     kinds = ("histories", "last_gradients")
     kept, gradients = (forms_of(pieces[0].rows[kind]) for kind in kinds)
     memory.reopen(kept, device, order, gradients=gradients)
-    row_of = torch.full((sum(piece.nodes.numel() for piece in pieces),), -1)
+    named = [each for each in (nodes, *(piece.nodes for piece in pieces)) if each.numel()]
+    row_of = torch.full((1 + max((int(each.max()) for each in named), default=0),), -1)
     row_of[nodes] = torch.arange(nodes.numel())
     opened = {"histories": memory.histories, "last_gradients": memory.last_gradients}
     for piece in pieces:
