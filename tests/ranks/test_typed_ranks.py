@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -17,7 +19,14 @@ from gnnautoscale._util import tensors_in
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.calling import unpack_batch
 from gnnautoscale.forward import TypedPlan
-from support.ranks import run_ranks
+from gnnautoscale.graph import TypedGraph
+from gnnautoscale.ranks.assignment import assign
+from gnnautoscale.ranks.cutting import cut
+from gnnautoscale.ranks.files import read_shard
+from gnnautoscale.ranks.shard import Layout
+from gnnautoscale.ranks.typed_shard import TypedShard
+from gnnautoscale.ranks.world import World
+from support.ranks import outcomes, run_ranks
 from support.typed import MODELS, typed_graph
 
 Rows = dict[str, Tensor]
@@ -181,3 +190,177 @@ def test_a_step_is_that_of_one_process_on_all_batches(size: int, name: str) -> N
         for key, wanted in weights.items():
             assert_same(rank_weights[key], wanted)
             assert torch.equal(rank_weights[key], found[0][2][key])
+
+
+def test_same_seed_same_bits_and_one_rank_is_no_torchrun() -> None:
+    data = graph()
+    first, second = (run_ranks(2, train, data, "residual", 2, seed=4) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert one[0] == other[0]
+        assert all(torch.equal(one[2][key], other[2][key]) for key in one[2])
+    (alone,) = run_ranks(1, train, data, "residual", 2, seed=4)
+    torch.manual_seed(1)
+    loader = gas.HaloLoader(data, partition=parts(data), batch_size=2, shuffle=True, seed=4)
+    model = gas.autoscale(made("residual"), data).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    assert all(torch.equal(alone[2][key], value) for key, value in model.state_dict().items())
+
+
+def sent(data: HeteroData) -> tuple[int, int, list[int], bool]:
+    """Bytes sent in an epoch, the least possible, messages in each step, and whether ghosts are what owners have."""
+    loader = ranks.RankLoader(data, partition=parts(data), batch_size=2, shuffle=True)
+    model = ranks.autoscale(made("residual"), loader, dtype=torch.int8)
+    steps: list[int] = []
+    memory, before = attached(model).memory, loader.world.sent_bytes
+    exchange = World.exchange
+
+    def counted(world: World, *args: Any) -> Any:
+        steps[-1] += 1
+        return exchange(world, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "exchange", counted)
+        for batch in loader:
+            steps.append(0)
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        memory.settle()
+    moved, least, right = loader.world.sent_bytes - before, 0, True
+    for kind, shard in loader.shard.kinds.items():
+        for history in memory.kinds[kind].histories.values():
+            least += shard.sent.numel() * history.codec.raw_width * history.codec.raw_dtype.itemsize
+            every = loader.world.broadcast(loader.gathered({kind: history.raw[: shard.num_own].clone()}))[kind]
+            ghosts = slice(shard.num_own, shard.nodes.numel())
+            right &= torch.equal(history.raw[ghosts], every[shard.nodes[ghosts]])
+    return moved, least, steps, right
+
+
+def test_the_rows_of_all_types_travel_in_one_message_a_step_and_only_those_that_are_needed() -> None:
+    for moved, least, steps, right in run_ranks(3, sent, graph()):
+        assert moved == least > 0
+        assert set(steps) == {1}
+        assert right
+
+
+# Shards ##############################################################################################################
+
+
+def shards_of(data: HeteroData, size: int) -> list[TypedShard]:
+    typed = TypedGraph.of(data)
+    labels = torch.cat([parts(data)[kind] for kind in typed.counts])
+    layout = Layout(labels, torch.arange(6) % size, size)
+    return [cast(TypedShard, cut(typed, layout, rank, bidirectional=False, whole={})) for rank in range(size)]
+
+
+def test_a_shard_has_the_edges_that_layers_look_at() -> None:
+    data = graph()
+    data["author"].ranking = torch.ones(20)  # no rows, whatever number of authors a rank has
+    for shard in shards_of(data, 2):
+        made = TypedGraph(shard.data)
+        known = {kind: each.nodes for kind, each in shard.kinds.items()}
+        assert shard.num_own + sum(each.num_ghosts for each in shard.kinds.values()) == sum(map(len, known.values()))
+        assert "ranking" not in made.rows["author"]
+        for (source, relation, target), edges in data.edge_items():
+            found = shard.data[source, relation, target].edge_index
+            own = known[target][: shard.kinds[target].num_own]
+            into = torch.isin(edges.edge_index[1], own)
+            if source == target:
+                into |= torch.isin(edges.edge_index, known[target]).any(0)
+            assert found.size(1) == int(into.sum())
+            into_own = found[:, found[1] < own.numel()]
+            ends = torch.stack([known[source][into_own[0]], known[target][into_own[1]]])
+            wanted = edges.edge_index[:, torch.isin(edges.edge_index[1], own)]
+            assert torch.equal(ends, wanted), "stand-ins are no source of an edge into own nodes"
+
+
+def test_shards_in_files_are_those_in_memory(tmp_path: Path) -> None:
+    data = graph()
+    data.answer, data["paper"].kind = 42, "odd"
+    manifest = ranks.write_shards(tmp_path / "shards", data, parts(data), 2)
+    assert sum(each["own"] for each in manifest["shards"]) == data.num_nodes
+    typed = TypedGraph.of(data)
+    labels = torch.cat([parts(data)[kind] for kind in typed.counts])
+    layout = Layout(labels, assign(typed.edge_index, labels, 2), 2)
+    for rank in range(2):
+        one = cut(typed, layout, rank, bidirectional=False, whole={})
+        other = read_shard(tmp_path / "shards", rank, 2)
+        assert other.data.answer == 42
+        assert other.data["paper"].kind == "odd"
+        for before, after in zip(one.data.stores, other.data.stores, strict=True):
+            assert set(before) == set(after)
+            for name, value in before.items():
+                assert torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name]
+
+
+# Misuse ##############################################################################################################
+
+
+class Share(pyg.MessagePassing):  # type: ignore[misc]
+    """Weighs a citation by its share of all citations, which no rank knows."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=x, weight=edge_index.new_ones(edge_index.size(1)).double())
+        return out
+
+    def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
+        return x_j * weight.view(-1, 1)
+
+    def edge_update(self) -> None:
+        """Not used."""
+
+
+class Shares(nn.Module):
+    """Two such layers between papers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Share(), Share()])
+
+    def forward(self, x_dict: Rows, edge_index_dict: Any) -> Tensor:
+        x, edges = x_dict["paper"], edge_index_dict["paper", "cites", "paper"]
+        for layer in self.layers:
+            x = layer(x, edges)
+        return x
+
+
+def misuse(what: str) -> None:
+    data = graph()
+    if what == "links":
+        data["author", "writes", "paper"].edge_label_index = torch.zeros(2, 1, dtype=torch.long)
+    options: dict[str, Any] = {"bidirectional": True} if what == "bidirectional" else {}
+    loader = ranks.RankLoader(data, partition=parts(data), **options)
+    compensate: Any = "gradient" if what == "compensate" else "none"
+    model = ranks.autoscale(made("SAGE sum"), loader, compensate=compensate)
+    if what == "order":
+        model(list(loader)[1])
+    if what == "ghost":
+        gas.refresh(model, loader)
+        gas.predict(model, loader, {"paper": torch.tensor([loader.own_counts["paper"]])})
+    if what == "rows":
+        loader.gathered(gas.infer(model, loader))
+    calls: dict[str, Callable[..., Any]] = {"verify": gas.verify, "grow": gas.grow, "exact": gas.exact_forward}
+    calls[what](model, loader, *([data] if what == "grow" else []))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("links", "something of nodes"),
+        ("bidirectional", "along edges only"),
+        ("compensate", "a bidirectional loader"),
+        ("order", "every batch of its loader in turn"),
+        ("ghost", "batches of its own nodes"),
+        ("rows", "a dictionary by type (author, paper, term, venue)"),
+        ("verify", "verify needs the whole graph"),
+        ("grow", "grow needs the whole graph"),
+        ("exact", "the gradient of the whole graph needs the whole graph"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_on_each_of_them(what: str, message: str) -> None:
+    for error in outcomes(2, misuse, what):
+        assert isinstance(error, gas.InputError), error
+        assert message in str(error)

@@ -85,7 +85,7 @@ def partition(
         facts |= facts_of_parts(typed, labels)
     if output is not None and ranks is not None:
         with working("shards", long=graph.num_edges > LONG_TO_CUT):
-            told = {"name": Path(options["data"]).stem, **{TARGET: target for target in targets}}
+            told = {"name": Path(options["data"]).stem, **({TARGET: targets[0]} if targets else {})}
             how: dict[str, Any] = {"bidirectional": bidirectional, "seed": options["seed"], "facts": told}
             manifest = write_shards(output, loaded, labels, ranks, **how)
         for title, key in (("own nodes", "own"), ("ghosts", "ghosts"), ("edges", "edges")):

@@ -144,7 +144,7 @@ def cut_typed_shard(graph: TypedGraph, layout: Layout, rank: int, *, whole: dict
         edges[relation], count = _edges(graph, relation, shards)
         num_rows[relation[0]] = max(num_rows[relation[0]], count)
     for kind, shard in shards.items():
-        _add_rows(graph, kind, shard, num_rows[kind])
+        _add_rows(graph, kind, shard, _unlike_others(graph, kind, num_rows[kind]))
     extra = dict(graph.data._global_store.items())
     return TypedShard(shards, edges, extra, whole)
 
@@ -164,6 +164,16 @@ def _edges(graph: TypedGraph, relation: EdgeType, shards: dict[str, Shard]) -> t
         made[name] = value.index_select(graph.data.__cat_dim__(name, value, store), e_id) if is_of_edges else value
     made.edge_index = ends
     return made, num_rows
+
+
+def _unlike_others(graph: TypedGraph, kind: str, num_rows: int) -> int:
+    """A number of rows, not less than the given one, that no tensor has which is not one of rows."""
+    store = graph.data[kind]
+    others = [value for name, value in store.items() if isinstance(value, Tensor) and name not in graph.rows[kind]]
+    taken = {size for value in others for size in value.shape}
+    while num_rows in taken:
+        num_rows += 1
+    return num_rows
 
 
 def _rows_of(nodes: Tensor, count: int) -> Tensor:
