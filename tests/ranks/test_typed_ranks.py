@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
@@ -300,31 +301,38 @@ def test_shards_in_files_are_those_in_memory(tmp_path: Path) -> None:
 
 
 class Share(pyg.MessagePassing):  # type: ignore[misc]
-    """Weighs a citation by its share of all citations, which no rank knows."""
+    """Weighs a citation by its share of all citations' weights, which no rank knows."""
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.propagate(edge_index, x=x, weight=edge_index.new_ones(edge_index.size(1)).double())
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=x, weight=edge_weight / edge_weight.mean())
         return out
 
     def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
         return x_j * weight.view(-1, 1)
 
-    def edge_update(self) -> None:
-        """Not used."""
-
 
 class Shares(nn.Module):
-    """Two such layers between papers."""
+    """Two such layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Share(), Share()])
 
-    def forward(self, x_dict: Rows, edge_index_dict: Any) -> Tensor:
-        x, edges = x_dict["paper"], edge_index_dict["paper", "cites", "paper"]
+    def forward(self, x_dict: Rows, edge_index_dict: Any, edge_weight_dict: Any) -> Tensor:
+        x, cites = x_dict["paper"], ("paper", "cites", "paper")
         for layer in self.layers:
-            x = layer(x, edges)
+            x = layer(x, edge_index_dict[cites], edge_weight_dict[cites])
         return x
+
+
+def chain() -> ranks.RankLoader:
+    """Papers that cite those before and behind them, so that ranks have different citations."""
+    data, papers = HeteroData(), torch.arange(40)
+    data["paper"].x = torch.ones(40, 2)
+    before = torch.stack([papers[1:], papers[:-1]])
+    data["paper", "cites", "paper"].edge_index = torch.cat([before, before.flip(0)], dim=1)
+    data["paper", "cites", "paper"].edge_weight = before.amax(0).repeat(2).float()
+    return ranks.RankLoader(data, partition={"paper": papers // 10})
 
 
 def misuse(what: str) -> None:
@@ -335,6 +343,9 @@ def misuse(what: str) -> None:
     loader = ranks.RankLoader(data, partition=parts(data), **options)
     compensate: Any = "gradient" if what == "compensate" else "none"
     model = ranks.autoscale(made("SAGE sum"), loader, compensate=compensate)
+    if what == "share":
+        loader = chain()
+        gas.infer(ranks.autoscale(Shares(), loader), loader)
     if what == "order":
         model(list(loader)[1])
     if what == "ghost":
@@ -352,6 +363,7 @@ def misuse(what: str) -> None:
         ("links", "something of nodes"),
         ("bidirectional", "along edges only"),
         ("compensate", "a bidirectional loader"),
+        ("share", "'layers.0' must make the same of an edge on all ranks"),
         ("order", "every batch of its loader in turn"),
         ("ghost", "batches of its own nodes"),
         ("rows", "a dictionary by type (author, paper, term, venue)"),
