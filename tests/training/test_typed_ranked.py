@@ -142,7 +142,7 @@ def test_options_of_steps_run_on_ranks(name: str, options: dict[str, Any], tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compensate": "gradient"}, "ranks compensate on plain graphs"),
+        ({"compensate": "momentum"}, "by gradients"),
         ({"mode": "history"}, "a plain graph"),
         ({"mode": "exact"}, "mode 'gas' or 'history'"),
         ({"mode": "cluster"}, "mode 'gas' or 'history'"),
@@ -175,13 +175,14 @@ def interrupted(folder: Path, after: int, **options: Any) -> None:
 
 
 def test_a_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    plain = run_ranks(2, fit, "hetero-sage", graph(), batch_size=1)
-    run_ranks(2, interrupted, tmp_path, 2, checkpoint_every=1)
+    options: dict[str, Any] = {"batch_size": 1, "compensate": "gradient"}
+    plain = run_ranks(2, fit, "hetero-sage", graph(), **options)
+    run_ranks(2, interrupted, tmp_path, 2, checkpoint_every=1, **options)
     newest = load_latest(tmp_path)
     assert newest is not None
     for path in tmp_path.glob(f"checkpoint-{newest.step:09d}.*"):  # go on in the middle of the second epoch
         path.unlink()
-    resumed = run_ranks(2, fit, "hetero-sage", graph(), batch_size=1, resume=str(tmp_path))
+    resumed = run_ranks(2, fit, "hetero-sage", graph(), resume=str(tmp_path), **options)
     for one, other in zip(plain, resumed, strict=True):
         assert one[:2] == other[:2]
         assert same_bits(one.weights, other.weights)

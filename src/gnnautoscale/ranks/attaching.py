@@ -13,6 +13,7 @@ from gnnautoscale.attach import attached, plan_of
 from gnnautoscale.attach import autoscale as attach_histories
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import TypedMemory
+from gnnautoscale.history import History
 from gnnautoscale.ranks.gradients import GradientMean
 from gnnautoscale.ranks.loader import RankLoader
 from gnnautoscale.ranks.norms import RankNorms
@@ -78,6 +79,12 @@ def attach_shared(
         attached(model).normalize_by(RankNorms(loader.world))  # whose backward passes need all ranks
 
 
+def last_gradients(memory: Any) -> dict[str, list[History]]:
+    """The last known gradients of a memory's slots, in the order of these, by type of nodes."""
+    kinds = memory.kinds if isinstance(memory, TypedMemory) else {"": memory}
+    return {kind: [each.last_gradients[slot] for slot in sorted(each.last_gradients)] for kind, each in kinds.items()}
+
+
 def _records(memory: Any) -> dict[str, dict[str, Sequence[Any]]]:
     """The records of layer calls along edges between nodes of one type, by type; others are the edges as they are."""
     if not isinstance(memory, TypedMemory):
@@ -97,8 +104,7 @@ def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module,
         if ghosts is not None:
             ghosts.unanswered = False
             if memory.last_gradients:
-                known = memory.last_gradients
-                ghosts.send({"": [known[slot] for slot in sorted(known)]})
+                ghosts.send(last_gradients(memory))
 
     made = GradientMean(loader.world, [model, *further], after=after_backward, **options)
     if ghosts is not None:

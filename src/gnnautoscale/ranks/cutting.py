@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph, TypedGraph
 from gnnautoscale.ranks.shard import Layout, Shard, cut_shard
 from gnnautoscale.ranks.typed_shard import TypedShard, cut_typed_shard
@@ -19,17 +18,9 @@ COUNTS, RELATIONS = "nodes of types", "types of edges"
 TARGET = "target"
 
 
-def graph_of(data: Data | HeteroData, *, bidirectional: bool = False) -> Any:
-    """The checked graph of some data, of which all types are joined if it is heterogeneous.
-
-    Shards of such a graph are not ``bidirectional``.
-    """
-    if not isinstance(data, HeteroData):
-        return Graph.of(data)
-    if bidirectional:
-        fix = "Leave bidirectional out, or train in one process."
-        raise InputError("ranks send messages of a heterogeneous graph along edges only", got="bidirectional", fix=fix)
-    return TypedGraph.of(data)
+def graph_of(data: Data | HeteroData) -> Any:
+    """The checked graph of some data, of which all types are joined if it is heterogeneous."""
+    return TypedGraph.of(data) if isinstance(data, HeteroData) else Graph.of(data)
 
 
 def training_nodes(graph: Graph | TypedGraph) -> Tensor | None:
@@ -65,4 +56,4 @@ def cut(
     """The share of a rank; see :func:`cut_shard` and :func:`cut_typed_shard`."""
     if isinstance(graph, Graph):
         return cut_shard(graph.data, layout, rank, bidirectional=bidirectional, whole=whole)
-    return cut_typed_shard(graph, layout, rank, whole=whole)
+    return cut_typed_shard(graph, layout, rank, bidirectional=bidirectional, whole=whole)

@@ -69,7 +69,7 @@ def write_shards(
         >>> sum(shard["own"] for shard in manifest["shards"])
         34
     """
-    folder, graph = Path(folder), graph_of(check_shardable(data), bidirectional=bidirectional)
+    folder, graph = Path(folder), graph_of(check_shardable(data))
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise InputError("the number of ranks must be at least 1", got=repr(size), fix="Pass a whole number.")
     labels = labels_for(graph, None, labels)

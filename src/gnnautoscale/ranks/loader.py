@@ -80,14 +80,14 @@ class RankLoader(HaloLoader):
         given = {name: value for name, value in options.items() if name not in ("partition", "balance", "cache_dir")}
         if isinstance(given.get("batch_size"), int):
             given["batch_size"] = min(given["batch_size"], shard.num_parts)
-        if given.get("bidirectional", False):  # halos are the same without, and take less memory
+        if given.get("bidirectional", False) and isinstance(shard, Shard):
+            # Halos of a symmetric graph are the same without, and take less memory.
             given["bidirectional"] = not Graph.of(shard.data).is_symmetric
         super().__init__(shard.data, partition=shard.labels, **given)
 
     def _cut(self, data: Data | HeteroData, num_parts: int | None, options: dict[str, Any]) -> Shard | TypedShard:
         """This rank's share of a graph that all ranks have; the first one decides about parts and ranks."""
-        world, bidirectional = self.world, bool(options.get("bidirectional", False))
-        graph = graph_of(data, bidirectional=bidirectional)
+        world, graph = self.world, graph_of(data)
         given = options.get("partition")
         world.agree({"graph": graph.key, "num_parts": num_parts, "settings": _settings(options)})
         decided: Any = None
@@ -107,7 +107,7 @@ class RankLoader(HaloLoader):
             world.agree({"labels of parts": [each.double().sum().item() for each in every]})
         labels, owners = decided
         self.whole_labels = labels if world.is_first else None
-        layout = Layout(labels, owners, world.size)
+        layout, bidirectional = Layout(labels, owners, world.size), bool(options.get("bidirectional", False))
         return cut(graph, layout, world.rank, bidirectional=bidirectional, whole=facts_of(graph))
 
     def _share(self, shard: Shard | TypedShard, batch_size: int) -> None:

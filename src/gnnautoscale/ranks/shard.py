@@ -148,7 +148,7 @@ def cut_shard(data: Data, layout: Layout, rank: int, *, bidirectional: bool, who
     edges, own = data.edge_index, layout.own(rank)
     ghosts, sent = border(edges, layout, rank, bidirectional)
     nodes = torch.cat([own, ghosts])
-    near = torch.cat([nodes, _ring(edges, nodes, layout.nodes.numel())]) if bidirectional else nodes
+    near = torch.cat([nodes, ring(edges, nodes, layout.nodes.numel())]) if bidirectional else nodes
     e_id, edge_index, num_rows = near_edges(edges, near, layout.nodes.numel())
     return Shard(
         data=_rows(data, nodes, own.numel(), num_rows, e_id, edge_index),
@@ -217,7 +217,7 @@ def border(edges: Tensor, layout: Layout, rank: int, bidirectional: bool) -> tup
     return ghosts[layout.place_of[ghosts].argsort()], torch.unique(torch.cat(sent))
 
 
-def _ring(edges: Tensor, nodes: Tensor, num_nodes: int) -> Tensor:
+def ring(edges: Tensor, nodes: Tensor, num_nodes: int) -> Tensor:
     """The nodes beside some nodes that have an edge to or from them, ``[count]``."""
     inside, beside = (torch.zeros(num_nodes, dtype=torch.bool) for _ in range(2))
     inside[nodes] = True

@@ -4,7 +4,8 @@ All types together are cut into parts, and a rank owns the nodes of all types in
 own nodes first, then ghosts, which have an edge of any type into own nodes, then stand-ins. Along edges between nodes
 of one type layers may compute something from both ends, so all of these that touch an own node or a ghost are there, as
 in a plain shard. Between nodes of different types layers only look at the edges into a node, so the rank has those into
-its own nodes and no others.
+its own nodes and no others; a bidirectional shard also those into ghosts, where one stand-in takes the place of all
+nodes that are further away.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped
 
 from gnnautoscale.graph import WHOLE_ID, EdgeType, TypedGraph
 from gnnautoscale.ranks.assignment import edge_chunks
-from gnnautoscale.ranks.shard import Layout, Shard, border, exchanged, near_edges, node_rows
+from gnnautoscale.ranks.shard import Layout, Shard, border, exchanged, near_edges, node_rows, ring
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,13 +96,16 @@ class TypedShard:
         return {kind: shard.labels for kind, shard in self.kinds.items()}
 
 
-def cut_typed_shard(graph: TypedGraph, layout: Layout, rank: int, *, whole: dict[str, Any]) -> TypedShard:
+def cut_typed_shard(
+    graph: TypedGraph, layout: Layout, rank: int, *, bidirectional: bool, whole: dict[str, Any]
+) -> TypedShard:
     """The share of a rank; see :func:`cut_shard`.
 
     Args:
         graph: The whole graph; the nodes of all types are joined in the order of its types.
         layout: Where the nodes of the joined graph live.
         rank: The rank.
+        bidirectional: See :class:`Shard`.
         whole: Facts about the whole graph to hand on.
 
     Example:
@@ -109,14 +113,14 @@ def cut_typed_shard(graph: TypedGraph, layout: Layout, rank: int, *, whole: dict
         >>> data["author"].num_nodes, data["paper"].num_nodes = 2, 2
         >>> data["author", "writes", "paper"].edge_index = torch.tensor([[0, 0, 1], [0, 1, 1]])
         >>> layout = Layout(torch.tensor([0, 1, 0, 1]), torch.tensor([0, 1]), size=2)
-        >>> shard = cut_typed_shard(TypedGraph.of(data), layout, 1, whole={})
+        >>> shard = cut_typed_shard(TypedGraph.of(data), layout, 1, bidirectional=False, whole={})
         >>> {kind: each.nodes.tolist() for kind, each in shard.kinds.items()}, shard.num_own  # author 0 is a ghost
         ({'author': [1, 0], 'paper': [1]}, 2)
         >>> shard.data["author", "writes", "paper"].edge_index.tolist()
         [[1, 0], [0, 0]]
     """
     own = layout.own(rank)
-    ghosts, sent = border(graph.edge_index, layout, rank, False)
+    ghosts, sent = border(graph.edge_index, layout, rank, bidirectional)
     firsts = torch.tensor([*graph.first.values()])
     own_kind, ghost_kind = (torch.searchsorted(firsts, nodes, right=True) - 1 for nodes in (own, ghosts))
     peer, row = sent // max(own.numel(), 1), sent % max(own.numel(), 1)
@@ -133,15 +137,15 @@ def cut_typed_shard(graph: TypedGraph, layout: Layout, rank: int, *, whole: dict
             size=layout.size,
             nodes=torch.cat([own[is_own], theirs]) - first,
             first_part=layout.first_part,
-            bidirectional=False,
+            bidirectional=bidirectional,
             whole=whole,
             **exchanged(layout, starts, peer[of_kind] * int(starts[-1]) + before[row[of_kind]], theirs),
         )
-    # One stand-in at least, since no batch has it: so none is taken for the whole graph.
-    num_rows = {kind: shard.nodes.numel() + (number == 0) for number, (kind, shard) in enumerate(shards.items())}
+    near = {kind: _near(graph, kind, shard) for kind, shard in shards.items()}
+    num_rows = {kind: nodes.numel() + 1 for kind, nodes in near.items()}  # with a stand-in
     edges = {}
     for relation in graph.relations:
-        edges[relation], count = _edges(graph, relation, shards)
+        edges[relation], count = _edges(graph, relation, shards, near)
         num_rows[relation[0]] = max(num_rows[relation[0]], count)
     for kind, shard in shards.items():
         _add_rows(graph, kind, shard, _unlike_others(graph, kind, num_rows[kind]))
@@ -149,15 +153,29 @@ def cut_typed_shard(graph: TypedGraph, layout: Layout, rank: int, *, whole: dict
     return TypedShard(shards, edges, extra, whole)
 
 
-def _edges(graph: TypedGraph, relation: EdgeType, shards: dict[str, Shard]) -> tuple[Data, int]:
+def _near(graph: TypedGraph, kind: str, shard: Shard) -> Tensor:
+    """The nodes of a type whose edges to others of the type a rank has: own ones, ghosts, and perhaps a ring."""
+    within = [
+        graph.relations[relation].edge_index for relation in graph.relations if relation[0] == relation[2] == kind
+    ]
+    if not shard.bidirectional or not within:
+        return shard.nodes
+    rings = [ring(edges, shard.nodes, graph.counts[kind]) for edges in within]
+    return torch.cat([shard.nodes, torch.unique(torch.cat(rings))])
+
+
+def _edges(
+    graph: TypedGraph, relation: EdgeType, shards: dict[str, Shard], near: dict[str, Tensor]
+) -> tuple[Data, int]:
     """The edges of a type that a rank has, with their attributes, and the number of rows that this takes."""
-    source, target = shards[relation[0]], shards[relation[2]]
+    source, _, target = relation
     edge_index, num_rows = graph.relations[relation].edge_index, 0
-    if source is target:
-        e_id, ends, num_rows = near_edges(edge_index, source.nodes, graph.counts[relation[0]])
+    if source == target:
+        e_id, ends, num_rows = near_edges(edge_index, near[source], graph.counts[source])
     else:
-        rows = (_rows_of(source.nodes, graph.counts[relation[0]]), _rows_of(target.nodes, graph.counts[relation[2]]))
-        e_id, ends = _edges_into(edge_index, *rows, target.num_own)
+        first, second = (_rows_of(near[kind], graph.counts[kind]) for kind in (source, target))
+        known = shards[target].nodes.numel() if shards[target].bidirectional else shards[target].num_own
+        e_id, ends = _edges_into(edge_index, first, second, known, near[source].numel())
     store, made = graph.data[relation], Data()
     for name, value in store.items():
         is_of_edges = name in graph.edge_rows[relation]
@@ -181,13 +199,19 @@ def _rows_of(nodes: Tensor, count: int) -> Tensor:
     return torch.full((count,), -1, dtype=torch.int32).index_copy_(0, nodes, torch.arange(nodes.numel()).int())
 
 
-def _edges_into(edges: Tensor, source_row: Tensor, target_row: Tensor, num_own: int) -> tuple[Tensor, Tensor]:
-    """The edges into own rows, in their order: which they are, and both ends as rows."""
+def _edges_into(
+    edges: Tensor, source_row: Tensor, target_row: Tensor, count: int, stand_in: int
+) -> tuple[Tensor, Tensor]:
+    """The edges into the first rows, in their order: which they are, and both ends as rows.
+
+    A row, the ``stand_in``, takes the place of sources without one.
+    """
     found = []
     for part in edge_chunks(edges):
         target = target_row[edges[1, part]]
-        kept = ((target >= 0) & (target < num_own)).nonzero().squeeze(1)
-        found.append((kept + part.start, torch.stack([source_row[edges[0, part][kept]], target[kept]]).long()))
+        kept = ((target >= 0) & (target < count)).nonzero().squeeze(1)
+        source = source_row[edges[0, part][kept]]
+        found.append((kept + part.start, torch.stack([torch.where(source < 0, stand_in, source), target[kept]]).long()))
     e_id, ends = (torch.cat([each[at] for each in found], dim=-1) for at in (0, 1))
     return e_id, ends
 

@@ -33,9 +33,6 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if dataset.inductive:
         got = "graphs of their own for validation and test"
         raise InputError("ranks share one plain graph", got=got, fix="Train in one process.")
-    if dataset.targets and options.compensate != "none":
-        rule, fix = "ranks compensate on plain graphs", "Leave compensate out, or train in one process."
-        raise InputError(rule, got=f"compensate={options.compensate!r} on a heterogeneous one", fix=fix)
     if not isinstance(task, NodeTask):
         fix = "Train in one process."
         raise InputError("ranks predict something of nodes", got=f"a {type(task).__name__}", fix=fix)

@@ -16,7 +16,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale._util import set_random_states
 from gnnautoscale.data import Dataset, TypedDataset
 from gnnautoscale.graph import fingerprint
-from gnnautoscale.ranks import COUNTS, RankLoader, Shard, TypedShard, World, current
+from gnnautoscale.ranks import COUNTS, RankLoader, Shard, TypedShard, World, current, last_gradients
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.checkpoint import Checkpoint
@@ -143,9 +143,8 @@ class RankStrategy(HistoryStrategy):
             torch.manual_seed(torch.initial_seed() + 7919 * (1 + checkpoint.step))
         take_rows(self._memory, self._loader, pieces, device)
         self._memory.share(self._memory.histories)
-        gradients = self._memory.last_gradients
-        if self._loader.ghosts is not None and gradients:
-            self._loader.ghosts.share({"": [gradients[slot] for slot in sorted(gradients)]})
+        if self._loader.ghosts is not None and self._memory.last_gradients:
+            self._loader.ghosts.share(last_gradients(self._memory))
 
     @property
     def world(self) -> World:
