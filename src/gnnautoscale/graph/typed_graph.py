@@ -93,6 +93,12 @@ class TypedGraph:
         """The node-level tensors of a type apart from labels and masks, by name."""
         return {name: value for name, value in self.rows[kind].items() if not is_label(name)}
 
+    def numbers_below(self, kind: str) -> int:
+        """What the ``n_id`` of all nodes of a type are below: a table of them has as many rows, at least one."""
+        known = self.rows[kind].get(WHOLE_ID)
+        count = self.counts[kind] if known is None or not known.numel() else int(known.max()) + 1
+        return max(count, 1)
+
     def split(self, nodes: Tensor) -> dict[str, Tensor]:
         """Nodes of the joined graph, ``[count]``, by type, with their numbers among those of their type.
 
