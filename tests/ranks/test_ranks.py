@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv  # type: ignore[import-untyped]
 from torch_geometric.nn.conv import ChebConv  # type: ignore[import-untyped]
 
@@ -374,8 +374,6 @@ def misuse(what: str) -> None:
         ranks.RankLoader(data, num_parts=1)
     if what == "batches":
         ranks.RankLoader(data, num_parts=4, batch_size=5)
-    if what == "typed":
-        ranks.RankLoader(HeteroData(), num_parts=4)
     if what == "links":
         linked = copy.copy(data)
         linked.edge_label_index = data.edge_index
@@ -416,7 +414,6 @@ def misuse(what: str) -> None:
         ("data", "all ranks must have the same graph"),
         ("ranks", "each rank needs a part of its own"),
         ("batches", "batch_size must be at most"),
-        ("typed", "one plain graph"),
         ("links", "something of nodes"),
         ("lag", "lag must be 0 or 1"),
         ("momentum", "compensate='momentum'"),

@@ -41,7 +41,7 @@ from gnnautoscale.forward import (
     run_pass,
     step_exchange,
 )
-from gnnautoscale.graph import BatchInfo, BatchTensor, Graph, HaloLoader, TypedGraph, check_nodes
+from gnnautoscale.graph import WHOLE_ID, BatchInfo, BatchTensor, Graph, HaloLoader, TypedGraph, check_nodes
 
 # A graph that comes without a loader is cut into parts of about this size, or not at all if it is smaller.
 _PART_NODES, _PART_EDGES = 100_000, 1_000_000
@@ -370,13 +370,13 @@ class Outputs(AbstractContextManager["Outputs"]):
         #: The output of all nodes.
         self.result: Any = None
 
-    def _spaces(self, batch: Any, out: Any) -> list[tuple[BatchInfo, int]]:
-        """For each tensor of an output: where the batch's nodes of its type lie, and how many exist."""
+    def _spaces(self, batch: Any, out: Any) -> list[tuple[BatchInfo, Tensor, int]]:
+        """For each tensor of an output: where the batch's nodes of its type lie, which they are, and how many exist."""
         info = info_of(batch)
-        if isinstance(self._scaler.plan, TypedPlan):
-            counts = self._loader.own_counts
-            return [(info.nodes[kind], counts[kind]) for kind in self._scaler.plan.output_kinds]
-        return [(info, self._loader.num_own)] * len(tensors_in(out))
+        if not isinstance(self._scaler.plan, TypedPlan):
+            return [(info, batch.n_id.plain, self._loader.num_own)] * len(tensors_in(out))
+        kinds, counts = self._scaler.plan.output_kinds, self._loader.own_counts
+        return [(info.nodes[kind], _numbers(info.nodes[kind], batch[kind]), counts[kind]) for kind in kinds]
 
     def add(self, batch: Any, out: Any) -> None:
         """Add the output of a batch's own nodes."""
@@ -384,13 +384,12 @@ class Outputs(AbstractContextManager["Outputs"]):
         if self.result is None:
             counts = iter(spaces)
             self.result = map_tensors(
-                lambda rows: rows.new_empty((next(counts)[1], *rows.shape[1:]), device=self._device), out
+                lambda rows: rows.new_empty((next(counts)[2], *rows.shape[1:]), device=self._device), out
             )
         results = zip(tensors_in(self.result), tensors_in(out), spaces, strict=True)
-        for whole, rows, (info, _) in results:
+        for whole, rows, (info, n_id, _) in results:
             if rows.device == whole.device:
-                on_host = rows.device.type == "cpu"
-                nodes = info.nodes if on_host else info.order.nodes_at(info.rows[: info.batch_size].to(rows.device))
+                nodes = info.nodes if rows.device.type == "cpu" else n_id[: info.batch_size]
                 whole.index_copy_(0, nodes, rows)
             else:
                 staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
@@ -402,6 +401,12 @@ class Outputs(AbstractContextManager["Outputs"]):
         self._thread.shutdown()
         for write in self._writes:
             write.result()
+
+
+def _numbers(info: BatchInfo, store: Any) -> Tensor:
+    """Which nodes of a type in the loader's data a batch has, ``[num_rows]``; ``n_id`` may be of a larger graph."""
+    numbers: Tensor = info.order.nodes_at(info.rows) if WHOLE_ID in store else store.n_id.plain
+    return numbers
 
 
 def _write(whole: Tensor, info: BatchInfo, staged: Tensor, arrived: torch.cuda.Event) -> None:

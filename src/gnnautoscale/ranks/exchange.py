@@ -100,25 +100,22 @@ class Ghosts:
 
     def send(self, histories: Histories) -> None:
         """Start to send the rows that the present step pushed, and to receive those of the other ranks."""
-        groups, peers = self._steps[self._last], range(self.shard.size)
-        mine = groups[self.shard.rank]
-        letters = []
-        for kind, border in self._borders.items():
-            sent = [[border.sent(peer, part) for part in mine] for peer in peers]
-            received = [[border.ghosts(peer, part) for part in groups[peer]] for peer in peers]
-            letters.append(border.letter(histories.get(kind, ()), sent, received, self.world.wire))
-        if (posted := self._post(letters)) is not None:
+        groups = self._steps[self._last]
+
+        def pieces(border: _Border, peer: int) -> tuple[list[slice], list[slice]]:
+            sent = [border.sent(peer, part) for part in groups[self.shard.rank]]
+            return sent, [border.ghosts(peer, part) for part in groups[peer]]
+
+        if (posted := self._post(histories, pieces)) is not None:
             self._pending.append(posted)
 
     def share(self, histories: Histories) -> None:
         """Send all rows that are ghosts elsewhere, and receive all ghosts."""
-        peers, rank = range(self.shard.size), self.shard.rank
-        letters = []
-        for kind, border in self._borders.items():
-            sent = [[] if peer == rank else [border.all_sent(peer)] for peer in peers]
-            received = [[] if peer == rank else [border.all_ghosts(peer)] for peer in peers]
-            letters.append(border.letter(histories.get(kind, ()), sent, received, self.world.wire))
-        if (posted := self._post(letters)) is not None:
+
+        def pieces(border: _Border, peer: int) -> tuple[list[slice], list[slice]]:
+            return ([], []) if peer == self.shard.rank else ([border.all_sent(peer)], [border.all_ghosts(peer)])
+
+        if (posted := self._post(histories, pieces)) is not None:
             _open(*posted)
 
     def settle(self) -> None:
@@ -151,13 +148,23 @@ class Ghosts:
             self._seen = seen
             check_agreement(self.world, self.shard, records)
 
-    def _post(self, letters: list[_Letter]) -> tuple[Arrival, list[_Letter]] | None:
-        """Start to exchange rows of all types together; returns what arrives, ``None`` if there are no histories."""
-        letters = [letter for letter in letters if letter.histories]
+    def _post(
+        self, histories: Histories, pieces: Callable[[_Border, int], tuple[list[slice], list[slice]]]
+    ) -> tuple[Arrival, list[_Letter]] | None:
+        """Start to exchange rows of all types together; returns what arrives, ``None`` if there are no histories.
+
+        ``pieces`` of a border are sent to a peer, and received from it.
+        """
+        letters = []
+        for kind, of_kind in histories.items():
+            if of_kind:
+                border = self._borders[kind]
+                given = [pieces(border, peer) for peer in range(self.shard.size)]
+                letters.append(border.letter(of_kind, *zip(*given, strict=True), wire=self.world.wire))
         if not letters:
             return None
         self._check_records()
-        sent, received = ([getattr(letter, way) for letter in letters] for way in ("sent", "received"))
+        sent, received = [letter.sent for letter in letters], [letter.received for letter in letters]
         widths = [letter.rows.size(1) for letter in letters]
         message = packed([letter.rows for letter in letters], sent)
         return self.world.exchange(message, sizes(widths, sent), sizes(widths, received)), letters
@@ -191,8 +198,9 @@ class _Border:
     def letter(
         self,
         histories: Sequence[History],
-        sent: list[list[slice]],
-        received: list[list[slice]],
+        sent: Sequence[list[slice]],
+        received: Sequence[list[slice]],
+        *,
         wire: torch.device,
     ) -> _Letter:
         """The rows of histories to send to each rank, and where those that each rank sends belong."""
@@ -202,7 +210,7 @@ class _Border:
         arriving = [torch.arange(piece.start, piece.stop) for pieces in received for piece in pieces]
         places = shard.num_own + (torch.cat(arriving) if arriving else shard.sent[:0])
         raw = [_raw_rows(history, rows, wire).view(torch.uint8) for history in histories]
-        together = raw[0] if len(raw) == 1 else torch.cat(raw, dim=1) if raw else torch.empty(0, 0)
+        together = raw[0] if len(raw) == 1 else torch.cat(raw, dim=1)
         return _Letter(histories, together, _counts(sent), places, _counts(received))
 
 
@@ -287,5 +295,5 @@ def _raw_rows(history: History, rows: Tensor, wire: torch.device) -> Tensor:
     return raw
 
 
-def _counts(pieces: list[list[slice]]) -> list[int]:
+def _counts(pieces: Sequence[list[slice]]) -> list[int]:
     return [sum(piece.stop - piece.start for piece in each) for each in pieces]
