@@ -94,6 +94,17 @@ def test_a_folder_of_shards_gives_the_same_bits_as_the_graph(tmp_path: Path) -> 
         assert same_bits(one.weights, other.weights)
 
 
+def test_a_rank_may_have_no_nodes_of_the_type_with_targets(tmp_path: Path) -> None:
+    data, folder = graph(), tmp_path / "shards"
+    labels = {kind: torch.full((data[kind].num_nodes,), int(kind == "paper")) for kind in data.node_types}
+    manifest = ranks.write_shards(folder, data, labels, 2)
+    assert sorted(shard["types"]["paper"]["own"] for shard in manifest["shards"]) == [0, 40]
+    found = run_ranks(2, fit, "rgcn", folder, batch_size=1, epochs=1)
+    assert same_bits(found[0].weights, found[1].weights)
+    right = (whole(found[0].weights, "rgcn").argmax(1) == data["paper"].y)[data["paper"].test_mask]
+    assert 100 * float(right.double().mean()) == pytest.approx(found[0].scores["test"])
+
+
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     dataset = summary_of(folder)
     assert isinstance(dataset, TypedDataset)

@@ -67,7 +67,7 @@ def _some_rows(world: World, data: Data, own: int) -> Data:
         raise InputError("shards to train on need x and y", got=f"{', '.join(data.keys())}", fix="Write them again.")
     y = data.y[:own]
     masks = {f"{split}_mask": data[f"{split}_mask"][:own] for split in _SPLITS if f"{split}_mask" in data}
-    values = y.reshape(own, -1 if own else 1).double()
+    values = y.unsqueeze(-1).flatten(1).double()
     odd = ((values != 0) & (values != 1) & ~values.isnan()).any(1)
     known = known_rows(y)
     some = [mask.nonzero()[0, 0] for mask in (odd, ~odd, known) if bool(mask.any())]

@@ -103,7 +103,7 @@ class RankStrategy(HistoryStrategy):
         own, total = nodes.numel(), 0
         for place, each in enumerate(self._engine.task.identity(data)):
             if each is not None:
-                values = each[:own].reshape(own, -1).double().nan_to_num(-0.125).contiguous().view(torch.long)
+                values = each[:own].unsqueeze(-1).flatten(1).double().nan_to_num(-0.125).contiguous().view(torch.long)
                 columns = 2 * torch.arange(values.size(1)) + 2 * place + 1
                 total += int(((values >> 7) * columns * (2 * nodes.unsqueeze(1) + 1)).sum())
         return (torch.tensor([sum(self.world.gather(total)) % 2**63]),)
