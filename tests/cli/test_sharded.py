@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 from typer.testing import CliRunner
 
 import gnnautoscale as gas
@@ -45,6 +47,30 @@ def test_shards_are_written_and_trained_on(tmp_path: Path) -> None:
     assert record.run["data"]["nodes"] == 200
     assert len(record.epochs) == 2
     assert trained.stderr.count("epoch 2/2") == 1, "one rank shows progress"
+
+
+def test_shards_of_a_heterogeneous_graph_are_written_and_trained_on(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data, shards = HeteroData(), tmp_path / "shards"
+    data["paper"].x, data["author"].num_nodes = torch.randn(60, 5, generator=generator), 20
+    data["paper"].y = (data["paper"].x[:, 0] > 0).long()
+    data["author"].y = torch.zeros(20)
+    for relation in (("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "by", "author")):
+        ends = [torch.randint(data[kind].num_nodes, (90,), generator=generator) for kind in relation[::2]]
+        data[relation].edge_index = torch.stack(ends)
+    torch.save(data, tmp_path / "graph.pt")
+    given = ["--data", str(tmp_path / "graph.pt"), "--target", "paper", "--num-parts", "6", "--ranks", "1"]
+    shown = CliRunner().invoke(app, ["partition", *given, "--output", str(shards), "--json"])
+    assert shown.exit_code == 0, shown.output
+    how = ["--hidden", "8", "--epochs", "2", "--batch-size", "2", "--json", "--quiet", "--run-dir", "none"]
+    for name, source in (("rgcn", shards), ("hetero-sage", shards)):
+        trained = CliRunner().invoke(app, ["train", "--data", str(source), "--model", name, *how])
+        assert trained.exit_code == 0, trained.output
+        (run,) = json.loads(trained.stdout.splitlines()[-1])["runs"]
+        assert run["metric"] == "accuracy"
+        assert run["steps"] == 6
+        again = CliRunner().invoke(app, ["train", *given[:6], "--model", name, *how])
+        assert run["epochs"][-1]["loss"] == json.loads(again.stdout.splitlines()[-1])["runs"][0]["epochs"][-1]["loss"]
 
 
 @pytest.mark.parametrize(

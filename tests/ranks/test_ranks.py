@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GATConv, GCNConv, GINConv, MessagePassing, SAGEConv  # type: ignore[import-untyped]
 from torch_geometric.nn.conv import ChebConv  # type: ignore[import-untyped]
 from torch_geometric.utils import k_hop_subgraph  # type: ignore[import-untyped]
@@ -557,8 +557,6 @@ def misuse(what: str) -> None:
         ranks.RankLoader(data, num_parts=1)
     if what == "batches":
         ranks.RankLoader(data, num_parts=4, batch_size=5)
-    if what == "typed":
-        ranks.RankLoader(HeteroData(), num_parts=4)
     if what == "links":
         linked = copy.copy(data)
         linked.edge_label_index = data.edge_index
@@ -599,7 +597,6 @@ def misuse(what: str) -> None:
         ("targets", "all ranks must have the same targets and masks"),
         ("ranks", "each rank needs a part of its own"),
         ("batches", "batch_size must be at most"),
-        ("typed", "one plain graph"),
         ("links", "something of nodes"),
         ("lag", "lag must be 0 or 1"),
         ("momentum", "ranks compensate with a bidirectional loader"),

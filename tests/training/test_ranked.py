@@ -361,7 +361,7 @@ def rows_found(folder: Path) -> dict[str, Tensor]:
             if not isinstance(loader, ranks.RankLoader):
                 found[slot] = torch.empty_like(history.raw).index_copy_(0, order, history.raw)
                 continue
-            own, nodes = loader.num_own, loader.shard.nodes  # type: ignore[union-attr]
+            own, nodes = loader.num_own, loader.shard.nodes
             found[slot] = loader.world.broadcast(loader.gathered(history.raw[:own].clone()))
             assert torch.equal(history.raw[own : nodes.numel()], found[slot][nodes[own:]]), "ghosts are up to date"
         raise StopError

@@ -340,7 +340,7 @@ class _Rows(RowStore):
     def share(self, memory: Any, slots: Iterable[str]) -> None:
         sharing = getattr(memory, "sharing", None)
         if sharing is not None:
-            sharing.share([_as_history(self._written[slot]) for slot in sorted(slots)])
+            sharing.share({"": [_as_history(self._written[slot]) for slot in sorted(slots)]})
 
 
 def _as_history(rows: Tensor) -> History:

@@ -120,6 +120,8 @@ def diagnose(
     found: dict[str, dict[str, Any]] = {}
     if names != ["staleness"]:
         attached_alone(model, "diagnose but for 'staleness'")
+    if isinstance(loader.graph, TypedGraph):
+        attached_alone(model, "diagnose on a heterogeneous graph")
     if "lipschitz" in names:
         attached_to_plain_graph(model, "'lipschitz'")
     with _nothing_changed(model):

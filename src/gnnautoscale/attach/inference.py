@@ -41,7 +41,7 @@ from gnnautoscale.forward import (
     run_pass,
     step_exchange,
 )
-from gnnautoscale.graph import BatchInfo, BatchTensor, Graph, HaloLoader, TypedGraph, check_nodes
+from gnnautoscale.graph import WHOLE_ID, BatchInfo, BatchTensor, Graph, HaloLoader, TypedGraph, check_nodes
 
 # A graph that comes without a loader is cut into parts of about this size, or not at all if it is smaller.
 _PART_NODES, _PART_EDGES = 100_000, 1_000_000
@@ -366,20 +366,19 @@ class Outputs(AbstractContextManager["Outputs"]):
     """Gathers the outputs of batches; a GPU's are written to host memory while it goes on."""
 
     def __init__(self, loader: HaloLoader, scaler: Autoscaler, device: torch.device) -> None:
-        self._graph, self._scaler, self._device = loader.graph, scaler, device
-        self._num_own = loader.num_own
+        self._loader, self._scaler, self._device = loader, scaler, device
         self._thread = ThreadPoolExecutor(1, "outputs")
         self._writes: list[Future[None]] = []
         #: The output of all nodes.
         self.result: Any = None
 
-    def _spaces(self, batch: Any, out: Any) -> list[tuple[BatchInfo, BatchTensor, int]]:
+    def _spaces(self, batch: Any, out: Any) -> list[tuple[BatchInfo, Tensor, int]]:
         """For each tensor of an output: where the batch's nodes of its type lie, which they are, and how many exist."""
         info = info_of(batch)
-        if isinstance(self._scaler.plan, TypedPlan):
-            kinds = self._scaler.plan.output_kinds
-            return [(info.nodes[kind], batch[kind].n_id, self._graph.counts[kind]) for kind in kinds]
-        return [(info, batch.n_id, self._num_own)] * len(tensors_in(out))
+        if not isinstance(self._scaler.plan, TypedPlan):
+            return [(info, batch.n_id.plain, self._loader.num_own)] * len(tensors_in(out))
+        kinds, counts = self._scaler.plan.output_kinds, self._loader.own_counts
+        return [(info.nodes[kind], _numbers(info.nodes[kind], batch[kind]), counts[kind]) for kind in kinds]
 
     def add(self, batch: Any, out: Any) -> None:
         """Add the output of a batch's own nodes."""
@@ -392,7 +391,7 @@ class Outputs(AbstractContextManager["Outputs"]):
         results = zip(tensors_in(self.result), tensors_in(out), spaces, strict=True)
         for whole, rows, (info, n_id, _) in results:
             if rows.device == whole.device:
-                nodes = info.nodes if rows.device.type == "cpu" else n_id.plain[: info.batch_size]
+                nodes = info.nodes if rows.device.type == "cpu" else n_id[: info.batch_size]
                 whole.index_copy_(0, nodes, rows)
             else:
                 staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
@@ -404,6 +403,12 @@ class Outputs(AbstractContextManager["Outputs"]):
         self._thread.shutdown()
         for write in self._writes:
             write.result()
+
+
+def _numbers(info: BatchInfo, store: Any) -> Tensor:
+    """Which nodes of a type in the loader's data a batch has, ``[num_rows]``; ``n_id`` may be of a larger graph."""
+    numbers: Tensor = info.order.nodes_at(info.rows) if WHOLE_ID in store else store.n_id.plain
+    return numbers
 
 
 def _write(whole: Tensor, info: BatchInfo, staged: Tensor, arrived: torch.cuda.Event) -> None:

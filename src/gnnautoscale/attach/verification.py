@@ -18,7 +18,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import checked, tensors_in, undisturbed
-from gnnautoscale.attach.autoscaler import attached
+from gnnautoscale.attach.autoscaler import attached, attached_alone
 from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, info_of, to_model_device
 from gnnautoscale.attach.inference import infer, nodes_by_type, plan_of, sweep
 from gnnautoscale.attach.recomputation import Kinds, Mode, Recomputation, Rows, receptive_hops
@@ -148,6 +148,8 @@ def verify(
         (True, 10, 'the whole graph')
     """
     scaler, graph = attached(model), loader.follow()
+    if isinstance(graph, TypedGraph):
+        attached_alone(model, "verify on a heterogeneous graph")
     with _full_precision(device_of(model)), scaler.visiting(graph, apart=True):
         with evaluating(model):
             plan = plan_of(model, loader, call)  # may initialize lazy weights, which stay

@@ -16,12 +16,13 @@ from gnnautoscale.graph.partitioning import Partitioner, check_labels, connectiv
 from gnnautoscale.graph.ready import ReadyBatch, tagged_copies
 from gnnautoscale.graph.subgraphs import Subgraphs, check_fan_out, whole_neighbourhood
 from gnnautoscale.graph.typed_batch import TypedBatch, TypedInfo
-from gnnautoscale.graph.typed_graph import EdgeType, TypedGraph
+from gnnautoscale.graph.typed_graph import WHOLE_ID, EdgeType, TypedGraph, joined_labels
 from gnnautoscale.graph.typed_parts import connectivity_by_type, groups_to_balance
 from gnnautoscale.graph.unread import UnreadRows
 from gnnautoscale.graph.whole_graphs import partition_graphs
 
 __all__ = [
+    "WHOLE_ID",
     "BatchInfo",
     "BatchTensor",
     "ClusterLoader",
@@ -50,6 +51,7 @@ __all__ = [
     "groups_to_balance",
     "hand_over",
     "is_label",
+    "joined_labels",
     "labels_for",
     "partition",
     "partition_graphs",

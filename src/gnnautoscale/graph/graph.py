@@ -256,7 +256,7 @@ def _check_kinds(data: Data) -> None:
 
 
 def _check_range(name: str, indices: Tensor, num_nodes: int, *, fix: str) -> None:
-    low, high = (int(end) for end in torch.aminmax(indices)) if indices.numel() else (0, 0)
+    low, high = (int(end) for end in torch.aminmax(indices)) if indices.numel() else (0, -1)
     if low < 0 or high >= num_nodes:
         got = f"values from {low} to {high}"
         raise InputError(f"{name} must hold indices from 0 to {num_nodes - 1}", got=got, fix=fix)

@@ -227,6 +227,11 @@ class HaloLoader:
         return int(self.graph.num_nodes)
 
     @property
+    def own_counts(self) -> dict[str, int]:
+        """See :attr:`num_own`, of each type of nodes of a heterogeneous graph."""
+        return dict(self.graph.counts)
+
+    @property
     def is_whole(self) -> bool:
         """Whether one batch holds the whole graph."""
         return len(self) == 1

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from gnnautoscale.attach import attached
+from gnnautoscale.attach import attached, plan_of
 from gnnautoscale.attach import autoscale as attach_histories
 from gnnautoscale.errors import InputError
+from gnnautoscale.forward import TypedMemory
+from gnnautoscale.history import History
 from gnnautoscale.ranks.gradients import GradientMean
 from gnnautoscale.ranks.loader import RankLoader
 from gnnautoscale.ranks.norms import RankNorms
@@ -39,6 +43,8 @@ def autoscale(model: M, loader: RankLoader, *, lag: int = 0, sync_norms: bool = 
     """
     attach_shared(model, loader, lag=lag, sync_norms=sync_norms, **options)
     if loader.shard is not None:
+        if any(is_lazy(weight) for weight in model.parameters()):
+            plan_of(model, loader)  # gives them their shapes, so that ranks can have the same ones
         average_gradients(model, loader)
     return model
 
@@ -65,9 +71,26 @@ def attach_shared(
     memory.sharing = loader.ghosts
     if loader.ghosts is not None:
         loader.ghosts.lag = lag
-        loader.ghosts.follow(lambda: memory.records)
+        loader.ghosts.follow(lambda: _records(memory))
     if sync_norms:
         attached(model).normalize_by(RankNorms(loader.world))  # whose backward passes need all ranks
+
+
+def last_gradients(memory: Any) -> dict[str, list[History]]:
+    """The last known gradients of a memory's slots, in the order of these, by type of nodes."""
+    kinds = memory.kinds if isinstance(memory, TypedMemory) else {"": memory}
+    return {kind: [each.last_gradients[slot] for slot in sorted(each.last_gradients)] for kind, each in kinds.items()}
+
+
+def _records(memory: Any) -> dict[str, dict[str, Sequence[Any]]]:
+    """The records of layer calls along edges between nodes of one type, by type; others are the edges as they are."""
+    if not isinstance(memory, TypedMemory):
+        return {"": memory.records}
+    found: dict[str, dict[str, Sequence[Any]]] = {}
+    for (source, _, target), records in memory.recorder.records.items():
+        if source == target:
+            found.setdefault(target, {}).update(records)
+    return found
 
 
 def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module, **options: Any) -> GradientMean:

@@ -32,7 +32,8 @@ from gnnautoscale.training.loggers import Logger, TensorBoard, check_loggers, ch
 from gnnautoscale.training.optimizer import LearningRate, make_optimizer
 from gnnautoscale.training.options import OPTIONS, FitOptions
 from gnnautoscale.training.rank_checks import check_ranked
-from gnnautoscale.training.ranked import RankStrategy, is_ranked, on_rank, rank_loader, share_of, summary_of
+from gnnautoscale.training.rank_summary import summary_of
+from gnnautoscale.training.ranked import RankStrategy, is_ranked, on_rank, rank_loader, share_of
 from gnnautoscale.training.resume import (
     RunState,
     as_written,
@@ -45,6 +46,7 @@ from gnnautoscale.training.resume import (
 )
 from gnnautoscale.training.strategies import HistoryStrategy, Strategy, SubgraphStrategy
 from gnnautoscale.training.typed_baselines import TypedSubgraphStrategy
+from gnnautoscale.training.typed_ranked import TypedRankStrategy
 from gnnautoscale.training.typed_strategy import TypedStrategy, check_typed_run
 
 _LONG_TO_CUT = 5_000_000  # edges; more take longer than two seconds
@@ -130,7 +132,7 @@ def fit(  # noqa: D417 - the options are filled in below
     shards: Any = None
     if is_ranked(data):
         check_ranked(dataset, task, model, given, from_files=folder is not None)
-        given, shards = on_rank(given), folder or dataset.train
+        given, shards = on_rank(given), folder or dataset.passing()
         progress, loggers = progress and current().is_first, loggers if current().is_first else ()
     told = check_loggers(loggers)
     slow = ["partition"] if shards is None and dataset.passing().num_edges > _LONG_TO_CUT else []
@@ -265,8 +267,10 @@ def _train_alone(
             ranked = rank_loader(shards, options, known)
         whole_data = None if isinstance(shards, Path) else dataset
         dataset = share_of(dataset, ranked)
-        strategy = RankStrategy(model, dataset, ranked, optimizer, task, options, whole=whole_data)
-        loader, whole = ranked, strategy.facts()
+        ranked_kind = TypedRankStrategy if isinstance(dataset, TypedDataset) else RankStrategy
+        strategy = ranked_kind(model, dataset, ranked, optimizer, task, options, whole=whole_data)
+        # Staleness and the picture of the parts are those of plain graphs.
+        loader, whole = None if isinstance(dataset, TypedDataset) else ranked, strategy.facts()
     elif options.has_histories:
         labels = None if checkpoint is None else labels_of(checkpoint, dataset.passing().num_nodes)
         with clock("partition"):

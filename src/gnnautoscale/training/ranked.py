@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import set_random_states
-from gnnautoscale.data import Dataset
+from gnnautoscale.data import Dataset, TypedDataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import fingerprint
-from gnnautoscale.ranks import RankLoader, Shard, World, current, read_manifest, read_shard
+from gnnautoscale.ranks import COUNTS, RankLoader, Shard, TypedShard, World, current, last_gradients
 from gnnautoscale.runs import FitResult
-from gnnautoscale.tasks import Task, known_rows
+from gnnautoscale.tasks import Task
 from gnnautoscale.training.checkpoint import Checkpoint
 from gnnautoscale.training.feed import Item
 from gnnautoscale.training.flow import Flow
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
-from gnnautoscale.training.resharding import pieces_of, place_rows, read_shards, save_shards
+from gnnautoscale.training.resharding import pieces_of, read_shards, save_shards, take_rows
 from gnnautoscale.training.strategies import HistoryStrategy
 
 _SPLITS = ("train", "val", "test")
@@ -49,30 +49,6 @@ def on_rank(options: FitOptions) -> FitOptions:
         run_dir=options.run_dir if first else None,
         tensorboard=options.tensorboard and first,
     )
-
-
-def summary_of(folder: Path) -> Dataset:
-    """A data set of a few nodes of a folder of shards, which poses the same task as all of them."""
-    world = current()
-    name = str(read_manifest(folder)["whole"].get("name", folder.name))
-    shard = read_shard(folder, world.rank, world.size)
-    own, data = shard.num_own, shard.data
-    if not isinstance(data.get("y"), Tensor) or not isinstance(data.get("x"), Tensor):
-        raise InputError("shards to train on need x and y", got=f"{', '.join(data.keys())}", fix="Write them again.")
-    y = data.y[:own]
-    masks = {f"{split}_mask": data[f"{split}_mask"][:own] for split in _SPLITS if f"{split}_mask" in data}
-    values = y.reshape(own, -1).double()
-    odd = ((values != 0) & (values != 1) & ~values.isnan()).any(1)
-    known = known_rows(y)
-    some = [values.nan_to_num(-torch.inf).amax(1).argmax(), values.nan_to_num(torch.inf).amin(1).argmin()]
-    some += [mask.nonzero()[0, 0] for mask in (odd, ~odd, known) if bool(mask.any())]
-    some += [each.nonzero()[0, 0] for mask in masks.values() for each in (mask, mask & known) if bool(each.any())]
-    rows = torch.unique(torch.stack(some))
-    found = {"x": data.x[rows].clone(), "y": y[rows].clone(), **{key: mask[rows] for key, mask in masks.items()}}
-    everyone = world.gather(found)
-    joined = Data(**{key: torch.cat([each[key] for each in everyone]) for key in found})
-    joined.edge_index = torch.empty(2, 0, dtype=torch.long)
-    return Dataset.of(joined, name)
 
 
 def rank_loader(source: Any, options: FitOptions, labels: Tensor | None) -> RankLoader:
@@ -117,19 +93,24 @@ class RankStrategy(HistoryStrategy):
         self._identity = self._identity_of_shards() if whole is None else tuple(task.identity(whole.train))
 
     @property
-    def _shard(self) -> Shard:
-        shard = self._loader.shard
+    def _shard(self) -> Shard | TypedShard:
+        shard: Shard | TypedShard | None = self._loader.shard
         if shard is None:
             raise RuntimeError("a rank trains on a shard")
         return shard
 
+    @property
+    def _seen(self) -> tuple[Data, Tensor]:
+        """What the task sees of this rank's share, and which nodes of the whole graph its first ones are, its own."""
+        return self._loader.data, self._loader.nodes
+
     def _identity_of_shards(self) -> tuple[Tensor]:
         """A number that depends on the targets of all nodes, whatever rank has them."""
-        own, nodes = self._shard.num_own, self._loader.nodes
-        total = 0
-        for place, each in enumerate(self._engine.task.identity(self._loader.data)):
+        data, nodes = self._seen
+        own, total = nodes.numel(), 0
+        for place, each in enumerate(self._engine.task.identity(data)):
             if each is not None:
-                values = each[:own].reshape(own, -1).double().nan_to_num(-0.125).contiguous().view(torch.long)
+                values = each[:own].unsqueeze(-1).flatten(1).double().nan_to_num(-0.125).contiguous().view(torch.long)
                 columns = 2 * torch.arange(values.size(1)) + 2 * place + 1
                 total += int(((values >> 7) * columns * (2 * nodes.unsqueeze(1) + 1)).sum())
         return (torch.tensor([sum(self.world.gather(total)) % 2**63]),)
@@ -149,19 +130,15 @@ class RankStrategy(HistoryStrategy):
 
     def _saved_rows(self) -> dict[str, Any]:
         """The rows of own nodes, and behind them those of ghosts that this rank has moved itself."""
-        rows, end = super()._saved_rows(), self._shard.nodes.numel() if self._moves_ghosts else self._loader.num_own
-        for kept in rows.values():
-            for history in kept.values():
-                history["raw"] = history["raw"][:end]
-        return rows
+        end = self._shard.kinds[""].nodes.numel() if self._moves_ghosts else self._loader.num_own
+        return first_rows(super()._saved_rows(), end)
 
     def restore(self, checkpoint: Checkpoint, device: torch.device) -> None:
         """See :meth:`Strategy.restore`; with other ranks than before, the epoch that was under way begins anew."""
-        shards, nodes = read_shards(checkpoint), self._loader.nodes
-        rank, size = self._shard.rank, self._shard.size
-        same = len(shards) == size and torch.equal(shards[rank]["nodes"], nodes)
+        shards, rank, size = read_shards(checkpoint), self._shard.rank, self._shard.size
+        same = len(shards) == size and _are_same(shards[rank]["nodes"], self._loader.nodes)
         same = all(self.world.gather(same))
-        pieces, whole = pieces_of(checkpoint, shards), self._shard.whole["nodes"]
+        pieces = pieces_of(checkpoint, shards, self._shard.whole.get(COUNTS))
         if same:
             pieces = [pieces[rank]]
             self._loader.load_state_dict(shards[rank]["strategy"]["loader"])
@@ -176,13 +153,12 @@ class RankStrategy(HistoryStrategy):
             if self.flow is not None:
                 self.flow.refreshed()
             torch.manual_seed(torch.initial_seed() + 7919 * (1 + checkpoint.step))
-        place_rows(self._memory, pieces, nodes, whole, device, self._loader.row_order)
+        take_rows(self._memory, self._loader, pieces, device)
         self._memory.share(self._memory.histories)
-        gradients = self._memory.last_gradients
-        if self._loader.ghosts is not None and gradients:
-            self._loader.ghosts.share([gradients[slot] for slot in sorted(gradients)])
+        if self._loader.ghosts is not None and self._memory.last_gradients:
+            self._loader.ghosts.share(last_gradients(self._memory))
         if same and self._moves_ghosts:
-            ghosts = slice(self._loader.num_own, self._shard.nodes.numel())
+            ghosts = slice(self._loader.num_own, self._shard.kinds[""].nodes.numel())
             for slot, history in self._memory.histories.items():
                 history.raw[ghosts].copy_(pieces[0].rows["histories"][slot]["raw"][ghosts])
 
@@ -214,8 +190,8 @@ class RankStrategy(HistoryStrategy):
 
     def scores(self, dataset: Dataset, evaluation: HowToEvaluate) -> dict[str, float]:
         """See :meth:`Strategy.scores`: the first rank scores the outputs of all nodes that are in a split."""
-        data, own, task = self._loader.data, self._loader.num_own, self._engine.task
-        out = self.output("train", evaluation)
+        (data, nodes), task = self._seen, self._engine.task
+        own, out = nodes.numel(), self.output("train", evaluation)
         if not bool(torch.isfinite(out).all()):
             raise FloatingPointError("the model's outputs are not finite any more")
         masks = [data[f"{split}_mask"][:own] for split in _SPLITS if f"{split}_mask" in data]
@@ -249,7 +225,7 @@ class RankStrategy(HistoryStrategy):
 
     def facts(self) -> dict[str, Any]:
         """Numbers of nodes and edges of the whole graph, and of nodes in its splits."""
-        data, whole = self._loader.data, self._shard.whole
+        (data, _), whole = self._seen, self._shard.whole
         masks = {f"{split} nodes in split": data.get(f"{split}_mask") for split in _SPLITS}
         counts = self.world.gather({name: 0 if mask is None else int(mask.sum()) for name, mask in masks.items()})
         found = {name: sum(each[name] for each in counts) for name in masks}
@@ -263,6 +239,23 @@ class RankStrategy(HistoryStrategy):
         result.connectivity = sum(ratio for _, ratio in facts) / len(facts)
 
 
+def first_rows(saved: dict[str, Any], count: int) -> dict[str, Any]:
+    """The first rows of all histories, in the form that checkpoints hold."""
+    for kept in saved.values():
+        for history in kept.values():
+            history["raw"] = history["raw"][:count]
+    return saved
+
+
+def _are_same(nodes: Any, others: Any) -> bool:
+    """Whether two ranks have the same nodes, or the same of each type."""
+    if not isinstance(nodes, dict):
+        return torch.equal(nodes, others)
+    return nodes.keys() == others.keys() and all(torch.equal(each, others[kind]) for kind, each in nodes.items())
+
+
 def share_of(dataset: Dataset, loader: RankLoader) -> Dataset:
     """The data set of this rank's share of the graph."""
+    if isinstance(dataset, TypedDataset):
+        return TypedDataset.of_types(loader.data, dataset.target, dataset.name)
     return Dataset.of(loader.data, dataset.name)

@@ -40,7 +40,7 @@ from gnnautoscale.training.checkpoint import Checkpoint, save_checkpoint
 from gnnautoscale.training.feed import Item, as_it_is, plain_item
 from gnnautoscale.training.flow import Flow
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
-from gnnautoscale.training.resharding import load_rows, pieces_of, place_rows, read_shards, saved_rows
+from gnnautoscale.training.resharding import load_rows, pieces_of, read_shards, saved_rows, take_rows
 from gnnautoscale.training.steps import Steps
 from gnnautoscale.transfer import times_for
 
@@ -300,8 +300,7 @@ class HistoryStrategy(Strategy):
             super().restore(checkpoint, device)
             return
         self._engine.steps = shards[0]["strategy"]["engine"]["steps"]
-        order, nodes = self._loader.row_order, self._loader.graph.num_nodes
-        place_rows(self._memory, pieces_of(checkpoint, shards), order.nodes.long(), nodes, device, order)
+        take_rows(self._memory, self._loader, pieces_of(checkpoint, shards), device)
 
     def _saved_rows(self) -> dict[str, Any]:
         return saved_rows(self._memory)
