@@ -116,7 +116,7 @@ class Ghosts:
         return slice(self._ghost_starts[first], self._ghost_starts[first + 1])
 
     def follow(self, records: Callable[[], Mapping[str, Sequence[Any]]]) -> None:
-        """Compare what layers make of edges with the other ranks, whenever that has changed."""
+        """Compare what layers make of edges, the ``records`` of each call, with other ranks whenever it changes."""
         self._records = records
 
     def _check_records(self) -> None:

@@ -145,6 +145,11 @@ class RankLoader(HaloLoader):
         return super().num_own if self.shard is None else self.shard.num_own
 
     @property
+    def sharing(self) -> Ghosts | None:
+        """See :attr:`HaloLoader.sharing`."""
+        return self.ghosts
+
+    @property
     def is_whole(self) -> bool:
         """Whether one batch holds the whole graph."""
         return self.shard is None and super().is_whole
@@ -160,6 +165,16 @@ class RankLoader(HaloLoader):
             rule = f"a rank has batches of its own nodes, rows 0 to {self.num_own - 1} of loader.data"
             raise InputError(rule, got=str(int(nodes.max())), fix="Ask the rank that owns the node; see loader.nodes.")
         return super().batch_for(nodes)
+
+    def labels_of_all(self) -> Tensor:
+        """The part of each node of the whole graph, ``[num_nodes]``, on every rank, which all have to ask for it."""
+        if self.shard is None:
+            return self.labels
+        labels: Tensor | None = self.world.broadcast(self.whole_labels)
+        if labels is None:
+            fix = "Pass the whole graph to each rank."
+            raise InputError("the parts of all nodes are known where they were cut", got="a folder of shards", fix=fix)
+        return labels
 
     def gathered(self, rows: Tensor) -> Tensor | None:
         """Rows of all nodes in the order of the whole graph, ``[num_nodes, ...]``, on the first rank; else ``None``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -154,16 +154,19 @@ class Meetings:
     @staticmethod
     def of(loader: HaloLoader) -> Meetings:
         """Refuse a loader whose batches never let some nodes meet."""
-        parts, size = loader.num_parts, loader.batch_size
-        if len(loader) > 1 and (size < 2 or not loader.shuffle):
+        parts, size, sizes = loader.num_parts, loader.batch_size, loader.parts_in_batches
+        together = sum(count * (count - 1) for count in sizes)
+        if len(loader) > 1 and (not together or not loader.shuffle):
             raise InputError(
                 "pairs without an edge need both ends in a batch, so batches must consist of several parts, drawn anew",
                 got=f"{parts} parts, {size} in a batch{'' if loader.shuffle else ', not shuffled'}",
                 fix=f"Put many small parts in a batch, as with num_parts={10 * parts}, batch_size=10, shuffle=True.",
             )
-        sizes = [min(size, parts - start) for start in range(0, parts, size)]
-        together = sum(count * (count - 1) for count in sizes)
         return Meetings(loader.labels, together / (parts * (parts - 1)) if parts > 1 else 1.0)
+
+    def on(self, device: torch.device) -> Meetings:
+        """The same on a device."""
+        return self if self.labels.device == device else replace(self, labels=self.labels.to(device))
 
     def weight(self, source: Tensor, target: Tensor) -> Tensor:
         """What pairs that meet stand for: 1 inside a part, and more for parts that rarely meet, ``[num_pairs]``."""

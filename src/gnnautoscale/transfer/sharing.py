@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from gnnautoscale.history import History
 from gnnautoscale.transfer.base import Transfer
@@ -17,6 +17,9 @@ class Sharing(Protocol):
 
     def share(self, histories: Sequence[History]) -> None:
         """Send all rows that others need, and receive theirs; every process must call it."""
+
+    def follow(self, records: Callable[[], Mapping[str, Sequence[Any]]]) -> None:
+        """Compare what layers make of edges, the ``records`` of each call, with other processes whenever it changes."""
 
     def close(self) -> None:
         """Leave the model as it was: nothing is shared any more."""
