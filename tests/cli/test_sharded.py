@@ -53,7 +53,7 @@ def test_shards_are_written_and_trained_on(tmp_path: Path) -> None:
         (["partition", *GRAPH, "--ranks", "2"], "--ranks needs a folder"),
         (["partition", *GRAPH, "--bidirectional"], "belongs to --ranks"),
         (["train", "--data", "shards", "--model", "pna"], "built from the whole graph"),
-        (["train", "--data", "shards", "--task", "link"], "something of nodes"),
+        (["train", "--data", "shards", "--task", "link"], "have targets of nodes"),
         (["train", "--data", "shards", "--num-parts", "4"], "cut and prepared already"),
         (["train", "--data", "shards"], "has shards for 2 ranks"),
     ],

@@ -417,7 +417,7 @@ def misuse(what: str) -> None:
         ("ranks", "each rank needs a part of its own"),
         ("batches", "batch_size must be at most"),
         ("typed", "one plain graph"),
-        ("links", "something of nodes"),
+        ("links", "has targets of nodes"),
         ("lag", "lag must be 0 or 1"),
         ("momentum", "compensate='momentum'"),
         ("share", "'layers.0' must make the same of an edge on all ranks"),

@@ -165,9 +165,9 @@ def check_shardable(data: Any) -> Data:
         raise InputError("ranks share one plain graph", got=got, fix=fix)
     foreign = [name for name in data.keys() if is_target(data, name)]  # noqa: SIM118
     if foreign:
-        fix = "Remove it, or train with gas.fit, which takes care of such targets."
+        fix = "Remove it, or train on the whole data set with gas.fit, which takes care of it."
         got = f"targets of links or graphs, {foreign[0]}"
-        raise InputError("a RankLoader makes batches to predict something of nodes", got=got, fix=fix)
+        raise InputError("a rank's share of a graph has targets of nodes", got=got, fix=fix)
     return data
 
 

@@ -115,10 +115,11 @@ class World:
         rows = [table.detach().contiguous().view(count, table.shape[1:].numel()).view(torch.uint8) for table in tables]
         arrived = self.exchange(torch.cat(rows, dim=1).repeat(self.size - 1, 1), sent, received).wait()
         pieces = torch.split(arrived, [each.size(1) for each in rows], dim=1)
-        return [
-            piece.contiguous().view(table.dtype).view(-1, *table.shape[1:]).to(table.device)
-            for piece, table in zip(pieces, tables, strict=True)
-        ]
+        found = []
+        for piece, table in zip(pieces, tables, strict=True):
+            aligned = torch.empty(piece.shape, dtype=torch.uint8, device=piece.device).copy_(piece)
+            found.append(aligned.view(table.dtype).view(-1, *table.shape[1:]).to(table.device))
+        return found
 
     def broadcast(self, value: Any) -> Any:
         """The value of the first rank."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gnnautoscale.errors import InputError
 from gnnautoscale.ranks import RankLoader
-from gnnautoscale.tasks.pairs import Meetings, Pairs
+from gnnautoscale.tasks.pairs import Meetings, Pairs, chance_to_meet
 
 # The place of nodes that are not in the batch: in that of another rank, or in none.
 _ELSEWHERE, _ABSENT = -1, -2
@@ -145,7 +145,8 @@ class RankMeetings(Meetings):
             sum(first * second for first, second in zip(here, there, strict=True)) / (sum(here) * sum(there))
             for _, there in everyone
         ]
-        chances[world.rank] = Meetings.of(loader).chance
+        inside = [chance_to_meet(sizes, shuffled=loader.shuffle) for _, sizes in everyone]
+        chances[world.rank] = inside[world.rank]
         return RankMeetings(labels, chances[world.rank], world.rank, ranks, torch.tensor(chances))
 
     def on(self, device: torch.device) -> Meetings:

@@ -19,7 +19,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph import fingerprint
 from gnnautoscale.ranks import RankLoader, Shard, World, current, read_manifest, read_shard
 from gnnautoscale.runs import FitResult
-from gnnautoscale.tasks import Task, known_rows
+from gnnautoscale.tasks import NodeClassification, Task, known_rows
 from gnnautoscale.training.checkpoint import Checkpoint
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.resharding import pieces_of, place_rows, read_shards, save_shards
@@ -73,6 +73,14 @@ def summary_of(folder: Path) -> Dataset:
     return Dataset.of(joined, name)
 
 
+def balance_by_shards(task: NodeClassification, folder: Path) -> None:
+    """Weigh classes by the training nodes of all shards in a folder; every rank calls it."""
+    world = current()
+    shard = read_shard(folder, world.rank, world.size)
+    own = {name: shard.data[name][: shard.num_own] for name in ("y", "train_mask")}
+    task.balance(world.sum(task.counts(Data(**own)).to(world.wire)).wait().cpu())
+
+
 def rank_loader(source: Any, options: FitOptions, labels: Tensor | None) -> RankLoader:
     """The loader of this rank: of a graph that all ranks have, or of a folder of shards."""
     names = ("batch_size", "drawings", "seed", "num_workers")
@@ -100,14 +108,15 @@ class RankStrategy(HistoryStrategy):
         self,
         model: nn.Module,
         dataset: Dataset,
-        loader: RankLoader,
+        loaders: dict[str, RankLoader],
         optimizer: torch.optim.Optimizer,
         task: Task,
         options: FitOptions,
         *,
         whole: Dataset | None,
+        **ends: Any,
     ) -> None:
-        super().__init__(model, dataset, dict.fromkeys(_SPLITS, loader), optimizer, task, options)
+        super().__init__(model, dataset, {**loaders}, optimizer, task, options, **ends)
         self._identity = self._identity_of_shards() if whole is None else tuple(task.identity(whole.train))
 
     @property
