@@ -86,6 +86,44 @@ def test_inference_and_predictions_are_those_of_one_process(size: int, graph: Ca
         assert all(each[number][0] is None for each in found[1:])
 
 
+def tell(rank_has: list[int]) -> list[Tensor]:
+    world = ranks.current()
+    count = rank_has[world.rank]
+    rows = torch.full((count, 3), float(world.rank), dtype=torch.double)
+    return world.rows_of_others(torch.arange(count, dtype=torch.int32) + 10 * world.rank, rows)
+
+
+def test_ranks_tell_each_other_different_numbers_of_rows() -> None:
+    for rank, (numbers, rows) in enumerate(run_ranks(3, tell, [2, 0, 1])):
+        others = [number for number in (0, 1, 20) if number // 10 != rank]
+        assert (numbers.dtype, numbers.tolist()) == (torch.int32, others)
+        assert rows.tolist() == [[float(number // 10)] * 3 for number in others]
+
+
+def infer_elsewhere(data: Data, others: list[Data]) -> list[Tensor | None]:
+    loader = ranks.RankLoader(data, partition=torch.arange(40) // 7)
+    model = ranks.autoscale(gcn(), loader)
+    gas.refresh(model, loader)
+    loaders = [ranks.RankLoader(each, partition=torch.arange(40) // 7) for each in others]
+    found = [each.gathered(gas.infer(model, each)) for each in (*loaders, *loaders)]
+    some = torch.arange(0, loader.num_own, 3)
+    return [*found, loader.gathered(gas.infer(model, loader)), gas.predict(model, loader, some), loader.nodes[some]]
+
+
+def test_inference_on_other_graphs_is_exact_and_leaves_histories_alone() -> None:
+    data, apart = undirected_graph(), undirected_graph(seed=5)
+    # The same graph but for one edge, so that some ranks see what they see of the training graph.
+    nearly = copy.copy(data)
+    nearly.edge_index = data.edge_index[:, 1:]
+    nearly.update({name: data[name][1:] for name in ("edge_weight", "edge_attr", "edge_type")})
+    others = [apart, nearly, copy.copy(data)]
+    found = run_ranks(3, infer_elsewhere, data, others)
+    for got, graph in zip(found[0], [*others, *others, data], strict=False):
+        assert_same(got, whole(gcn(), graph))
+    for *_, predicted, nodes in found:
+        assert_same(predicted, whole(gcn(), data)[nodes])
+
+
 def loss_of(model: nn.Module, batch: Data) -> Tensor:
     out, size = model(batch), batch.batch_size
     return F.cross_entropy(out, batch.y[:size])
