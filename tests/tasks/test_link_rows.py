@@ -75,6 +75,22 @@ def test_the_batches_of_all_ranks_add_up_to_the_gradient_of_full_batch(size: int
         torch.testing.assert_close(torch.stack(pieces).sum(0), wanted, rtol=1e-4, atol=1e-5)
 
 
+def known_to_a_rank(parts: Splits) -> tuple[Tensor, Tensor]:
+    """What a rank knows of all nodes after a step, and the nodes of its batch."""
+    task, loader = bound(parts)
+    own = loader.nodes[loader.nodes_of((0, 1))]
+    task.see(rows_of_all(48)[own], own)
+    return task.state_dict()["outputs"], own
+
+
+def test_all_ranks_know_what_each_of_them_computed() -> None:
+    found = run_ranks(3, known_to_a_rank, splits())
+    step = torch.cat([own for _, own in found])
+    expected = torch.zeros(48, 5, dtype=torch.double).index_copy_(0, step, rows_of_all(48)[step])
+    assert step.unique().numel() == step.numel() == 24
+    assert all(torch.equal(known, expected) for known, _ in found)
+
+
 def negatives_of_a_rank(parts: Splits) -> tuple[Tensor, Tensor, float, Tensor]:
     """Many drawn pairs without an edge, with weights, and the nodes of the rank's batch."""
     torch.manual_seed(ranks.current().rank)
