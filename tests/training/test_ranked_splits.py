@@ -19,7 +19,7 @@ from gnnautoscale import ranks
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.data import Dataset, generate
 from gnnautoscale.runs import read_run
-from gnnautoscale.tasks import Bilinear, GraphPrediction, LinkPrediction, NodeClassification
+from gnnautoscale.tasks import Bilinear, GraphPrediction, LinkPrediction, NodeClassification, Task
 from gnnautoscale.tasks.link_rows import PairRows
 from gnnautoscale.training import FitOptions
 from gnnautoscale.training.checkpoint import load_latest
@@ -44,10 +44,14 @@ def encoder(width: int = 8) -> GCN:
     return GCN(FEATURES, 16, num_layers=2, out_channels=width)
 
 
+def learner(model: nn.Module, task: Task) -> nn.ModuleDict:
+    """All that is trained."""
+    return nn.ModuleDict({"model": model, **({} if task.module is None else {"task": task.module})})
+
+
 def fit(model: nn.Module, data: Any, task: Any, **options: Any) -> Run:
     result = gas.fit(model, data, task=task, **options)
-    trained = nn.ModuleDict({"model": model, **({} if task.module is None else {"task": task.module})})
-    return Run(result, weights_of(trained))
+    return Run(result, weights_of(learner(model, task)))
 
 
 def fit_links(parts: Splits, **options: Any) -> Run:
@@ -105,7 +109,7 @@ def train_recorded(parts: Splits) -> tuple[Any, list[Tensor], dict[int, Tensor],
     task, model, last = Recorded(Bilinear(8)), encoder(), dict[str, Tensor]()
 
     def keep(epoch: Any) -> None:
-        last.update(weights_of(nn.ModuleDict({"model": model, "task": task.module})))
+        last.update(weights_of(learner(model, task)))
 
     result = gas.fit(model, parts, task=task, callback=keep, **LINKS)
     return task.met, task.steps, task.random, last, [epoch.loss for epoch in result.epochs]
@@ -211,7 +215,7 @@ def test_links_are_scored_as_in_one_process(size: int, metric: str, tmp_path: Pa
     check_alike(found)
     model, task = encoder(), LinkPrediction(Bilinear(8), metric=metric)
     task.bound_to(Dataset("links", *parts), metric=None, class_weight="none")
-    nn.ModuleDict({"model": model, "task": task.module}).load_state_dict(found[0].weights)
+    learner(model, task).load_state_dict(found[0].weights)
     scores = {split: task.score(whole(model, each), each, split) for split, each in zip(SPLITS, parts, strict=True)}
     assert found[0].result.scores == pytest.approx(scores, rel=1e-4)
     record = read_run(tmp_path / "run")
@@ -325,7 +329,7 @@ def test_graphs_are_scored_as_in_one_process(size: int, kind: str, readout: str)
     torch.manual_seed(3)
     model, task = gin(), GraphPrediction(readout, width=5)  # type: ignore[arg-type]
     task.bound_to(data, metric=None, class_weight="none")
-    nn.ModuleDict({"model": model, "task": task.module}).load_state_dict(found[0].weights)
+    learner(model, task).load_state_dict(found[0].weights)
     expected = {split: task.score(whole(model, graph), graph, split) for graph, (split,) in data.graphs()}
     assert found[0].result.scores == pytest.approx(expected)
     again = run_ranks(size, fit_graphs, data, readout=readout)
@@ -345,7 +349,7 @@ def train_graphs(data: Dataset, parts: int, each: int) -> tuple[Weights, list[Te
     model, task, last = gin(torch.double), SeenGraphs("mean", width=5), dict[str, Tensor]()
 
     def keep(epoch: Any) -> None:
-        last.update(weights_of(nn.ModuleDict({"model": model, "task": task.module})))
+        last.update(weights_of(learner(model, task)))
 
     task.bound_to(data, metric=None, class_weight="none")
     assert task.module is not None
@@ -394,7 +398,7 @@ def plainly(data: Dataset, steps: list[list[Tensor]]) -> Weights:
                 losses.append((each * share[there]).sum() / share[there].sum())
         torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return weights_of(nn.ModuleDict({"model": gas.detach(model), "task": task.module}))
+    return weights_of(learner(gas.detach(model), task))
 
 
 @pytest.mark.parametrize(
@@ -449,7 +453,7 @@ def test_graphs_of_their_own_are_validated_and_tested_on(options: dict[str, Any]
     found = run_ranks(2, fit_nodes, data, **options)
     check_alike(found)
     model, task = encoder(CLASSES), NodeClassification(CLASSES)
-    nn.ModuleDict({"model": model}).load_state_dict(found[0].weights)
+    learner(model, task).load_state_dict(found[0].weights)
     scores = {split: task.score(whole(model, each), each, split) for split, each in zip(SPLITS, data, strict=True)}
     assert found[0].result.scores == pytest.approx(scores)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from gnnautoscale.data import Dataset
+from gnnautoscale.data import Dataset, TypedLinks
 from gnnautoscale.errors import InputError
 from gnnautoscale.ranks import current
 from gnnautoscale.tasks import GraphPrediction, LinkPrediction, NodeTask, Task
@@ -26,6 +26,9 @@ _ALONE: dict[str, Any] = {
 
 def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOptions) -> None:
     """Refuse what ranks cannot do, and ranks that were started with different options or models."""
+    if isinstance(dataset, TypedLinks):
+        rule, fix = "ranks predict links between nodes of one type", "Train in one process."
+        raise InputError(rule, got="links of a heterogeneous graph", fix=fix)
     if dataset.targets:
         raise InputError("ranks share plain graphs", got="a heterogeneous one", fix="Train in one process.")
     if not isinstance(task, (NodeTask, LinkPrediction, GraphPrediction)):

@@ -6,6 +6,7 @@ all, and with them the numbers that nodes have in the whole graph.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,10 @@ def _loaders(dataset: Dataset, task: Task, options: FitOptions, labels: Tensor |
 
 def _without_targets(data: Data) -> Data:
     """A graph without targets of links and graphs, which are no rows of nodes or edges that a rank could take."""
-    return Data.from_dict({name: value for name, value in data.to_dict().items() if not is_target(data, name)})
+    plain = copy.copy(data)
+    for name in [name for name in data.keys() if is_target(data, name)]:  # noqa: SIM118
+        del plain[name]
+    return plain
 
 
 class _Numbered:
