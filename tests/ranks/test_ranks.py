@@ -437,6 +437,8 @@ def misuse(what: str) -> None:
             for batch in loader:
                 shares(batch)
         gas.infer(shares, loader)
+    if what == "table":
+        ranks.autoscale(nn.Sequential(nn.Linear(8, 40), nn.Embedding(40, 8)), loader)
     if what == "lag":
         ranks.autoscale(gcn(), loader, lag=2)
     if what == "momentum":
@@ -468,6 +470,10 @@ def misuse(what: str) -> None:
         ("batches", "batch_size must be at most"),
         ("typed", "one plain graph"),
         ("links", "has targets of nodes"),
+        (
+            "table",
+            "no rows of its own for all nodes, since ranks number nodes anew, but got '1.weight'",
+        ),
         ("lag", "lag must be 0 or 1"),
         ("momentum", "compensate='momentum'"),
         ("share", "'layers.0' must make the same of an edge on all ranks"),

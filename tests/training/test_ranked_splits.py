@@ -232,8 +232,6 @@ def test_same_seed_same_links_and_one_rank_is_no_torchrun() -> None:
         assert plain(one.result) == plain(other.result)
     (alone,), plain_run = run_ranks(1, fit_links, parts), fit_links(parts)
     assert same_bits(alone.weights, plain_run.weights)
-    other_seed = run_ranks(2, fit_links, parts, seed=1)
-    assert not same_bits(first[0].weights, other_seed[0].weights)
 
 
 @pytest.mark.parametrize(
@@ -332,8 +330,6 @@ def test_graphs_are_scored_as_in_one_process(size: int, kind: str, readout: str)
     learner(model, task).load_state_dict(found[0].weights)
     expected = {split: task.score(whole(model, graph), graph, split) for graph, (split,) in data.graphs()}
     assert found[0].result.scores == pytest.approx(expected)
-    again = run_ranks(size, fit_graphs, data, readout=readout)
-    assert same_bits(found[0].weights, again[0].weights)
 
 
 @pytest.mark.parametrize("options", [{"compensate": "gradient"}, {"refresh_every": "epoch", "lag": 1, "patience": 1}])

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch_geometric.nn import Linear  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import attached
 from gnnautoscale.attach import autoscale as attach_histories
@@ -55,6 +57,7 @@ def attach_shared(
     if loader.shard is None:
         attach_histories(model, loader.data, **options)
         return
+    _check_no_table(model, loader.shard.whole["nodes"])
     if options.get("compensate") == "momentum":
         rule, fix = "ranks compensate by gradients", "Use compensate='gradient', or leave it out."
         raise InputError(rule, got="compensate='momentum', which moves rows of other ranks", fix=fix)
@@ -71,6 +74,19 @@ def attach_shared(
         loader.ghosts.follow(lambda: memory.records)
     if sync_norms:
         attached(model).normalize_by(RankNorms(loader.world))  # whose backward passes need all ranks
+
+
+def _check_no_table(model: nn.Module, num_nodes: int) -> None:
+    """Refuse a model that looks rows up by the numbers of nodes, since each rank numbers those of its share anew."""
+    for name, module in model.named_modules():
+        for own_name, weight in module.named_parameters(recurse=False):
+            is_table = not is_lazy(weight) and weight.dim() > 1 and weight.size(0) == num_nodes
+            if is_table and not isinstance(module, (nn.Linear, Linear)):
+                raise InputError(
+                    "on several ranks a model has no rows of its own for all nodes, since ranks number nodes anew",
+                    got=f"'{f'{name}.{own_name}'.lstrip('.')}' of shape {tuple(weight.shape)}",
+                    fix="Give nodes features, or train in one process.",
+                )
 
 
 def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module, **options: Any) -> GradientMean:
