@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,7 @@ class Runtime:
         self._refuses = refuses
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(pinned, "_LARGE", 100)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in self.locked)
         monkeypatch.setattr(pinned, "_runtime", lambda: self)
@@ -110,11 +112,36 @@ def test_small_tensors_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     small = torch.arange(5)
-    copied = Pinned().pin(small)
+    owner = Pinned()
+    copied = owner.pin(small)
     assert copied is not None
     assert copied is not small
     assert torch.equal(copied, small)
     assert runtime.locked == []
+
+
+def test_memory_is_given_back_once_a_gpu_is_done_and_no_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, told = Runtime(monkeypatch), []
+    capturing = True
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append(runtime.locked[:]))
+    small, large = torch.arange(5), torch.zeros(50)
+    owner = Pinned()
+    copied = owner.pin(small)
+    assert copied is not None
+    there = weakref.ref(copied)
+    assert owner.pin(large) is large
+    del owner, copied
+    gc.collect()
+    assert there() is not None
+    assert (runtime.locked, told) == ([large.data_ptr()], [])
+    capturing, other = False, Pinned()
+    other.pin(small)
+    del other
+    gc.collect()
+    assert there() is None
+    assert (runtime.locked, told) == ([], [[large.data_ptr()]])
 
 
 @pytest.mark.gpu

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.utils import to_undirected  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
+from gnnautoscale.forward import StageExchange, StepExchange, SweepExchange
+from gnnautoscale.graph.assemble import BatchBuilder
 from gnnautoscale.history import Storage
 from gnnautoscale.models import MODELS, build_model
 
@@ -69,6 +73,59 @@ def test_a_step_on_the_gpu_equals_one_on_the_cpu(storage: Storage, data: Data) -
             assert a.grad is not None
             assert b.grad is not None
             torch.testing.assert_close(a.grad, b.grad.cpu(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.fixture
+def _late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is far behind the host, so that nothing is there unless somebody waits for it."""
+
+    def after_a_while(cls: type, name: str) -> None:
+        run = getattr(cls, name)
+
+        def late(*args: object, **kwargs: object) -> object:
+            torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(cls, name, late)
+
+    for name in ("start", "start_again"):
+        after_a_while(BatchBuilder, name)
+    for policy in (StepExchange, SweepExchange, StageExchange):
+        after_a_while(policy, "begin")
+
+
+@pytest.mark.usefixtures("_late")
+@pytest.mark.parametrize("storage", ["device", "host", "disk"])
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_rows_in_the_order_of_another_loader_arrive_in_time(
+    device: str | None, storage: Storage, data: Data, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    model = pyg.GCN(16, 8, num_layers=4, out_channels=5).cuda().eval()
+    with torch.no_grad():
+        expected = model(data.x.cuda(), data.edge_index.cuda()).cpu()
+    gas.autoscale(model, data, storage=storage, history_dir=str(tmp_path) if storage == "disk" else None)
+    for seed in range(2):
+        loader = gas.HaloLoader(data, 6, partition="random", batch_size=2, device=device, seed=seed)
+        for _ in range(2):  # the second time halos are known
+            torch.testing.assert_close(gas.infer(model, loader), expected, atol=1e-5, rtol=1e-5)
+        out = gas.exact_forward(model, loader)
+        torch.testing.assert_close(out.detach(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_late")
+def test_steps_on_a_late_gpu_find_their_rows_in_any_medium(data: Data, tmp_path: Path) -> None:
+    found = []
+    for storage in ("device", "host", "disk"):
+        folder = str(tmp_path) if storage == "disk" else None
+        torch.manual_seed(1)
+        model = pyg.GraphSAGE(16, 8, num_layers=3, out_channels=5)
+        options: dict[str, Any] = {"storage": storage, "history_dir": folder, "device": "cuda", "capture": False}
+        options |= {"partition": "random", "refresh_every": 2, "progress": False}
+        result = gas.fit(model, data, num_parts=6, batch_size=2, epochs=4, **options)
+        found.append([epoch.loss for epoch in result.epochs])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[2] == pytest.approx(found[0], rel=1e-4)
 
 
 def test_histories_in_host_memory_are_pinned(data: Data) -> None:

@@ -7,6 +7,7 @@ size.
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import weakref
 from collections import Counter
@@ -30,18 +31,21 @@ _NO_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "[")  # noqa: S108
 _ALIGNMENT = 16
 # How many owners keep each range of memory locked, by its first byte and its size.
 _OWNERS: Counter[tuple[int, int]] = Counter()
+# Memory that nobody needs any more: the locked ranges and the tensors of each former owner.
+_LEFT: list[tuple[list[tuple[int, int]], list[Tensor]]] = []
 
 
 class Pinned:
     """Keeps tensors in page-locked host memory for as long as it lives.
 
-    Large ones are locked where they lie; small ones, which may share a page with something else, are copied.
+    Large ones are locked where they lie; small ones, which may share a page with something else, are copied. None of
+    this memory is given back before a GPU is done with it: kernels read it unknown to PyTorch's allocator.
     """
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []
-        weakref.finalize(self, _release, self._ranges, self._kept).atexit = False
+        weakref.finalize(self, _release, os.getpid(), self._ranges, self._kept).atexit = False
 
     def pin(self, tensor: Tensor) -> Tensor | None:
         """The tensor, or a copy of it, in memory that a GPU can use directly.
@@ -58,7 +62,9 @@ class Pinned:
             if _is_in_file(place[0]):
                 return None
             if tensor.nbytes < _LARGE:
-                return tensor.pin_memory()
+                copied = tensor.pin_memory()
+                self._kept.append(copied)
+                return copied
             if _cuda_error(_runtime().cudaHostRegister(*place, 0)):
                 return None
         _OWNERS[place] += 1
@@ -166,15 +172,21 @@ def arriving_numbers() -> _Places:
     return _Places()
 
 
-def _release(ranges: list[tuple[int, int]], kept: list[Tensor]) -> None:
-    _OWNERS.subtract(ranges)
-    unused = [place for place in set(ranges) if not _OWNERS[place]]
-    if unused:
-        torch.cuda.synchronize()  # the GPU may still be using them
-    for place in unused:
-        del _OWNERS[place]
-        _cuda_error(_runtime().cudaHostUnregister(place[0]))
-    kept.clear()
+def _release(process: int, ranges: list[tuple[int, int]], kept: list[Tensor]) -> None:
+    """Give back the memory of an owner; if a CUDA graph is being captured, which waiting would break, later."""
+    if not kept or process != os.getpid():  # a worker that was forked has no part in it
+        return
+    _LEFT.append((ranges, kept))
+    if torch.cuda.is_current_stream_capturing():
+        return
+    torch.cuda.synchronize()  # the GPU may still be using it
+    while _LEFT:
+        ranges, kept = _LEFT.pop()
+        _OWNERS.subtract(ranges)
+        for place in {place for place in ranges if not _OWNERS[place]}:
+            del _OWNERS[place]
+            _cuda_error(_runtime().cudaHostUnregister(place[0]))
+        kept.clear()
 
 
 def _runtime() -> Any:

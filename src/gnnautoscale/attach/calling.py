@@ -224,7 +224,7 @@ def _unpack_typed(signature: inspect.Signature, model: str, batch: HeteroData, k
     parameters = {name: each for name, each in signature.parameters.items() if name not in kwargs}
     required = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in _LISTS]
     has_suffix = any(name.endswith(_BY_TYPE) for name in signature.parameters)
-    found = {}
+    found: dict[str, Any] = {}
     for name in parameters:
         if name.endswith(_BY_TYPE) or not has_suffix:
             by_type = batch.collect(name.removesuffix(_BY_TYPE), allow_empty=True)

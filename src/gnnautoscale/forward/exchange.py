@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from gnnautoscale.graph import BatchInfo, hand_over
+from gnnautoscale.history import History
+from gnnautoscale.kernels import Runs
 
 if TYPE_CHECKING:
     from gnnautoscale.forward.plan import Plan
@@ -146,12 +148,14 @@ class HistoryStore(RowStore):
         """See :meth:`RowStore.write`."""
         if not self._writes:
             return
-        memory, rows = session.memory, rows.detach()
+        memory = session.memory
         memory.mark_changed()
-        place = memory.rows_of(session.info)
-        memory.history(slot, session.plan, session.device).push(
-            as_matrix(rows), place.on(rows.device)[: place.batch_size], place.runs
-        )
+        place, history = memory.rows_of(session.info), memory.history(slot, session.plan, session.device)
+        self._push(history, as_matrix(rows.detach()), place.on(rows.device)[: place.batch_size], place.runs)
+
+    def _push(self, history: History, rows: Tensor, where: Tensor, runs: Runs) -> None:
+        """Write rows of a batch, ``[batch_size, width]``, to a history."""
+        history.push(rows, where, runs)
 
 
 class StreamedStore(HistoryStore):
@@ -170,11 +174,12 @@ class StreamedStore(HistoryStore):
         upcoming = session.info.upcoming
         if upcoming is None:
             return
-        if upcoming.ready is not None:
-            self._reads.wait_event(upcoming.ready)
-        else:
+        place = session.memory.rows_of(upcoming)
+        index = place.on(session.device)
+        if place.ready is not None:
+            self._reads.wait_event(place.ready)
+        else:  # it may have just been copied
             self._reads.wait_stream(torch.cuda.current_stream(session.device))
-        index = session.memory.rows_of(upcoming).on(session.device)
         index.record_stream(self._reads)
         with torch.cuda.stream(self._reads):
             for slot in slots:
@@ -191,13 +196,12 @@ class StreamedStore(HistoryStore):
         hand_over([rows], arrived)
         return rows[which].view(-1, *like.shape[1:])
 
-    def write(self, session: Session, slot: str, rows: Tensor) -> None:
-        """See :meth:`RowStore.write`."""
-        rows = rows.detach()
-        self._writes_behind.wait_stream(torch.cuda.current_stream(session.device))
+    def _push(self, history: History, rows: Tensor, where: Tensor, runs: Runs) -> None:
+        self._writes_behind.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(self._writes_behind):
-            super().write(session, slot, rows)
-        rows.record_stream(self._writes_behind)
+            super()._push(history, rows, where, runs)
+        for used in (rows, where):
+            used.record_stream(self._writes_behind)
 
     def settle(self, device: torch.device) -> None:
         """Let everything that follows see all rows that were written."""

@@ -137,6 +137,8 @@ class BatchInfo:
     @for_later
     def halo(self) -> Tensor:
         """The halo's nodes, ``[num_halo]``, in host memory; on a GPU the host waits for them."""
+        if self.ready is not None:
+            self.ready.synchronize()  # the current stream may not have waited for the one that finds them
         return self.order.nodes[self.found.rows.cpu()].long()
 
     @cached_property

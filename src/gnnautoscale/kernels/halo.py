@@ -44,7 +44,7 @@ class OwnRows:
         self.size = sum(length for _, _, length in runs)
         #: What others found out about these rows, for as long as they live.
         self.known: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        self._runs_on: dict[torch.device, Tensor] = {}
+        self._runs_on: dict[torch.device, tuple[Tensor, torch.cuda.Event | None]] = {}
 
     @staticmethod
     def of(index: Tensor) -> OwnRows:
@@ -68,10 +68,17 @@ class OwnRows:
         return len(self.runs) <= MOST_RUNS
 
     def runs_on(self, device: torch.device) -> Tensor:
-        """The pieces on a device, ``[num_runs, 3]``, int64."""
+        """The pieces on a device, ``[num_runs, 3]``, int64; any stream of a GPU may use them."""
         if device not in self._runs_on:
-            self._runs_on[device] = copy_staged(torch.tensor(self.runs, dtype=torch.long).view(-1, 3), device)
-        return self._runs_on[device]
+            there = copy_staged(torch.tensor(self.runs, dtype=torch.long).view(-1, 3), device)
+            self._runs_on[device] = there, torch.cuda.current_stream(device).record_event() if there.is_cuda else None
+            return there
+        there, arrived = self._runs_on[device]
+        if arrived is not None and not torch.cuda.is_current_stream_capturing():
+            current = torch.cuda.current_stream(device)
+            current.wait_event(arrived)
+            there.record_stream(current)
+        return there
 
     def on(self, device: torch.device) -> Tensor:
         """The index on a device; for few pieces no rows are copied there."""
@@ -250,10 +257,7 @@ def locate_own(rows: Tensor, own: OwnRows, where: Tensor) -> None:
         got = f"shapes {tuple(rows.shape)} and {tuple(where.shape)}"
         raise InputError("where must have one place per row", got=got, fix="Pass two tensors of shape [count].")
     if use_triton(where) and own.is_in_few_pieces:
-        runs = own.runs_on(where.device)
-        if runs.is_cuda:
-            runs.record_stream(torch.cuda.current_stream(runs.device))  # which may not be the one it was copied on
-        _triton().locate_own(rows, runs, where)
+        _triton().locate_own(rows, own.runs_on(where.device), where)
         return
     if len(own.runs) == 1:
         start, first, length = own.runs[0]

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
@@ -192,8 +193,23 @@ class HGT(TypedStack):
             raise InputError(rule, got=f"{self.hidden} and {self.heads}", fix="Change one of them.")
         kinds = list(self.types.counts), list(self.types.relations)
         try:
-            made: nn.Module = pyg.HGTConv(self.hidden, self.hidden, kinds, heads=self.heads)
+            made = pyg.HGTConv(self.hidden, self.hidden, kinds, heads=self.heads)
         except KeyError as error:  # PyG names modules after types
             rule, fix = "HGTConv needs types whose names modules can have", "Rename the type, or use another model."
             raise InputError(rule, got=str(error.args[0]), fix=fix) from error
-        return made
+        for linear in (made.k_rel, made.v_rel):
+            linear.__class__ = _LinearByType
+        layer: nn.Module = made
+        return layer
+
+
+class _LinearByType(pyg.HeteroLinear):  # type: ignore[misc]
+    """PyG's layer, which without its C++ library writes the rows of one type after the other into one tensor.
+
+    The backward pass then copies all rows for every type. Rows that are split and put together again are copied once.
+    """
+
+    def forward_naive(self, x: Tensor, type_ptr: Tensor) -> Tensor:
+        """See PyG's layer: ``[num_rows, in_channels]``, sorted by type, to ``[num_rows, out_channels]``."""
+        pieces = torch.split(x, type_ptr.diff().tolist())
+        return torch.cat([rows @ weight for rows, weight in zip(pieces, self.weight.unbind(), strict=True)])

@@ -63,6 +63,8 @@ class BatchRows:
     @cached_property
     def on_host(self) -> Tensor:
         """The index in host memory; if a GPU has it, the host waits."""
+        if self.ready is not None:
+            self.ready.synchronize()  # this thread's stream knows nothing of the one that finds it
         return self.index.cpu()
 
     def on(self, device: torch.device) -> Tensor:
