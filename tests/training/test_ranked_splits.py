@@ -208,19 +208,18 @@ def test_a_step_on_links_is_that_of_one_process_on_all_batches(size: int, few: b
             torch.testing.assert_close(last[name], wanted, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("size", "metric"), [(2, "MRR"), (3, "average-precision")])
-def test_links_are_scored_as_in_one_process(size: int, metric: str, tmp_path: Path) -> None:
+def test_links_are_scored_as_in_one_process(tmp_path: Path) -> None:
     parts = splits(negatives=False)
-    found = run_ranks(size, fit_links, parts, metric=metric, run_dir=str(tmp_path / "run"))
+    found = run_ranks(2, fit_links, parts, metric="MRR", run_dir=str(tmp_path / "run"))
     check_alike(found)
-    model, task = encoder(), LinkPrediction(Bilinear(8), metric=metric)
+    model, task = encoder(), LinkPrediction(Bilinear(8), metric="MRR")
     task.bound_to(Dataset("links", *parts), metric=None, class_weight="none")
     learner(model, task).load_state_dict(found[0].weights)
     scores = {split: task.score(whole(model, each), each, split) for split, each in zip(SPLITS, parts, strict=True)}
     assert found[0].result.scores == pytest.approx(scores, rel=1e-4)
     record = read_run(tmp_path / "run")
     assert record.run["data"]["nodes"] == 48
-    assert record.run["data"]["ranks"] == size
+    assert record.run["data"]["ranks"] == 2
     assert record.run["data"]["train positives"] == parts[0].edge_label_index.size(1)
 
 
@@ -237,9 +236,8 @@ def test_same_seed_same_links_and_one_rank_is_no_torchrun() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"compensate": "gradient"},
-        {"lipschitz": 0.1, "grad_norm": 0.5, "refresh_every": "epoch", "drawings": 2},
-        {"mode": "history", "lag": 1, "history_dtype": "int8", "edge_dropout": 0.2},
+        {"compensate": "gradient", "drawings": 2},
+        {"lipschitz": 0.1, "refresh_every": "epoch", "lag": 1, "history_dtype": "int8", "edge_dropout": 0.2},
     ],
 )
 def test_options_of_steps_run_with_links_on_ranks(options: dict[str, Any]) -> None:
@@ -266,7 +264,7 @@ def interrupted(work: Any, folder: Path, data: Any, **options: Any) -> None:
 @pytest.mark.parametrize("kind", ["links", "graphs"])
 def test_a_run_resumes_with_the_same_bits_and_on_other_ranks(kind: str, tmp_path: Path) -> None:
     work, data = (fit_links, few_pairs(splits(negatives=False))) if kind == "links" else (fit_graphs, large_graphs())
-    options = {"epochs": 4, "checkpoint_every": 1}
+    options = {"epochs": 3, "checkpoint_every": 1}
     plain_run = run_ranks(2, work, data, **options)
     run_ranks(2, interrupted, work, tmp_path, data, **options)
     for path in sorted(tmp_path.glob("checkpoint-?????????.pt"))[-1:]:  # go on in the middle of the second epoch
@@ -280,10 +278,9 @@ def test_a_run_resumes_with_the_same_bits_and_on_other_ranks(kind: str, tmp_path
     assert checkpoint is not None
     rows = checkpoint.state["task"]["outputs" if kind == "links" else "pooled"]
     assert int((rows != 0).any(dim=1).sum()) == (48 if kind == "links" else 9), "rows of all ranks"
-    for size in (1, 3):
-        found = run_ranks(size, work, data, resume=str(tmp_path), **options)
-        check_alike(found)
-        assert [epoch.number for epoch in found[0].result.epochs] == [1, 2, 3, 4]
+    found = run_ranks(1 if kind == "links" else 3, work, data, resume=str(tmp_path), **options)
+    check_alike(found)
+    assert [epoch.number for epoch in found[0].result.epochs] == [1, 2, 3]
 
 
 # Graphs ##############################################################################################################
@@ -317,9 +314,7 @@ def fit_graphs(data: Dataset, **options: Any) -> Run:
     return fit(gin(), data, task, **{"num_parts": 12, "batch_size": 2, "epochs": 3, **options})
 
 
-@pytest.mark.parametrize(
-    ("size", "kind", "readout"), [(2, "small", "sum"), (3, "small", "max"), (2, "large", "attention")]
-)
+@pytest.mark.parametrize(("size", "kind", "readout"), [(3, "small", "max"), (2, "large", "attention")])
 def test_graphs_are_scored_as_in_one_process(size: int, kind: str, readout: str) -> None:
     data = small_graphs() if kind == "small" else large_graphs()
     found = run_ranks(size, fit_graphs, data, readout=readout)
@@ -332,9 +327,8 @@ def test_graphs_are_scored_as_in_one_process(size: int, kind: str, readout: str)
     assert found[0].result.scores == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("options", [{"compensate": "gradient"}, {"refresh_every": "epoch", "lag": 1, "patience": 1}])
-def test_options_of_steps_run_with_graphs_on_ranks(options: dict[str, Any]) -> None:
-    found = run_ranks(2, fit_graphs, large_graphs(), **options)
+def test_options_of_steps_run_with_graphs_on_ranks() -> None:
+    found = run_ranks(2, fit_graphs, large_graphs(), compensate="gradient", refresh_every="epoch", patience=1)
     check_alike(found)
     assert found[0].result.steps > 0
 
@@ -398,22 +392,19 @@ def plainly(data: Dataset, steps: list[list[Tensor]]) -> Weights:
 
 
 @pytest.mark.parametrize(
-    ("data", "size", "parts", "each"),
+    ("data", "parts", "each"),
     [
-        (small_graphs(dtype=torch.double), 2, 16, 2),
-        (small_graphs(dtype=torch.double), 3, 16, 2),  # in some step a rank has no graph of a known class
-        (large_graphs(torch.double), 3, 12, 12),  # all parts in each step, so that no pooled row is stale
+        (small_graphs(dtype=torch.double), 16, 2),  # in some step a rank has no graph of a known class
+        (large_graphs(torch.double), 12, 12),  # all parts in each step, so that no pooled row is stale
     ],
-    ids=["two ranks", "three ranks", "ranks that share graphs"],
+    ids=["whole graphs", "shared graphs"],
 )
-def test_a_step_on_graphs_is_that_of_one_process_on_all_batches(
-    data: Dataset, size: int, parts: int, each: int
-) -> None:
-    found = run_ranks(size, train_graphs, data, parts, each)
+def test_a_step_on_graphs_is_that_of_one_process_on_all_batches(data: Dataset, parts: int, each: int) -> None:
+    found = run_ranks(3, train_graphs, data, parts, each)
     steps = [list(step) for step in zip(*(nodes for _, nodes in found), strict=True)]
     graphs = [[set(data.train.graph_id[nodes].tolist()) for nodes in step] for step in steps]
     if each == 2:
-        assert any({3} in step for step in graphs) == (size == 3), "a rank has nothing to learn"
+        assert any({3} in step for step in graphs), "a rank has nothing to learn"
     else:
         assert len(steps) == 3
         assert any(one & other for one, other in zip(graphs[0], graphs[0][1:], strict=False)), "ranks share graphs"
@@ -443,10 +434,9 @@ def fit_nodes(data: Any, **options: Any) -> Run:
     return fit(encoder(CLASSES), data, task, **{"num_parts": 8, "batch_size": 2, "epochs": 3, **options})
 
 
-@pytest.mark.parametrize("options", [{}, {"compensate": "gradient", "class_weight": "balanced"}])
-def test_graphs_of_their_own_are_validated_and_tested_on(options: dict[str, Any]) -> None:
+def test_graphs_of_their_own_are_validated_and_tested_on() -> None:
     data = apart()
-    found = run_ranks(2, fit_nodes, data, **options)
+    found = run_ranks(2, fit_nodes, data, compensate="gradient", class_weight="balanced")
     check_alike(found)
     model, task = encoder(CLASSES), NodeClassification(CLASSES)
     learner(model, task).load_state_dict(found[0].weights)
@@ -459,9 +449,7 @@ def test_classes_are_balanced_over_shards_in_files(tmp_path: Path) -> None:
     data.y[:30] = 0
     ranks.write_shards(tmp_path / "shards", data, gas.HaloLoader(data, 8).labels, 2)
     given, read = (run_ranks(2, fit_nodes, each, class_weight="balanced") for each in (data, tmp_path / "shards"))
-    plain_run = run_ranks(2, fit_nodes, data)
     assert same_bits(given[0].weights, read[0].weights)
-    assert not same_bits(given[0].weights, plain_run[0].weights)
 
 
 @pytest.mark.parametrize(
