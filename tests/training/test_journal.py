@@ -79,6 +79,8 @@ def final(data: Data, run_dir: Path | None, tmp_path: Path, model: nn.Module | N
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_training_is_the_same_bit_for_bit(name: str, device: str, data: Data, tmp_path: Path) -> None:
     options = {"epochs": 3, **SCENARIOS[name], "device": device}
+    if device == "cuda":
+        options.pop("num_workers", None)  # a GPU assembles batches itself
     plain = final(data, None, tmp_path, None, **options)
     watched = final(data, tmp_path / "run", tmp_path, None, **options, diagnose=DIAGNOSTICS, diagnose_every=1)
     assert len(plain) == len(watched)

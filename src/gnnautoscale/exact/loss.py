@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,5 +42,9 @@ def given_gradients(inputs: Callable[[Data], dict[str, Tensor]]) -> Loss:
 def differentiate(rows: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Start a backward pass at some rows with their gradients; rows that need none are left out."""
     pairs = [(row, given) for row, given in zip(rows, gradients, strict=True) if row.requires_grad]
-    if pairs:
+    if not pairs:
+        return
+    with warnings.catch_warnings():
+        # A graph from before may have known the weights on another stream, which this one has waited for.
+        warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
         torch.autograd.backward([row for row, _ in pairs], [given for _, given in pairs])

@@ -176,7 +176,7 @@ class StreamedStore(HistoryStore):
             return
         place = session.memory.rows_of(upcoming)
         index = place.on(session.device)
-        if place.ready is not None:
+        if place.ready is not None and index is place.index:
             self._reads.wait_event(place.ready)
         else:  # it may have just been copied
             self._reads.wait_stream(torch.cuda.current_stream(session.device))

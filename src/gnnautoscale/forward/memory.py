@@ -91,7 +91,8 @@ class GraphMemory:
         """Where a batch's rows lie in all histories."""
         order = self.row_order(info)
         if order is info.order:
-            return info.derive(order, lambda: BatchRows(info.rows, info.batch_size, info.own, info.key, info.ready))
+            found = info.rows, info.batch_size, info.own, info.key
+            return info.derive(order, lambda: BatchRows(*found, info.rows_ready))
         return info.derive(order, lambda: BatchRows(order.rows(info.n_id).long(), info.batch_size, key=info.key))
 
     def rows_at(self, slot: str, plan: Plan, info: BatchInfo) -> BatchRows:

@@ -57,6 +57,8 @@ class BatchInfo:
     _derived: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
     _placed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     _upcoming: BatchInfo | None = field(default=None, init=False, repr=False)
+    # When the copy of the rows that replaced those found is there.
+    _copied: torch.cuda.Event | None = field(default=None, init=False, repr=False)
     # Not held by its own types: in a cycle, a batch would stay on a GPU until Python looks for such cycles.
     _typed: ref[TypedInfo] | None = field(default=None, init=False, repr=False)
 
@@ -127,6 +129,11 @@ class BatchInfo:
         """The rows of batch and halo, ``[num_rows]``, where the batch was assembled."""
         return torch.cat([self.own.on(self.device), self.found.rows])
 
+    @property
+    def rows_ready(self) -> torch.cuda.Event | None:
+        """When a GPU has the rows of batch and halo, for other streams and threads; ``None`` if they are there."""
+        return self.ready if self._copied is None else self._copied
+
     @cached_property
     @for_later
     def nodes(self) -> Tensor:
@@ -137,8 +144,8 @@ class BatchInfo:
     @for_later
     def halo(self) -> Tensor:
         """The halo's nodes, ``[num_halo]``, in host memory; on a GPU the host waits for them."""
-        if self.ready is not None:
-            self.ready.synchronize()  # the current stream may not have waited for the one that finds them
+        if self.rows_ready is not None:
+            self.rows_ready.synchronize()  # the current stream may not have waited for the one that finds them
         return self.order.nodes[self.found.rows.cpu()].long()
 
     @cached_property
@@ -167,8 +174,12 @@ class BatchInfo:
         self.ready = self.edges_ready = None
 
     def shrink(self, rows: Tensor) -> None:
-        """Forget what can be found again; ``rows`` are a copy of those of batch and halo, ``[num_rows]``."""
+        """Forget what can be found again; ``rows`` are a copy of those of batch and halo, ``[num_rows]``.
+
+        The current stream has just made it.
+        """
         self.rows = rows
+        self._copied = torch.cuda.current_stream(rows.device).record_event() if rows.is_cuda else None
         self.found = Halo.of(rows[self.batch_size :], self.found.source)
         self.ready = self.edges_ready = None
         self._derived.clear()

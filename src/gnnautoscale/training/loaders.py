@@ -24,7 +24,7 @@ def halo_loaders(
     typed, graph = isinstance(dataset, TypedDataset), dataset.passing()
     names = ("partition", "balance", "seed", "num_workers", "cache_dir")
     common: dict[str, Any] = {"keep": options.keep_batches, **{name: getattr(options, name) for name in names}}
-    if torch.device(options.device).type == "cuda" and not options.num_workers:
+    if torch.device(options.device).type == "cuda":
         common["device"] = options.device
     train = {**common, "batch_size": options.batch_size, "shuffle": True, "drawings": options.drawings}
     labels = _cut(task, graph, options.num_parts, options.batch_size, options) if labels is None else labels

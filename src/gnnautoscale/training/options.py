@@ -298,6 +298,9 @@ class FitOptions(Batches, Optimization, Histories, Evaluation, Execution, Output
         elif self.fan_out is not None:
             raise InputError("fan_out belongs to mode 'sage'", got=f"it with mode {self.mode!r}", fix="Leave it out.")
         object.__setattr__(self, "device", pick_device(self.device))
+        if self.num_workers and self.has_histories and torch.device(self.device).type == "cuda":
+            got = f"num_workers={self.num_workers} and device={self.device!r}"
+            raise InputError("a GPU assembles batches itself", got=got, fix="Leave num_workers out.")
 
     def _check_exact(self) -> None:
         if self.exact_epochs and self.mode != "gas":

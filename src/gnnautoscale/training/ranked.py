@@ -86,7 +86,7 @@ def rank_loader(source: Any, options: FitOptions, labels: Tensor | None) -> Rank
     names = ("batch_size", "drawings", "seed", "num_workers")
     given: dict[str, Any] = {name: getattr(options, name) for name in names}
     given |= {"shuffle": True, "keep": options.keep_batches, "bidirectional": options.compensate != "none"}
-    if torch.device(options.device).type == "cuda" and not options.num_workers:
+    if torch.device(options.device).type == "cuda":
         given["device"] = options.device
     if isinstance(source, (str, Path)):
         return RankLoader(source, **given)
