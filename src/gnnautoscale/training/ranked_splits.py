@@ -57,7 +57,7 @@ def _loaders(dataset: Dataset, task: Task, options: FitOptions, labels: Tensor |
     loader = rank_loader(_without_targets(train), options, labels)
     made = {id(train): loader}
     for graph, _ in dataset.graphs()[1:]:
-        # Batches have about as many nodes as those of the training graph, and every rank has one.
+        # Batches have about as many nodes as those of the training graph, and each rank has one at least.
         share = graph.num_nodes / train.num_nodes
         count = min(max(round(options.num_parts / options.batch_size * share), loader.world.size), graph.num_nodes)
         cut = task.cut(graph, count, 1, **how)
