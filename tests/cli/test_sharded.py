@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import gnnautoscale as gas
 from gnnautoscale.cli import app
 from gnnautoscale.runs import read_run
+from support.ranks import run_ranks
 
 GRAPH = ["--data", "communities", "--nodes", "200", "--classes", "4", "--num-parts", "8"]
 
@@ -45,6 +46,29 @@ def test_shards_are_written_and_trained_on(tmp_path: Path) -> None:
     assert record.run["data"]["nodes"] == 200
     assert len(record.epochs) == 2
     assert trained.stderr.count("epoch 2/2") == 1, "one rank shows progress"
+
+
+def on_rank(arguments: list[str]) -> str:
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exception is None, shown.exception
+    return shown.stdout
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ["--data", "communities", "--nodes", "200", "--classes", "4", "--task", "link", "--width", "8"],
+        ["--data", "echoes", "--graphs", "2", "--nodes", "400", "--width", "8"],
+    ],
+    ids=["links", "graphs"],
+)
+def test_links_and_graphs_train_on_ranks(data: list[str]) -> None:
+    how = ["--hidden", "8", "--num-parts", "16", "--batch-size", "4", "--epochs", "1", "--run-dir", "none", "--json"]
+    shown, other = run_ranks(2, on_rank, ["train", *data, *how])
+    assert other == "", "one rank talks"
+    (run,) = json.loads(shown.splitlines()[-1])["runs"]
+    assert run["scores"].keys() == {"train", "val", "test"}
+    assert run["steps"] == 2
 
 
 @pytest.mark.parametrize(
