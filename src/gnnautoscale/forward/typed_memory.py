@@ -181,6 +181,11 @@ class TypedMemory:
         return {slot: history for memory in self.kinds.values() for slot, history in memory.histories.items()}
 
     @property
+    def totals(self) -> dict[str, torch.Tensor]:
+        """See :class:`GraphMemory`, of all types."""
+        return {slot: total for memory in self.kinds.values() for slot, total in memory.totals.items()}
+
+    @property
     def last_gradients(self) -> dict[str, History]:
         """See :class:`GraphMemory`, of all types."""
         return {slot: known for memory in self.kinds.values() for slot, known in memory.last_gradients.items()}
@@ -204,6 +209,15 @@ class TypedMemory:
     def folder(self) -> Folder | None:
         """The folder of histories on disk."""
         return next(iter(self.kinds.values())).folder
+
+    @property
+    def records_by_kind(self) -> dict[str, dict[str, list[EdgeRecord]]]:
+        """See :attr:`GraphMemory.records_by_kind`; edges between nodes of different types are as they are."""
+        found: dict[str, dict[str, list[EdgeRecord]]] = {}
+        for (source, _, target), records in self.recorder.records.items():
+            if source == target:
+                found.setdefault(target, {}).update(records)
+        return found
 
     def gradient(self, slot: str, plan: TypedPlan, device: torch.device) -> RowSums:
         """See :meth:`GraphMemory.gradient`."""

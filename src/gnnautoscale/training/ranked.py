@@ -75,14 +75,15 @@ class RankStrategy(HistoryStrategy):
         self,
         model: nn.Module,
         dataset: Dataset,
-        loader: RankLoader,
+        loaders: dict[str, RankLoader],
         optimizer: torch.optim.Optimizer,
         task: Task,
         options: FitOptions,
         *,
         whole: Dataset | None,
+        **ends: Any,
     ) -> None:
-        super().__init__(model, dataset, dict.fromkeys(_SPLITS, loader), optimizer, task, options)
+        super().__init__(model, dataset, {**loaders}, optimizer, task, options, **ends)
         self._identity = self._identity_of_shards() if whole is None else tuple(task.identity(whole.train))
 
     @property
