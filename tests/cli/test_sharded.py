@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import gnnautoscale as gas
 from gnnautoscale.cli import app
 from gnnautoscale.runs import read_run
+from support.ranks import run_ranks
 
 GRAPH = ["--data", "communities", "--nodes", "200", "--classes", "4", "--num-parts", "8"]
 
@@ -73,13 +74,36 @@ def test_shards_of_a_heterogeneous_graph_are_written_and_trained_on(tmp_path: Pa
         assert run["epochs"][-1]["loss"] == json.loads(again.stdout.splitlines()[-1])["runs"][0]["epochs"][-1]["loss"]
 
 
+def on_rank(arguments: list[str]) -> str:
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exception is None, shown.exception
+    return shown.stdout
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ["--data", "communities", "--nodes", "200", "--classes", "4", "--task", "link", "--width", "8"],
+        ["--data", "echoes", "--graphs", "2", "--nodes", "400", "--width", "8"],
+    ],
+    ids=["links", "graphs"],
+)
+def test_links_and_graphs_train_on_ranks(data: list[str]) -> None:
+    how = ["--hidden", "8", "--num-parts", "16", "--batch-size", "4", "--epochs", "1", "--run-dir", "none", "--json"]
+    shown, other = run_ranks(2, on_rank, ["train", *data, *how])
+    assert other == "", "one rank talks"
+    (run,) = json.loads(shown.splitlines()[-1])["runs"]
+    assert run["scores"].keys() == {"train", "val", "test"}
+    assert run["steps"] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["partition", *GRAPH, "--ranks", "2"], "--ranks needs a folder"),
         (["partition", *GRAPH, "--bidirectional"], "belongs to --ranks"),
         (["train", "--data", "shards", "--model", "pna"], "built from the whole graph"),
-        (["train", "--data", "shards", "--task", "link"], "something of nodes"),
+        (["train", "--data", "shards", "--task", "link"], "have targets of nodes"),
         (["train", "--data", "shards", "--num-parts", "4"], "cut and prepared already"),
         (["train", "--data", "shards"], "has shards for 2 ranks"),
     ],

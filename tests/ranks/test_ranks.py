@@ -165,6 +165,40 @@ def test_what_lies_around_a_node_is_found_on_all_ranks(graph: Callable[[], Data]
         assert torch.equal(found.x, data.x[found.number])
 
 
+def tell(rank_has: list[int]) -> list[Tensor]:
+    world = ranks.current()
+    count = rank_has[world.rank]
+    rows = torch.full((count, 3), float(world.rank), dtype=torch.double)
+    return world.rows_of_others(torch.arange(count, dtype=torch.int32) + 10 * world.rank, rows)
+
+
+def test_ranks_tell_each_other_different_numbers_of_rows() -> None:
+    for rank, (numbers, rows) in enumerate(run_ranks(3, tell, [2, 0, 1])):
+        others = [number for number in (0, 1, 20) if number // 10 != rank]
+        assert (numbers.dtype, numbers.tolist()) == (torch.int32, others)
+        assert rows.tolist() == [[float(number // 10)] * 3 for number in others]
+
+
+def infer_elsewhere(data: Data, others: list[Data]) -> list[Tensor | None]:
+    loader = ranks.RankLoader(data, partition=torch.arange(40) // 7)
+    model = ranks.autoscale(gcn(), loader)
+    gas.refresh(model, loader)
+    loaders = [ranks.RankLoader(each, partition=torch.arange(40) // 7) for each in others]
+    found = [each.gathered(gas.infer(model, each)) for each in (*loaders, *loaders)]
+    some = torch.arange(0, loader.num_own, 3)
+    return [*found, loader.gathered(gas.infer(model, loader)), gas.predict(model, loader, some), loader.nodes[some]]
+
+
+def test_inference_on_other_graphs_is_exact_and_leaves_histories_alone() -> None:
+    data = undirected_graph()
+    others = [undirected_graph(seed=5), copy.copy(data)]
+    found = run_ranks(3, infer_elsewhere, data, others)
+    for got, graph in zip(found[0], [*others, *others, data], strict=False):
+        assert_same(got, whole(gcn(), graph))
+    for *_, predicted, nodes in found:
+        assert_same(predicted, whole(gcn(), data)[nodes])
+
+
 def loss_of(model: nn.Module, batch: Data) -> Tensor:
     out, size = model(batch), batch.batch_size
     return F.cross_entropy(out, batch.y[:size])
@@ -328,6 +362,23 @@ def two_rings(count: int = 12) -> Data:
     data = Data(x=torch.randn(2 * count, 8), edge_index=torch.cat([edges, edges.flip(0)], dim=1))
     data.y = torch.arange(2 * count) % 4
     return data
+
+
+def infer_nearly(data: Data, other: Data) -> Tensor | None:
+    loader, there = (ranks.RankLoader(each, partition=torch.arange(24) // 12) for each in (data, other))
+    torch.manual_seed(5)
+    model = ranks.autoscale(MODELS["SAGE"](), loader)
+    gas.refresh(model, loader)
+    found: Tensor | None = there.gathered(gas.infer(model, there))
+    return found
+
+
+def test_a_rank_that_sees_its_training_graph_infers_with_one_that_sees_another() -> None:
+    data, other = two_rings(), two_rings()
+    other.x, other.edge_index = data.x, data.edge_index[:, 1:]
+    torch.manual_seed(5)
+    expected = whole(MODELS["SAGE"](), other)
+    assert_same(run_ranks(2, infer_nearly, data, other, timeout=5.0)[0], expected)
 
 
 def train_norms(data: Data, what: str) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -568,6 +619,8 @@ def misuse(what: str) -> None:
             for batch in loader:
                 shares(batch)
         gas.infer(shares, loader)
+    if what == "table":
+        ranks.autoscale(nn.Sequential(nn.Linear(8, 40), nn.Embedding(40, 8)), loader)
     if what == "lag":
         ranks.autoscale(gcn(), loader, lag=2)
     if what == "momentum":
@@ -597,7 +650,11 @@ def misuse(what: str) -> None:
         ("targets", "all ranks must have the same targets and masks"),
         ("ranks", "each rank needs a part of its own"),
         ("batches", "batch_size must be at most"),
-        ("links", "something of nodes"),
+        ("links", "has targets of nodes"),
+        (
+            "table",
+            "no rows of its own for all nodes, since ranks number nodes anew, but got '1.weight'",
+        ),
         ("lag", "lag must be 0 or 1"),
         ("momentum", "ranks compensate with a bidirectional loader"),
         ("share", "'layers.0' must make the same of an edge on all ranks"),

@@ -129,7 +129,8 @@ def infer_on(
 ) -> Any:
     """See :func:`infer`; the output is gathered on a device, that of the model or the host."""
     scaler, loader = attached(model), loader_for(model, loader)
-    with evaluating(model), scaler.visiting(loader.follow(), apart=not update_histories) as memory:
+    graph, apart = loader.follow(), not update_histories
+    with evaluating(model), scaler.visiting(graph, apart=apart, sharing=loader.sharing) as memory:
         if loader.is_whole:
             out = collect(model, loader, call, StepExchange(push_all=update_histories), device)
         else:

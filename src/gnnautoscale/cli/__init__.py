@@ -320,8 +320,8 @@ def _check_from_shards(shards: Path, model: str, options: dict[str, Any]) -> Non
         fix = "Choose another model, or pass the whole graph as --data."
         raise InputError(f"the model '{model}' is built from the whole graph", got="a folder of shards", fix=fix)
     if options["task"] not in (None, "classification", "regression"):
-        fix = "Leave --task out."
-        raise InputError("ranks predict something of nodes", got=f"--task {options['task']}", fix=fix)
+        fix = "Leave --task out, or pass the whole graph as --data."
+        raise InputError("folders of shards have targets of nodes", got=f"--task {options['task']}", fix=fix)
     given = chosen([each for each in DATA if each.name not in ("data", "root", "split")], options)
     if given or options["num_parts"] != OPTIONS["num_parts"].default:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given) or "--num-parts"

@@ -9,7 +9,7 @@ from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, hand_over, untagged
 from gnnautoscale.graph.drawing import PartGroup
 from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
-from gnnautoscale.graph.graph import Graph, check_nodes, is_label, rows_of
+from gnnautoscale.graph.graph import Graph, check_nodes, is_label, is_target, rows_of
 from gnnautoscale.graph.hashing import fingerprint
 from gnnautoscale.graph.loader import HaloLoader, labels_for
 from gnnautoscale.graph.partitioning import Partitioner, check_labels, connectivity, partition
@@ -51,6 +51,7 @@ __all__ = [
     "groups_to_balance",
     "hand_over",
     "is_label",
+    "is_target",
     "joined_labels",
     "labels_for",
     "partition",

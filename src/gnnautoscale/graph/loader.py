@@ -222,6 +222,16 @@ class HaloLoader:
         return same and self.keep
 
     @property
+    def sharing(self) -> Any:
+        """What shares rows of this graph's histories with other processes; ``None`` if there are none."""
+        return None
+
+    @property
+    def parts_in_batches(self) -> list[int]:
+        """The number of parts in each batch of an epoch."""
+        return [len(group) for group in self._drawing.in_order()]
+
+    @property
     def num_own(self) -> int:
         """Number of nodes that are in some batch: all, unless other processes have some. They have the first rows."""
         return int(self.graph.num_nodes)

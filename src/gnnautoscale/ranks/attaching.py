@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch_geometric.nn import Linear  # type: ignore[import-untyped]
 
 from gnnautoscale.attach import attached, plan_of
 from gnnautoscale.attach import autoscale as attach_histories
@@ -61,6 +61,8 @@ def attach_shared(
     if loader.shard is None:
         attach_histories(model, loader.data, **options)
         return
+    if not loader.is_typed:  # there batches have the numbers of the whole graph
+        _check_no_table(model, loader.shard.whole["nodes"])
     if options.get("compensate", "none") != "none" and not loader.shard.bidirectional:
         fix = "Build it with RankLoader(..., bidirectional=True)."
         raise InputError("ranks compensate with a bidirectional loader", got="another one", fix=fix)
@@ -71,7 +73,7 @@ def attach_shared(
     memory.sharing = loader.ghosts
     if loader.ghosts is not None:
         loader.ghosts.lag = lag
-        loader.ghosts.follow(lambda: _records(memory))
+        loader.ghosts.follow(lambda: memory.records_by_kind)
     if sync_norms:
         attached(model).normalize_by(RankNorms(loader.world))  # whose backward passes need all ranks
 
@@ -82,15 +84,17 @@ def last_gradients(memory: Any) -> dict[str, list[History]]:
     return {kind: [each.last_gradients[slot] for slot in sorted(each.last_gradients)] for kind, each in kinds.items()}
 
 
-def _records(memory: Any) -> dict[str, dict[str, Sequence[Any]]]:
-    """The records of layer calls along edges between nodes of one type, by type; others are the edges as they are."""
-    if not isinstance(memory, TypedMemory):
-        return {"": memory.records}
-    found: dict[str, dict[str, Sequence[Any]]] = {}
-    for (source, _, target), records in memory.recorder.records.items():
-        if source == target:
-            found.setdefault(target, {}).update(records)
-    return found
+def _check_no_table(model: nn.Module, num_nodes: int) -> None:
+    """Refuse a model that looks rows up by the numbers of nodes, since each rank numbers those of its share anew."""
+    for name, module in model.named_modules():
+        for own_name, weight in module.named_parameters(recurse=False):
+            is_table = not is_lazy(weight) and weight.dim() > 1 and weight.size(0) == num_nodes
+            if is_table and not isinstance(module, (nn.Linear, Linear)):
+                raise InputError(
+                    "on several ranks a model has no rows of its own for all nodes, since ranks number nodes anew",
+                    got=f"'{f'{name}.{own_name}'.lstrip('.')}' of shape {tuple(weight.shape)}",
+                    fix="Give nodes features, or train in one process.",
+                )
 
 
 def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module, **options: Any) -> GradientMean:

@@ -168,7 +168,7 @@ class Ghosts:
         return RankTransfer(transfer, self, kind)
 
     def follow(self, records: Callable[[], Records]) -> None:
-        """Compare what layers make of edges with the other ranks, whenever that has changed."""
+        """Compare what layers make of edges, the ``records`` of each call, with other ranks whenever it changes."""
         self._records = records
 
     def _check_records(self) -> None:

@@ -159,6 +159,11 @@ class RankLoader(HaloLoader):
         return {kind: shard.num_own for kind, shard in self.shard.kinds.items()}
 
     @property
+    def sharing(self) -> Ghosts | None:
+        """See :attr:`HaloLoader.sharing`."""
+        return self.ghosts
+
+    @property
     def is_whole(self) -> bool:
         """Whether one batch holds the whole graph."""
         return self.shard is None and super().is_whole
@@ -225,6 +230,16 @@ class RankLoader(HaloLoader):
         how: dict[str, Any] = {"keep": self.keep, "device": self.device, "bidirectional": self.bidirectional}
         HaloLoader.__init__(made, self.shard.data, partition=made.shard.labels, **how)
         return made
+
+    def labels_of_all(self) -> Tensor:
+        """The part of each node of the whole graph, ``[num_nodes]``, on every rank, which all have to ask for it."""
+        if self.shard is None:
+            return self.labels
+        labels: Tensor | None = self.world.broadcast(self.whole_labels)
+        if labels is None:
+            fix = "Pass the whole graph to each rank."
+            raise InputError("the parts of all nodes are known where they were cut", got="a folder of shards", fix=fix)
+        return labels
 
     def gathered(self, rows: Any) -> Any:
         """Rows of all nodes in the order of the whole graph, ``[num_nodes, ...]``, on the first rank; else ``None``.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import rows_of
+from gnnautoscale.graph import is_target, rows_of
 from gnnautoscale.ranks.assignment import edge_chunks
 
 
@@ -196,13 +196,14 @@ def check_shardable(data: Any) -> Data | HeteroData:
                 fix = "Remove it, or train on links in one process."
                 raise InputError("ranks predict something of nodes", got=f"targets of links, of {kind!r}", fix=fix)
         return data
-    if not isinstance(data, Data) or isinstance(data, Batch) or "graph_id" in data:
-        got = f"a {type(data).__name__}" if not isinstance(data, Data) or isinstance(data, Batch) else "many graphs"
-        raise InputError("ranks share one graph", got=got, fix="Train on it in one process.")
-    foreign = [name for name in data.keys() if "edge_label" in name or name in ("edge_split", "dst_pos_index")]  # noqa: SIM118
+    if not isinstance(data, Data) or isinstance(data, Batch):
+        got, fix = f"a {type(data).__name__}", "Train on it in one process."
+        raise InputError("ranks share one graph", got=got, fix=fix)
+    foreign = [name for name in data.keys() if is_target(data, name)]  # noqa: SIM118
     if foreign:
-        fix = "Remove it, or train on links in one process."
-        raise InputError("ranks predict something of nodes", got=f"targets of links, {foreign[0]}", fix=fix)
+        fix = "Remove it, or train on the whole data set with gas.fit, which takes care of it."
+        got = f"targets of links or graphs, {foreign[0]}"
+        raise InputError("a rank's share of a graph has targets of nodes", got=got, fix=fix)
     return data
 
 

@@ -99,6 +99,29 @@ class World:
         rows = arrival.wait().to(value.device)
         return list(torch.split(rows, counts)) if self.is_first else None
 
+    def rows_of_others(self, *tables: Tensor) -> list[Tensor]:
+        """Give all other ranks some rows, and receive theirs, those of the lowest rank first.
+
+        Args:
+            tables: Tensors of as many rows each, ``[count, ...]``; other ranks may have other numbers of rows.
+
+        Returns:
+            For each of them the rows of the other ranks, on the same device.
+        """
+        count = tables[0].size(0)
+        counts = torch.zeros(self.size, dtype=torch.long, device=self.wire)
+        counts[self.rank] = count
+        received, sent = self.sum(counts).wait().tolist(), [count] * self.size
+        sent[self.rank] = received[self.rank] = 0
+        rows = [table.detach().contiguous().view(count, table.shape[1:].numel()).view(torch.uint8) for table in tables]
+        arrived = self.exchange(torch.cat(rows, dim=1).repeat(self.size - 1, 1), sent, received).wait()
+        pieces = torch.split(arrived, [each.size(1) for each in rows], dim=1)
+        found = []
+        for piece, table in zip(pieces, tables, strict=True):
+            aligned = torch.empty(piece.shape, dtype=torch.uint8, device=piece.device).copy_(piece)
+            found.append(aligned.view(table.dtype).view(-1, *table.shape[1:]).to(table.device))
+        return found
+
     def broadcast(self, value: Any) -> Any:
         """The value of the first rank."""
         if self.size == 1:

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gnnautoscale.data import Dataset
+from gnnautoscale.data import Dataset, TypedLinks
 from gnnautoscale.errors import InputError
 from gnnautoscale.ranks import current
-from gnnautoscale.tasks import NodeTask, Task
+from gnnautoscale.tasks import GraphPrediction, LinkPrediction, NodeTask, Task
 from gnnautoscale.training.options import OPTIONS, FitOptions
 
 # What may differ between ranks.
@@ -23,17 +23,14 @@ _ALONE: dict[str, Any] = {
 _ALONE_WITH_TYPES: dict[str, Any] = {"refresh": 0, "evaluate_parts": None, "verify": False}
 
 
-def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOptions, *, from_files: bool) -> None:
+def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOptions) -> None:
     """Refuse what ranks cannot do, and ranks that were started with different options or models."""
-    if dataset.targets and not isinstance(task, NodeTask):
-        rule, fix = "ranks predict something of nodes of a heterogeneous graph", "Train in one process."
+    if isinstance(dataset, TypedLinks):
+        rule, fix = "ranks predict links between nodes of one type", "Train in one process."
+        raise InputError(rule, got="links of a heterogeneous graph", fix=fix)
+    if not isinstance(task, (NodeTask, LinkPrediction, GraphPrediction)):
+        rule, fix = "ranks know tasks of nodes, links and graphs", "Train in one process."
         raise InputError(rule, got=f"a {type(task).__name__}", fix=fix)
-    if dataset.inductive:
-        got = "graphs of their own for validation and test"
-        raise InputError("ranks share one plain graph", got=got, fix="Train in one process.")
-    if not isinstance(task, NodeTask):
-        fix = "Train in one process."
-        raise InputError("ranks predict something of nodes", got=f"a {type(task).__name__}", fix=fix)
     if options.mode not in ("gas", "history"):
         rule, fix = "ranks train with mode 'gas' or 'history'", "Train in one process."
         raise InputError(rule, got=repr(options.mode), fix=fix)
@@ -53,10 +50,16 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if set(options.diagnose) - {"staleness"}:
         fix = "Leave the others out, or train in one process."
         raise InputError("ranks diagnose staleness only", got=f"diagnose={options.diagnose}", fix=fix)
-    if from_files and options.class_weight != "none":
-        fix = "Leave it out, or pass the whole graph."
-        raise InputError("class_weight needs all targets in one place", got="a folder of shards", fix=fix)
     weights = model.state_dict()
     shapes = {name: None if is_lazy(value) else tuple(value.shape) for name, value in weights.items()}
     given = {name: getattr(options, name) for name in OPTIONS if name not in _PLACES}
-    current().agree({**given, "model": (repr(model), shapes), "task": (type(task).__name__, task.metric)})
+    about = type(task).__name__, task.metric, repr(task.module)
+    current().agree({**given, "model": (repr(model), shapes), "task": about})
+
+
+def check_from_files(task: object) -> None:
+    """Refuse a task whose targets shards in files do not have."""
+    if task in ("link", "graph") or isinstance(task, (LinkPrediction, GraphPrediction)):
+        name = task if isinstance(task, str) else type(task).__name__
+        fix = "Pass the whole graph on each rank, which keeps its share of it."
+        raise InputError("folders of shards have targets of nodes", got=f"the task {name}", fix=fix)

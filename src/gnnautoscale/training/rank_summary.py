@@ -12,7 +12,7 @@ from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped
 from gnnautoscale.data import Dataset, TypedDataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.ranks import COUNTS, RELATIONS, TARGET, Shard, World, current, read_manifest, read_shard
-from gnnautoscale.tasks import known_rows
+from gnnautoscale.tasks import NodeClassification, known_rows
 
 _SPLITS = ("train", "val", "test")
 
@@ -35,14 +35,19 @@ def summary_of(folder: Path) -> Dataset:
     return Dataset.of(joined, name)
 
 
-def _typed_summary(world: World, shards: dict[str, Shard], whole: dict[str, Any], name: str) -> TypedDataset:
+def _target_of(whole: dict[str, Any], shards: dict[str, Shard]) -> str:
+    """The type of nodes with targets."""
     named = [kind for kind, shard in shards.items() if isinstance(shard.data.get("y"), Tensor)]
-    target = whole.get(TARGET, named[0] if len(named) == 1 else None)
-    if target not in named:
+    target: str | None = whole.get(TARGET, named[0] if len(named) == 1 else None)
+    if target is None or target not in named:
         rule = f"the manifest of shards to train on says which type of nodes has targets, as {TARGET!r}"
         got = f"{target!r}" if target is not None else f"y of {', '.join(named) or 'no type'}"
         raise InputError(rule, got=got, fix="Write them again, with facts={'target': type}.")
-    graph = HeteroData()
+    return target
+
+
+def _typed_summary(world: World, shards: dict[str, Shard], whole: dict[str, Any], name: str) -> TypedDataset:
+    graph, target = HeteroData(), _target_of(whole, shards)
     for kind, shard in shards.items():
         x = shard.data.get("x")
         if isinstance(x, Tensor):
@@ -79,3 +84,12 @@ def _some_rows(world: World, data: Data, own: int) -> Data:
     found = {key: value[rows].clone() for key, value in {**given, "y": y, **masks}.items()}
     everyone = world.gather(found)
     return Data(**{key: torch.cat([each[key] for each in everyone]) for key in found})
+
+
+def balance_by_shards(task: NodeClassification, folder: Path) -> None:
+    """Weigh classes by the training nodes of all shards in a folder; every rank calls it."""
+    world = current()
+    whole, shards = read_manifest(folder)["whole"], read_shard(folder, world.rank, world.size).kinds
+    shard = shards[_target_of(whole, shards)] if COUNTS in whole else shards[""]
+    own = {name: shard.data[name][: shard.num_own] for name in ("y", "train_mask")}
+    task.balance(world.sum(task.counts(Data(**own)).to(world.wire)).wait().cpu())

@@ -78,17 +78,18 @@ class RankStrategy(HistoryStrategy):
         self,
         model: nn.Module,
         dataset: Dataset,
-        loader: RankLoader,
+        loaders: dict[str, RankLoader],
         optimizer: torch.optim.Optimizer,
         task: Task,
         options: FitOptions,
         *,
         whole: Dataset | None,
+        **ends: Any,
     ) -> None:
         self._lag, self._moves_ghosts = options.lag, options.compensate == "momentum"
-        super().__init__(model, dataset, dict.fromkeys(_SPLITS, loader), optimizer, task, options)
-        if self._refreshes > len(loader):
-            rule, fix = f"refresh must be at most the number of batches of a rank, {len(loader)}", "Lower it."
+        super().__init__(model, dataset, {**loaders}, optimizer, task, options, **ends)
+        if self._refreshes > len(self._loader):
+            rule, fix = f"refresh must be at most the number of batches of a rank, {len(self._loader)}", "Lower it."
             raise InputError(rule, got=str(self._refreshes), fix=fix)
         self._identity = self._identity_of_shards() if whole is None else tuple(task.identity(whole.train))
 
@@ -161,6 +162,11 @@ class RankStrategy(HistoryStrategy):
             ghosts = slice(self._loader.num_own, self._shard.kinds[""].nodes.numel())
             for slot, history in self._memory.histories.items():
                 history.raw[ghosts].copy_(pieces[0].rows["histories"][slot]["raw"][ghosts])
+
+    @property
+    def loader(self) -> RankLoader:
+        """Makes the batches that this rank trains on."""
+        return self._loader
 
     @property
     def world(self) -> World:

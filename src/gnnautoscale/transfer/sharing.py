@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from gnnautoscale.history import History
 from gnnautoscale.transfer.base import Transfer
@@ -28,6 +28,12 @@ class Sharing(Protocol):
 
     def share(self, histories: Mapping[str, Sequence[History]]) -> None:
         """Send all rows that others need, and receive theirs, by type; every process must call it."""
+
+    def follow(self, records: Callable[[], Mapping[str, Mapping[str, Sequence[Any]]]]) -> None:
+        """Compare what layers make of edges with other processes whenever it changes.
+
+        ``records`` are those of each call, by type of nodes.
+        """
 
     def close(self) -> None:
         """Leave the model as it was: nothing is shared any more."""
