@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 from typer.testing import CliRunner
 
 import gnnautoscale as gas
 from gnnautoscale.cli import app
 from gnnautoscale.runs import read_run
+from support.ranks import run_ranks
 
 GRAPH = ["--data", "communities", "--nodes", "200", "--classes", "4", "--num-parts", "8"]
 
@@ -47,13 +50,60 @@ def test_shards_are_written_and_trained_on(tmp_path: Path) -> None:
     assert trained.stderr.count("epoch 2/2") == 1, "one rank shows progress"
 
 
+def test_shards_of_a_heterogeneous_graph_are_written_and_trained_on(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data, shards = HeteroData(), tmp_path / "shards"
+    data["paper"].x, data["author"].num_nodes = torch.randn(60, 5, generator=generator), 20
+    data["paper"].y = (data["paper"].x[:, 0] > 0).long()
+    data["author"].y = torch.zeros(20)
+    for relation in (("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "by", "author")):
+        ends = [torch.randint(data[kind].num_nodes, (90,), generator=generator) for kind in relation[::2]]
+        data[relation].edge_index = torch.stack(ends)
+    torch.save(data, tmp_path / "graph.pt")
+    given = ["--data", str(tmp_path / "graph.pt"), "--target", "paper", "--num-parts", "6", "--ranks", "1"]
+    shown = CliRunner().invoke(app, ["partition", *given, "--output", str(shards), "--json"])
+    assert shown.exit_code == 0, shown.output
+    how = ["--hidden", "8", "--epochs", "2", "--batch-size", "2", "--json", "--quiet", "--run-dir", "none"]
+    for name, source in (("rgcn", shards), ("hetero-sage", shards)):
+        trained = CliRunner().invoke(app, ["train", "--data", str(source), "--model", name, *how])
+        assert trained.exit_code == 0, trained.output
+        (run,) = json.loads(trained.stdout.splitlines()[-1])["runs"]
+        assert run["metric"] == "accuracy"
+        assert run["steps"] == 6
+        again = CliRunner().invoke(app, ["train", *given[:6], "--model", name, *how])
+        assert run["epochs"][-1]["loss"] == json.loads(again.stdout.splitlines()[-1])["runs"][0]["epochs"][-1]["loss"]
+
+
+def on_rank(arguments: list[str]) -> str:
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exception is None, shown.exception
+    return shown.stdout
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ["--data", "communities", "--nodes", "200", "--classes", "4", "--task", "link", "--width", "8"],
+        ["--data", "echoes", "--graphs", "2", "--nodes", "400", "--width", "8"],
+    ],
+    ids=["links", "graphs"],
+)
+def test_links_and_graphs_train_on_ranks(data: list[str]) -> None:
+    how = ["--hidden", "8", "--num-parts", "16", "--batch-size", "4", "--epochs", "1", "--run-dir", "none", "--json"]
+    shown, other = run_ranks(2, on_rank, ["train", *data, *how])
+    assert other == "", "one rank talks"
+    (run,) = json.loads(shown.splitlines()[-1])["runs"]
+    assert run["scores"].keys() == {"train", "val", "test"}
+    assert run["steps"] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["partition", *GRAPH, "--ranks", "2"], "--ranks needs a folder"),
         (["partition", *GRAPH, "--bidirectional"], "belongs to --ranks"),
         (["train", "--data", "shards", "--model", "pna"], "built from the whole graph"),
-        (["train", "--data", "shards", "--task", "link"], "something of nodes"),
+        (["train", "--data", "shards", "--task", "link"], "have targets of nodes"),
         (["train", "--data", "shards", "--num-parts", "4"], "cut and prepared already"),
         (["train", "--data", "shards"], "has shards for 2 ranks"),
     ],

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
-from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.nn import GATConv, GCNConv, GINConv, MessagePassing, SAGEConv  # type: ignore[import-untyped]
 from torch_geometric.nn.conv import ChebConv  # type: ignore[import-untyped]
+from torch_geometric.utils import k_hop_subgraph  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from conftest import Stack, assert_same, history_rows, odd_graph, undirected_graph, whole
 from gnnautoscale import ranks
+from gnnautoscale.attach import regularize
 from gnnautoscale.attach.autoscaler import attached
 from support.ranks import outcomes, run_ranks
 
@@ -86,9 +91,121 @@ def test_inference_and_predictions_are_those_of_one_process(size: int, graph: Ca
         assert all(each[number][0] is None for each in found[1:])
 
 
+def is_faulty() -> bool:
+    return "FAULTY" in os.environ  # where nobody looks for what a model depends on
+
+
+class Faulty(nn.Module):
+    """Two layers, and between them something that nobody saw when the model was tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.convs = nn.ModuleList([GCNConv(8, 6), GCNConv(6, 4)])
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.convs[0](x, edge_index)
+        out: Tensor = self.convs[1](x - x.mean(0) if is_faulty() else x, edge_index)
+        return out
+
+
+def verify(data: Data, names: list[str], **options: Any) -> list[Any]:
+    loader = ranks.RankLoader(data, num_parts=7, **options)
+    found = []
+    for name in names:
+        torch.manual_seed(5)
+        model = ranks.autoscale({**MODELS, "faulty": Faulty}[name](), loader)
+        for batch in loader:
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        gas.infer(model, loader, update_histories=False)
+        before = history_rows(model)
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "faulty" and loader.world.rank == 1:
+                patch.setenv("FAULTY", "1")
+            found.append(gas.verify(model, loader, nodes=10))
+        assert all(torch.equal(rows, before[slot]) for slot, rows in history_rows(model).items())
+        gas.detach(model)
+    return found
+
+
+def test_each_rank_verifies_nodes_of_its_own_and_all_get_what_they_found() -> None:
+    found = run_ranks(3, verify, odd_graph(), ["GCN", "Chebyshev", "faulty"], bidirectional=True)
+    assert found[0] == found[1] == found[2]
+    *right, wrong = found[0]
+    for each in right:
+        assert each.exact, each
+        assert each.training is not None
+        assert each.nodes == 12
+        assert each.how.startswith("their receptive field of")
+    assert not wrong.exact
+    assert wrong.layer == "GCNConv ('convs.1')"
+
+
+def surround(data: Data, hops: int) -> list[tuple[Tensor, Data]]:
+    loader = ranks.RankLoader(data, num_parts=5)
+    rows = torch.tensor([2, 0]) if loader.world.rank else torch.tensor([1])
+    graph, places = loader.graph_around(rows, hops)
+    return [(loader.nodes[rows][places.argsort()], graph.data)]
+
+
+@pytest.mark.parametrize(("graph", "hops"), [(odd_graph, 1), (undirected_graph, 2), (odd_graph, 3)])
+def test_what_lies_around_a_node_is_found_on_all_ranks(graph: Callable[[], Data], hops: int) -> None:
+    data = graph()
+    data.number = torch.arange(data.num_nodes)
+    both = torch.cat([data.edge_index, data.edge_index.flip(0)], dim=1)
+    for ((nodes, found),) in run_ranks(3, surround, data, hops):
+        assert torch.equal(found.number[: nodes.numel()], nodes)
+        expected = k_hop_subgraph(nodes, hops, both, num_nodes=data.num_nodes)[0]
+        assert sorted(found.number.tolist()) == expected.tolist()
+        inside = torch.isin(data.edge_index, expected).all(0)
+        ends, wanted = found.number[found.edge_index], data.edge_index[:, inside]
+        order, wanted_order = ((pair[0] * data.num_nodes + pair[1]).argsort(stable=True) for pair in (ends, wanted))
+        assert torch.equal(ends[:, order], wanted[:, wanted_order])
+        assert torch.equal(found.edge_weight[order], data.edge_weight[inside][wanted_order])
+        assert torch.equal(found.x, data.x[found.number])
+
+
+def tell(rank_has: list[int]) -> list[Tensor]:
+    world = ranks.current()
+    count = rank_has[world.rank]
+    rows = torch.full((count, 3), float(world.rank), dtype=torch.double)
+    return world.rows_of_others(torch.arange(count, dtype=torch.int32) + 10 * world.rank, rows)
+
+
+def test_ranks_tell_each_other_different_numbers_of_rows() -> None:
+    for rank, (numbers, rows) in enumerate(run_ranks(3, tell, [2, 0, 1])):
+        others = [number for number in (0, 1, 20) if number // 10 != rank]
+        assert (numbers.dtype, numbers.tolist()) == (torch.int32, others)
+        assert rows.tolist() == [[float(number // 10)] * 3 for number in others]
+
+
+def infer_elsewhere(data: Data, others: list[Data]) -> list[Tensor | None]:
+    loader = ranks.RankLoader(data, partition=torch.arange(40) // 7)
+    model = ranks.autoscale(gcn(), loader)
+    gas.refresh(model, loader)
+    loaders = [ranks.RankLoader(each, partition=torch.arange(40) // 7) for each in others]
+    found = [each.gathered(gas.infer(model, each)) for each in (*loaders, *loaders)]
+    some = torch.arange(0, loader.num_own, 3)
+    return [*found, loader.gathered(gas.infer(model, loader)), gas.predict(model, loader, some), loader.nodes[some]]
+
+
+def test_inference_on_other_graphs_is_exact_and_leaves_histories_alone() -> None:
+    data = undirected_graph()
+    others = [undirected_graph(seed=5), copy.copy(data)]
+    found = run_ranks(3, infer_elsewhere, data, others)
+    for got, graph in zip(found[0], [*others, *others, data], strict=False):
+        assert_same(got, whole(gcn(), graph))
+    for *_, predicted, nodes in found:
+        assert_same(predicted, whole(gcn(), data)[nodes])
+
+
 def loss_of(model: nn.Module, batch: Data) -> Tensor:
     out, size = model(batch), batch.batch_size
     return F.cross_entropy(out, batch.y[:size])
+
+
+def loss_of_output(batch: Data, out: Tensor) -> Tensor:
+    return F.cross_entropy(out, batch.y[: batch.batch_size])
 
 
 def train(
@@ -123,30 +240,103 @@ def in_one_process(
     def kept() -> list[Tensor]:
         return [history.raw for history in (*memory.histories.values(), *memory.last_gradients.values())]
 
+    # What each rank finds in histories. Rows that it moved itself are its own, until their batch is trained.
+    views: list[list[Tensor]] = [[] for _ in steps[0]]
     for step in steps:
         optimizer.zero_grad()
-        before, after = [raw.clone() for raw in kept()], []
-        for nodes in step:
-            for raw, rows in zip(kept(), before, strict=False):
+        for place, nodes in enumerate(step):
+            for raw, rows in zip(kept(), views[place], strict=False):
                 raw.copy_(rows)
-            for raw in kept()[len(before) :]:
+            for raw in kept()[len(views[place]) :]:
                 raw.zero_()
             loss_of(model, loader.batch_for(torch.tensor(nodes))).backward()  # type: ignore[no-untyped-call]
-            after.append([raw[nodes].clone() for raw in kept()])
+            views[place] = [raw.clone() for raw in kept()]
         for weight in model.parameters():
             if weight.grad is not None:
                 weight.grad.div_(len(step))
-        for nodes, pushed in zip(step, after, strict=True):
-            for raw, rows in zip(kept(), pushed, strict=True):
-                raw[nodes] = rows
+        pushed = [[rows[nodes] for rows in view] for view, nodes in zip(views, step, strict=True)]
+        for view in views:
+            for nodes, theirs in zip(step, pushed, strict=True):
+                for rows, their_rows in zip(view, theirs, strict=True):
+                    rows[nodes] = their_rows
         gradients.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
         optimizer.step()
     return gradients, {name: value.clone() for name, value in model.state_dict().items()}
 
 
+def refresh_and_train(
+    data: Data, compensate: Any
+) -> tuple[list[list[tuple[int, ...]]], list[Tensor], dict[str, Tensor]]:
+    """Before each step every rank refreshes its last part; the nodes of both in turn, gradients, and histories."""
+    loader = ranks.RankLoader(data, num_parts=6, bidirectional=True)
+    model = ranks.autoscale(gcn().double(), loader, compensate=compensate)
+    assert loader.shard is not None
+    batches, gradients = [], []
+    for batch in loader:
+        other = loader.batch_of([loader.num_parts - 1])
+        gas.refresh(model, other, loss=partial(loss_of_output, other))
+        model.zero_grad()
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        batches += [loader.nodes[each.n_id[: each.batch_size]].tolist() for each in (other, batch)]
+        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]))
+    memory = attached(model).memory
+    memory.settle()
+    known = loader.shard.nodes
+    kept = {**memory.histories, **{f"gradient {slot}": each for slot, each in memory.last_gradients.items()}}
+    whole = {name: history.raw.new_full((data.num_nodes, history.width), torch.nan) for name, history in kept.items()}
+    for name, rows in whole.items():
+        rows[known] = kept[name].raw[: known.numel()]
+    return batches, gradients, whole
+
+
+@pytest.mark.parametrize("compensate", ["none", "gradient"])
+def test_every_rank_refreshes_a_batch_of_its_own_and_all_of_them_see_its_rows(compensate: Any) -> None:
+    data = undirected_graph(dtype=torch.float64)
+    found = run_ranks(2, refresh_and_train, data, compensate)
+    loader = gas.HaloLoader(data, num_parts=1)
+    model = gas.autoscale(gcn().double(), data, compensate=compensate)
+    memory = attached(model).memory
+
+    def kept() -> dict[str, Tensor]:
+        gradients = {f"gradient {slot}": each.raw for slot, each in memory.last_gradients.items()}
+        return {**{slot: each.raw for slot, each in memory.histories.items()}, **gradients}
+
+    gradients = []
+    for place, passes in enumerate(zip(*(batches for batches, _, _ in found), strict=True)):
+        before, after = {name: raw.clone() for name, raw in kept().items()}, []
+        model.zero_grad()
+        for nodes in passes:
+            for name, raw in kept().items():
+                raw.copy_(before.get(name, torch.zeros_like(raw)))
+            batch = loader.batch_for(torch.tensor(nodes))
+            if place % 2 == 0:
+                gas.refresh(model, batch, loss=partial(loss_of_output, batch))
+            else:
+                loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+            after.append({name: raw[nodes].clone() for name, raw in kept().items()})
+        for nodes, pushed in zip(passes, after, strict=True):
+            for name, raw in kept().items():
+                raw[nodes] = pushed[name]
+        if place % 2:
+            flat = torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+            gradients.append(flat / len(passes))
+    for _, rank_gradients, rows in found:
+        for mine, wanted in zip(rank_gradients, gradients, strict=True):
+            assert_same(mine, wanted, 1e-10)
+        for name, raw in kept().items():
+            known = ~rows[name].isnan()
+            assert_same(rows[name][known], raw[known], 1e-10)
+
+
 @pytest.mark.parametrize(
     ("size", "compensate", "graph"),
-    [(2, "none", undirected_graph), (3, "none", odd_graph), (2, "gradient", undirected_graph)],
+    [
+        (2, "none", undirected_graph),
+        (3, "none", odd_graph),
+        (2, "gradient", undirected_graph),
+        (3, "momentum", undirected_graph),
+        (2, "momentum", odd_graph),
+    ],
 )
 def test_a_step_is_that_of_one_process_on_all_batches(size: int, compensate: str, graph: Callable[[], Data]) -> None:
     data = graph(dtype=torch.float64)  # type: ignore[call-arg]
@@ -174,23 +364,64 @@ def two_rings(count: int = 12) -> Data:
     return data
 
 
-def train_norms(data: Data) -> tuple[list[Tensor], dict[str, Tensor]]:
-    loader = ranks.RankLoader(data, partition=torch.arange(24) // 12)
-    model = ranks.autoscale(normed(), loader, sync_norms=True)
+def infer_nearly(data: Data, other: Data) -> Tensor | None:
+    loader, there = (ranks.RankLoader(each, partition=torch.arange(24) // 12) for each in (data, other))
+    torch.manual_seed(5)
+    model = ranks.autoscale(MODELS["SAGE"](), loader)
+    gas.refresh(model, loader)
+    found: Tensor | None = there.gathered(gas.infer(model, there))
+    return found
+
+
+def test_a_rank_that_sees_its_training_graph_infers_with_one_that_sees_another() -> None:
+    data, other = two_rings(), two_rings()
+    other.x, other.edge_index = data.x, data.edge_index[:, 1:]
+    torch.manual_seed(5)
+    expected = whole(MODELS["SAGE"](), other)
+    assert_same(run_ranks(2, infer_nearly, data, other, timeout=5.0)[0], expected)
+
+
+def train_norms(data: Data, what: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """One step on all nodes."""
+    compensate: Any = "gradient" if what == "compensated" else "none"
+    make = normed_inside if what == "penalty" else normed
+    if ranks.current().size > 1:
+        loader: Any = ranks.RankLoader(data, partition=torch.arange(24) // 12, bidirectional=True)
+        model = ranks.autoscale(make(), loader, sync_norms=True, compensate=compensate)
+    else:
+        loader = gas.HaloLoader(data, 1)
+        model = gas.autoscale(make(), data)
     (batch,) = loader
-    loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regularize, "ball", lambda like, radius: radius * torch.linspace(-1, 1, like.size(1)))
+        with gas.LocalLipschitz(model, 0.5) if what == "penalty" else nullcontext() as penalty:
+            loss = loss_of(model, batch)
+        loss = loss if penalty is None else loss + penalty.value()
+    loss.backward()  # type: ignore[no-untyped-call]
     return [weight.grad for weight in model.parameters() if weight.grad is not None], dict(model.state_dict())
 
 
-def test_norms_over_ranks_are_those_of_all_batches_together() -> None:
+def normed_inside() -> nn.Module:
+    """Norms that a layer runs inside, and so once more for the penalty."""
+    torch.manual_seed(3)
+    inner = [nn.Sequential(nn.Linear(width, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6)) for width in (8, 6)]
+    return Stack([GINConv(inner[0]), GINConv(inner[1]), GCNConv(6, 4)])
+
+
+@pytest.mark.parametrize("what", ["plain", "compensated", "penalty"])
+def test_norms_over_ranks_are_those_of_all_batches_together(what: str) -> None:
     data = two_rings()
     plain = normed().train()
-    F.cross_entropy(plain(data.x, data.edge_index), data.y).backward()  # type: ignore[no-untyped-call]
-    for gradients, state in run_ranks(2, train_norms, data):
-        for got, weight in zip(gradients, plain.parameters(), strict=True):
-            assert weight.grad is not None
-            assert_same(got, weight.grad)
-        for name, wanted in plain.state_dict().items():
+    if what == "penalty":
+        expected, state_after = train_norms(data, what)
+    else:
+        F.cross_entropy(plain(data.x, data.edge_index), data.y).backward()  # type: ignore[no-untyped-call]
+        expected = [weight.grad for weight in plain.parameters() if weight.grad is not None]
+        state_after = plain.state_dict()
+    for gradients, state in run_ranks(2, train_norms, data, what):
+        for got, wanted in zip(gradients, expected, strict=True):
+            assert_same(got, wanted)
+        for name, wanted in state_after.items():
             assert_same(state[name], wanted)
 
 
@@ -370,12 +601,13 @@ def misuse(what: str) -> None:
         ranks.RankLoader(data, num_parts=4 + ranks.current().rank)
     if what == "data":
         ranks.RankLoader(undirected_graph(seed=ranks.current().rank), num_parts=4)
+    if what == "targets":
+        data.y[3] += ranks.current().rank
+        ranks.RankLoader(data, num_parts=4)
     if what == "ranks":
         ranks.RankLoader(data, num_parts=1)
     if what == "batches":
         ranks.RankLoader(data, num_parts=4, batch_size=5)
-    if what == "typed":
-        ranks.RankLoader(HeteroData(), num_parts=4)
     if what == "links":
         linked = copy.copy(data)
         linked.edge_label_index = data.edge_index
@@ -387,10 +619,12 @@ def misuse(what: str) -> None:
             for batch in loader:
                 shares(batch)
         gas.infer(shares, loader)
+    if what == "table":
+        ranks.autoscale(nn.Sequential(nn.Linear(8, 40), nn.Embedding(40, 8)), loader)
     if what == "lag":
         ranks.autoscale(gcn(), loader, lag=2)
     if what == "momentum":
-        ranks.autoscale(gcn(), loader, compensate="momentum")
+        ranks.autoscale(gcn(), ranks.RankLoader(odd_graph(), num_parts=4), compensate="momentum")
     model = ranks.autoscale(gcn(), loader)
     second = list(loader)[1]
     if what == "order":
@@ -399,9 +633,8 @@ def misuse(what: str) -> None:
         gas.refresh(model, loader)
         gas.predict(model, loader, torch.tensor([loader.num_own]))
     calls: dict[str, Callable[..., Any]] = {
-        "verify": gas.verify,
         "grow": gas.grow,
-        "diagnose": gas.diagnose,
+        "diagnose": partial(gas.diagnose, what="gradients"),
         "exact": gas.exact_forward,
     }
     if what == "capture":
@@ -414,20 +647,23 @@ def misuse(what: str) -> None:
     [
         ("options", "all ranks must have the same num_parts"),
         ("data", "all ranks must have the same graph"),
+        ("targets", "all ranks must have the same targets and masks"),
         ("ranks", "each rank needs a part of its own"),
         ("batches", "batch_size must be at most"),
-        ("typed", "one plain graph"),
-        ("links", "something of nodes"),
+        ("links", "has targets of nodes"),
+        (
+            "table",
+            "no rows of its own for all nodes, since ranks number nodes anew, but got '1.weight'",
+        ),
         ("lag", "lag must be an integer of at least 0 and below 2"),
-        ("momentum", "compensate='momentum'"),
+        ("momentum", "ranks compensate with a bidirectional loader"),
         ("share", "'layers.0' must make the same of an edge on all ranks"),
         ("share in inference", "'layers.0' must make the same of an edge on all ranks"),
         ("order", "every batch of its loader in turn"),
         ("ghost", "batches of its own nodes"),
-        ("verify", "verify needs the whole graph"),
         ("grow", "grow needs the whole graph"),
         ("capture", "capture needs the whole graph"),
-        ("diagnose", "diagnose needs the whole graph"),
+        ("diagnose", "diagnose but for 'staleness' needs the whole graph"),
         ("exact", "the gradient of the whole graph needs the whole graph"),
     ],
 )

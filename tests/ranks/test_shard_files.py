@@ -31,7 +31,8 @@ def model() -> nn.Module:
 
 def infer(folder: Path) -> Tensor | None:
     loader = ranks.RankLoader(folder, batch_size=2)
-    return loader.gathered(gas.infer(ranks.autoscale(model(), loader), loader))
+    found: Tensor | None = loader.gathered(gas.infer(ranks.autoscale(model(), loader), loader))
+    return found
 
 
 def test_a_rank_reads_its_shard_alone(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def _rank(rank: int, folder: Path, size: int, work: Callable[..., Any], args: tu
         if size > 1:
             store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+            dist.barrier()  # a rank that fails at once must not be gone before the others have found it
         world_module.start()
         found: Any = work(*args)
     except BaseException as error:  # sent to the test

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCN, MessagePassing, RGCNConv  # type: ignore[import-untyped]
-from torch_geometric.transforms import RandomLinkSplit  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from gnnautoscale.data import Dataset
@@ -24,23 +22,8 @@ from gnnautoscale.runs import read_run
 from gnnautoscale.tasks import Bilinear, Dot, LinkPrediction
 from gnnautoscale.tasks.metrics import roc_auc
 from gnnautoscale.tasks.pairs import Meetings
-from support.communities import FEATURES, Weights, community_graph, same_bits, weights_of
-
-Splits = tuple[Data, Data, Data]
-
-
-def splits(*, negatives: bool = True, disjoint: float = 0.4, mode: str = "binary") -> Splits:
-    """Edges of a small graph, some to pass messages, some to train, validate and test on."""
-    torch.manual_seed(3)
-    random.seed(3)  # PyG draws negatives from it
-    found = RandomLinkSplit(
-        num_val=0.1,
-        num_test=0.1,
-        is_undirected=True,
-        disjoint_train_ratio=disjoint,
-        add_negative_train_samples=negatives,
-    )(Data(x=community_graph().x, edge_index=community_graph().edge_index))
-    return tuple(found if mode == "binary" else map(as_triplets, found))
+from support.communities import FEATURES, Weights, same_bits, weights_of
+from support.links import Splits, splits
 
 
 def as_triplets(data: Data) -> Data:
@@ -580,7 +563,8 @@ def test_joined_parts_score_the_pairs_inside() -> None:
     [(True, "ROC-AUC"), (False, "average-precision"), (True, "MRR"), (False, "Hits@3")],
 )
 def test_links_are_learned(mode: str, negatives: bool, metric: str) -> None:
-    parts = splits(negatives=negatives, mode=mode)
+    parts = splits(negatives=negatives)
+    parts = parts if mode == "binary" else tuple(map(as_triplets, parts))
     result = fit_links(parts, epochs=25, metric=metric)
     assert (result.metric, result.percent) == (metric, True)
     losses = [epoch.loss for epoch in result.epochs]

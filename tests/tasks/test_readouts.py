@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MLP, aggr  # type: ignore[import-untyped]
 
+from gnnautoscale import ranks
 from gnnautoscale.errors import InputError
 from gnnautoscale.tasks.pooling import PooledParts, pool_exactly
 from gnnautoscale.tasks.readouts import make_readout
+from support.ranks import run_ranks
 
 WIDTH = 4
 READOUTS: dict[str, Callable[[], Any]] = {
@@ -84,18 +86,19 @@ def test_one_part_is_full_batch(aggregation: Any) -> None:
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("groups", [[[0], [1], [2], [3]], [[0, 2], [1, 3]], [[3], [0, 1, 2]]])
-def test_batches_of_an_epoch_add_up_to_full_batch(aggregation: Any, groups: list[list[int]]) -> None:
-    head = make_head(aggregation)
-    loss, gradients = full(aggregation, head)
+def sums_of_an_epoch(
+    aggregation: Any, head: nn.Module, groups: list[list[int]], world: ranks.World | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradients of batches of some parts, added up over an epoch in which nothing is stale."""
     readout = make_readout(copy.deepcopy(aggregation), WIDTH)
-    pooled, rows = PooledParts(readout, GRAPH_ID, PARTS), rows_with_ties()
+    pooled, rows = PooledParts(readout, GRAPH_ID, PARTS, world=world), rows_with_ties()
     weights = [*readout.parameters(), *head.parameters()]
     for _ in range(2):  # nothing is stale in the second round
-        total, sums = torch.zeros(()), [torch.zeros_like(each) for each in gradients]
+        total, sums = torch.zeros((), dtype=torch.double), [torch.zeros_like(each) for each in (rows, *weights)]
         for group in groups:
             nodes = torch.isin(PARTS, torch.tensor(group)).nonzero().squeeze(1)
             own = rows[nodes].requires_grad_()
+            pooled.tell(own, nodes)
             found, share = pooled.pool(own, nodes, (table := pooled.graphs_of(nodes)))
             sizes = torch.bincount(GRAPH_ID)[table[:, 0]]
             torch.testing.assert_close(
@@ -107,9 +110,34 @@ def test_batches_of_an_epoch_add_up_to_full_batch(aggregation: Any, groups: list
             sums[0][nodes] = of_rows
             for kept, new in zip(sums[1:], of_weights, strict=True):
                 kept += new
+    return total, sums
+
+
+@pytest.mark.parametrize("groups", [[[0], [1], [2], [3]], [[0, 2], [1, 3]], [[3], [0, 1, 2]]])
+def test_batches_of_an_epoch_add_up_to_full_batch(aggregation: Any, groups: list[list[int]]) -> None:
+    head = make_head(aggregation)
+    loss, gradients = full(aggregation, head)
+    total, sums = sums_of_an_epoch(aggregation, head, groups)
     torch.testing.assert_close(total, loss.detach(), rtol=1e-12, atol=1e-12)
     for mine, wanted in zip(sums, gradients, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+def sums_of_a_rank(heads: list[tuple[Any, nn.Module]]) -> list[tuple[Tensor, list[Tensor]]]:
+    world = ranks.current()
+    groups = [[[0], [2]], [[3], [1]]][world.rank]
+    return [sums_of_an_epoch(*each, groups, world) for each in heads]
+
+
+def test_batches_of_ranks_that_share_graphs_add_up_to_full_batch() -> None:
+    made = [make().double() for make in READOUTS.values()]
+    heads = [(aggregation, make_head(aggregation)) for aggregation in made]
+    first, second = run_ranks(2, sums_of_a_rank, heads)
+    for given, one, other in zip(heads, first, second, strict=True):
+        loss, gradients = full(*given)
+        torch.testing.assert_close(one[0] + other[0], loss.detach(), rtol=1e-12, atol=1e-12)
+        for mine, theirs, wanted in zip(one[1], other[1], gradients, strict=True):
+            torch.testing.assert_close(mine + theirs, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_pooling_in_chunks_is_exact(aggregation: Any, monkeypatch: pytest.MonkeyPatch) -> None:

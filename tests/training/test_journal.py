@@ -351,6 +351,7 @@ def test_by_default_they_are_measured_while_that_is_cheap(
         nn.Linear(1, 1),
         gas.HaloLoader(data, 4),
         NodeClassification(CLASSES),
+        measured=True,
         what=["staleness"],
         every="auto",
     )

@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
 from conftest import whole
 from gnnautoscale import ranks
 from gnnautoscale.models import GCN
+from gnnautoscale.ranks.exchange import RankTransfer
 from gnnautoscale.runs import read_run
-from gnnautoscale.tasks import NodeClassification, NodeRegression
+from gnnautoscale.tasks import NodeClassification, NodeRegression, Task
 from gnnautoscale.training.checkpoint import load_latest
+from gnnautoscale.training.journal import describe_parts
 from gnnautoscale.training.ranked import RankStrategy
 from gnnautoscale.training.resharding import pieces_of, read_shards
 from gnnautoscale.training.strategies import HistoryStrategy
@@ -61,6 +63,22 @@ def plain(result: gas.FitResult) -> dict[str, Any]:
     return {**values, "epochs": [{**epoch, "seconds": 0} for epoch in values["epochs"]]}
 
 
+class Deviation(Task):
+    """A task of one's own."""
+
+    def targets(self, batch: Data) -> tuple[Tensor | None, Tensor]:
+        """All nodes."""
+        return None, batch.y[: batch.batch_size]
+
+    def loss(self, out: Any, targets: Tensor) -> Tensor:
+        """Not reached."""
+        raise AssertionError
+
+    def score(self, out: Tensor, data: Data, split: str) -> float:
+        """Not reached."""
+        raise AssertionError
+
+
 def one_class_apart(data: Data) -> Data:
     """Training nodes in a corner of the graph, so that some ranks have none, and one node of the last class."""
     data.y = data.y.clamp(max=CLASSES - 2)
@@ -86,6 +104,82 @@ def test_all_ranks_end_with_the_same_weights_and_scores_of_all_nodes(size: int, 
     assert record.run["data"]["train nodes in split"] == 5
     assert [epoch["loss"] for epoch in record.epochs] == [epoch.loss for epoch in first.result.epochs]
     assert record.result is not None
+    assert [found["epoch"] for found in record.staleness] == [1, 3]
+    (age, *_), moved = record.epochs[-1]["age"].values(), record.epochs[-1]["pulled_bytes"]
+    assert age >= 1
+    assert moved > 0
+    whole_parts = describe_parts(data.edge_index, gas.HaloLoader(data, 6).labels)
+    for name, values in record.run["parts"]["batches"].items():
+        assert sorted(values) == sorted(whole_parts["batches"][name])
+
+
+def stale_rows(data: Data) -> Any:
+    """What a diagnosis finds after the weights have moved, of rows that were written before."""
+    torch.manual_seed(4)
+    trained = model().double()
+    if ranks.current().size > 1:
+        loader: Any = ranks.RankLoader(data, 6)
+        ranks.autoscale(trained, loader)
+    else:
+        loader = gas.HaloLoader(data, 6)
+        gas.autoscale(trained, data)
+    gas.refresh(trained, loader)
+    with torch.no_grad():
+        for weight in trained.parameters():
+            weight.mul_(1.1)
+    return gas.diagnose(trained, loader, ages=loader.parts)["staleness"]["layers"]
+
+
+def test_staleness_is_that_of_all_nodes() -> None:
+    data = community_graph()
+    data.x = data.x.double()
+    alone = stale_rows(data)
+    for found in run_ranks(3, stale_rows, data):
+        for mine, wanted in zip(found, alone, strict=True):
+            for what in ("staleness", "closeness", "history"):
+                assert (mine[what] is None) == (wanted[what] is None)
+                assert mine[what] is None or mine[what] == pytest.approx(wanted[what], rel=1e-9), what
+            assert sum(group["rows"] for group in mine["by_age"]) == sum(group["rows"] for group in wanted["by_age"])
+
+
+def ages_in_rows(data: Data, folder: Path, **options: Any) -> int:
+    """A run whose rows are the number of their step; after each step its ages must be those of all rows it has."""
+    strategies: list[RankStrategy] = []
+    exchange, follow = RankTransfer.exchange, RankStrategy._follow
+
+    def numbered(self: Any, slot: str, history: Any, rows: Tensor, *, push: bool = True) -> Tensor:
+        flow = strategies[0].flow if strategies else None
+        beside = self._ghosts._aside is not None  # a refresh, after the last step
+        step = 0 if flow is None else flow.steps + (not beside)
+        return exchange(self, slot, history, rows * 0 + step, push=push)
+
+    def check(self: RankStrategy, item: Any) -> None:
+        if not strategies:
+            strategies.append(self)
+        follow(self, item)
+        assert self.flow is not None
+        shard, ghosts = self._loader.shard, self._loader.ghosts
+        assert shard is not None
+        assert ghosts is not None
+        ghosts._arrive(left=options["lag"])
+        known = shard.nodes.numel()
+        written = next(iter(self._memory.histories.values())).raw[:known, 0]
+        ages, seen = self.flow.ages()[:known], written > 1  # rows of the first step are not numbered yet
+        wanted = self.flow.steps + 1 - written[seen]
+        assert torch.equal(ages[seen], wanted.long())
+        checked.append(int(seen[shard.num_own :].sum()))
+
+    checked: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankTransfer, "exchange", numbered)
+        patch.setattr(RankStrategy, "_follow", check)
+        fit(data, batch_size=1, run_dir=str(folder), diagnose_every="never", **options)
+    return sum(checked)
+
+
+@pytest.mark.parametrize("options", [{"lag": 0, "refresh": 0}, {"lag": 1, "refresh": 0}, {"lag": 1, "refresh": 1}])
+def test_the_ages_of_own_rows_and_of_those_of_other_ranks_are_known(options: dict[str, Any], tmp_path: Path) -> None:
+    assert min(run_ranks(2, ages_in_rows, community_graph(), tmp_path / "run", **options)) > 0
 
 
 def test_a_folder_of_shards_gives_the_same_bits_as_the_graph(tmp_path: Path) -> None:
@@ -119,8 +213,10 @@ def test_labels_and_numbers_are_told_apart_by_all_shards_together(tmp_path: Path
         {"compensate": "gradient"},
         {"lipschitz": 0.1, "refresh_every": "epoch", "drawings": 2, "schedule": "plateau"},
         {"evaluation": "histories", "history_dtype": "int8", "storage": "disk", "history_dir": "histories"},
-        {"lag": 1, "sync_norms": True},
+        {"lag": 1, "sync_norms": True, "verify": True},
         {"mode": "history", "edge_dropout": 0.2, "grad_norm": 0.5, "refresh_every": 2, "patience": 1},
+        {"compensate": "gradient", "refresh": 1, "accumulate": 2, "lag": 1, "batch_size": 1, "sync_norms": True},
+        {"compensate": "momentum", "lipschitz": 0.1, "sync_norms": True},
     ],
 )
 def test_options_of_steps_run_on_ranks(options: dict[str, Any], tmp_path: Path) -> None:
@@ -129,6 +225,45 @@ def test_options_of_steps_run_on_ranks(options: dict[str, Any], tmp_path: Path) 
     found = run_ranks(2, fit, one_class_apart(community_graph()), **options)
     assert same_bits(found[0].weights, found[1].weights)
     assert found[0].result.steps > 0
+    for run in found:
+        checked = run.result.verification
+        assert (checked is not None) == ("verify" in options)
+        assert checked is None or checked.exact
+
+
+def shallow(data: Any, **options: Any) -> Run:
+    """A run of a model of one layer, whose steps are the same whatever is in histories."""
+    made = GCN(FEATURES, CLASSES, hidden=8, layers=1, dropout=0.0)
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        for weight in made.parameters():
+            nn.init.normal_(weight, std=0.3)
+    made.double()
+    return Run(gas.fit(made, data, num_parts=6, epochs=3, **options), weights_of(made))
+
+
+@pytest.mark.parametrize(("size", "accumulate"), [(2, 3), (3, 7)])
+def test_accumulated_steps_are_the_mean_over_the_batches_of_all_ranks(size: int, accumulate: int) -> None:
+    data = community_graph()
+    data.x = data.x.double()
+    labels = gas.HaloLoader(data, 6).labels
+    train_on(data, (labels < 3) | (torch.arange(data.num_nodes) % 5 == 0) & (labels < 5))
+    found = run_ranks(size, shallow, data, accumulate=accumulate)
+    alone = shallow(data, accumulate=6)
+    for run in found:
+        assert run.result.steps == alone.result.steps == 3
+        for name, weight in alone.weights.items():
+            torch.testing.assert_close(run.weights[name], weight, rtol=1e-9, atol=1e-12)
+
+
+def test_evaluation_in_other_batches_gives_the_same_scores() -> None:
+    data = community_graph()
+    first = run_ranks(2, fit, data, refresh_every="epoch")
+    for parts in (1, 40):
+        other = run_ranks(2, fit, data, refresh_every="epoch", evaluate_parts=parts)
+        for one, two in zip(first[0].result.epochs, other[0].result.epochs, strict=True):
+            assert one.scores == pytest.approx(two.scores)
+            assert one.loss == pytest.approx(two.loss)
 
 
 @pytest.mark.parametrize(
@@ -136,25 +271,17 @@ def test_options_of_steps_run_on_ranks(options: dict[str, Any], tmp_path: Path) 
     [
         ({"mode": "cluster"}, "mode 'gas' or 'history'"),
         ({"mode": "exact"}, "mode 'gas' or 'history'"),
-        ({"accumulate": 2}, "accumulate must be 1"),
         ({"exact_epochs": 1}, "exact_epochs must be 0"),
-        ({"refresh": 1}, "refresh must be 0"),
-        ({"evaluate_parts": 1}, "evaluate_parts must be None"),
-        ({"verify": True}, "verify must be False"),
-        ({"compensate": "momentum"}, "by gradients"),
-        ({"diagnose_every": 1}, "diagnose_every"),
-        ({"sync_norms": True, "lipschitz": 0.1}, "sync_norms needs plain steps"),
-        ({"task": "link"}, "something of nodes"),
+        ({"refresh": 2, "batch_size": 3}, "refresh must be at most the number of batches of a rank, 1"),
+        ({"diagnose": ("gradients",)}, "ranks diagnose staleness only"),
+        ({"task": Deviation()}, "ranks know tasks of nodes, links and graphs, but got a Deviation"),
         ({"num_parts": 1, "batch_size": 1}, "a part of its own"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_by_name(options: dict[str, Any], message: str) -> None:
-    data: Any = community_graph()
-    if options.get("task") == "link":
-        data = gas.Dataset.of(data).split_links(0)
-    for error in outcomes(2, fit_with, data, options):
+    for error in outcomes(2, fit_with, community_graph(), options):
         assert isinstance(error, gas.InputError), error
-        assert message in str(error) or "one plain graph" in str(error)
+        assert message in str(error)
 
 
 def fit_with(data: Any, options: dict[str, Any]) -> Run:
@@ -195,7 +322,14 @@ class StopError(Exception):
     """Ends a run."""
 
 
-@pytest.mark.parametrize("options", [{"checkpoint_every": 1}, {"compensate": "gradient", "history_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint_every": 1, "accumulate": 3, "refresh": 1},
+        {"compensate": "gradient", "history_dtype": "int8", "refresh": 2, "lag": 1},
+        {"compensate": "momentum", "checkpoint_every": 1},
+    ],
+)
 def test_a_run_resumes_with_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
     plain_run = run_ranks(2, fit, community_graph(), **SETTINGS, **options)
     run_ranks(2, interrupted, tmp_path, 2, **options)
@@ -240,7 +374,7 @@ def rows_found(folder: Path) -> dict[str, Tensor]:
             if not isinstance(loader, ranks.RankLoader):
                 found[slot] = torch.empty_like(history.raw).index_copy_(0, order, history.raw)
                 continue
-            own, nodes = loader.num_own, loader.shard.nodes  # type: ignore[union-attr]
+            own, nodes = loader.num_own, loader.shard.nodes
             found[slot] = loader.world.broadcast(loader.gathered(history.raw[:own].clone()))
             assert torch.equal(history.raw[own : nodes.numel()], found[slot][nodes[own:]]), "ghosts are up to date"
         raise StopError

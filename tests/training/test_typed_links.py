@@ -17,6 +17,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.models import build_model
 from gnnautoscale.tasks import LinkPrediction
 from gnnautoscale.tasks.pairs import Pairs
+from support.ranks import outcomes
 
 LIKES, LIKED = ("user", "likes", "item"), ("item", "rev_likes", "user")
 
@@ -50,6 +51,12 @@ def trained(data: Any = None, **options: Any) -> tuple[gas.FitResult, nn.Module,
     model = build_model("hetero-sage", data[0], 8, ["user", "item"], hidden=8, dropout=0.0)
     defaults = {"num_parts": 8, "batch_size": 4, "epochs": 25, "lr": 0.02, "device": "cpu", "evaluate_every": 5}
     return gas.fit(model, data, task=task, **{**defaults, **options}), model, task
+
+
+def test_ranks_refuse_them_by_name() -> None:
+    for error in outcomes(2, trained):
+        assert isinstance(error, InputError), error
+        assert "ranks predict links between nodes of one type" in str(error)
 
 
 @pytest.mark.parametrize("mode", ["gas", "full", "cluster", "sage"])

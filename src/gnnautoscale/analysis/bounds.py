@@ -9,10 +9,10 @@ staleness alone. All norms are Euclidean. ``docs/theory.md`` lists corrections t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, starmap
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ from gnnautoscale.forward import (
     evaluating,
 )
 from gnnautoscale.graph import BatchInfo, HaloLoader, TypedInfo
-from gnnautoscale.history import History, codec_for
+from gnnautoscale.history import History, codec_for, open_history
 
 Number = TypeVar("Number", float, Tensor)
 # How many rows of a history to read at once, because a GPU may not have room for all.
@@ -338,6 +338,18 @@ class _Rows(RowStore):
         if slot not in kept:
             kept[slot] = torch.zeros(session.memory.num_nodes, rows.size(1), dtype=rows.dtype)
         kept[slot][session.info.nodes] = rows.to(kept[slot])
+
+    def share(self, memory: Any, slots: Iterable[str]) -> None:
+        sharing = getattr(memory, "sharing", None)
+        if sharing is not None:
+            sharing.share({"": [_as_history(self._written[slot]) for slot in sorted(slots)]})
+
+
+def _as_history(rows: Tensor) -> History:
+    """A history that these very rows are in, ``[num_nodes, width]``."""
+    made = open_history("device", rows.size(0), rows.size(1), rows.dtype, device=rows.device)
+    made.raw = rows
+    return made
 
 
 def _steps(read: dict[str, Tensor], written: dict[str, Tensor]) -> ExchangePolicy:

@@ -70,6 +70,8 @@ def diagnose(
     amplifies a small change of its inputs on the whole graph, and the constants of its messages and its update if
     these are known.
 
+    Several ranks measure ``"staleness"`` together, and each gets that of all nodes; there is no bound.
+
     On a heterogeneous graph each slot has rows of one type of nodes, and so has its staleness. There is no bound, and
     no ``"lipschitz"``.
 
@@ -115,7 +117,10 @@ def diagnose(
         "lipschitz": _lipschitz,
     }
     found: dict[str, dict[str, Any]] = {}
-    attached_alone(model, "diagnose")
+    if names != ["staleness"]:
+        attached_alone(model, "diagnose but for 'staleness'")
+    if isinstance(loader.graph, TypedGraph):
+        attached_alone(model, "diagnose on a heterogeneous graph")
     with _nothing_changed(model):
         for name in names:
             start = time.perf_counter()
@@ -131,6 +136,7 @@ def _staleness(model: nn.Module, loader: HaloLoader, *, call: CallModel, ages: T
         info = info_of(batch)
         pulled[(info.joined if isinstance(info, TypedInfo) else info).halo] = True
     if not isinstance(graph, TypedGraph):
+        errors, pulled, ages = _of_everyone(loader, errors, pulled, ages)
         bounds = _bounds(model, loader, errors)
         return {"layers": [_layer(at, pulled, ages, bound) for at, bound in zip(errors, bounds, strict=True)]}
 
@@ -143,6 +149,28 @@ def _staleness(model: nn.Module, loader: HaloLoader, *, call: CallModel, ages: T
         own_ages = None if ages is None else of_type(kind, ages)
         layers.append({**_layer(at, of_type(kind, pulled), own_ages, None), "type": kind})
     return {"layers": layers}
+
+
+def _of_everyone(
+    loader: HaloLoader, errors: Sequence[LayerErrors], pulled: Tensor, ages: Tensor | None
+) -> tuple[list[LayerErrors], Tensor, Tensor | None]:
+    """The values of all nodes; each of several ranks has those of its own."""
+    pulled[loader.pulled_elsewhere] = True
+
+    def whole(values: Tensor) -> Tensor:
+        return torch.cat(loader.everyone(values[: loader.num_own]))
+
+    found = [
+        replace(
+            at,
+            closeness=whole(at.closeness),
+            staleness=whole(at.staleness),
+            history=whole(at.history),
+            norm=whole(at.norm),
+        )
+        for at in errors
+    ]
+    return found, whole(pulled), None if ages is None else whole(ages)
 
 
 def _layer(errors: LayerErrors, pulled: Tensor, ages: Tensor | None, bound: float | None) -> dict[str, Any]:
@@ -178,11 +206,12 @@ def _by_age(ages: Tensor, staleness: Tensor) -> list[dict[str, Any]]:
 def _bounds(model: nn.Module, loader: HaloLoader, errors: Sequence[LayerErrors]) -> list[float | None]:
     """Theorem 1's bound on the largest error of each layer; ``None`` if it does not apply or constants are unknown.
 
-    It applies to layers that read only the layer before and all use the same edges.
+    It applies to layers that read only the layer before and all use the same edges, which must be in one process.
     """
     scaler, plan = attached(model), cast(Plan, attached(model).plan)
     slots = [slot for slot in plan.needs if slot != Plan.OUTPUT]
     plain = all(plan.needs[slot] == {before} for before, slot in pairwise([*slots, Plan.OUTPUT]))
+    plain = plain and getattr(scaler.memory, "sharing", None) is None
     layers = _constants(model) if plain and not plan.inner and not plan.explicit else None
     records = [record for slot in slots for record in scaler.memory.records.get(slot, [])]
     same = len(records) == len(slots) and len(set(records)) == 1 and records[0].edges.target_row == 1

@@ -47,6 +47,7 @@ from gnnautoscale.forward import (
 from gnnautoscale.graph import BatchTensor, Graph, TypedGraph, TypedInfo
 from gnnautoscale.history import Storage
 from gnnautoscale.planner import graph_form, make_plan, skips_at_random, still_holds
+from gnnautoscale.transfer import Sharing
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -326,18 +327,23 @@ class Autoscaler:
             raise
 
     @contextmanager
-    def visiting(self, graph: Any, *, apart: bool) -> Iterator[Any]:
+    def visiting(self, graph: Any, *, apart: bool, sharing: Sharing | None = None) -> Iterator[Any]:
         """Evaluate a graph; yields the histories to use, temporary ones unless it is the training graph itself.
 
-        Those of the training graph are temporary too if ``apart``.
+        Those of the training graph are temporary too if ``apart``. Other processes are ``sharing`` another graph.
         """
         self._identify(graph)
-        if graph.key == self.key:
+        # Other processes may see another graph where this one sees the same, so what they share decides.
+        is_own = graph.key == self.key and (sharing is None or sharing is self.memory.sharing)
+        if is_own:
             memory = self.memory.apart(graph, device_of(self._model)) if apart else self.memory
         else:
             known = self._others.pop(graph.key, None)
             mine = self.memory
             known = known or memory_for(graph, mine.medium or mine.storage, mine.dtype, mine.folder)
+            if sharing is not None:
+                known.sharing = sharing
+                sharing.follow(lambda: known.records_by_kind)
             self._others = {**dict(list(self._others.items())[1 - _MOST_OTHERS :]), graph.key: known}
             memory = known.apart(graph, device_of(self._model))
         before, self._visited = self._visited, (graph.key, memory)

@@ -41,7 +41,7 @@ from gnnautoscale.forward import (
     run_pass,
     step_exchange,
 )
-from gnnautoscale.graph import BatchInfo, BatchTensor, Graph, HaloLoader, TypedGraph, check_nodes
+from gnnautoscale.graph import WHOLE_ID, BatchInfo, BatchTensor, Graph, HaloLoader, TypedGraph, check_nodes
 
 # A graph that comes without a loader is cut into parts of about this size, or not at all if it is smaller.
 _PART_NODES, _PART_EDGES = 100_000, 1_000_000
@@ -129,7 +129,8 @@ def infer_on(
 ) -> Any:
     """See :func:`infer`; the output is gathered on a device, that of the model or the host."""
     scaler, loader = attached(model), loader_for(model, loader)
-    with evaluating(model), scaler.visiting(loader.follow(), apart=not update_histories) as memory:
+    graph, apart = loader.follow(), not update_histories
+    with evaluating(model), scaler.visiting(graph, apart=apart, sharing=loader.sharing) as memory:
         if loader.is_whole:
             out = collect(model, loader, call, StepExchange(push_all=update_histories), device)
         else:
@@ -162,8 +163,8 @@ def refresh(
     """Recompute histories of the training graph with the current weights, in evaluation mode.
 
     Given a loader, all of them become exact. Given one of its batches, only that batch's rows are computed and pushed,
-    from those that it pulls, as in a training step: cheap enough to come before each step. The model keeps its weights,
-    their gradients, and its mode.
+    from those that it pulls, as in a training step: cheap enough to come before each step; of several ranks each
+    passes a batch of its own. The model keeps its weights, their gradients, and its mode.
 
     Args:
         model: An autoscaled model.
@@ -207,11 +208,13 @@ def _refresh_batch(model: nn.Module, batch: Any, call: CallModel, loss: Callable
     whole = info.holds_all_nodes
     exchange = StepExchange(push_all=True) if whole else step_exchange(scaler.compensate)
     goes_back = loss is not None and scaler.compensate == "gradient" and not whole
-    with evaluating(model), scaler.running(exchange), torch.set_grad_enabled(goes_back):
+    memory = scaler.memory
+    with evaluating(model), scaler.running(exchange), memory.aside(info), torch.set_grad_enabled(goes_back):
         out = call(model, to_model_device(batch, model))
         if loss is not None and goes_back:
             weights = [weight for weight in weights_of(model) if weight.requires_grad]
             torch.autograd.grad(loss(out), weights, allow_unused=True)
+            memory.send_gradients()
 
 
 @checked(nodes={"fix": "Use torch.tensor(nodes), or a dictionary of tensors by type."})
@@ -334,7 +337,7 @@ def sweep(
         collect(model, loader, call, SweepExchange(level, store), together=together)
         if isinstance(store, StreamedStore):
             store.settle(device)
-        attached(model).memory_of(loader.graph).share(level)
+        store.share(attached(model).memory_of(loader.graph), level)
     return store
 
 
@@ -364,20 +367,19 @@ class Outputs(AbstractContextManager["Outputs"]):
     """Gathers the outputs of batches; a GPU's are written to host memory while it goes on."""
 
     def __init__(self, loader: HaloLoader, scaler: Autoscaler, device: torch.device) -> None:
-        self._graph, self._scaler, self._device = loader.graph, scaler, device
-        self._num_own = loader.num_own
+        self._loader, self._scaler, self._device = loader, scaler, device
         self._thread = ThreadPoolExecutor(1, "outputs")
         self._writes: list[Future[None]] = []
         #: The output of all nodes.
         self.result: Any = None
 
-    def _spaces(self, batch: Any, out: Any) -> list[tuple[BatchInfo, BatchTensor, int]]:
+    def _spaces(self, batch: Any, out: Any) -> list[tuple[BatchInfo, Tensor, int]]:
         """For each tensor of an output: where the batch's nodes of its type lie, which they are, and how many exist."""
         info = info_of(batch)
-        if isinstance(self._scaler.plan, TypedPlan):
-            kinds = self._scaler.plan.output_kinds
-            return [(info.nodes[kind], batch[kind].n_id, self._graph.counts[kind]) for kind in kinds]
-        return [(info, batch.n_id, self._num_own)] * len(tensors_in(out))
+        if not isinstance(self._scaler.plan, TypedPlan):
+            return [(info, batch.n_id.plain, self._loader.num_own)] * len(tensors_in(out))
+        kinds, counts = self._scaler.plan.output_kinds, self._loader.own_counts
+        return [(info.nodes[kind], _numbers(info.nodes[kind], batch[kind]), counts[kind]) for kind in kinds]
 
     def add(self, batch: Any, out: Any) -> None:
         """Add the output of a batch's own nodes."""
@@ -390,7 +392,7 @@ class Outputs(AbstractContextManager["Outputs"]):
         results = zip(tensors_in(self.result), tensors_in(out), spaces, strict=True)
         for whole, rows, (info, n_id, _) in results:
             if rows.device == whole.device:
-                nodes = info.nodes if rows.device.type == "cpu" else n_id.plain[: info.batch_size]
+                nodes = info.nodes if rows.device.type == "cpu" else n_id[: info.batch_size]
                 whole.index_copy_(0, nodes, rows)
             else:
                 staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
@@ -402,6 +404,12 @@ class Outputs(AbstractContextManager["Outputs"]):
         self._thread.shutdown()
         for write in self._writes:
             write.result()
+
+
+def _numbers(info: BatchInfo, store: Any) -> Tensor:
+    """Which nodes of a type in the loader's data a batch has, ``[num_rows]``; ``n_id`` may be of a larger graph."""
+    numbers: Tensor = info.order.nodes_at(info.rows) if WHOLE_ID in store else store.n_id.plain
+    return numbers
 
 
 def _write(whole: Tensor, info: BatchInfo, staged: Tensor, arrived: torch.cuda.Event) -> None:

@@ -53,10 +53,12 @@ class Recomputation:
     """Recomputes nodes, ``[count]``: on the whole graph if it fits into memory, else on their receptive field.
 
     Those of a heterogeneous graph are nodes of the joined graph. The model's ``plan`` tells how wide its layers are,
-    and how far it looks.
+    and how far it looks. The graph may be less than ``whole``, and end as far from the nodes as the model looks.
     """
 
-    def __init__(self, model: nn.Module, graph: Graph | TypedGraph, nodes: Tensor, plan: Plan) -> None:
+    def __init__(
+        self, model: nn.Module, graph: Graph | TypedGraph, nodes: Tensor, plan: Plan, *, whole: bool = True
+    ) -> None:
         self._scaler, self._whole, self._nodes = attached(model), graph, nodes
         self._graph = graph.joined if isinstance(graph, TypedGraph) else graph
         features = (
@@ -78,7 +80,7 @@ class Recomputation:
             )
         self._groups = None if fitting else list(self._split(nodes))
         #: What nodes are recomputed on, in words.
-        self.how = "the whole graph" if fitting else f"their receptive field of {self._hops} hops"
+        self.how = "the whole graph" if fitting and whole else f"their receptive field of {self._hops} hops"
 
     def run(self, mode: Mode, call: CallModel) -> Rows:
         """What the model computes in a mode. It starts from its present state, which stays as it is."""

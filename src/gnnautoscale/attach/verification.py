@@ -22,7 +22,7 @@ from gnnautoscale._util import checked, tensors_in, undisturbed
 from gnnautoscale.attach.autoscaler import attached, attached_alone
 from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, info_of, to_model_device
 from gnnautoscale.attach.inference import infer, nodes_by_type, plan_of, sweep
-from gnnautoscale.attach.recomputation import Kinds, Mode, Recomputation, Rows
+from gnnautoscale.attach.recomputation import Kinds, Mode, Recomputation, Rows, receptive_hops
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import (
     Arguments,
@@ -122,6 +122,9 @@ def verify(
     If one of them deviates, the layers are compared too, to name the first that does. Everything is computed without
     autocast and TF32. Weights, buffers, attributes, histories, gradients, modes and random states stay as they are.
 
+    Of several ranks each verifies nodes of its own, on their receptive field, which it gathers from the others; all of
+    them get what they found together.
+
     Args:
         model: An autoscaled model.
         loader: Makes the batches, of the training graph or of another one.
@@ -145,62 +148,77 @@ def verify(
         >>> found.exact, found.nodes, found.how
         (True, 10, 'the whole graph')
     """
-    scaler, graph = attached_alone(model, "verify"), loader.follow()
+    scaler, graph = attached(model), loader.follow()
+    if isinstance(graph, TypedGraph):
+        attached_alone(model, "verify on a heterogeneous graph")
     with _full_precision(device_of(model)), scaler.visiting(graph, apart=True):
         with evaluating(model):
             plan = plan_of(model, loader, call)  # may initialize lazy weights, which stay
         with undisturbed(device_of(model)):
             with _untouched(model):
                 outputs = tensors_in(infer(model, loader, call=call, update_histories=False))
-            chosen = _chosen(nodes, graph, seed, plan)
+            chosen = _chosen(nodes, loader, seed, plan)
             by_type = _by_type(graph, chosen)
-            precision, tolerance = _tolerance(model, plan, outputs, len(loader) > 1)
-            plain = Recomputation(model, graph, chosen, plan)
+            precision, tolerance = _tolerance(model, plan, outputs, not loader.is_whole)
+            plain = _recomputation(model, loader, chosen, plan)
             exact = plain.run(evaluating, call)
             pairs = zip(outputs, Kinds(plan).of_outputs(len(outputs)), strict=True)
-            inference, layer = _largest_error([value[by_type[kind]] for value, kind in pairs], exact.outputs), None
+            inference = _largest_error([value[by_type[kind]] for value, kind in pairs], exact.outputs)
+            # All processes that share the graph look at layers if one of them has to.
+            inference, layer = max(loader.everyone(inference)), None
             if inference > tolerance:
                 layer = _first_deviating(_steps(model, loader, chosen, evaluating, call, plan), exact, tolerance)
-            training, note = None, ""
-            try:
-                training, other = _compare_training(model, loader, chosen, call, tolerance)
-                layer = layer or other
-            except UnsupportedModelError as error:
-                note = f"Training steps were not compared: {error}"
+            training, other, note = _compare_training(model, loader, chosen, call, tolerance)
+            layer = layer or other
     return Verification(
-        nodes=chosen.numel(),
+        nodes=sum(loader.everyone(chosen.numel())),
         how=plain.how,
         inference=inference,
         training=training,
-        layer=layer,
+        layer=next((name for name in loader.everyone(layer) if name is not None), None),
         precision=precision,
         tolerance=tolerance,
         exact=max(inference, training or 0.0) <= tolerance,
-        note=note,
+        note=note and f"Training steps were not compared: {note}",
     )
 
 
 def _compare_training(
     model: nn.Module, loader: HaloLoader, nodes: Tensor, call: CallModel, tolerance: float
-) -> tuple[float, str | None]:
-    """The largest error of training steps, and if that is more than rounding, the first layer that deviates."""
-    with _training(model):
-        plan = plan_of(model, loader, call)  # before chance is left out, since the planner looks at it
-    plain = Recomputation(model, loader.graph, nodes, plan)
+) -> tuple[float | None, str | None, str]:
+    """The largest error of training steps, and if that is more than rounding, the first layer that deviates.
+
+    If there are no steps to compare, on one of the processes that share the graph, the reason is the third.
+    """
+    plan, why_not = Plan(), ""
+    try:
+        with _training(model):
+            plan = plan_of(model, loader, call)  # before chance is left out, since the planner looks at it
+    except UnsupportedModelError as refusal:
+        why_not = str(refusal)
+    why_not = next(filter(None, loader.everyone(why_not)), "")
+    if why_not:
+        return None, None, why_not
+    plain = _recomputation(model, loader, nodes, plan)
     for seed in range(_MOST_SEEDS):
         seeded = partial(_call_seeded, call, seed)
         exact = plain.run(_training_without_chance, seeded)
         if plan.calls.keys() <= exact.described.keys():
             break
     else:
-        raise UnsupportedModelError(
-            "there must be steps that run all layers",
-            got="a model that leaves out some of them at random in every step",
-            fix="Leave out fewer of them.",
-        )
+        got = "a model that leaves out some of them at random in every step"
+        rule, fix = "there must be steps that run all layers", "Leave out fewer of them."
+        why_not = str(UnsupportedModelError(rule, got=got, fix=fix))
+    if any(loader.everyone(bool(why_not))):
+        return None, None, why_not
     steps = _steps(model, loader, nodes, _training_without_chance, seeded, plan)
-    error = _largest_error(steps.outputs, exact.outputs)
-    return error, _first_deviating(steps, exact, tolerance) if error > tolerance else None
+    error = max(loader.everyone(_largest_error(steps.outputs, exact.outputs)))
+    return error, _first_deviating(steps, exact, tolerance) if error > tolerance else None, ""
+
+
+def _recomputation(model: nn.Module, loader: HaloLoader, nodes: Tensor, plan: Plan) -> Recomputation:
+    graph, places = loader.graph_around(nodes, receptive_hops(plan))
+    return Recomputation(model, graph, places, plan, whole=graph is loader.graph)
 
 
 def _call_seeded(call: CallModel, seed: int, model: nn.Module, batch: Data) -> Any:
@@ -209,13 +227,17 @@ def _call_seeded(call: CallModel, seed: int, model: nn.Module, batch: Data) -> A
     return call(model, batch)
 
 
-def _chosen(nodes: Any, graph: Graph | TypedGraph, seed: int, plan: Plan) -> Tensor:
-    """The nodes to recompute, sorted and distinct, ``[count]``; those of a heterogeneous graph in the joined one."""
+def _chosen(nodes: Any, loader: HaloLoader, seed: int, plan: Plan) -> Tensor:
+    """The nodes to recompute, sorted and distinct, ``[count]``; those of a heterogeneous graph in the joined one.
+
+    Processes that share the graph draw about as many each, of their own ones.
+    """
+    graph = loader.graph
     if isinstance(nodes, (Tensor, dict)):
         first = graph.first if isinstance(graph, TypedGraph) else {"": 0}
         nodes = torch.cat([first[kind] + each for kind, each in nodes_by_type(nodes, graph).items()])
     elif not isinstance(nodes, bool) and isinstance(nodes, int) and nodes >= 0:
-        among = torch.arange(graph.num_nodes)
+        among, nodes = torch.arange(loader.num_own), -(-nodes // len(loader.everyone(None)))
         if isinstance(graph, TypedGraph):  # those that the model has outputs for
             kinds = dict.fromkeys(Kinds(plan).of_outputs(0))
             among = torch.cat([graph.first[kind] + torch.arange(graph.counts[kind]) for kind in kinds])
@@ -278,7 +300,7 @@ def _steps(model: nn.Module, loader: HaloLoader, nodes: Tensor, mode: Mode, call
     seen = _Seen(by_type, Kinds(plan))
     call = partial(_from_the_same_state, call)
     with _untouched(model), mode(model), scaler.visiting(loader.graph, apart=True) as memory:
-        if len(loader) > 1:
+        if not loader.is_whole:
             sweep(model, loader, call)
             batch = loader.batch_for(by_type if isinstance(graph, TypedGraph) else nodes)
             histories = _kept(memory, info_of(batch), device_of(model))

@@ -41,7 +41,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.models import build_model, check_model_options
 from gnnautoscale.models import model_name as resolve_name
-from gnnautoscale.ranks import MANIFEST, World, start
+from gnnautoscale.ranks import COUNTS, MANIFEST, World, read_manifest, start
 from gnnautoscale.runs import RESULT, FitResult, free_folder, score_text
 from gnnautoscale.tasks import Task, task_for
 from gnnautoscale.training import (
@@ -70,9 +70,12 @@ def train(
     log: Annotated[list[str] | None, typer.Option(help="Where else to send numbers: wandb or mlflow.")] = None,
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    timeout: Annotated[
+        float, typer.Option(help="On several ranks: seconds to wait for one that does not answer.")
+    ] = 600,
 ) -> None:
     """Train a model on a graph: with histories, in full batch, or with a baseline; under torchrun on several ranks."""
-    world = start()
+    world = start(timeout=timeout)
     quiet = quiet or not world.is_first
     if options["runs"] > 1 and (options["checkpoint_dir"] or options["resume"]):
         raise InputError(
@@ -125,7 +128,7 @@ def _train_all(
             if shards is None:
                 dataset, task = load_task(options, options["split"] + run)
             else:
-                _check_from_shards(model_name, options)
+                _check_from_shards(shards, model_name, options)
                 dataset = summary_of(shards)
                 task = task_for(dataset, options["task"])
         seed = training.seed + run
@@ -311,14 +314,14 @@ def _shards(options: dict[str, Any]) -> Path | None:
     return folder if folder is not None and (folder / MANIFEST).is_file() else None
 
 
-def _check_from_shards(model: str, options: dict[str, Any]) -> None:
+def _check_from_shards(shards: Path, model: str, options: dict[str, Any]) -> None:
     """Refuse what needs more of a graph than a rank's shard."""
-    if model in ("pna", "pna-jk", "rgcn"):
+    if model in ("pna", "pna-jk", "rgcn") and COUNTS not in read_manifest(shards)["whole"]:
         fix = "Choose another model, or pass the whole graph as --data."
         raise InputError(f"the model '{model}' is built from the whole graph", got="a folder of shards", fix=fix)
     if options["task"] not in (None, "classification", "regression"):
-        fix = "Leave --task out."
-        raise InputError("ranks predict something of nodes", got=f"--task {options['task']}", fix=fix)
+        fix = "Leave --task out, or pass the whole graph as --data."
+        raise InputError("folders of shards have targets of nodes", got=f"--task {options['task']}", fix=fix)
     given = chosen([each for each in DATA if each.name not in ("data", "root", "split")], options)
     if given or options["num_parts"] != OPTIONS["num_parts"].default:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given) or "--num-parts"

@@ -18,7 +18,7 @@ from gnnautoscale.cli.typed import facts_of_parts, graph_without_targets
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph, TypedGraph, connectivity, groups_to_balance
 from gnnautoscale.graph import partition as cut
-from gnnautoscale.ranks import write_shards
+from gnnautoscale.ranks import TARGET, write_shards
 
 #: The rule of a file that results are written to.
 OUTPUT = "--output names a file in an existing folder"
@@ -47,8 +47,11 @@ def partition(
         if bidirectional:
             raise InputError("--bidirectional belongs to --ranks", got="it alone", fix="Add --ranks, or leave it out.")
     with working(f"loading {options['data']}"):
-        untold = graph_without_targets(options)
-        loaded = load_dataset(options).passing() if untold is None else untold
+        loaded: Any = graph_without_targets(options)
+        targets: tuple[str, ...] = ()
+        if loaded is None:
+            dataset = load_dataset(options)
+            loaded, targets = dataset.passing(), dataset.targets
     typed = TypedGraph.of(loaded) if isinstance(loaded, HeteroData) else None
     graph = loaded if typed is None else typed.joined.data
     groups = groups_to_balance(Graph.of(graph) if typed is None else typed) if options["balance"] else None
@@ -82,8 +85,8 @@ def partition(
         facts |= facts_of_parts(typed, labels)
     if output is not None and ranks is not None:
         with working("shards", long=graph.num_edges > LONG_TO_CUT):
-            name = {"name": Path(options["data"]).stem}
-            how: dict[str, Any] = {"bidirectional": bidirectional, "seed": options["seed"], "facts": name}
+            told = {"name": Path(options["data"]).stem, **({TARGET: targets[0]} if targets else {})}
+            how: dict[str, Any] = {"bidirectional": bidirectional, "seed": options["seed"], "facts": told}
             manifest = write_shards(output, loaded, labels, ranks, **how)
         for title, key in (("own nodes", "own"), ("ghosts", "ghosts"), ("edges", "edges")):
             counts = [shard[key] for shard in manifest["shards"]]

@@ -150,6 +150,10 @@ class RowStore:
         """Start to read all rows of some slots for the batch that is likely to follow."""
         return
 
+    def share(self, memory: Any, slots: Iterable[str]) -> None:
+        """Give other processes that have a share of the graph the rows of slots that they need, and receive theirs."""
+        return
+
 
 class HistoryStore(RowStore):
     """The histories, accessed directly instead of through a transfer; only read unless it ``writes``."""
@@ -187,6 +191,10 @@ class HistoryStore(RowStore):
     def _push(self, history: History, rows: Tensor, where: Tensor, runs: Runs) -> None:
         """Write rows of a batch, ``[batch_size, width]``, to a history."""
         history.push(rows, where, runs)
+
+    def share(self, memory: Any, slots: Iterable[str]) -> None:
+        """See :meth:`RowStore.share`."""
+        memory.share(slots)
 
 
 class StreamedStore(HistoryStore):

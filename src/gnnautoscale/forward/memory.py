@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -40,7 +41,8 @@ class GraphMemory:
     """A history for each slot of a model on one graph, and the records of its layer calls.
 
     Histories have the type of the embeddings unless ``dtype`` is given; ``storage="auto"`` decides where they live once
-    their size is known. If ``overlap``, rows in host memory and on disk move while a step computes.
+    their size is known. If ``overlap``, rows in host memory and on disk move while a step computes. In a heterogeneous
+    graph the rows are those of one ``kind`` of nodes.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class GraphMemory:
         folder: Folder | str | Path | None = None,
         *,
         overlap: bool = True,
+        kind: str = "",
     ) -> None:
         check_storage(storage, folder if not isinstance(folder, Folder) else folder.path)
-        self.num_nodes, self.storage, self.dtype = num_nodes, storage, dtype
+        self.num_nodes, self.storage, self.dtype, self.kind = num_nodes, storage, dtype, kind
         self.folder = folder if isinstance(folder, Folder) else None
         if isinstance(folder, (str, Path)) and storage in ("disk", "auto"):
             self.folder = Folder(Path(folder))
@@ -110,7 +113,7 @@ class GraphMemory:
             self._close_transfer()
             # Rows that come from other processes must not be pulled ahead of them.
             opened = open_transfer(self.medium, device, overlap=self._overlap and self.sharing is None)
-            self._transfer = device, opened if self.sharing is None else self.sharing.around(opened)
+            self._transfer = device, opened if self.sharing is None else self.sharing.around(opened, self.kind)
         return self._transfer[1]
 
     def begin(self, info: BatchInfo, transfer: Transfer) -> None:
@@ -135,7 +138,16 @@ class GraphMemory:
         """Give other processes the rows of slots that they need, and receive theirs, if there are any."""
         if self.sharing is not None:
             self.settle()
-            self.sharing.share([self.histories[slot] for slot in sorted(slots)])
+            self.sharing.share({self.kind: [self.histories[slot] for slot in sorted(slots)]})
+
+    def aside(self, info: BatchInfo) -> AbstractContextManager[None]:
+        """A pass on a batch that is no step of training; if there are other processes, each makes one."""
+        return nullcontext() if self.sharing is None else self.sharing.aside(self.rows_of(info))
+
+    def send_gradients(self) -> None:
+        """Give other processes the gradients that were kept last, as far as they need them, and receive theirs."""
+        if self.sharing is not None and self.last_gradients:
+            self.sharing.send({self.kind: [self.last_gradients[slot] for slot in sorted(self.last_gradients)]})
 
     def release(self) -> None:
         """Free the threads that move rows, and let another run have the folder of histories on disk."""
@@ -207,6 +219,11 @@ class GraphMemory:
     def records(self) -> dict[str, list[EdgeRecord]]:
         """The records of each layer call, as of its last use."""
         return self.recorder.records if self.recorder is not None else {}
+
+    @property
+    def records_by_kind(self) -> dict[str, dict[str, list[EdgeRecord]]]:
+        """The records of layer calls along edges between nodes of one type, by type."""
+        return {self.kind: self.records}
 
     def record(
         self, graph: Graph, call: str, layer: MessagePassing, known: LayerCall, arguments: Arguments
@@ -343,7 +360,7 @@ class GraphMemory:
         self._close_transfer()
         graph, storage = None if info.typed is not None else info.graph, self.medium or self.storage
         num_nodes = max(info.order.nodes.numel(), 1)  # of some type there may be none
-        memory = GraphMemory(graph, num_nodes, storage, self.dtype, self.folder, overlap=self._overlap)
+        memory = GraphMemory(graph, num_nodes, storage, self.dtype, self.folder, overlap=self._overlap, kind=self.kind)
         memory.why, memory._written_by = self.why, self._written_by
         if self.histories:
             memory.reopen(_forms(self.histories), device, gradients=_forms(self.last_gradients))

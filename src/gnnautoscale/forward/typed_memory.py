@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale.errors import InputError
 from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import LayerCall, TypedPlan
 from gnnautoscale.forward.record import Arguments, EdgePreparer, EdgeRecord, OwnEdges, Recorder, prepare_edges
 from gnnautoscale.graph import BatchInfo, EdgeType, TypedGraph, TypedInfo
 from gnnautoscale.history import Folder, History, RowSums, Storage
-from gnnautoscale.transfer import BatchRows, Times, Transfer
+from gnnautoscale.transfer import BatchRows, Sharing, Times, Transfer
 
 
 class TypedRecorder(EdgePreparer):
@@ -114,7 +116,7 @@ class TypedMemory:
         if isinstance(folder, (str, Path)) and storage in ("disk", "auto"):
             folder = Folder(Path(folder))
         self.kinds = {
-            kind: GraphMemory(None, max(count, 1), storage, dtype, folder, overlap=overlap)
+            kind: GraphMemory(None, max(count, 1), storage, dtype, folder, overlap=overlap, kind=kind)
             for kind, count in graph.counts.items()
         }
         self.recorder = TypedRecorder(graph)
@@ -141,9 +143,39 @@ class TypedMemory:
         if info is not None and info.ready is not None:
             self.recorder.prepare_from_now_on(info, calls, gradients)
 
+    @property
+    def sharing(self) -> Sharing | None:
+        """See :class:`GraphMemory`; that of all types."""
+        return next(iter(self.kinds.values())).sharing
+
+    @sharing.setter
+    def sharing(self, sharing: Sharing | None) -> None:
+        for memory in self.kinds.values():
+            memory.sharing = sharing
+
     def share(self, slots: Iterable[str]) -> None:
-        """See :meth:`GraphMemory.share`; no process shares a heterogeneous graph with others."""
-        return
+        """See :meth:`GraphMemory.share`; the rows of all types are exchanged together."""
+        if self.sharing is not None:
+            self.settle()
+            slots = sorted(slots)
+            kinds = ((kind, memory.histories) for kind, memory in self.kinds.items())
+            self.sharing.share({kind: [known[slot] for slot in slots if slot in known] for kind, known in kinds})
+
+    def aside(self, info: TypedInfo) -> AbstractContextManager[None]:
+        """See :meth:`GraphMemory.aside`."""
+        if self.sharing is not None:
+            raise InputError(
+                "ranks refresh batches of a plain graph",
+                got="one of a heterogeneous graph",
+                fix="Refresh all histories at once: gas.refresh(model, loader).",
+            )
+        return nullcontext()
+
+    def send_gradients(self) -> None:
+        """See :meth:`GraphMemory.send_gradients`; those of all types travel together."""
+        if self.sharing is not None and self.last_gradients:
+            kinds = ((kind, memory.last_gradients) for kind, memory in self.kinds.items())
+            self.sharing.send({kind: [known[slot] for slot in sorted(known)] for kind, known in kinds})
 
     def settle(self) -> None:
         """See :meth:`GraphMemory.settle`."""
@@ -207,6 +239,15 @@ class TypedMemory:
         """The folder of histories on disk."""
         return next(iter(self.kinds.values())).folder
 
+    @property
+    def records_by_kind(self) -> dict[str, dict[str, list[EdgeRecord]]]:
+        """See :attr:`GraphMemory.records_by_kind`; edges between nodes of different types are as they are."""
+        found: dict[str, dict[str, list[EdgeRecord]]] = {}
+        for (source, _, target), records in self.recorder.records.items():
+            if source == target:
+                found.setdefault(target, {}).update(records)
+        return found
+
     def gradient(self, slot: str, plan: TypedPlan, device: torch.device) -> RowSums:
         """See :meth:`GraphMemory.gradient`."""
         return self.kinds[plan.kinds[slot]].gradient(slot, plan, device)
@@ -226,5 +267,5 @@ class TypedMemory:
         """See :meth:`GraphMemory.apart`."""
         made = TypedMemory(graph, self.medium or self.storage, self.dtype, self.folder, overlap=False)
         if graph.counts == self._counts:
-            made.recorder = self.recorder
+            made.recorder, made.sharing = self.recorder, self.sharing
         return made

@@ -188,11 +188,15 @@ def rows_of(data: Data, name: str) -> Literal["node", "edge"] | None:
     of link prediction, like ``edge_label_index`` and ``edge_label``, those of whole graphs, and in a ``Batch`` where
     each of its graphs begins.
     """
-    target = "edge_label_index" in name or (name.endswith("edge_label") and f"{name}_index" in data)
-    target = target or name in _LINK_TARGETS or name in _GRAPH_TARGETS
-    if target or not isinstance(data[name], Tensor) or is_start(data, name):
+    if is_target(data, name) or not isinstance(data[name], Tensor) or is_start(data, name):
         return None
     return "node" if data.is_node_attr(name) else "edge" if data.is_edge_attr(name) else None
+
+
+def is_target(data: Data, name: str) -> bool:
+    """Whether an attribute holds targets of links or of whole graphs, by its name."""
+    is_link = "edge_label_index" in name or (name.endswith("edge_label") and f"{name}_index" in data)
+    return is_link or name in _LINK_TARGETS or name in _GRAPH_TARGETS
 
 
 def is_start(data: Data, name: str) -> bool:

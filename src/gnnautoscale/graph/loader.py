@@ -224,14 +224,54 @@ class HaloLoader:
         return same and self.keep
 
     @property
+    def sharing(self) -> Any:
+        """What shares rows of this graph's histories with other processes; ``None`` if there are none."""
+        return None
+
+    @property
+    def parts_in_batches(self) -> list[int]:
+        """The number of parts in each batch of an epoch."""
+        return [len(group) for group in self._drawing.in_order()]
+
+    @property
     def num_own(self) -> int:
         """Number of nodes that are in some batch: all, unless other processes have some. They have the first rows."""
         return int(self.graph.num_nodes)
 
     @property
+    def own_counts(self) -> dict[str, int]:
+        """See :attr:`num_own`, of each type of nodes of a heterogeneous graph."""
+        return dict(self.graph.counts)
+
+    @property
     def is_whole(self) -> bool:
         """Whether one batch holds the whole graph."""
         return len(self) == 1
+
+    def everyone(self, value: Any) -> list[Any]:
+        """The values of all processes that share the graph, each of which calls this: here there is only one."""
+        return [value]
+
+    def graph_around(self, nodes: Tensor, hops: int) -> tuple[Any, Tensor]:
+        """A graph with everything at most so many hops from some nodes, ``[count]``, and which nodes they are in it.
+
+        Here that is the whole graph; of several processes none may have it.
+        """
+        return self.graph, nodes
+
+    @property
+    def parts(self) -> Tensor:
+        """The part of each node among those of all processes that share the graph, ``[num_nodes]``."""
+        return self.labels
+
+    @property
+    def pulled_elsewhere(self) -> Tensor:
+        """The nodes of this loader that are in halos of other processes, ``[count]``."""
+        return torch.empty(0, dtype=torch.long)
+
+    def in_batches(self, count: int) -> HaloLoader:
+        """A loader of the same graph for sweeps in so many batches."""
+        return HaloLoader(self.data, count, keep=self.keep, device=self.device)
 
     @property
     def num_batches(self) -> int:

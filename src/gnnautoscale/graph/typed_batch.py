@@ -26,7 +26,7 @@ from gnnautoscale.graph.batch import BatchInfo, BatchTensor, hand_over
 from gnnautoscale.graph.drawing import PartGroup
 from gnnautoscale.graph.edges import EdgeTable, FoundCut, RowOrder
 from gnnautoscale.graph.ready import ReadyBatch
-from gnnautoscale.graph.typed_graph import EdgeType, TypedGraph
+from gnnautoscale.graph.typed_graph import WHOLE_ID, EdgeType, TypedGraph
 from gnnautoscale.graph.unread import UnreadRows
 from gnnautoscale.kernels import Halo, OwnRows
 
@@ -379,8 +379,9 @@ class TypedAssembly:
         for kind, n_id in zip(graph.counts, by_type.split_nodes(by_type.n_id), strict=True):
             store, of = batch[kind], info.nodes[kind]
             for name in graph.rows[kind]:
-                store[name] = builder.take(kind, name, of, n_id, unread=unread)
-            store.n_id, store.batch_size, store.num_nodes = n_id, of.batch_size, n_id.numel()
+                store[name] = builder.take(kind, name, of, n_id, unread=unread and name != WHOLE_ID)
+            store.n_id = store[WHOLE_ID] if WHOLE_ID in graph.rows[kind] else n_id
+            store.batch_size, store.num_nodes = of.batch_size, n_id.numel()
         ends, numbers = by_type.split_edges(by_type.edge_index), by_type.split_edges(by_type.e_id)
         for kind, edge_index, e_id in zip(graph.relations, ends, numbers, strict=True):
             store = batch[kind]

@@ -20,6 +20,8 @@ from gnnautoscale.graph.hashing import fingerprint
 
 #: A type of edges: the type of their sources, a relation, and the type of their targets.
 EdgeType: TypeAlias = tuple[str, str, str]
+#: An attribute of nodes that are a part of a larger graph: their numbers there, which batches show as ``n_id``.
+WHOLE_ID = "whole_id"
 
 
 class TypedGraph:
@@ -90,6 +92,12 @@ class TypedGraph:
     def features_of(self, kind: str) -> dict[str, Tensor]:
         """The node-level tensors of a type apart from labels and masks, by name."""
         return {name: value for name, value in self.rows[kind].items() if not is_label(name)}
+
+    def numbers_below(self, kind: str) -> int:
+        """What the ``n_id`` of all nodes of a type are below: a table of them has as many rows, at least one."""
+        known = self.rows[kind].get(WHOLE_ID)
+        count = self.counts[kind] if known is None or not known.numel() else int(known.max()) + 1
+        return max(count, 1)
 
     def split(self, nodes: Tensor) -> dict[str, Tensor]:
         """Nodes of the joined graph, ``[count]``, by type, with their numbers among those of their type.

@@ -100,15 +100,15 @@ class TypedTrialGraph:
                 kind = self._info.kind_of[value.info]
                 found = batch[kind][value.attribute]
                 # A node may index a table of the real graph's size, which can be smaller than the trial graph.
-                return found % max(self._info.graph.counts[kind], 1) if value.attribute == "n_id" else found
+                return found % self._info.graph.numbers_below(kind) if value.attribute == "n_id" else found
             if isinstance(value, Tensor):
                 name = self._names.get(id(value))
                 if name is not None:
                     return batch[name[0]][name[1]]
                 return disturb(value.detach()).to(self._dtype or value.dtype) if value.is_floating_point() else value
             if isinstance(value, HeteroData):
-                for kind, count in self._info.graph.counts.items():
-                    batch[kind].n_id = batch[kind].n_id % max(count, 1)
+                for kind in self._info.graph.counts:
+                    batch[kind].n_id = batch[kind].n_id % self._info.graph.numbers_below(kind)
                 return batch
             if isinstance(value, (tuple, list)):
                 return type(value)(recast(item) for item in value)

@@ -4,24 +4,31 @@ Starts from torchrun's environment, assigns parts to ranks, cuts a graph into sh
 the rows that ranks share up to date with collectives of ``torch.distributed``. It knows nothing about training loops.
 """
 
-from gnnautoscale.ranks.attaching import attach_shared, autoscale, average_gradients
+from gnnautoscale.ranks.attaching import attach_shared, autoscale, average_gradients, last_gradients
+from gnnautoscale.ranks.cutting import COUNTS, RELATIONS, TARGET
 from gnnautoscale.ranks.files import MANIFEST, read_manifest, read_shard, write_shards
 from gnnautoscale.ranks.gradients import GradientMean
 from gnnautoscale.ranks.loader import RankLoader
 from gnnautoscale.ranks.shard import Shard
+from gnnautoscale.ranks.typed_shard import TypedShard
 from gnnautoscale.ranks.world import LostRankError, World, current, start
 
 __all__ = [
+    "COUNTS",
     "MANIFEST",
+    "RELATIONS",
+    "TARGET",
     "GradientMean",
     "LostRankError",
     "RankLoader",
     "Shard",
+    "TypedShard",
     "World",
     "attach_shared",
     "autoscale",
     "average_gradients",
     "current",
+    "last_gradients",
     "read_manifest",
     "read_shard",
     "start",

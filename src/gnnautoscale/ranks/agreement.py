@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.ranks.shard import Shard
+from gnnautoscale.ranks.typed_shard import TypedShard
 from gnnautoscale.ranks.world import World
 
 # How far sums over the same edges may be apart, relative to the sum of their sizes.
@@ -23,13 +24,20 @@ _TOLERANCE = 1e-4
 _CHUNK = 1 << 20
 
 
-def check_agreement(world: World, shard: Shard, records: Mapping[str, Sequence[Any]]) -> None:
+def check_agreement(
+    world: World, shard: Shard | TypedShard, records: Mapping[str, Mapping[str, Sequence[Any]]]
+) -> None:
     """Refuse a model with a layer whose edges between two ranks have other values on these; every rank calls it.
 
-    ``records`` are those of each layer call.
+    ``records`` are those of each layer call along edges between nodes of one type, by type.
     """
-    named = {f"{call} {place}": record for call, made in records.items() for place, record in enumerate(made)}
-    mine = {name: _sums(shard, record) for name, record in sorted(named.items())}
+    named = {
+        f"{call} {place}": (shard.kinds[kind], record)
+        for kind, calls in records.items()
+        for call, made in calls.items()
+        for place, record in enumerate(made)
+    }
+    mine = {name: _sums(*each) for name, each in sorted(named.items())}
     everyone = world.gather(mine)
     for rank, theirs in enumerate(everyone):
         for peer in range(rank + 1, world.size):

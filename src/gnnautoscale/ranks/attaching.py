@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch_geometric.nn import Linear  # type: ignore[import-untyped]
 
 from gnnautoscale._util import checked
-from gnnautoscale.attach import attached
+from gnnautoscale.attach import attached, plan_of
 from gnnautoscale.attach import autoscale as attach_histories
 from gnnautoscale.errors import InputError
+from gnnautoscale.forward import TypedMemory
+from gnnautoscale.history import History
 from gnnautoscale.ranks.gradients import GradientMean
 from gnnautoscale.ranks.loader import RankLoader
 from gnnautoscale.ranks.norms import RankNorms
@@ -41,6 +45,8 @@ def autoscale(model: M, loader: RankLoader, *, lag: int = 0, sync_norms: bool = 
     """
     attach_shared(model, loader, lag=lag, sync_norms=sync_norms, **options)
     if loader.shard is not None:
+        if any(is_lazy(weight) for weight in model.parameters()):
+            plan_of(model, loader)  # gives them their shapes, so that ranks can have the same ones
         average_gradients(model, loader)
     return model
 
@@ -57,10 +63,9 @@ def attach_shared(
     if loader.shard is None:
         attach_histories(model, loader.data, **options)
         return
-    if options.get("compensate") == "momentum":
-        rule, fix = "ranks compensate by gradients", "Use compensate='gradient', or leave it out."
-        raise InputError(rule, got="compensate='momentum', which moves rows of other ranks", fix=fix)
-    if options.get("compensate") == "gradient" and not loader.shard.bidirectional:
+    if not loader.is_typed:  # there batches have the numbers of the whole graph
+        _check_no_table(model, loader.shard.whole["nodes"])
+    if options.get("compensate", "none") != "none" and not loader.shard.bidirectional:
         fix = "Build it with RankLoader(..., bidirectional=True)."
         raise InputError("ranks compensate with a bidirectional loader", got="another one", fix=fix)
     if options.get("history_dir") is not None:
@@ -70,9 +75,28 @@ def attach_shared(
     memory.sharing = loader.ghosts
     if loader.ghosts is not None:
         loader.ghosts.lag = lag
-        loader.ghosts.follow(lambda: memory.records)
+        loader.ghosts.follow(lambda: memory.records_by_kind)
     if sync_norms:
         attached(model).normalize_by(RankNorms(loader.world))  # whose backward passes need all ranks
+
+
+def last_gradients(memory: Any) -> dict[str, list[History]]:
+    """The last known gradients of a memory's slots, in the order of these, by type of nodes."""
+    kinds = memory.kinds if isinstance(memory, TypedMemory) else {"": memory}
+    return {kind: [each.last_gradients[slot] for slot in sorted(each.last_gradients)] for kind, each in kinds.items()}
+
+
+def _check_no_table(model: nn.Module, num_nodes: int) -> None:
+    """Refuse a model that looks rows up by the numbers of nodes, since each rank numbers those of its share anew."""
+    for name, module in model.named_modules():
+        for own_name, weight in module.named_parameters(recurse=False):
+            is_table = not is_lazy(weight) and weight.dim() > 1 and weight.size(0) == num_nodes
+            if is_table and not isinstance(module, (nn.Linear, Linear)):
+                raise InputError(
+                    "on several ranks a model has no rows of its own for all nodes, since ranks number nodes anew",
+                    got=f"'{f'{name}.{own_name}'.lstrip('.')}' of shape {tuple(weight.shape)}",
+                    fix="Give nodes features, or train in one process.",
+                )
 
 
 @checked()
@@ -83,8 +107,7 @@ def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module,
     def after_backward() -> None:
         if ghosts is not None:
             ghosts.unanswered = False
-            if memory.last_gradients:
-                ghosts.send([memory.last_gradients[slot] for slot in sorted(memory.last_gradients)])
+            memory.send_gradients()
 
     made = GradientMean(loader.world, [model, *further], after=after_backward, **options)
     if ghosts is not None:

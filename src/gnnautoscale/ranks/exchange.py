@@ -10,7 +10,9 @@ ranks up to the step before that.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,18 +22,27 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.history import History
 from gnnautoscale.kernels import Runs
 from gnnautoscale.ranks.agreement import check_agreement
+from gnnautoscale.ranks.parcel import packed, sizes, unpacked
 from gnnautoscale.ranks.shard import Shard
+from gnnautoscale.ranks.typed_shard import TypedShard
 from gnnautoscale.ranks.world import Arrival, World
 from gnnautoscale.transfer import BatchRows, Transfer
 
 #: The parts of one batch, as its rank numbers them.
 Group = tuple[int, ...]
+#: The histories of each type of nodes; a plain graph has one type, without a name.
+Histories = Mapping[str, Sequence[History]]
+#: The records of each layer call, by type of nodes.
+Records = Mapping[str, Mapping[str, Sequence[Any]]]
 
 
 class Ghosts:
-    """The rows that a rank shares with others: which ones, in which step, and how they get there."""
+    """The rows that a rank shares with others: which ones, in which step, and how they get there.
 
-    def __init__(self, shard: Shard, world: World) -> None:
+    Of a heterogeneous graph each type of nodes has its rows; those of all types travel together.
+    """
+
+    def __init__(self, shard: Shard | TypedShard, world: World) -> None:
         self.shard, self.world = shard, world
         #: Whether the last forward pass waits for a backward pass, or for :attr:`skip`, which takes part without one.
         self.unanswered = False
@@ -40,54 +51,102 @@ class Ghosts:
         self.on_close: Callable[[], None] | None = None
         #: How many steps the rows of other ranks may lag behind those of the step before, 0 or 1.
         self.lag = 0
-        self._sent_starts, self._starts = shard.sent_starts.tolist(), shard.starts.tolist()
-        self._ghost_starts, self._first_part = shard.ghost_starts.tolist(), shard.first_part.tolist()
+        self._borders = {kind: _Border(each) for kind, each in shard.kinds.items()}
+        self._first, self._final = next(iter(self._borders)), next(reversed(self._borders))
         # The groups of all ranks in each step of the epoch, and the step of each of this rank's batches.
         self._steps: list[list[Group]] = []
         self._step_of: dict[tuple[object, ...], int] = {}
         self._last = -1
-        self._pending: deque[tuple[Arrival, list[History], Tensor]] = deque()
-        self._records: Callable[[], Mapping[str, Sequence[Any]]] = dict
+        #: The parts of all ranks in the last step, or pass beside the steps.
+        self.groups: list[Group] = []
+        self._aside: list[Group] | None = None
+        # Of the present step: the rows of each type so far, and the histories that got them.
+        self._begun: dict[str, object] = {}
+        self._pushed: dict[str, Sequence[History]] = {}
+        self._pending: deque[tuple[Arrival, list[_Letter]]] = deque()
+        self._records: Callable[[], Records] = dict
         self._seen: list[Any] = []
 
-    def announce(self, groups: Sequence[Group], runs: Sequence[Runs]) -> None:
+    def announce(self, groups: Sequence[Group], runs: Sequence[Mapping[str, Runs]]) -> None:
         """Tell all ranks which parts this one trains on in each step of an epoch, and learn theirs.
 
-        ``runs`` are the rows of these batches.
+        ``runs`` are the rows of these batches, by type.
         """
         everyone = self.world.gather(list(groups))
         self._steps = [list(step) for step in zip(*everyone, strict=True)]
-        self._step_of = {tuple(each): step for step, each in enumerate(runs)}
+        self._step_of = {tuple(tuple(each) for each in kinds.values()): step for step, kinds in enumerate(runs)}
         self._last = -1
 
-    def begin(self, rows: BatchRows) -> None:
-        """Begin a step on a batch, which must be the next one of the loader, or the same once more."""
-        self._arrive(left=self.lag)
-        step = self._step_of.get(tuple(rows.runs))
+    def begin(self, kind: str, rows: BatchRows) -> None:
+        """Begin a step on a batch, which must be the next one of the loader, or the same once more.
+
+        It is called for each type of nodes, in their order.
+        """
+        if kind == self._first:
+            self._arrive(left=self.lag)
+            self._begun, self._pushed = {}, {}
+        self._begun[kind] = tuple(rows.runs)
+        if kind != self._final:
+            return
+        if self._aside is not None:
+            self.groups = self._aside
+            return
+        step = self._step_of.get(tuple(self._begun.values()))
         if step is None or not self._last <= step <= self._last + 1:
             got = "another batch" if step is None else f"batch {step + 1} after batch {self._last + 1}"
             rule = "ranks step together, each on every batch of its loader in turn"
             raise InputError(rule, got=got, fix="Call the model once with each batch that the loader yields.")
-        self._last = step
+        self._last, self.groups = step, self._steps[step]
 
-    def send(self, histories: Sequence[History]) -> None:
-        """Start to send the rows that the present step pushed, and to receive those of the other ranks."""
-        groups = self._steps[self._last]
-        rank, size = self.shard.rank, self.shard.size
-        sent = [[self._sent(peer, part) for part in groups[rank]] for peer in range(size)]
-        received = [[self._ghosts(peer, part) for part in groups[peer]] for peer in range(size)]
-        if histories:
-            self._pending.append(self._exchange(histories, sent, received))
+    @contextmanager
+    def aside(self, rows: BatchRows) -> Iterator[None]:
+        """See :meth:`Sharing.aside`."""
+        groups = self.world.gather(self._parts_of(rows))
+        if None in groups:
+            got = f"another one on rank {groups.index(None)}"
+            fix = "Pass each rank one of its batches, such as loader.batch_of([0])."
+            raise InputError("ranks refresh batches of whole parts of their own", got=got, fix=fix)
+        self._aside, before = groups, self.unanswered
+        try:
+            yield
+        finally:
+            self._aside, self.unanswered = None, before
 
-    def share(self, histories: Sequence[History]) -> None:
+    def _parts_of(self, rows: BatchRows) -> Group | None:
+        """The parts that a batch consists of; ``None`` if these are not whole ones of this rank."""
+        shard = self.shard.kinds[self._final]
+        starts, own = shard.starts, rows.on_host[: rows.batch_size]
+        parts = torch.unique(torch.searchsorted(starts, own, right=True) - 1)
+        if not own.numel() or int(parts[-1]) >= shard.num_parts:
+            return None
+        return tuple(parts.tolist()) if int(starts.diff()[parts].sum()) == rows.batch_size else None
+
+    def end(self, kind: str, pushed: Sequence[History]) -> None:
+        """End the forward pass of a step, which has pushed rows to some histories of a type; called like `begin`."""
+        self._pushed[kind] = pushed
+        if kind == self._final:
+            self.send(self._pushed)
+            self.unanswered = torch.is_grad_enabled()
+
+    def send(self, histories: Histories) -> None:
+        """Start to send the rows that the present pass pushed, and to receive those of the other ranks."""
+        groups = self.groups
+
+        def pieces(border: _Border, peer: int) -> tuple[list[slice], list[slice]]:
+            sent = [border.sent(peer, part) for part in groups[self.shard.rank]]
+            return sent, [border.ghosts(peer, part) for part in groups[peer]]
+
+        if (posted := self._post(histories, pieces)) is not None:
+            self._pending.append(posted)
+
+    def share(self, histories: Histories) -> None:
         """Send all rows that are ghosts elsewhere, and receive all ghosts."""
-        rank, size = self.shard.rank, self.shard.size
-        sent = [[slice(starts[0], starts[-1])] for starts in self._sent_starts]
-        ends = [(self._first_part[peer], self._first_part[peer + 1]) for peer in range(size)]
-        received = [[slice(self._ghost_starts[first], self._ghost_starts[end])] for first, end in ends]
-        sent[rank], received[rank] = [], []
-        if histories:
-            _write(*self._exchange(histories, sent, received))
+
+        def pieces(border: _Border, peer: int) -> tuple[list[slice], list[slice]]:
+            return ([], []) if peer == self.shard.rank else ([border.all_sent(peer)], [border.all_ghosts(peer)])
+
+        if (posted := self._post(histories, pieces)) is not None:
+            _open(*posted)
 
     def settle(self) -> None:
         """Wait for all rows of other ranks, and write them into the rows of ghosts."""
@@ -95,7 +154,7 @@ class Ghosts:
 
     def _arrive(self, left: int) -> None:
         while len(self._pending) > left:
-            _write(*self._pending.popleft())
+            _open(*self._pending.popleft())
 
     def close(self) -> None:
         """Wait for rows on their way, which the other ranks have sent, and let the model go."""
@@ -104,54 +163,132 @@ class Ghosts:
             self.on_close()
         self.skip, self.on_close, self.unanswered = None, None, False
 
-    def around(self, transfer: Transfer) -> Transfer:
-        """A transfer that also keeps ghosts up to date."""
-        return RankTransfer(transfer, self)
+    def around(self, transfer: Transfer, kind: str) -> Transfer:
+        """A transfer of the rows of a type that also keeps ghosts up to date."""
+        return RankTransfer(transfer, self, kind)
 
-    def _sent(self, peer: int, part: int) -> slice:
-        return slice(self._sent_starts[peer][part], self._sent_starts[peer][part + 1])
-
-    def _ghosts(self, peer: int, part: int) -> slice:
-        first = self._first_part[peer] + part
-        return slice(self._ghost_starts[first], self._ghost_starts[first + 1])
-
-    def follow(self, records: Callable[[], Mapping[str, Sequence[Any]]]) -> None:
-        """Compare what layers make of edges with the other ranks, whenever that has changed."""
+    def follow(self, records: Callable[[], Records]) -> None:
+        """Compare what layers make of edges, the ``records`` of each call, with other ranks whenever it changes."""
         self._records = records
 
     def _check_records(self) -> None:
         records = self._records()
-        seen = [record for made in records.values() for record in made]
+        seen = [record for calls in records.values() for made in calls.values() for record in made]
         if len(seen) != len(self._seen) or any(one is not other for one, other in zip(seen, self._seen, strict=True)):
             self._seen = seen
             check_agreement(self.world, self.shard, records)
 
-    def _exchange(
-        self, histories: Sequence[History], sent: list[list[slice]], received: list[list[slice]]
-    ) -> tuple[Arrival, list[History], Tensor]:
-        """Start to send rows; returns those on their way here, for which histories, and their places in them."""
+    def _post(
+        self, histories: Histories, pieces: Callable[[_Border, int], tuple[list[slice], list[slice]]]
+    ) -> tuple[Arrival, list[_Letter]] | None:
+        """Start to exchange rows of all types together; returns what arrives, ``None`` if there are no histories.
+
+        ``pieces`` of a border are sent to a peer, and received from it.
+        """
+        letters = []
+        for kind, of_kind in histories.items():
+            if of_kind:
+                border = self._borders[kind]
+                given = [pieces(border, peer) for peer in range(self.shard.size)]
+                letters.append(border.letter(of_kind, *zip(*given, strict=True), wire=self.world.wire))
+        if not letters:
+            return None
         self._check_records()
-        shard = self.shard
+        sent, received = [letter.sent for letter in letters], [letter.received for letter in letters]
+        widths = [letter.rows.size(1) for letter in letters]
+        message = packed([letter.rows for letter in letters], sent)
+        return self.world.exchange(message, sizes(widths, sent), sizes(widths, received)), letters
+
+
+class _Border:
+    """Which rows of one type of nodes a rank sends, and which of its ghosts it receives, part by part."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._sent_starts, self._ghost_starts = shard.sent_starts.tolist(), shard.ghost_starts.tolist()
+        self._first_part = shard.first_part.tolist()
+
+    def sent(self, peer: int, part: int) -> slice:
+        """Where the rows of an own part lie that a peer gets."""
+        return slice(self._sent_starts[peer][part], self._sent_starts[peer][part + 1])
+
+    def all_sent(self, peer: int) -> slice:
+        """Where all rows lie that a peer gets."""
+        return slice(self._sent_starts[peer][0], self._sent_starts[peer][-1])
+
+    def ghosts(self, peer: int, part: int) -> slice:
+        """Which ghosts are those of a peer's part."""
+        first = self._first_part[peer] + part
+        return slice(self._ghost_starts[first], self._ghost_starts[first + 1])
+
+    def all_ghosts(self, peer: int) -> slice:
+        """Which ghosts are those of a peer."""
+        return slice(*(self._ghost_starts[self._first_part[end]] for end in (peer, peer + 1)))
+
+    def letter(
+        self,
+        histories: Sequence[History],
+        sent: Sequence[list[slice]],
+        received: Sequence[list[slice]],
+        *,
+        wire: torch.device,
+    ) -> _Letter:
+        """The rows of histories to send to each rank, and where those that each rank sends belong."""
+        shard = self._shard
         pieces = [shard.sent[piece] for pieces in sent for piece in pieces]
         rows = torch.cat(pieces) if pieces else shard.sent[:0]
         arriving = [torch.arange(piece.start, piece.stop) for pieces in received for piece in pieces]
-        where = shard.num_own + (torch.cat(arriving) if arriving else rows[:0])
-        raw = [_raw_rows(history, rows, self.world.wire).view(torch.uint8) for history in histories]
+        places = shard.num_own + (torch.cat(arriving) if arriving else shard.sent[:0])
+        raw = [_raw_rows(history, rows, wire).view(torch.uint8) for history in histories]
         together = raw[0] if len(raw) == 1 else torch.cat(raw, dim=1)
-        arrival = self.world.exchange(together, _counts(sent), _counts(received))
-        return arrival, list(histories), where
+        return _Letter(histories, together, _counts(sent), places, _counts(received))
+
+
+@dataclass(frozen=True)
+class _Letter:
+    """Rows of all histories of one type of nodes, side by side as bytes.
+
+    Attributes:
+        histories: The histories.
+        rows: Those to send, to the first rank first, ``[num_sent, width]``.
+        sent: How many each rank gets.
+        places: The rows of those to receive, ``[num_received]``.
+        received: How many of them come from each rank.
+    """
+
+    histories: Sequence[History]
+    rows: Tensor
+    sent: list[int]
+    places: Tensor
+    received: list[int]
+
+    def write(self, raw: Tensor) -> None:
+        """Write what has arrived, ``[num_received, width]``."""
+        first = 0
+        for history in self.histories:
+            width = history.codec.raw_width * history.codec.raw_dtype.itemsize
+            rows = raw[:, first : first + width].contiguous().view(history.codec.raw_dtype)
+            history.write(rows, self.places)
+            first += width
+
+
+def _open(arrival: Arrival, letters: list[_Letter]) -> None:
+    """Wait for rows of other ranks, and write them."""
+    widths, received = [letter.rows.size(1) for letter in letters], [letter.received for letter in letters]
+    for letter, raw in zip(letters, unpacked(arrival.wait(), widths, received), strict=True):
+        letter.write(raw)
 
 
 class RankTransfer(Transfer):
-    """Lets another transfer move the rows of steps, and sends those that are ghosts elsewhere."""
+    """Lets another transfer move the rows of a type of nodes in steps, and sends those that are ghosts elsewhere."""
 
-    def __init__(self, inner: Transfer, ghosts: Ghosts) -> None:
-        self._inner, self._ghosts = inner, ghosts
+    def __init__(self, inner: Transfer, ghosts: Ghosts, kind: str) -> None:
+        self._inner, self._ghosts, self._kind = inner, ghosts, kind
         self._pushed: dict[str, History] = {}
 
     def begin(self, rows: BatchRows, following: BatchRows | None, histories: Mapping[str, History]) -> None:
         """See :meth:`Transfer.begin`."""
-        self._ghosts.begin(rows)
+        self._ghosts.begin(self._kind, rows)
         self._pushed.clear()
         self._inner.begin(rows, following, histories)
 
@@ -164,8 +301,7 @@ class RankTransfer(Transfer):
     def end(self) -> None:
         """See :meth:`Transfer.end`."""
         self._inner.end()
-        self._ghosts.send([self._pushed[slot] for slot in sorted(self._pushed)])
-        self._ghosts.unanswered = torch.is_grad_enabled()
+        self._ghosts.end(self._kind, [self._pushed[slot] for slot in sorted(self._pushed)])
 
     def complete(self) -> None:
         """See :meth:`Transfer.complete`."""
@@ -189,15 +325,5 @@ def _raw_rows(history: History, rows: Tensor, wire: torch.device) -> Tensor:
     return raw
 
 
-def _write(arrival: Arrival, histories: list[History], where: Tensor) -> None:
-    """Wait for rows of other ranks, those of all histories side by side, and write them."""
-    raw, place = arrival.wait(), 0
-    for history in histories:
-        width = history.codec.raw_width * history.codec.raw_dtype.itemsize
-        rows = raw[:, place : place + width].contiguous().view(history.codec.raw_dtype)
-        history.write(rows, where)
-        place += width
-
-
-def _counts(pieces: list[list[slice]]) -> list[int]:
+def _counts(pieces: Sequence[list[slice]]) -> list[int]:
     return [sum(piece.stop - piece.start for piece in each) for each in pieces]

@@ -1,9 +1,11 @@
 """Shards in files: a folder with one folder for each rank, and a manifest that is written last.
 
 Each tensor is an array in a ``.npy`` file, which a rank maps into its memory, so that pages are read when they are
-used; before, each file is read once and compared with the checksum that the manifest has. The maker goes through the
-graph in pieces, one rank after the other: it holds one shard and a few numbers for each node, while the graph's own
-tensors may be in memory-mapped files that exceed the memory.
+used; before, each file is read once and compared with the checksum that the manifest has. Of a heterogeneous graph a
+rank has a folder for each type of nodes, which is a plain shard, and for each type of edges; they are numbered, since
+types may be called anything. The maker goes through the graph in pieces, one rank after the other: it holds one shard
+and a few numbers for each node, while the graph's own tensors may be in memory-mapped files that exceed the memory; of
+a heterogeneous graph it also holds the edges.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from uuid import uuid4
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import (
     checked,
@@ -27,23 +29,27 @@ from gnnautoscale._util import (
     write_atomically,
 )
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import Graph, check_labels
+from gnnautoscale.graph import labels_for
 from gnnautoscale.ranks.assignment import assign
-from gnnautoscale.ranks.shard import Layout, Shard, check_shardable, cut_shard
+from gnnautoscale.ranks.cutting import COUNTS, RELATIONS, cut, facts_of, graph_of, training_nodes
+from gnnautoscale.ranks.shard import Layout, Shard, check_shardable
+from gnnautoscale.ranks.typed_shard import TypedShard
 
 _FORMAT = "gnnautoscale shards 2"
 MANIFEST = "shards.json"
 # Where the manifest has the checksums of a shard's files.
 _FILES = "files"
 _TENSORS = ("nodes", "starts", "sent", "sent_starts", "ghost_starts", "first_part")
+# The folders of types, and the file that says what a folder holds.
+_NODES, _EDGES, _ABOUT = "nodes-{}", "edges-{}", "shard.json"
 _RULE = "a folder of shards must be writable"
 
 
 @checked(size={"least": 1}, seed={"least": 0, "below": 2**32})
 def write_shards(
     folder: str | Path,
-    data: Data,
-    labels: Tensor,
+    data: Data | HeteroData,
+    labels: Tensor | dict[str, Tensor],
     size: int,
     *,
     bidirectional: bool = False,
@@ -55,7 +61,8 @@ def write_shards(
     Args:
         folder: The folder, which must be new or empty.
         data: The whole graph; its tensors may be in memory-mapped files.
-        labels: The part of each node, ``[num_nodes]``.
+        labels: The part of each node, ``[num_nodes]``; of a heterogeneous graph in a dictionary by type, or of all
+            types one behind the other.
         size: The number of ranks.
         bidirectional: Whether the shards serve layers that pass messages against edges, and compensated steps; see
             :class:`~gnnautoscale.ranks.RankLoader`. Such shards are larger.
@@ -73,28 +80,22 @@ def write_shards(
         >>> sum(shard["own"] for shard in manifest["shards"])
         34
     """
-    folder, graph = Path(folder), Graph.of(check_shardable(data))
+    folder, graph = Path(folder), graph_of(check_shardable(data))
     try:
         json.dumps(facts)
     except (TypeError, ValueError) as error:
         raise InputError("facts must be values that JSON has", got=str(error), fix="Convert them.") from None
-    labels = check_labels(labels, graph.num_nodes)
-    owners = assign(graph.edge_index, labels, size, data.get("train_mask"), seed=seed)
+    labels = labels_for(graph, None, labels)
+    owners = assign(graph.edge_index, labels, size, training_nodes(graph), seed=seed)
     _make(folder)
     layout = Layout(labels, owners, size)
-    whole = {
-        "nodes": graph.num_nodes,
-        "edges": graph.edge_index.size(1),
-        "parts": owners.numel(),
-        "key": graph.key,
-        "made": uuid4().hex,
-        **(facts or {}),
-    }
+    whole = {**facts_of(graph), "parts": owners.numel(), "made": uuid4().hex, **(facts or {})}
     described = []
     for rank in range(size):
-        shard = cut_shard(data, layout, rank, bidirectional=bidirectional, whole=whole)
+        shard = cut(graph, layout, rank, bidirectional=bidirectional, whole=whole)
         inside = folder / f"rank-{rank}"
-        described.append({**_write(inside, shard), _FILES: checksums_of(inside)})
+        facts_of_shard = _write_typed(inside, shard) if isinstance(shard, TypedShard) else _write(inside, shard)
+        described.append({**facts_of_shard, _FILES: checksums_of(inside)})
     manifest = with_checksum({"format": _FORMAT, "ranks": size, "whole": whole, "shards": described})
     _write_json(folder / MANIFEST, manifest)
     return manifest
@@ -117,8 +118,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 @checked(rank={"least": 0}, size={"least": 1})
-def read_shard(folder: str | Path, rank: int, size: int) -> Shard:
-    """The shard of a rank, mapped into memory."""
+def read_shard(folder: str | Path, rank: int, size: int) -> Any:
+    """The shard of a rank, a :class:`Shard` or a :class:`TypedShard`, mapped into memory."""
     folder, manifest = Path(folder), read_manifest(folder)
     if manifest["ranks"] != size:
         fix = f"Start {manifest['ranks']} processes, or write shards for {size}."
@@ -131,27 +132,86 @@ def read_shard(folder: str | Path, rank: int, size: int) -> Shard:
         damaged = damaged_file(inside, manifest["shards"][rank][_FILES])
         if damaged is not None:
             raise InputError(rule, got=f"{damaged}, which was damaged or changed", fix=fix)
-        about = json.loads((inside / "shard.json").read_text())
-        if about["made"] != manifest["whole"]["made"]:
-            raise InputError(rule, got="a shard of another folder", fix=fix)
-        tensors = {name: _read(inside / f"{name}.npy", "long") for name in _TENSORS}
-        data = Data.from_dict(about["values"])
-        for name, kind in about["attributes"].items():
-            data[name] = _read(inside / f"data-{name}.npy", kind)
+        read = _read_typed if COUNTS in manifest["whole"] else _read_plain
+        return read(inside, rank, size, manifest["whole"])
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(rule, got=str(error) or type(error).__name__, fix=fix) from None
+
+
+def _read_plain(folder: Path, rank: int, size: int, whole: dict[str, Any]) -> Shard:
+    about, data = _read_data(folder, whole)
+    tensors = {name: _read(folder / f"{name}.npy", "long") for name in _TENSORS}
     data.num_nodes = about["rows"]
-    whole = manifest["whole"]
     return Shard(data=data, rank=rank, size=size, bidirectional=about["bidirectional"], whole=whole, **tensors)
+
+
+def _read_typed(folder: Path, rank: int, size: int, whole: dict[str, Any]) -> TypedShard:
+    kinds = {
+        kind: _read_plain(folder / _NODES.format(number), rank, size, whole)
+        for number, kind in enumerate(whole[COUNTS])
+    }
+    edges = {
+        (source, relation, target): _read_data(folder / _EDGES.format(number), whole)[1]
+        for number, (source, relation, target) in enumerate(whole[RELATIONS])
+    }
+    return TypedShard(kinds, edges, _read_data(folder, whole)[1].to_dict(), whole)
+
+
+def _read_data(folder: Path, whole: dict[str, Any]) -> tuple[dict[str, Any], Data]:
+    """What :func:`_write_data` has written, and all that it noted."""
+    about = json.loads((folder / _ABOUT).read_text())
+    if about["made"] != whole["made"]:
+        rule, fix = f"{folder} must be whole", "Write the shards again."
+        raise InputError(rule, got="a shard of another folder", fix=fix)
+    data = Data.from_dict(about["values"])
+    for name, kind in about["attributes"].items():
+        data[name] = _read(folder / f"data-{name}.npy", kind)
+    return about, data
 
 
 def _write(folder: Path, shard: Shard) -> dict[str, Any]:
     """Write a shard; returns what the manifest says about it."""
+    data = shard.data
+    _write_data(folder, data, shard.whole, {"bidirectional": shard.bidirectional, "rows": data.num_nodes})
+    for name in _TENSORS:
+        _write_array(folder / f"{name}.npy", getattr(shard, name))
+    mask = data.get("train_mask")
+    return {
+        "own": shard.num_own,
+        "ghosts": shard.num_ghosts,
+        "parts": shard.num_parts,
+        "edges": data.num_edges,
+        "training nodes": None if mask is None else int(mask.sum()),
+        "sent": shard.sent.numel(),
+    }
+
+
+def _write_typed(folder: Path, shard: TypedShard) -> dict[str, Any]:
+    """See :func:`_write`."""
+    _write_data(folder, Data.from_dict(shard.extra), shard.whole, {})
+    kinds = {
+        kind: _write(folder / _NODES.format(number), each) for number, (kind, each) in enumerate(shard.kinds.items())
+    }
+    for number, edges in enumerate(shard.edges.values()):
+        _write_data(folder / _EDGES.format(number), edges, shard.whole, {})
+    trained = [each["training nodes"] for each in kinds.values() if each["training nodes"] is not None]
+    total = {name: sum(each[name] for each in kinds.values()) for name in ("own", "ghosts", "sent")}
+    return {
+        **total,
+        "parts": shard.num_parts,
+        "edges": sum(each.num_edges for each in shard.edges.values()),
+        "training nodes": sum(trained) if trained else None,
+        "types": kinds,
+    }
+
+
+def _write_data(folder: Path, data: Data, whole: dict[str, Any], about: dict[str, Any]) -> None:
+    """Write the attributes of some nodes or edges to a new folder, and something about them."""
     _make(folder)
     attributes, values = {}, {}
-    for name, value in shard.data:
+    for name, value in data:
         if isinstance(value, Tensor):
             attributes[name] = str(value.dtype).removeprefix("torch.")
             _write_array(folder / f"data-{name}.npy", value)
@@ -160,19 +220,8 @@ def _write(folder: Path, shard: Shard) -> dict[str, Any]:
         elif name != "num_nodes":
             fix = f"Remove it: del data.{name}."
             raise InputError("shards hold tensors, numbers and text", got=f"a {type(value).__name__}, {name}", fix=fix)
-    for name in _TENSORS:
-        _write_array(folder / f"{name}.npy", getattr(shard, name))
-    about = {"made": shard.whole["made"], "bidirectional": shard.bidirectional, "rows": shard.data.num_nodes}
-    _write_json(folder / "shard.json", {**about, "attributes": attributes, "values": values})
-    mask = shard.data.get("train_mask")
-    return {
-        "own": shard.num_own,
-        "ghosts": shard.num_ghosts,
-        "parts": shard.num_parts,
-        "edges": shard.data.edge_index.size(1),
-        "training nodes": None if mask is None else int(mask.sum()),
-        "sent": shard.sent.numel(),
-    }
+    facts = {"made": whole["made"], **about, "attributes": attributes, "values": values}
+    _write_json(folder / _ABOUT, facts)
 
 
 def _make(folder: Path) -> None:

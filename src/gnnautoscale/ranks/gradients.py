@@ -56,9 +56,14 @@ class GradientMean:
         ]
         #: Whether this rank counts in the mean of the present step.
         self.counts = True
-        #: Whether any rank had something to learn in the last step, and whether any rank wants to stop.
-        self.trained, self.stop = False, False
+        #: How many ranks had something to learn in the last step, and whether any rank wants to stop.
+        self.learners, self.stop = 0, False
         self._reset()
+
+    @property
+    def trained(self) -> bool:
+        """Whether any rank had something to learn in the last step."""
+        return self.learners > 0
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -139,7 +144,7 @@ class GradientMean:
             rule = "all ranks must make the same steps with the same weights"
             fix = "Let every rank do the same between backward() and step(), such as clipping, also without labels."
             raise InputError(rule, got=f"weights that differ, with sums of {weights}", fix=fix)
-        self.trained, self.stop = counts > 0, wishes > 0
+        self.learners, self.stop = int(counts), wishes > 0
         sizes = [average.numel() for average in self._averages]
         for average, values in zip(self._averages, torch.split(averages, sizes), strict=True):
             average.copy_((values / self.world.size).view_as(average))

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import Graph, HaloLoader, PartGroup, labels_for
+from gnnautoscale.graph import Graph, HaloLoader, PartGroup, TypedGraph, fingerprint, is_label, labels_for, rows_of
+from gnnautoscale.kernels import Runs
 from gnnautoscale.ranks.assignment import assign
+from gnnautoscale.ranks.cutting import cut, facts_of, graph_of, training_nodes
 from gnnautoscale.ranks.exchange import Ghosts
 from gnnautoscale.ranks.files import read_shard
-from gnnautoscale.ranks.shard import Layout, Shard, check_shardable, cut_shard
-from gnnautoscale.ranks.world import current
+from gnnautoscale.ranks.shard import Layout, Shard, check_shardable
+from gnnautoscale.ranks.surroundings import surroundings
+from gnnautoscale.ranks.typed_shard import TypedShard
+from gnnautoscale.ranks.world import World, current
 
 # What a rank's drawings differ by from those of the rank before.
 _SEEDS_APART = 7919
@@ -46,20 +52,20 @@ class RankLoader(HaloLoader):
         (34, True)
     """
 
-    #: The rank's share; ``None`` if there is only one rank.
-    shard: Shard | None = None
+    #: The rank's share, a :class:`Shard` or a :class:`TypedShard`; ``None`` if there is only one rank.
+    shard: Any = None
     #: The part of each node of the whole graph, ``[num_nodes]``, on the first rank, if it was cut here.
     whole_labels: Tensor | None = None
     #: What keeps ghosts up to date; ``None`` if there is only one rank.
     ghosts: Ghosts | None = None
 
     def __init__(
-        self, data: Data | str | Path, num_parts: int | None = None, *, batch_size: int = 1, **options: Any
+        self, data: Data | HeteroData | str | Path, num_parts: int | None = None, *, batch_size: int = 1, **options: Any
     ) -> None:
         self.world = current()
         options["batch_size"] = batch_size
         if isinstance(data, (str, Path)):
-            shard = read_shard(Path(data), self.world.rank, self.world.size)
+            shard: Any = read_shard(Path(data), self.world.rank, self.world.size)
             unfit = {"num_parts": num_parts, **options}.keys() & {"partition", "balance", "cache_dir"}
             if unfit or num_parts is not None:
                 got = ", ".join(sorted(unfit)) or f"num_parts={num_parts}"
@@ -77,37 +83,38 @@ class RankLoader(HaloLoader):
         given = {name: value for name, value in options.items() if name not in ("partition", "balance", "cache_dir")}
         if isinstance(given.get("batch_size"), int):
             given["batch_size"] = min(given["batch_size"], shard.num_parts)
-        if given.get("bidirectional", False):  # halos are the same without, and take less memory
+        if given.get("bidirectional", False) and isinstance(shard, Shard):
+            # Halos of a symmetric graph are the same without, and take less memory.
             given["bidirectional"] = not Graph.of(shard.data).is_symmetric
         super().__init__(shard.data, partition=shard.labels, **given)
 
-    def _cut(self, data: Data, num_parts: int | None, options: dict[str, Any]) -> Shard:
+    def _cut(self, data: Data | HeteroData, num_parts: int | None, options: dict[str, Any]) -> Shard | TypedShard:
         """This rank's share of a graph that all ranks have; the first one decides about parts and ranks."""
-        world, graph = self.world, Graph.of(data)
+        world, graph = self.world, graph_of(data)
         given = options.get("partition")
-        world.agree({"graph": graph.key, "num_parts": num_parts, "settings": _settings(options)})
+        world.agree({"graph": graph.key, "targets and masks": fingerprint(*_targets(graph))})
+        world.agree({"num_parts": num_parts, "settings": _settings(options)})
         decided: Any = None
         if world.is_first:
             try:
                 how = {name: options[name] for name in ("partition", "balance", "seed", "cache_dir") if name in options}
                 labels = labels_for(graph, num_parts, **how)
-                mask = data.get("train_mask")
+                mask = training_nodes(graph)
                 decided = labels, assign(graph.edge_index, labels, world.size, mask, seed=options.get("seed", 0))
             except InputError as error:  # which all ranks have to know about
                 decided = error
         decided = world.broadcast(decided)
         if isinstance(decided, InputError):
             raise decided
-        if isinstance(given, Tensor):
-            world.agree({"labels of parts": given.double().sum().item()})
+        if isinstance(given, (Tensor, dict)):
+            every = [given] if isinstance(given, Tensor) else list(given.values())
+            world.agree({"labels of parts": [each.double().sum().item() for each in every]})
         labels, owners = decided
         self.whole_labels = labels if world.is_first else None
-        bidirectional = bool(options.get("bidirectional", False))
-        whole = {"nodes": graph.num_nodes, "edges": graph.edge_index.size(1), "key": graph.key}
-        layout = Layout(labels, owners, world.size)
-        return cut_shard(data, layout, world.rank, bidirectional=bidirectional, whole=whole)
+        layout, bidirectional = Layout(labels, owners, world.size), bool(options.get("bidirectional", False))
+        return cut(graph, layout, world.rank, bidirectional=bidirectional, whole=facts_of(graph))
 
-    def _share(self, shard: Shard, batch_size: int) -> None:
+    def _share(self, shard: Shard | TypedShard, batch_size: int) -> None:
         self.shard, self.ghosts = shard, Ghosts(shard, self.world)
         sizes = shard.first_part.diff().tolist()
         if isinstance(batch_size, int) and batch_size > sum(sizes):
@@ -136,7 +143,7 @@ class RankLoader(HaloLoader):
         groups = super()._next_groups()
         if self.ghosts is not None:
             builder = self._source.builder
-            self.ghosts.announce(groups, [builder.own_rows(group).runs for group in groups])
+            self.ghosts.announce(groups, [_runs(builder.own_rows(group)) for group in groups])
         return groups
 
     @property
@@ -145,34 +152,135 @@ class RankLoader(HaloLoader):
         return super().num_own if self.shard is None else self.shard.num_own
 
     @property
+    def own_counts(self) -> dict[str, int]:
+        """Number of nodes of each type of a heterogeneous graph that this rank owns."""
+        if self.shard is None:
+            return super().own_counts
+        return {kind: shard.num_own for kind, shard in self.shard.kinds.items()}
+
+    @property
+    def sharing(self) -> Ghosts | None:
+        """See :attr:`HaloLoader.sharing`."""
+        return self.ghosts
+
+    @property
     def is_whole(self) -> bool:
         """Whether one batch holds the whole graph."""
         return self.shard is None and super().is_whole
 
     @property
-    def nodes(self) -> Tensor:
-        """Which nodes of the whole graph this rank owns, ``[num_own]``, in the order of its rows."""
-        return torch.arange(self.num_own) if self.shard is None else self.shard.nodes[: self.num_own]
+    def nodes(self) -> Any:
+        """Which nodes of the whole graph this rank owns, ``[num_own]``, in the order of its rows.
+
+        Of a heterogeneous graph a dictionary of these, by type.
+        """
+        if self.shard is not None:
+            found = {kind: shard.nodes[: shard.num_own] for kind, shard in self.shard.kinds.items()}
+        else:
+            counts = self.own_counts if self.is_typed else {"": self.num_own}
+            found = {kind: torch.arange(count) for kind, count in counts.items()}
+        return found if self.is_typed else found[""]
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether the graph has several types of nodes."""
+        return isinstance(self.data, HeteroData)
 
     def batch_for(self, nodes: Any) -> Any:
         """The batch of some of the rank's own nodes, given by their rows; see :meth:`HaloLoader.batch_for`."""
-        if self.shard is not None and isinstance(nodes, Tensor) and nodes.numel() and int(nodes.max()) >= self.num_own:
-            rule = f"a rank has batches of its own nodes, rows 0 to {self.num_own - 1} of loader.data"
-            raise InputError(rule, got=str(int(nodes.max())), fix="Ask the rank that owns the node; see loader.nodes.")
+        if self.shard is not None:
+            for kind, given in (nodes if isinstance(nodes, dict) else {"": nodes}).items():
+                shard = self.shard.kinds.get(kind)
+                if shard is not None and isinstance(given, Tensor) and bool((given >= shard.num_own).any()):
+                    rule = f"a rank has batches of its own nodes, rows 0 to {shard.num_own - 1} of loader.data"
+                    fix = "Ask the rank that owns the node; see loader.nodes."
+                    raise InputError(rule, got=str(int(given.max())), fix=fix)
         return super().batch_for(nodes)
 
-    def gathered(self, rows: Tensor) -> Tensor | None:
+    def everyone(self, value: Any) -> list[Any]:
+        """See :meth:`HaloLoader.everyone`."""
+        return self.world.gather(value)
+
+    def graph_around(self, nodes: Tensor, hops: int) -> tuple[Any, Tensor]:
+        """See :meth:`HaloLoader.graph_around`; every rank calls it."""
+        if self.shard is None:
+            return super().graph_around(nodes, hops)
+        return Graph.of(surroundings(self.world, self.shard, nodes, hops)), torch.arange(nodes.numel())
+
+    @property
+    def parts(self) -> Tensor:
+        """See :meth:`HaloLoader.parts`; they are numbered rank by rank."""
+        if self.shard is None:
+            return super().parts
+        return torch.cat([shard.parts for shard in self.shard.kinds.values()])
+
+    @property
+    def pulled_elsewhere(self) -> Tensor:
+        """See :meth:`HaloLoader.pulled_elsewhere`."""
+        return super().pulled_elsewhere if self.shard is None else self.shard.sent
+
+    def in_batches(self, count: int) -> HaloLoader:
+        """A loader of the same share for sweeps in so many batches of all ranks, at least one of each."""
+        if self.shard is None:
+            return super().in_batches(count)
+        made = copy.copy(self)
+        each = min(-(-count // self.shard.size), self.num_own)
+        made.shard = replace(self.shard, starts=torch.arange(each + 1) * self.num_own // each)
+        made._length = each
+        how: dict[str, Any] = {"keep": self.keep, "device": self.device, "bidirectional": self.bidirectional}
+        HaloLoader.__init__(made, self.shard.data, partition=made.shard.labels, **how)
+        return made
+
+    def labels_of_all(self) -> Tensor:
+        """The part of each node of the whole graph, ``[num_nodes]``, on every rank, which all have to ask for it."""
+        if self.shard is None:
+            return self.labels
+        labels: Tensor | None = self.world.broadcast(self.whole_labels)
+        if labels is None:
+            fix = "Pass the whole graph to each rank."
+            raise InputError("the parts of all nodes are known where they were cut", got="a folder of shards", fix=fix)
+        return labels
+
+    def gathered(self, rows: Any) -> Any:
         """Rows of all nodes in the order of the whole graph, ``[num_nodes, ...]``, on the first rank; else ``None``.
 
-        Every rank gives the rows of its own nodes, ``[num_own, ...]``, as :func:`gnnautoscale.infer` returns them.
+        Every rank gives the rows of its own nodes, ``[num_own, ...]``, as :func:`gnnautoscale.infer` returns them; of a
+        heterogeneous graph in a dictionary by type, ``{"paper": rows}``, and gets one.
         """
         if self.shard is None:
             return rows
-        nodes, found = self.world.gather_to_first(self.nodes), self.world.gather_to_first(rows)
-        if nodes is None or found is None:
-            return None
-        order, every = torch.cat(nodes), torch.cat(found)
-        return torch.empty_like(every).index_copy_(0, order, every)
+        if not self.is_typed:
+            return _in_order(self.world, self.nodes, rows)
+        if not isinstance(rows, dict) or not rows.keys() <= self.nodes.keys():
+            got = f"{list(rows)}" if isinstance(rows, dict) else type(rows).__name__
+            rule = f"rows of a heterogeneous graph are a dictionary by type ({', '.join(self.nodes)})"
+            raise InputError(rule, got=got, fix="Pass {type: rows}.")
+        found = {kind: _in_order(self.world, self.nodes[kind], rows[kind]) for kind in sorted(rows)}
+        return found if self.world.is_first else None
+
+
+def _in_order(world: World, nodes: Tensor, rows: Tensor) -> Tensor | None:
+    """The rows of all ranks' nodes in the order of these, on the first rank."""
+    order, found = world.gather_to_first(nodes), world.gather_to_first(rows)
+    if order is None or found is None:
+        return None
+    every = torch.cat(found)
+    return torch.empty_like(every).index_copy_(0, torch.cat(order), every)
+
+
+def _runs(own: Any) -> dict[str, Runs]:
+    """The rows of a batch by type; a plain graph has one type, without a name."""
+    kinds: dict[str, Any] = getattr(own, "kinds", {"": own})
+    return {kind: each.runs for kind, each in kinds.items()}
+
+
+def _targets(graph: Graph | TypedGraph) -> list[Tensor]:
+    """The targets and masks of a graph, which its key says nothing of."""
+    if isinstance(graph, TypedGraph):
+        return [rows[name] for rows in graph.rows.values() for name in sorted(rows) if is_label(name)]
+    data = graph.data
+    names = sorted(data.keys())
+    return [data[name] for name in names if is_label(name) and rows_of(data, name) == "node"]
 
 
 def _settings(options: dict[str, Any]) -> str:

@@ -31,6 +31,8 @@ class RankNorms:
         if not norm.training or not of_nodes or x.size(0) not in (own, session.info.num_rows):
             return session.by_own_statistics(name, norm, run, x)
         mean, variance, count = self._statistics(x[:own])
+        if count < 2 and norm.running_mean is not None:  # of a rare type of nodes
+            return session.by_own_statistics(name, norm, run, x)
         if not session.repeating:
             _update(norm, mean.detach(), variance.detach(), count)
         inside = _normalized(norm, x[:own], mean, variance)
@@ -46,9 +48,9 @@ class RankNorms:
         sums = torch.cat([rows.sum(over), here])
         sums = _Sum.apply(self._world, sums)  # type: ignore[no-untyped-call]
         count = float(sums[-1].detach())
-        mean = sums[:-1] / count
+        mean = sums[:-1] / max(count, 1.0)
         apart = (rows - _like(mean, rows)).square().sum(over)
-        variance = _Sum.apply(self._world, apart) / count  # type: ignore[no-untyped-call]
+        variance = _Sum.apply(self._world, apart) / max(count, 1.0)  # type: ignore[no-untyped-call]
         return mean, variance, count
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
+from torch_geometric.data import Batch, Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import rows_of
+from gnnautoscale.graph import is_target, rows_of
 from gnnautoscale.ranks.assignment import edge_chunks
 
 
@@ -61,6 +61,11 @@ class Layout:
         first, end = self.starts[self.first_part[rank : rank + 2]].tolist()
         return self.nodes[first:end]
 
+    def starts_of(self, rank: int) -> Tensor:
+        """The row where each part of a rank begins, ``[parts of the rank + 1]``; the last is the number of its rows."""
+        starts = self.starts[self.first_part[rank] : self.first_part[rank + 1] + 1]
+        return starts - starts[0]
+
 
 @dataclass(frozen=True, eq=False)
 class Shard:
@@ -94,6 +99,11 @@ class Shard:
     whole: dict[str, Any]
 
     @property
+    def kinds(self) -> dict[str, Shard]:
+        """The shard of each type of nodes: a plain graph has one type, without a name."""
+        return {"": self}
+
+    @property
     def num_own(self) -> int:
         """Number of nodes that the rank owns."""
         return int(self.starts[-1])
@@ -107,6 +117,14 @@ class Shard:
     def num_parts(self) -> int:
         """Number of parts that the rank owns."""
         return self.starts.numel() - 1
+
+    @property
+    def parts(self) -> Tensor:
+        """The part of each row among the parts of all ranks, rank by rank; stand-ins are in one more."""
+        own = int(self.first_part[self.rank]) + self.labels[: self.num_own]
+        ghosts = torch.repeat_interleave(self.ghost_starts.diff())
+        others = torch.full((self.data.num_nodes - self.nodes.numel(),), self.ghost_starts.numel() - 1)
+        return torch.cat([own, ghosts, others])
 
     @property
     def labels(self) -> Tensor:
@@ -136,41 +154,60 @@ def cut_shard(data: Data, layout: Layout, rank: int, *, bidirectional: bool, who
         [[3, 2, 0], [2, 0, 1]]
     """
     edges, own = data.edge_index, layout.own(rank)
-    ghosts, sent = _border(edges, layout, rank, bidirectional)
+    ghosts, sent = border(edges, layout, rank, bidirectional)
     nodes = torch.cat([own, ghosts])
-    near = torch.cat([nodes, _ring(edges, nodes, layout.nodes.numel())]) if bidirectional else nodes
-    e_id, edge_index, num_rows = _near_edges(edges, near, layout.nodes.numel())
-    starts = layout.starts[layout.first_part[rank] : layout.first_part[rank + 1] + 1]
-    starts = starts - starts[0]
-    peers = torch.arange(layout.size).unsqueeze(1)
+    near = torch.cat([nodes, ring(edges, nodes, layout.nodes.numel())]) if bidirectional else nodes
+    e_id, edge_index, num_rows = near_edges(edges, near, layout.nodes.numel())
     return Shard(
         data=_rows(data, nodes, own.numel(), num_rows, e_id, edge_index),
         rank=rank,
         size=layout.size,
         nodes=nodes,
-        starts=starts,
-        sent=sent % own.numel(),
-        sent_starts=torch.searchsorted(sent, peers * own.numel() + starts),
-        ghost_starts=torch.searchsorted(layout.place_of[ghosts], layout.starts),
         first_part=layout.first_part,
         bidirectional=bidirectional,
         whole=whole,
+        **exchanged(layout, layout.starts_of(rank), sent, ghosts),
     )
 
 
-def check_shardable(data: Any) -> Data:
-    """Refuse what cannot be spread over ranks: anything but one plain graph."""
-    if not isinstance(data, Data) or isinstance(data, Batch) or "graph_id" in data:
-        got = f"a {type(data).__name__}" if not isinstance(data, Data) or isinstance(data, Batch) else "many graphs"
-        raise InputError("ranks share one plain graph", got=got, fix="Train on it in one process.")
-    foreign = [name for name in data.keys() if "edge_label" in name or name in ("edge_split", "dst_pos_index")]  # noqa: SIM118
+def exchanged(layout: Layout, starts: Tensor, sent: Tensor, ghosts: Tensor) -> dict[str, Tensor]:
+    """What a :class:`Shard` says about the rows that ranks exchange.
+
+    Args:
+        layout: Where all nodes live.
+        starts: The row where each own part begins, ``[num_parts + 1]``.
+        sent: Own rows that are ghosts elsewhere, each as ``peer * num_own + row``, in order.
+        ghosts: The ghosts in the order of their places.
+    """
+    num_own, peers = int(starts[-1]), torch.arange(layout.size).unsqueeze(1)
+    return {
+        "starts": starts,
+        "sent": sent % max(num_own, 1),
+        "sent_starts": torch.searchsorted(sent, peers * num_own + starts),
+        "ghost_starts": torch.searchsorted(layout.place_of[ghosts], layout.starts),
+    }
+
+
+def check_shardable(data: Any) -> Data | HeteroData:
+    """Refuse what cannot be spread over ranks: anything but one graph, and targets of links."""
+    if isinstance(data, HeteroData):
+        for kind, store in data.edge_items():
+            if "edge_label_index" in store:
+                fix = "Remove it, or train on links in one process."
+                raise InputError("ranks predict something of nodes", got=f"targets of links, of {kind!r}", fix=fix)
+        return data
+    if not isinstance(data, Data) or isinstance(data, Batch):
+        got, fix = f"a {type(data).__name__}", "Train on it in one process."
+        raise InputError("ranks share one graph", got=got, fix=fix)
+    foreign = [name for name in data.keys() if is_target(data, name)]  # noqa: SIM118
     if foreign:
-        fix = "Remove it, or train on links in one process."
-        raise InputError("ranks predict something of nodes", got=f"targets of links, {foreign[0]}", fix=fix)
+        fix = "Remove it, or train on the whole data set with gas.fit, which takes care of it."
+        got = f"targets of links or graphs, {foreign[0]}"
+        raise InputError("a rank's share of a graph has targets of nodes", got=got, fix=fix)
     return data
 
 
-def _border(edges: Tensor, layout: Layout, rank: int, bidirectional: bool) -> tuple[Tensor, Tensor]:
+def border(edges: Tensor, layout: Layout, rank: int, bidirectional: bool) -> tuple[Tensor, Tensor]:
     """The ghosts of a rank in the order of their places; and what it sends, ``peer * num_own + row``, in order."""
     num_own, first = layout.own(rank).numel(), int(layout.starts[layout.first_part[rank]])
     is_ghost = torch.zeros(layout.nodes.numel(), dtype=torch.bool)
@@ -189,7 +226,7 @@ def _border(edges: Tensor, layout: Layout, rank: int, bidirectional: bool) -> tu
     return ghosts[layout.place_of[ghosts].argsort()], torch.unique(torch.cat(sent))
 
 
-def _ring(edges: Tensor, nodes: Tensor, num_nodes: int) -> Tensor:
+def ring(edges: Tensor, nodes: Tensor, num_nodes: int) -> Tensor:
     """The nodes beside some nodes that have an edge to or from them, ``[count]``."""
     inside, beside = (torch.zeros(num_nodes, dtype=torch.bool) for _ in range(2))
     inside[nodes] = True
@@ -199,7 +236,7 @@ def _ring(edges: Tensor, nodes: Tensor, num_nodes: int) -> Tensor:
     return (beside & ~inside).nonzero().squeeze(1)
 
 
-def _near_edges(edges: Tensor, nodes: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, int]:
+def near_edges(edges: Tensor, nodes: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, int]:
     """The edges that touch some nodes, in their order: which they are, both ends as rows, and the number of rows.
 
     Rows are those of ``nodes``, followed by those of stand-ins, of which there is at least one.
@@ -234,16 +271,21 @@ def _rows(data: Data, nodes: Tensor, num_own: int, num_rows: int, e_id: Tensor, 
             shard[name] = value.index_select(data.__cat_dim__(name, value), e_id)
         elif level == "node":
             dim = data.__cat_dim__(name, value)
-            known = nodes[:num_own] if name.endswith("_mask") else nodes
-            shape = list(value.shape)
-            shape[dim] = num_rows
-            shard[name] = value.new_zeros(shape)
-            if dim == 0:  # without a copy in between
-                torch.index_select(value, 0, known, out=shard[name][: known.numel()])
-            else:
-                shard[name].narrow(dim, 0, known.numel()).copy_(value.index_select(dim, known))
+            shard[name] = node_rows(value, dim, nodes[:num_own] if name.endswith("_mask") else nodes, num_rows)
     shard.edge_index, shard.num_nodes = edge_index, num_rows
     return shard
+
+
+def node_rows(value: Tensor, dim: int, nodes: Tensor, num_rows: int) -> Tensor:
+    """The rows of some nodes, which lie along a dimension, followed by zeros up to a number of rows."""
+    shape = list(value.shape)
+    shape[dim] = num_rows
+    rows = value.new_zeros(shape)
+    if dim == 0:  # without a copy in between
+        torch.index_select(value, 0, nodes, out=rows[: nodes.numel()])
+    else:
+        rows.narrow(dim, 0, nodes.numel()).copy_(value.index_select(dim, nodes))
+    return rows
 
 
 def _from_zero(counts: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -99,6 +100,29 @@ class World:
         rows = arrival.wait().to(value.device)
         return list(torch.split(rows, counts)) if self.is_first else None
 
+    def rows_of_others(self, *tables: Tensor) -> list[Tensor]:
+        """Give all other ranks some rows, and receive theirs, those of the lowest rank first.
+
+        Args:
+            tables: Tensors of as many rows each, ``[count, ...]``; other ranks may have other numbers of rows.
+
+        Returns:
+            For each of them the rows of the other ranks, on the same device.
+        """
+        count = tables[0].size(0)
+        counts = torch.zeros(self.size, dtype=torch.long, device=self.wire)
+        counts[self.rank] = count
+        received, sent = self.sum(counts).wait().tolist(), [count] * self.size
+        sent[self.rank] = received[self.rank] = 0
+        rows = [table.detach().contiguous().view(count, table.shape[1:].numel()).view(torch.uint8) for table in tables]
+        arrived = self.exchange(torch.cat(rows, dim=1).repeat(self.size - 1, 1), sent, received).wait()
+        pieces = torch.split(arrived, [each.size(1) for each in rows], dim=1)
+        found = []
+        for piece, table in zip(pieces, tables, strict=True):
+            aligned = torch.empty(piece.shape, dtype=torch.uint8, device=piece.device).copy_(piece)
+            found.append(aligned.view(table.dtype).view(-1, *table.shape[1:]).to(table.device))
+        return found
+
     def broadcast(self, value: Any) -> Any:
         """The value of the first rank."""
         if self.size == 1:
@@ -136,6 +160,22 @@ class World:
         given: dict[str, Any] = {"output_split_sizes": list(received), "input_split_sizes": list(sent)}
         work = self.guarded(lambda: dist.all_to_all_single(out, rows, async_op=True, **given))
         return Arrival(self, out, work)
+
+    def swap(self, values: Sequence[Any]) -> list[Any]:
+        """Give each rank a value of its own, and get one from each.
+
+        Example:
+            >>> World().swap(["for myself"])
+            ['for myself']
+        """
+        if self.size == 1:
+            return list(values)
+        packed = [pickle.dumps(value) for value in values]
+        sizes = [len(each) for each in packed]
+        received = [each[self.rank] for each in self.gather(sizes)]
+        rows = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
+        arrived = self.exchange(rows, sizes, received).wait().cpu()
+        return [pickle.loads(each.numpy().tobytes()) for each in torch.split(arrived, received)]  # noqa: S301
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Refuse to go on unless all ranks have the same facts, by name, and run the same versions.

@@ -20,6 +20,7 @@ from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import evaluating
 from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader, partition_graphs
+from gnnautoscale.ranks import RankLoader, World
 from gnnautoscale.tasks.node import NodeClassification, NodeRegression, NodeTask, kind_of, known_rows
 from gnnautoscale.tasks.pooling import PooledParts, device_of, pool_exactly
 from gnnautoscale.tasks.readouts import Readout, ReadoutName, make_readout
@@ -142,9 +143,9 @@ class GraphPrediction(Task):
             return nn.Linear(width, outputs)
         return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs))
 
-    def _arrange(self, labels: Tensor) -> None:
+    def _arrange(self, labels: Tensor, world: World | None = None) -> None:
         graph_id = self._training_graphs.graph_id.cpu()
-        self._pooled, self._seen = PooledParts(self.readout, graph_id, labels, self._dropout), None
+        self._pooled, self._seen = PooledParts(self.readout, graph_id, labels, self._dropout, world), None
 
     @property
     def _training_graphs(self) -> Data:
@@ -180,7 +181,10 @@ class GraphPrediction(Task):
         if isinstance(loader, SampleLoader):
             fix = "Use another mode: gas, full, exact, history or cluster."
             raise InputError("a graph is pooled from all of its nodes", got="neighbour sampling, mode 'sage'", fix=fix)
-        self._arrange((loader.parts if isinstance(loader, ClusterLoader) else loader).labels)
+        if isinstance(loader, RankLoader) and loader.shard is not None:
+            self._arrange(loader.labels_of_all(), loader.world)
+        else:
+            self._arrange((loader.parts if isinstance(loader, ClusterLoader) else loader).labels)
 
     def targets(self, batch: Data) -> tuple[Tensor | None, Tensor]:
         """Select the graphs that the batch has nodes of, with all of their pieces, see ``PooledParts.graphs_of``."""
@@ -196,9 +200,10 @@ class GraphPrediction(Task):
         return self._pooled
 
     def see(self, out: Any, nodes: Tensor) -> None:
-        """Remember which nodes the output belongs to."""
+        """Remember which nodes the output belongs to; on several ranks, all of them call it in every step."""
         self._check_width(out)
         self._own, self._seen = nodes.as_subclass(Tensor).long(), ref(out)
+        self._pieces.tell(out, self._own)
 
     def _check_width(self, out: Any) -> None:
         if not isinstance(out, Tensor) or out.dim() != 2 or out.size(1) != self.num_outputs:

@@ -15,9 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +26,10 @@ from gnnautoscale._util import checked
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader
+from gnnautoscale.ranks import RankLoader
 from gnnautoscale.tasks.decoders import DecoderName, make_decoder
 from gnnautoscale.tasks.link_metrics import LinkMetric
+from gnnautoscale.tasks.link_rows import PairRows
 from gnnautoscale.tasks.link_sampling import LinkSampleLoader
 from gnnautoscale.tasks.pairs import EdgeKind, Meetings, Pairs, check_graphs, check_leaks, known_keys
 from gnnautoscale.tasks.ranking import KnownEdges, best_partners, check_relations, pair_scores, ranks, with_negatives
@@ -108,13 +108,9 @@ class LinkPrediction(Task):
         self._known = self._back = self._trained = KnownEdges(torch.empty(0, dtype=torch.long), 1)
         self._pairs: Pairs | None = None
         self._num_relations: int | None = None
-        # The last known output of each node, ``[num_nodes, width]``; of the batch that is trained on, its own nodes,
-        # and the place of each node in it or -1, ``[num_nodes]``.
-        self._outputs, self._own, self._placed = torch.empty(0, 0), torch.empty(0), torch.empty(0)
-        self._seen: ref[Tensor] | None = None
-        self._meetings = Meetings(torch.empty(0), 1.0)
-        # Whether batches have no other nodes than their own, and whether they bring all of their pairs.
-        self._alone = self._sampled = False
+        self._rows: PairRows | None = None
+        # Whether batches bring all of their pairs.
+        self._sampled = False
         self._measures, self._weight_of_batch = False, torch.empty(0)
 
     def _choose(self, metric: str) -> None:
@@ -150,7 +146,6 @@ class LinkPrediction(Task):
         self._pairs = Pairs.of(dataset.train)
         if self._pairs.between is not None:
             self.why_uncaptured = "steps on links between types are not captured"
-        self._meetings = Meetings(torch.zeros(self._pairs.num_nodes, dtype=torch.long), 1.0)
         count, graphs = self._pairs.num_nodes, [graph for graph, _ in dataset.graphs()]
         self._known, self._back = (
             KnownEdges(torch.cat([known_keys(graph, edges, backwards=way) for graph in graphs]), count)
@@ -158,8 +153,7 @@ class LinkPrediction(Task):
         )
         # Training may know the training graph only.
         self._trained = KnownEdges(known_keys(dataset.train, edges), count)
-        self._outputs, self._seen = torch.empty(0, 0), None
-        self._alone = self._sampled = False
+        self._rows, self._sampled = PairRows(self._pairs, self._always()), False
         return self
 
     def identity(self, data: Data) -> tuple[Tensor | None, ...]:
@@ -186,7 +180,7 @@ class LinkPrediction(Task):
         pairs, n_id = self._training_pairs, batch.n_id
         nodes = n_id[: batch.batch_size].cpu().as_subclass(Tensor)
         found = pairs.touching(nodes)
-        if self._alone:
+        if self._rows_of_step.alone:
             found = found[torch.isin(pairs.ends[:, found], nodes).all(dim=0)]
         relation = torch.zeros_like(found) if pairs.relation is None else pairs.relation[found]
         return None, torch.stack([*pairs.ends[:, found], pairs.label[found].long(), relation], dim=1).to(n_id.device)
@@ -194,15 +188,28 @@ class LinkPrediction(Task):
     @property
     def _training_pairs(self) -> Pairs:
         if self._pairs is None:
-            fix = "Train with gnnautoscale.fit, or call bound_to first."
-            raise InputError("link prediction must know its data set", got="none", fix=fix)
+            raise _not_bound()
         return self._pairs
+
+    @property
+    def _rows_of_step(self) -> PairRows:
+        if self._rows is None:
+            raise _not_bound()
+        return self._rows
+
+    def _always(self) -> Meetings:
+        """All nodes meet in each step."""
+        return Meetings(torch.zeros(self._training_pairs.num_nodes, dtype=torch.long), 1.0)
 
     def prepare(self, loader: HaloLoader | ClusterLoader | SampleLoader) -> None:
         """See :meth:`Task.prepare`."""
-        self._alone, self._sampled = not isinstance(loader, HaloLoader), isinstance(loader, SampleLoader)
-        alike = Meetings(torch.zeros(self._training_pairs.num_nodes, dtype=torch.long), 1.0)
-        self._meetings = Meetings.of(loader) if isinstance(loader, HaloLoader) else alike
+        pairs, self._sampled = self._training_pairs, isinstance(loader, SampleLoader)
+        if isinstance(loader, RankLoader) and loader.shard is not None:
+            self._rows = PairRows.on_ranks(pairs, loader)
+        elif isinstance(loader, HaloLoader):
+            self._rows = PairRows(pairs, Meetings.of(loader))
+        else:
+            self._rows = PairRows(pairs, self._always(), alone=True)
 
     def sampled(self, data: Data, fan_out: Sequence[int], num_batches: int, **options: Any) -> SampleLoader:
         """See :meth:`Task.sampled`; around pairs, with negatives over the whole graph."""
@@ -211,23 +218,7 @@ class LinkPrediction(Task):
 
     def see(self, out: Tensor, nodes: Tensor) -> None:
         """Remember the output of the batch's own nodes, and where they are in it."""
-        if not isinstance(out, Tensor) or out.dim() != 2:
-            got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            rule = "the model must return a tensor of one row per node"
-            raise InputError(rule, got=got, fix="Return the last layer's output as it is.")
-        count, nodes = self._training_pairs.num_nodes, nodes.as_subclass(Tensor).long()
-        if self._placed.numel() != count:
-            self._placed = torch.empty(count, dtype=torch.long, device=out.device)
-        if self._meetings.labels.device != out.device:
-            self._meetings = replace(self._meetings, labels=self._meetings.labels.to(out.device))
-        if not self._alone:
-            if not self._outputs.numel():
-                self._outputs = torch.zeros(count, out.size(1), dtype=out.dtype, device=out.device)
-            if not self._measures:
-                self._outputs[nodes] = out.detach().to(self._outputs.dtype)
-        self._placed.fill_(-1)
-        self._placed[nodes] = torch.arange(nodes.numel(), device=out.device)
-        self._own, self._seen = nodes, ref(out)
+        self._rows_of_step.see(out, nodes, remember=not self._measures)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -244,15 +235,16 @@ class LinkPrediction(Task):
         An edge with one end outside is seen by two batches. Each of them counts it half, and its own end double, so
         that a decoder learns from each edge once.
         """
-        if self._seen is None or self._seen() is not out or not isinstance(out, Tensor):
+        rows = self._rows_of_step
+        if not rows.belong_to(out):
             rule = "the loss of links follows the batch that the model has just seen"
             raise InputError(rule, got="other outputs", fix="Call see(out, nodes) first.")
         source, target, label, relation = targets.unbind(dim=1)
-        place, edge = self._placed, label > 0
-        across = (place[source] < 0) | (place[target] < 0)
-        # Edges in two batches count half in each; others only where both ends are, for all who do not meet.
-        others = self._stand_for(source, target).masked_fill(across, 0.0)
-        weight, wanted = torch.where(edge, torch.where(across, 0.5, 1.0), others), label.float()
+        edge, across = label > 0, ~(rows.inside(source) & rows.inside(target))
+        # Pairs in two batches count half in each; those without an edge only where both ends are, for all who do not
+        # meet.
+        share = torch.where(across, 0.5, 1.0)
+        weight, wanted = torch.where(edge, share, share * rows.stand_for(source, target)), label.float()
         scores = self._scores(out, source, target, relation, across)
         if self._draws:
             *drawn, others = self._draw(source, target, relation, weight * edge)
@@ -287,56 +279,47 @@ class LinkPrediction(Task):
         so that a GPU can capture it: what turns out to be an edge, and what is drawn for pairs without weight, weighs
         nothing.
         """
-        own, total = self._own, weight.sum() * self._draws
-        draws = self._draws if self._is_whole else _DRAWN_MORE * self._draws
+        rows, total = self._rows_of_step, weight.sum() * self._draws
+        draws = self._draws if rows.is_whole else _DRAWN_MORE * self._draws
         source, target, relation, weight = (each.repeat(draws) for each in (source, target, relation, weight))
-        pools = self._pools(own)
+        pools = self._pools(rows)
         first, second = (pool[torch.randint(pool.numel(), source.shape, device=source.device)] for pool in pools)
+        if self._num_relations is None and rows.others.numel():
+            backwards = torch.rand(source.shape, device=source.device) < 0.5
+            first, second = torch.where(backwards, second, first), torch.where(backwards, first, second)
         if self._num_relations is not None:
             backwards = torch.rand(source.shape, device=source.device) < 0.5
-            source_in, target_in = self._placed[source] >= 0, self._placed[target] >= 0
+            source_in, target_in = rows.inside(source), rows.inside(target)
             backwards = torch.where(source_in & target_in, backwards, target_in)
             first, second = torch.where(backwards, first, source), torch.where(backwards, target, second)
         kind = None if self._num_relations is None else relation
         real = ~self._trained.contain(first, second, kind) & (first != second) & (weight > 0)
-        drawn = self._stand_for(first, second) * real
+        drawn = rows.stand_for(first, second) * real
         if self._num_relations is not None:
             drawn = drawn * weight  # an edge that two batches see has one negative, not two
         drawn = drawn * (total / drawn.sum().clamp(min=1e-12))
         return first, second, relation, drawn
 
-    def _pools(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """The nodes of the batch that sources and targets are drawn from: those of their types, if these differ."""
-        pairs = self._training_pairs
-        if pairs.between is None:
-            return own, own
-        source, target = (own[(own >= low) & (own < high)] for low, high in pairs.between)
+    def _pools(self, rows: PairRows) -> tuple[Tensor, Tensor]:
+        """The nodes that both ends are drawn from: of the batch, and of their types if these differ.
+
+        An end may be in another rank's batch of the same step, unless an edge has one end replaced: that rank does not
+        know the edge, and could not do its half.
+        """
+        own, between = rows.own, self._training_pairs.between
+        if between is None:
+            return own, torch.cat([own, rows.others]) if self._num_relations is None else own
+        source, target = (own[(own >= low) & (own < high)] for low, high in between)
         return source, target
-
-    def _stand_for(self, source: Tensor, target: Tensor) -> Tensor:
-        """What pairs inside the batch stand for, ``[num_pairs]``; only for themselves if it holds all nodes."""
-        if self._is_whole:
-            return torch.ones(source.shape, device=source.device)
-        return self._meetings.weight(source, target)
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether the batch holds all nodes."""
-        return self._own.numel() == self._training_pairs.num_ends
 
     def _scores(
         self, out: Tensor, source: Tensor, target: Tensor, relation: Tensor, across: Tensor | None = None
     ) -> Tensor:
         """Scores of pairs inside the batch; or, if some are ``across`` its border, these with twice their gradient."""
-        rows = []
-        for end in (source, target):
-            at = self._placed[end]
-            if across is None or self._alone or self._is_whole:
-                rows.append(out[at])
-                continue
-            near = out[at.clamp(min=0)]
-            near = near + across.unsqueeze(1) * (near - near.detach())  # adds nothing but the gradient
-            rows.append(torch.where(at.unsqueeze(1) >= 0, near, self._outputs[end].to(out.dtype)))
+        known = self._rows_of_step
+        if across is None and known.others.numel():
+            across = ~(known.inside(source) & known.inside(target))
+        rows = [known.of(out, end, across) for end in (source, target)]
         scores: Tensor = self._made()(*rows, *(() if self._num_relations is None else (relation,)))
         return scores
 
@@ -439,12 +422,18 @@ class LinkPrediction(Task):
 
     def state_dict(self) -> dict[str, Any]:
         """The last known outputs."""
-        return {"outputs": self._outputs} if self._outputs.numel() else {}
+        known = None if self._rows is None else self._rows.known
+        return {} if known is None or not known.numel() else {"outputs": known}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Continue from a checkpoint."""
         if "outputs" in state:
-            self._outputs = state["outputs"].to(device)
+            self._rows_of_step.known = state["outputs"].to(device)
+
+
+def _not_bound() -> InputError:
+    fix = "Train with gnnautoscale.fit, or call bound_to first."
+    return InputError("link prediction must know its data set", got="none", fix=fix)
 
 
 def _edges_of(dataset: Dataset) -> EdgeKind:

@@ -179,19 +179,30 @@ class NodeClassification(NodeTask):
         return NodeClassification(dataset.num_classes, multilabel=y.dim() == 2)
 
     def _balance(self, dataset: Dataset) -> None:
+        self.balance(self.counts(dataset.train))
+
+    def counts(self, data: Data) -> Tensor:
+        """How many training nodes have each class or label, and of how many that is known, ``[2, num_outputs]``.
+
+        Counts of the shares of a graph add up to those of the graph.
+        """
+        y = self.typed(data.y[data.train_mask & known_rows(data.y)])
+        if self.kind == "labels":
+            known = ~torch.isnan(y.float())
+            return torch.stack([torch.nansum(y.float(), dim=0), known.sum(dim=0)]).double()
+        there = torch.bincount(y, minlength=self.num_outputs)
+        return torch.stack([there, torch.full_like(there, y.numel())]).double()
+
+    def balance(self, counts: Tensor) -> None:
         """Weigh classes so that all have the same sum of weights over training nodes, and nodes 1 on average.
 
-        Of each label, nodes that have it get the weight of those that do not.
+        Of each label, nodes that have it get the weight of those that do not. ``counts`` are those of :meth:`counts`.
         """
-        graph = dataset.train
-        y = self.typed(graph.y[graph.train_mask & known_rows(graph.y)])
+        there, known = counts.float()
         if self.kind == "labels":
-            there = torch.nansum(y.float(), dim=0)
-            count = (~torch.isnan(y.float())).sum(dim=0)
-            self._weigh((count - there).clamp(min=1) / there.clamp(min=1))
+            self._weigh((known - there).clamp(min=1) / there.clamp(min=1))
         else:
-            counts = torch.bincount(y, minlength=self.num_outputs).float()
-            self._weigh(y.numel() / ((counts > 0).sum() * counts.clamp(min=1)))
+            self._weigh(known / ((there > 0).sum() * there.clamp(min=1)))
 
     def check_targets(self, data: Data) -> None:
         """Refuse ``y`` that does not hold as many classes or labels as the task says."""

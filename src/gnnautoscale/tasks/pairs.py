@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -154,21 +154,33 @@ class Meetings:
     @staticmethod
     def of(loader: HaloLoader) -> Meetings:
         """Refuse a loader whose batches never let some nodes meet."""
-        parts, size = loader.num_parts, loader.batch_size
-        if len(loader) > 1 and (size < 2 or not loader.shuffle):
-            raise InputError(
-                "pairs without an edge need both ends in a batch, so batches must consist of several parts, drawn anew",
-                got=f"{parts} parts, {size} in a batch{'' if loader.shuffle else ', not shuffled'}",
-                fix=f"Put many small parts in a batch, as with num_parts={10 * parts}, batch_size=10, shuffle=True.",
-            )
-        sizes = [min(size, parts - start) for start in range(0, parts, size)]
-        together = sum(count * (count - 1) for count in sizes)
-        return Meetings(loader.labels, together / (parts * (parts - 1)) if parts > 1 else 1.0)
+        return Meetings(loader.labels, chance_to_meet(loader.parts_in_batches, shuffled=loader.shuffle))
+
+    def on(self, device: torch.device) -> Meetings:
+        """The same on a device."""
+        return self if self.labels.device == device else replace(self, labels=self.labels.to(device))
 
     def weight(self, source: Tensor, target: Tensor) -> Tensor:
         """What pairs that meet stand for: 1 inside a part, and more for parts that rarely meet, ``[num_pairs]``."""
         labels = self.labels.to(source.device)
         return torch.where(labels[source] == labels[target], 1.0, 1.0 / self.chance)
+
+
+def chance_to_meet(sizes: Sequence[int], *, shuffled: bool) -> float:
+    """The chance that two different parts are in the same batch of an epoch, whose batches have so many parts each.
+
+    Example:
+        >>> chance_to_meet([2, 2], shuffled=True)
+        0.3333333333333333
+    """
+    parts, together = sum(sizes), sum(size * (size - 1) for size in sizes)
+    if len(sizes) > 1 and (not together or not shuffled):
+        raise InputError(
+            "pairs without an edge need both ends in a batch, so batches must consist of several parts, drawn anew",
+            got=f"{parts} parts, {max(sizes)} in a batch{'' if shuffled else ', not shuffled'}",
+            fix=f"Put many small parts in a batch, as with num_parts={10 * parts}, batch_size=10, shuffle=True.",
+        )
+    return together / (parts * (parts - 1)) if parts > 1 else 1.0
 
 
 def keys_of(source: Tensor, target: Tensor, relation: Tensor | None, num_nodes: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gnnautoscale.ranks import World
 from gnnautoscale.tasks.readouts import Readout
 
 # Rows that are pooled at a time in inference.
@@ -17,6 +18,8 @@ _CHUNK = 1 << 18
 
 class PooledParts:
     """The partial results of a readout for each part of each graph.
+
+    On several ranks, parts of one graph may belong to several: each knows the results of all.
 
     A batch pools its own nodes, with gradients, and adds the last known results of the parts that are not in it, which
     are constants. Over an epoch each node is in one batch, so the gradients of all nodes add up to those of the whole
@@ -28,10 +31,18 @@ class PooledParts:
         graph_id: The graph of each node, ``[num_nodes]``.
         labels: The part of each node, ``[num_nodes]``.
         stale_dropout: The share of last known results that are left out in training.
+        world: The ranks that train together, if there are several.
     """
 
-    def __init__(self, readout: Readout, graph_id: Tensor, labels: Tensor, stale_dropout: float = 0.0) -> None:
-        self.readout, self._dropout = readout, stale_dropout
+    def __init__(
+        self,
+        readout: Readout,
+        graph_id: Tensor,
+        labels: Tensor,
+        stale_dropout: float = 0.0,
+        world: World | None = None,
+    ) -> None:
+        self.readout, self._dropout, self._world = readout, stale_dropout, world
         num_parts = int(labels.max()) + 1
         # A piece is what a part has of a graph; pieces are numbered graph by graph.
         found, piece = torch.unique(graph_id * num_parts + labels, return_inverse=True)
@@ -86,11 +97,10 @@ class PooledParts:
         place[pieces] = torch.arange(count, device=out.device)
         rows = out.to(torch.promote_types(out.dtype, torch.float32))
         own = self.readout.partial(rows, place[piece[nodes].long()], count + 1)[:-1]
-        if self._known is None:
-            self._known = own.new_zeros(self._num_pieces + 1, own.size(1))
-        known, fresh = self._known[pieces].to(own.dtype), own[:, :1] > 0
+        table = self._known_like(own.detach())
+        known, fresh = table[pieces].to(own.dtype), own[:, :1] > 0
         if not self._measures:
-            self._known[pieces] = torch.where(fresh, own.detach(), known).to(self._known.dtype)
+            table[pieces] = torch.where(fresh, own.detach(), known).to(table.dtype)
         known = self._brought_forward(known, own.detach(), fresh, pieces)
         if self._dropout and self.readout.training:
             known = known * (torch.rand(count, 1, device=out.device) >= self._dropout)
@@ -101,6 +111,34 @@ class PooledParts:
         # Adds nothing but the gradient.
         pooled = pooled + (1 / share - 1).unsqueeze(1) * (pooled - pooled.detach())
         return pooled, share
+
+    @torch.no_grad()
+    def tell(self, out: Tensor, nodes: Tensor) -> None:
+        """Give other ranks what this one's batch pools, and learn what theirs do; each calls it in every step.
+
+        Args:
+            out: The model's output for the batch's own nodes, ``[batch_size, width]``.
+            nodes: Which nodes these are, ``[batch_size]``.
+        """
+        if self._world is None or self._measures:
+            return
+        when, now = self._when_on(out.device)
+        now += 1
+        piece, place, _ = self._on(out.device)
+        pieces = torch.unique(piece[nodes].long())
+        place[pieces] = torch.arange(pieces.numel(), device=out.device)
+        rows = out.to(torch.promote_types(out.dtype, torch.float32))
+        own = self.readout.partial(rows, place[piece[nodes].long()], pieces.numel())
+        theirs, others = self._world.rows_of_others(pieces, own)
+        known = self._known_like(own)
+        known[theirs] = others.to(known.dtype)
+        when[theirs] = now
+
+    def _known_like(self, parts: Tensor) -> Tensor:
+        """What is known of each piece, in columns like those of other partial results."""
+        if self._known is None:
+            self._known = parts.new_zeros(self._num_pieces + 1, parts.size(1))
+        return self._known
 
     def _brought_forward(self, known: Tensor, own: Tensor, fresh: Tensor, pieces: Tensor) -> Tensor:
         """What is known of pieces, moved as far as those of the batch have moved on average, step by step.
@@ -114,7 +152,8 @@ class PooledParts:
         rate = (weight * moved).sum(dim=0) / (weight * age).sum().clamp(min=1)
         if not self._measures:
             when[pieces] = torch.where(fresh.squeeze(1), now, when[pieces])
-            now += 1
+            if self._world is None:
+                now += 1
         return self.readout.moved(known, age * rate)
 
     def _when_on(self, device: torch.device) -> tuple[Tensor, Tensor]:

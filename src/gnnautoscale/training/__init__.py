@@ -20,7 +20,7 @@ from gnnautoscale.training.options import (
     Output,
     pick_device,
 )
-from gnnautoscale.training.ranked import summary_of
+from gnnautoscale.training.rank_summary import summary_of
 from gnnautoscale.training.resume import open_checkpoint
 from gnnautoscale.training.steps import Steps
 

@@ -293,7 +293,8 @@ def engine_for(
         # On average over the batches, the loss is that of the whole graph.
         batches, targets = float(len(loader)), task.weight_of(dataset.train)
         if together is not None:
-            batches, targets = together.add_up(batches, targets)
+            is_share = dataset.passing() is loader.data
+            batches, targets = together.add_up(batches, targets if is_share else targets / together.world.size)
         per_target = batches / targets
     return Engine(
         model,

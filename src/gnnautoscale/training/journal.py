@@ -18,6 +18,7 @@ from gnnautoscale.attach import Verification, attached, verify
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
+from gnnautoscale.ranks import current
 from gnnautoscale.runs import Epoch, FitResult, RunFolder
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.loggers import Logger, numbers_of
@@ -35,7 +36,8 @@ class Journal:
 
     ``loader`` is ``None`` in modes without a halo. ``what`` to measure comes on top of what each epoch takes and moves,
     and ``every`` says when: "auto", "never", or a number of epochs. ``target`` is the type of nodes with targets, in a
-    heterogeneous graph.
+    heterogeneous graph. Of several ranks the first one has the folder, and all take part in what is ``measured``
+    because there is one.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Journal:
         loader: HaloLoader | None,
         task: Task,
         *,
+        measured: bool,
         what: Sequence[Diagnostic],
         every: str | int,
         target: str | None = None,
@@ -55,8 +58,10 @@ class Journal:
         self._task, self._every, self._target, self._loggers = task, str(every), target, loggers
         self._result: FitResult | None = None
         # One batch of all nodes pulls nothing that could be stale.
-        able = folder is not None and loader is not None
-        self._what = [name for name in what if name != "staleness" or len(loader or ()) > 1] if able else []
+        self._measured = measured
+        stale = loader is not None and not loader.is_whole
+        able = measured and loader is not None
+        self._what = [name for name in what if name != "staleness" or stale] if able else []
         self._spent = self._last_cost = 0.0
         self._probed: int | None = None
 
@@ -67,7 +72,8 @@ class Journal:
         if self._every != "auto":
             return last or epoch % int(self._every) == 0
         affordable = self._spent + self._last_cost <= _SHARE * trained
-        return (self._probed is None or last or affordable) and self._fits()
+        fits = (self._probed is None or last or affordable) and self._fits()
+        return fits if self._loader is None else all(self._loader.everyone(fits))
 
     def probe(self, epoch: int) -> None:
         """Measure errors with weights and histories as they are now."""
@@ -77,6 +83,8 @@ class Journal:
         try:
             found = diagnose(self._model, self._loader, self._what, ages=ages, task=self._task, target=self._target)
         except (RuntimeError, MemoryError) as error:  # such as a lack of memory: no reason to end a run of days
+            if current().size > 1:
+                raise  # the other ranks would wait for this one
             warnings.warn(f"errors of histories are not measured any more, since that failed: {error}", stacklevel=2)
             self._what = []
             return
@@ -87,14 +95,13 @@ class Journal:
 
     def epoch(self, epoch: Epoch, memory: int | None = None) -> None:
         """Write down an epoch that has just ended."""
-        if self._folder is None:
-            self._write({**epoch_record(epoch), "steps": self._strategy.steps, "memory": memory})
-            return
-        measured = self._strategy.measured()
-        times = measured.pop("time")
-        times["compute"] = max(epoch.seconds - sum(times.values()), 0.0)
-        own = {"steps": self._strategy.steps, "memory": memory, "time": times}
-        self._write({**epoch_record(epoch), **own, **measured})
+        record = {**epoch_record(epoch), "steps": self._strategy.steps, "memory": memory}
+        if self._measured:
+            measured = self._strategy.measured()
+            times = measured.pop("time")
+            times["compute"] = max(epoch.seconds - sum(times.values()), 0.0)
+            record |= {"time": times, **measured}
+        self._write(record)
 
     def finish(self, result: FitResult) -> None:
         """Write down what the run gave."""
@@ -182,7 +189,7 @@ def describe_run(
         "model": {"name": type(model).__name__, "parameters": sum(weight.numel() for weight in weights_of(model))},
         "versions": versions(),
         "machine": describe_machine(options["device"]),
-        "parts": None if loader is None else describe_parts(loader.graph.edge_index, loader.labels),
+        "parts": None if loader is None else _parts_of(loader),
     }
 
 
@@ -200,14 +207,26 @@ def describe_machine(device: str, threads: int | None = None) -> str:
     return f"CPU ({platform.machine()}, {threads} {'thread' if threads == 1 else 'threads'})"
 
 
+def _parts_of(loader: HaloLoader) -> dict[str, Any]:
+    """See :func:`describe_parts`, of all processes that share the graph."""
+    edges, labels, own = loader.graph.edge_index, loader.parts, loader.num_own
+    count = 1 + max(loader.everyone(int(labels[:own].max())))
+    counts = _count_parts(edges[:, edges[1] < own], labels, count, own)
+    return _described([torch.stack(values).sum(0) for values in zip(*loader.everyone(counts), strict=True)])
+
+
 def describe_parts(edge_index: Tensor, labels: Tensor) -> dict[str, Any]:
     """How large parts are, and which of them pull from which, as if each were a batch of its own.
 
     ``edge_index`` is ``[2, num_edges]``, and ``labels`` the part of each node, ``[num_nodes]``. ``halo`` in the result
     has the rows that a group of parts pulls from another, per node.
     """
-    sizes = torch.bincount(labels)
-    count, num_nodes = sizes.numel(), labels.numel()
+    return _described(_count_parts(edge_index, labels, int(labels.max()) + 1, labels.numel()))
+
+
+def _count_parts(edge_index: Tensor, labels: Tensor, count: int, num_own: int) -> list[Tensor]:
+    """Numbers of so many parts that processes add up: nodes, halo nodes, edges inside and across, and pulled rows."""
+    sizes, num_nodes = torch.bincount(labels[:num_own], minlength=count), labels.numel()
     source, part = edge_index[0], labels[edge_index[1]]
     crossing = labels[source] != part
     inside, outside = (torch.bincount(part[which], minlength=count) for which in (~crossing, crossing))
@@ -215,12 +234,19 @@ def describe_parts(edge_index: Tensor, labels: Tensor) -> dict[str, Any]:
     pulling, owning = pairs // num_nodes, labels[pairs % num_nodes]
     groups = min(count, _MOST_GROUPS)
     group = torch.arange(count) * groups // count
-    matrix = torch.bincount(group[pulling] * groups + group[owning], minlength=groups**2).view(groups, groups).double()
+    matrix = torch.bincount(group[pulling] * groups + group[owning], minlength=groups**2).view(groups, groups)
+    return [sizes, torch.bincount(pulling, minlength=count), inside, outside, matrix]
+
+
+def _described(counts: list[Tensor]) -> dict[str, Any]:
+    sizes, halo, inside, outside, matrix = counts
+    count, groups = sizes.numel(), matrix.size(0)
+    group = torch.arange(count) * groups // count
     group_sizes = torch.zeros(groups, dtype=torch.double).index_add(0, group, sizes.double())
     shown = torch.arange(min(count, _MOST_BATCHES)) * count // min(count, _MOST_BATCHES)
     columns = {
         "nodes": sizes,
-        "halo": torch.bincount(pulling, minlength=count),
+        "halo": halo,
         "edges_inside": inside,
         "edges_crossing": outside,
     }
@@ -228,6 +254,6 @@ def describe_parts(edge_index: Tensor, labels: Tensor) -> dict[str, Any]:
         "count": count,
         "sizes": sizes.tolist(),
         "groups": groups,
-        "halo": (matrix / group_sizes.clamp(min=1).unsqueeze(1)).tolist(),
+        "halo": (matrix.double() / group_sizes.clamp(min=1).unsqueeze(1)).tolist(),
         "batches": {name: values[shown].tolist() for name, values in columns.items()},
     }

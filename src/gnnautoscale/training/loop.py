@@ -22,7 +22,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.ranks import current
 from gnnautoscale.runs import Epoch, FitResult, RunFolder, check_run_dir, epochs_shown, is_run_dir
-from gnnautoscale.tasks import Task, TaskName, check_task, task_for
+from gnnautoscale.tasks import NodeClassification, Task, TaskName, check_task, task_for
 from gnnautoscale.training.clock import Clock
 from gnnautoscale.training.faults import explained
 from gnnautoscale.training.identity import identity_of
@@ -31,15 +31,10 @@ from gnnautoscale.training.loaders import halo_loaders, subgraph_loader
 from gnnautoscale.training.loggers import Logger, TensorBoard, check_loggers, check_package
 from gnnautoscale.training.optimizer import LearningRate, make_optimizer
 from gnnautoscale.training.options import OPTIONS, FitOptions
-from gnnautoscale.training.ranked import (
-    RankStrategy,
-    check_ranked,
-    is_ranked,
-    on_rank,
-    rank_loader,
-    share_of,
-    summary_of,
-)
+from gnnautoscale.training.rank_checks import check_from_files, check_ranked
+from gnnautoscale.training.rank_summary import balance_by_shards, summary_of
+from gnnautoscale.training.ranked import is_ranked, on_rank
+from gnnautoscale.training.ranked_splits import strategy_on_ranks
 from gnnautoscale.training.resume import (
     RunState,
     as_written,
@@ -118,12 +113,16 @@ def fit(  # noqa: D417 - the options are filled in below
     if is_autoscaled(model):  # by an earlier fit: go on from its weights
         detach(model)
     folder = Path(data) if isinstance(data, (str, Path)) else None
+    if folder is not None:
+        check_from_files(task)
     dataset = dataset_of(data) if folder is None else summary_of(folder)
     dataset.check()
     task = task_for(dataset, task) if task is None or isinstance(task, str) else task
     if isinstance(task, Task):
         task.check_dataset(dataset)
         task = task.bound_to(dataset, metric=given.metric, class_weight=given.class_weight)
+        if folder is not None and given.class_weight != "none" and isinstance(task, NodeClassification):
+            balance_by_shards(task, folder)
     task = check_task(task, dataset.train)
     _check_inseparable(task, given)
     if isinstance(dataset, TypedDataset):
@@ -136,8 +135,8 @@ def fit(  # noqa: D417 - the options are filled in below
         )
     shards: Any = None
     if is_ranked(data):
-        check_ranked(dataset, task, model, given, from_files=folder is not None)
-        given, shards = on_rank(given), folder or dataset.train
+        check_ranked(dataset, task, model, given)
+        given, shards = on_rank(given), folder or dataset.passing()
         progress, loggers = progress and current().is_first, loggers if current().is_first else ()
     told = check_loggers(loggers)
     slow = ["partition"] if shards is None and dataset.passing().num_edges > _LONG_TO_CUT else []
@@ -269,11 +268,10 @@ def _train_alone(
             known = None
             if checkpoint is not None and not isinstance(shards, Path):
                 known = labels_of(checkpoint, dataset.passing().num_nodes)
-            ranked = rank_loader(shards, options, known)
-        whole_data = None if isinstance(shards, Path) else dataset
-        dataset = share_of(dataset, ranked)
-        strategy = RankStrategy(model, dataset, ranked, optimizer, task, options, whole=whole_data)
-        whole = strategy.facts()
+            ranked, dataset = strategy_on_ranks(model, dataset, shards, optimizer, task, options, known)
+        # Staleness and the picture of the parts are those of plain graphs.
+        loader = None if isinstance(dataset, TypedDataset) else ranked.loader
+        strategy, whole = ranked, ranked.facts()
     elif options.has_histories:
         labels = None if checkpoint is None else labels_of(checkpoint, dataset.passing().num_nodes)
         with clock("partition"):
@@ -293,7 +291,7 @@ def _train_alone(
             strategy = TypedSubgraphStrategy(model, dataset, subgraphs, optimizer, task, options)
         else:
             strategy = SubgraphStrategy(model, dataset, subgraphs, optimizer, task, options)
-    if options.run_dir is not None:
+    if strategy.agreed(options.run_dir is not None):
         strategy.watch()
     run = RunState(learner, task, optimizer, rate, strategy, result, device, identity=identity)
     on_failure = ExitStack()
@@ -415,7 +413,8 @@ def _open_journal(
     """
     folder, epochs, told = None, run.result.epochs, list(loggers)
     about: dict[str, Any] = {}
-    if options.run_dir is not None or told:
+    measured = run.strategy.agreed(options.run_dir is not None)
+    if run.strategy.agreed(options.run_dir is not None or bool(told)):
         about = describe_run(options.to_dict(), dataset, task, model, loader)
         about["data"] |= whole
     if options.run_dir is not None:
@@ -433,4 +432,5 @@ def _open_journal(
         logger.start(about)
     target = dataset.target if isinstance(dataset, TypedDataset) else None
     what, every = options.diagnose, options.diagnose_every
-    return Journal(folder, run.strategy, model, loader, task, what=what, every=every, target=target, loggers=told)
+    how: dict[str, Any] = {"measured": measured, "what": what, "every": every, "target": target, "loggers": told}
+    return Journal(folder, run.strategy, model, loader, task, **how)

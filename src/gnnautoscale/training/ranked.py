@@ -13,66 +13,26 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import set_random_states, state_of
-from gnnautoscale.data import Dataset
+from gnnautoscale._util import set_random_states
+from gnnautoscale.data import Dataset, TypedDataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import fingerprint
-from gnnautoscale.ranks import RankLoader, Shard, World, current, read_manifest, read_shard
+from gnnautoscale.ranks import COUNTS, RankLoader, Shard, TypedShard, World, current, last_gradients
 from gnnautoscale.runs import FitResult
-from gnnautoscale.tasks import NodeTask, Task, known_rows
+from gnnautoscale.tasks import Task
 from gnnautoscale.training.checkpoint import Checkpoint
-from gnnautoscale.training.options import OPTIONS, FitOptions, HowToEvaluate
-from gnnautoscale.training.resharding import pieces_of, place_rows, read_shards, save_shards
+from gnnautoscale.training.feed import Item
+from gnnautoscale.training.flow import Flow
+from gnnautoscale.training.options import FitOptions, HowToEvaluate
+from gnnautoscale.training.resharding import pieces_of, read_shards, save_shards, take_rows
 from gnnautoscale.training.strategies import HistoryStrategy
 
 _SPLITS = ("train", "val", "test")
-# What may differ between ranks.
-_PLACES = ("device", "run_dir", "checkpoint_dir", "resume", "history_dir", "cache_dir", "num_workers", "tensorboard")
-# Options that ranks do not have, by name; each may keep the value that it has here.
-_ALONE: dict[str, Any] = {
-    "accumulate": 1,
-    "exact_epochs": 0,
-    "refresh": 0,
-    "evaluate_parts": None,
-    "verify": False,
-}
 
 
 def is_ranked(data: Any) -> bool:
     """Whether to train on shards: there are several ranks, or the data is a folder of shards."""
     return current().size > 1 or isinstance(data, (str, Path))
-
-
-def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOptions, *, from_files: bool) -> None:
-    """Refuse what ranks cannot do, and ranks that were started with different options or models."""
-    if dataset.inductive or dataset.targets:
-        got = "a heterogeneous one" if dataset.targets else "graphs of their own for validation and test"
-        raise InputError("ranks share one plain graph", got=got, fix="Train in one process.")
-    if not isinstance(task, NodeTask):
-        fix = "Train in one process."
-        raise InputError("ranks predict something of nodes", got=f"a {type(task).__name__}", fix=fix)
-    if options.mode not in ("gas", "history"):
-        rule, fix = "ranks train with mode 'gas' or 'history'", "Train in one process."
-        raise InputError(rule, got=repr(options.mode), fix=fix)
-    for name, only in _ALONE.items():
-        if getattr(options, name) != only:
-            rule = f"under ranks {name} must be {only!r}"
-            raise InputError(rule, got=repr(getattr(options, name)), fix="Leave it out, or train in one process.")
-    if options.compensate == "momentum":
-        fix = "Use compensate='gradient', or leave it out."
-        raise InputError("ranks compensate by gradients", got="compensate='momentum'", fix=fix)
-    if options.sync_norms and (options.lipschitz or options.compensate != "none"):
-        fix = "Leave one of them out."
-        raise InputError("sync_norms needs plain steps", got="it with a penalty or compensation", fix=fix)
-    if options.diagnose_every not in ("auto", "never"):
-        fix = "Leave it out; ranks measure no staleness."
-        raise InputError("diagnose_every is for one process", got=str(options.diagnose_every), fix=fix)
-    if from_files and options.class_weight != "none":
-        fix = "Leave it out, or pass the whole graph."
-        raise InputError("class_weight needs all targets in one place", got="a folder of shards", fix=fix)
-    shapes = {name: tuple(value.shape) for name, value in state_of(model).items()}
-    given = {name: getattr(options, name) for name in OPTIONS if name not in _PLACES}
-    current().agree({**given, "model": (repr(model), shapes), "task": (type(task).__name__, task.metric)})
 
 
 def on_rank(options: FitOptions) -> FitOptions:
@@ -89,30 +49,6 @@ def on_rank(options: FitOptions) -> FitOptions:
         run_dir=options.run_dir if first else None,
         tensorboard=options.tensorboard and first,
     )
-
-
-def summary_of(folder: Path) -> Dataset:
-    """A data set of a few nodes of a folder of shards, which poses the same task as all of them."""
-    world = current()
-    name = str(read_manifest(folder)["whole"].get("name", folder.name))
-    shard = read_shard(folder, world.rank, world.size)
-    own, data = shard.num_own, shard.data
-    if not isinstance(data.get("y"), Tensor) or not isinstance(data.get("x"), Tensor):
-        raise InputError("shards to train on need x and y", got=f"{', '.join(data.keys())}", fix="Write them again.")
-    y = data.y[:own]
-    masks = {f"{split}_mask": data[f"{split}_mask"][:own] for split in _SPLITS if f"{split}_mask" in data}
-    values = y.reshape(own, -1).double()
-    odd = ((values != 0) & (values != 1) & ~values.isnan()).any(1)
-    known = known_rows(y)
-    some = [values.nan_to_num(-torch.inf).amax(1).argmax(), values.nan_to_num(torch.inf).amin(1).argmin()]
-    some += [mask.nonzero()[0, 0] for mask in (odd, ~odd, known) if bool(mask.any())]
-    some += [each.nonzero()[0, 0] for mask in masks.values() for each in (mask, mask & known) if bool(each.any())]
-    rows = torch.unique(torch.stack(some))
-    found = {"x": data.x[rows].clone(), "y": y[rows].clone(), **{key: mask[rows] for key, mask in masks.items()}}
-    everyone = world.gather(found)
-    joined = Data(**{key: torch.cat([each[key] for each in everyone]) for key in found})
-    joined.edge_index = torch.empty(2, 0, dtype=torch.long)
-    return Dataset.of(joined, name)
 
 
 def rank_loader(source: Any, options: FitOptions, labels: Tensor | None) -> RankLoader:
@@ -142,30 +78,40 @@ class RankStrategy(HistoryStrategy):
         self,
         model: nn.Module,
         dataset: Dataset,
-        loader: RankLoader,
+        loaders: dict[str, RankLoader],
         optimizer: torch.optim.Optimizer,
         task: Task,
         options: FitOptions,
         *,
         whole: Dataset | None,
+        **ends: Any,
     ) -> None:
-        super().__init__(model, dataset, dict.fromkeys(_SPLITS, loader), optimizer, task, options)
+        self._lag, self._moves_ghosts = options.lag, options.compensate == "momentum"
+        super().__init__(model, dataset, {**loaders}, optimizer, task, options, **ends)
+        if self._refreshes > len(self._loader):
+            rule, fix = f"refresh must be at most the number of batches of a rank, {len(self._loader)}", "Lower it."
+            raise InputError(rule, got=str(self._refreshes), fix=fix)
         self._identity = self._identity_of_shards() if whole is None else tuple(task.identity(whole.train))
 
     @property
-    def _shard(self) -> Shard:
-        shard = self._loader.shard
+    def _shard(self) -> Shard | TypedShard:
+        shard: Shard | TypedShard | None = self._loader.shard
         if shard is None:
             raise RuntimeError("a rank trains on a shard")
         return shard
 
+    @property
+    def _seen(self) -> tuple[Data, Tensor]:
+        """What the task sees of this rank's share, and which nodes of the whole graph its first ones are, its own."""
+        return self._loader.data, self._loader.nodes
+
     def _identity_of_shards(self) -> tuple[Tensor]:
         """A number that depends on the targets of all nodes, whatever rank has them."""
-        own, nodes = self._shard.num_own, self._loader.nodes
-        total = 0
-        for place, each in enumerate(self._engine.task.identity(self._loader.data)):
+        data, nodes = self._seen
+        own, total = nodes.numel(), 0
+        for place, each in enumerate(self._engine.task.identity(data)):
             if each is not None:
-                values = each[:own].reshape(own, -1).double().nan_to_num(-0.125).contiguous().view(torch.long)
+                values = each[:own].unsqueeze(-1).flatten(1).double().nan_to_num(-0.125).contiguous().view(torch.long)
                 columns = 2 * torch.arange(values.size(1)) + 2 * place + 1
                 total += int(((values >> 7) * columns * (2 * nodes.unsqueeze(1) + 1)).sum())
         return (torch.tensor([sum(self.world.gather(total)) % 2**63]),)
@@ -184,43 +130,61 @@ class RankStrategy(HistoryStrategy):
         return save_shards(self.world, folder, step, common, shard)
 
     def _saved_rows(self) -> dict[str, Any]:
-        """The rows of own nodes."""
-        rows, own = super()._saved_rows(), self._loader.num_own
-        for kept in rows.values():
-            for history in kept.values():
-                history["raw"] = history["raw"][:own]
-        return rows
+        """The rows of own nodes, and behind them those of ghosts that this rank has moved itself."""
+        end = self._shard.kinds[""].nodes.numel() if self._moves_ghosts else self._loader.num_own
+        return first_rows(super()._saved_rows(), end)
 
     def restore(self, checkpoint: Checkpoint, device: torch.device) -> None:
         """See :meth:`Strategy.restore`; with other ranks than before, the epoch that was under way begins anew."""
-        shards, nodes = read_shards(checkpoint), self._loader.nodes
-        rank, size = self._shard.rank, self._shard.size
-        same = len(shards) == size and torch.equal(shards[rank]["nodes"], nodes)
+        shards, rank, size = read_shards(checkpoint), self._shard.rank, self._shard.size
+        same = len(shards) == size and _are_same(shards[rank]["nodes"], self._loader.nodes)
         same = all(self.world.gather(same))
-        pieces, whole = pieces_of(checkpoint, shards), self._shard.whole["nodes"]
+        pieces = pieces_of(checkpoint, shards, self._shard.whole.get(COUNTS))
         if same:
             pieces = [pieces[rank]]
             self._loader.load_state_dict(shards[rank]["strategy"]["loader"])
             self.done = shards[rank]["strategy"]["loader"]["done"]
             self._engine.load_state_dict(shards[rank]["strategy"]["engine"])
+            if self.flow is not None:
+                self.flow.load_state_dict(shards[rank]["strategy"].get("flow"))
             set_random_states(shards[rank]["random"], device)
         else:
             before = shards[0]["strategy"] if shards else checkpoint.state["strategy"]
             self._engine.steps = before["engine"]["steps"]
+            if self.flow is not None:
+                self.flow.refreshed()
             torch.manual_seed(torch.initial_seed() + 7919 * (1 + checkpoint.step))
-        place_rows(self._memory, pieces, nodes, whole, device, self._loader.row_order)
+        take_rows(self._memory, self._loader, pieces, device)
         self._memory.share(self._memory.histories)
-        gradients = self._memory.last_gradients
-        if self._loader.ghosts is not None and gradients:
-            self._loader.ghosts.share([gradients[slot] for slot in sorted(gradients)])
+        if self._loader.ghosts is not None and self._memory.last_gradients:
+            self._loader.ghosts.share(last_gradients(self._memory))
+        if same and self._moves_ghosts:
+            ghosts = slice(self._loader.num_own, self._shard.kinds[""].nodes.numel())
+            for slot, history in self._memory.histories.items():
+                history.raw[ghosts].copy_(pieces[0].rows["histories"][slot]["raw"][ghosts])
+
+    @property
+    def loader(self) -> RankLoader:
+        """Makes the batches that this rank trains on."""
+        return self._loader
 
     @property
     def world(self) -> World:
         """The ranks."""
         return self._loader.world
 
-    def _follow_rows(self) -> None:
-        """The ages of other ranks' rows are not known here."""
+    def _new_flow(self) -> Flow:
+        """See :meth:`HistoryStrategy._new_flow`: parts are those of all ranks."""
+        shard = self._shard
+        first, end = shard.first_part[shard.rank : shard.rank + 2].tolist()
+        return Flow(self._loader.parts, own=range(first, end), lag=self._lag)
+
+    def _elsewhere(self) -> list[int]:
+        shard, ghosts = self._shard, self._loader.ghosts
+        groups = [] if ghosts is None else ghosts.groups
+        first = shard.first_part.tolist()
+        others = (rank for rank in range(len(groups)) if rank != shard.rank)
+        return [first[rank] + part for rank in others for part in groups[rank]]
 
     def stopping(self, stop: Event) -> Callable[[], bool]:
         """See :meth:`Strategy.stopping`: all ranks stop after the same step."""
@@ -232,8 +196,8 @@ class RankStrategy(HistoryStrategy):
 
     def scores(self, dataset: Dataset, evaluation: HowToEvaluate) -> dict[str, float]:
         """See :meth:`Strategy.scores`: the first rank scores the outputs of all nodes that are in a split."""
-        data, own, task = self._loader.data, self._loader.num_own, self._engine.task
-        out = self.output("train", evaluation)
+        (data, nodes), task = self._seen, self._engine.task
+        own, out = nodes.numel(), self.output("train", evaluation)
         if not bool(torch.isfinite(out).all()):
             raise FloatingPointError("the model's outputs are not finite any more")
         masks = [data[f"{split}_mask"][:own] for split in _SPLITS if f"{split}_mask" in data]
@@ -251,13 +215,23 @@ class RankStrategy(HistoryStrategy):
         told: dict[str, float] = self.world.broadcast(scores)
         return told
 
+    def agreed(self, fact: bool) -> bool:
+        """See :meth:`Strategy.agreed`."""
+        told: bool = self.world.broadcast(fact)
+        return told
+
+    def _train(self, number: int, most: int | None, after_step: Callable[[Item | None], None]) -> float:
+        loss = super()._train(number, most, after_step)
+        self._memory.settle()  # rows of other ranks that lag behind, so that whoever looks at an epoch's end may wait
+        return loss
+
     def peak(self, num_bytes: int | None) -> int | None:
         """See :meth:`Strategy.peak`."""
         return max((each for each in self.world.gather(num_bytes) if each is not None), default=None)
 
     def facts(self) -> dict[str, Any]:
         """Numbers of nodes and edges of the whole graph, and of nodes in its splits."""
-        data, whole = self._loader.data, self._shard.whole
+        (data, _), whole = self._seen, self._shard.whole
         masks = {f"{split} nodes in split": data.get(f"{split}_mask") for split in _SPLITS}
         counts = self.world.gather({name: 0 if mask is None else int(mask.sum()) for name, mask in masks.items()})
         found = {name: sum(each[name] for each in counts) for name in masks}
@@ -271,6 +245,23 @@ class RankStrategy(HistoryStrategy):
         result.connectivity = sum(ratio for _, ratio in facts) / len(facts)
 
 
+def first_rows(saved: dict[str, Any], count: int) -> dict[str, Any]:
+    """The first rows of all histories, in the form that checkpoints hold."""
+    for kept in saved.values():
+        for history in kept.values():
+            history["raw"] = history["raw"][:count]
+    return saved
+
+
+def _are_same(nodes: Any, others: Any) -> bool:
+    """Whether two ranks have the same nodes, or the same of each type."""
+    if not isinstance(nodes, dict):
+        return torch.equal(nodes, others)
+    return nodes.keys() == others.keys() and all(torch.equal(each, others[kind]) for kind, each in nodes.items())
+
+
 def share_of(dataset: Dataset, loader: RankLoader) -> Dataset:
     """The data set of this rank's share of the graph."""
+    if isinstance(dataset, TypedDataset):
+        return TypedDataset.of_types(loader.data, dataset.target, dataset.name)
     return Dataset.of(loader.data, dataset.name)

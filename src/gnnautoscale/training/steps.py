@@ -27,10 +27,11 @@ class Steps:
     ``call`` takes a batch and returns the model's output for the batch's own nodes; it is the model itself by default.
     ``nodes`` gives those nodes of a batch that the task looks at, in the order of the output.
     The optimizer steps after ``accumulate`` batches with targets, and at the end of an epoch, with the mean of their
-    gradients, which are clipped to ``grad_norm``. ``precision`` is that of matrix products: full, TF32 inside products,
-    or bfloat16 by autocast. A batch's loss is the mean over its targets, or ``per_target`` times their sum; then
-    batches without targets train as well, since others may depend on their rows. ``together`` gives the weights the
-    mean of several ranks' gradients; these step together, and if their backward passes exchange something
+    gradients, which are clipped to ``grad_norm``; ranks that step together do after so many steps in which any of them
+    has targets, with the mean over all their batches that have. ``precision`` is that of matrix products: full, TF32
+    inside products, or bfloat16 by autocast. A batch's loss is the mean over its targets, or ``per_target`` times their
+    sum; then batches without targets train as well, since others may depend on their rows. ``together`` gives the
+    weights the mean of several ranks' gradients; these step together, and if their backward passes exchange something
     ``always_backward`` makes each of them run one, even without targets.
     """
 
@@ -62,6 +63,9 @@ class Steps:
         self._weights = weights_of(model, *(() if task.module is None else (task.module,)))
         # How many batches have added to the gradients since the last step of the optimizer.
         self._added = 0
+        # What several steps of all ranks have added up, apart from the gradients of a step, and from how many batches.
+        self._held: list[Tensor | None] = []
+        self._num_held = 0
         self.device = device
         # The summed loss of this epoch's targets so far, and their number.
         self._total = torch.zeros((), device=device)
@@ -98,6 +102,7 @@ class Steps:
                 self._count += item.targets.size(0)
                 if self._trains_on(item) if self.together is None else self.together.trained:
                     self._added += 1
+                    self._hold()
                     self._update_if_due()
                 if after_step is not None:
                     after_step(item)
@@ -117,14 +122,20 @@ class Steps:
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint, also in the middle of an epoch."""
         state = {"steps": self.steps, "total": self._total, "count": self._count, "added": self._added}
-        gradients = [weight.grad for weight in self._weights] if self._added else []
-        return {**state, "gradients": gradients}
+        if self._holds:
+            return {**state, "gradients": self._held if self._added else [], "held": self._num_held}
+        return {**state, "gradients": [weight.grad for weight in self._weights] if self._added else []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
         self.steps, self._count = state["steps"], state["count"]
         self._total.copy_(state["total"])
         self._added = state["added"]
+        if self._holds:
+            pairs = zip(self._weights, state["gradients"], strict=False)
+            self._held = [None if held is None else held.to(weight, copy=True) for weight, held in pairs]
+            self._num_held = state.get("held", 0)
+            return
         for weight, gradient in zip(self._weights, state["gradients"], strict=False):
             weight.grad = None if gradient is None else gradient.to(weight)
 
@@ -139,10 +150,10 @@ class Steps:
             # Nothing to learn, but histories move on.
             with torch.no_grad(), self._autocast():
                 self._show(self._call(item.batch), item.batch)
-            if self.together is not None and self.together.join():
+            if self.together is not None and self.together.join() and not self._holds:
                 self._update()
             return
-        if self._accumulate == 1:
+        if self._accumulate == 1 or self._holds:
             self._optimizer.zero_grad()
         with self._penalty if self._penalty is not None else nullcontext(), self._autocast():
             out = self._call(item.batch)
@@ -151,11 +162,13 @@ class Steps:
         if not loss.is_cuda and not bool(torch.isfinite(loss)):  # on a GPU the host would wait
             raise FloatingPointError(f"the loss is {float(loss.detach())}")
         if self._penalty is not None:
-            total = total + self._penalty_weight * self._penalty.value()
+            # Of a batch that another rank waits for only, the penalty takes part but does not count.
+            total = total + self._penalty_weight * self._trains_on(item) * self._penalty.value()
         if self.together is not None:
             self.together.counts = self._trains_on(item)
         with torch.autograd.set_multithreading_enabled(False):  # nothing to do for a second thread
-            torch.autograd.backward(total / self._accumulate if self._accumulate > 1 else total)
+            shared = self._accumulate > 1 and not self._holds
+            torch.autograd.backward(total / self._accumulate if shared else total)
         if self._accumulate == 1 and (self.together is None or self.together.trained):
             self._update()
         self._total += loss.detach() * item.targets.size(0)
@@ -182,6 +195,22 @@ class Steps:
             rule = f"{type(self.task).__name__}.loss must return a tensor of one number"
             raise InputError(rule, got=got, fix="Return the mean over the targets.")
 
+    @property
+    def _holds(self) -> bool:
+        """Whether gradients of several steps add up apart from those of a step, which are the mean of all ranks'."""
+        return self.together is not None and self._accumulate > 1
+
+    def _hold(self) -> None:
+        """Add the gradients of a step of all ranks to those of earlier ones."""
+        if self.together is None or not self._holds:
+            return
+        held = self._held or [None] * len(self._weights)
+        for place, weight in enumerate(self._weights):
+            if weight.grad is not None:
+                added, before = weight.grad * self.together.learners, held[place]
+                held[place] = added if before is None else before.add_(added)
+        self._held, self._num_held = held, self._num_held + self.together.learners
+
     def _update(self) -> None:
         """Step with the gradients that there are."""
         if self._grad_norm is not None:
@@ -192,7 +221,12 @@ class Steps:
         """Count a step, and make it if its gradients come from several batches; ``at_last`` also from fewer."""
         if self._added < self._accumulate and not (at_last and self._added):
             return
-        if self._accumulate > 1:
+        if self._holds:
+            for weight, held in zip(self._weights, self._held, strict=True):
+                weight.grad = None if held is None else held.div_(self._num_held)
+            self._held, self._num_held = [], 0
+            self._update()
+        elif self._accumulate > 1:
             if self._added < self._accumulate:
                 gradients = [weight.grad for weight in self._weights if weight.grad is not None]
                 torch._foreach_mul_(gradients, self._accumulate / self._added)

@@ -32,8 +32,7 @@ from gnnautoscale.attach import (
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import GraphMemory, describe, evaluating
-from gnnautoscale.graph import ClusterLoader, HaloLoader, RowOrder, SampleLoader, fingerprint
-from gnnautoscale.history import History
+from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader, fingerprint
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.captured import engine_for
@@ -41,7 +40,7 @@ from gnnautoscale.training.checkpoint import Checkpoint, save_checkpoint
 from gnnautoscale.training.feed import Item, as_it_is, plain_item
 from gnnautoscale.training.flow import Flow
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
-from gnnautoscale.training.resharding import forms_of, pieces_of, place_rows, read_shards
+from gnnautoscale.training.resharding import load_rows, pieces_of, read_shards, saved_rows, take_rows
 from gnnautoscale.training.steps import Steps
 from gnnautoscale.transfer import times_for
 
@@ -126,6 +125,10 @@ class Strategy(ABC):
         """What tells whether to end training after this step, once an event asks for that."""
         return stop.is_set
 
+    def agreed(self, fact: bool) -> bool:
+        """Whether the first process says so."""
+        return fact
+
     def peak(self, num_bytes: int | None) -> int | None:
         """The largest peak of memory of all processes, given that of this one."""
         return num_bytes
@@ -186,13 +189,10 @@ class HistoryStrategy(Strategy):
         if self._refreshes:
             self._follow_rows()
         self._exact_loaders, parts = loaders, options.evaluate_parts
-        self.at_once = parts == 1
         if parts is not None:
-            made = {
-                loader: HaloLoader(loader.data, parts, keep=loader.keep, device=loader.device)
-                for loader in loaders.values()
-            }
+            made = {loader: loader.in_batches(parts) for loader in loaders.values()}
             self._exact_loaders = {split: made[loader] for split, loader in loaders.items()}
+            self.at_once = self._exact_loaders["train"].is_whole
         self._make_room(options)
 
     @property
@@ -206,19 +206,29 @@ class HistoryStrategy(Strategy):
         self._follow_rows()
 
     def _follow_rows(self) -> None:
-        if self.flow is None and len(self._loader) > 1 and self._exact_after:
-            self.flow = Flow(self._loader.labels)
+        if self.flow is None and not self._loader.is_whole and self._exact_after:
+            self.flow = self._new_flow()
+
+    def _new_flow(self) -> Flow:
+        return Flow(self._loader.parts)
 
     def measured(self) -> dict[str, Any]:
         """See :meth:`Strategy.measured`."""
         codecs = [history.codec for history in self._memory.histories.values()]
         row_bytes = sum(codec.raw_width * codec.raw_dtype.itemsize for codec in codecs)
-        return {**super().measured(), **({} if self.flow is None else self.flow.taken(row_bytes))}
+        return {
+            **super().measured(),
+            **({} if self.flow is None else self.flow.taken(row_bytes, self._loader.everyone)),
+        }
 
     def _follow(self, item: Item) -> None:
         if self.flow is not None:
             transfer = self._memory.transfer(self._engine.device)
-            self.flow.step(item.info, skips_shared=transfer.skips_shared)
+            self.flow.step(item.info, skips_shared=transfer.skips_shared, elsewhere=self._elsewhere())
+
+    def _elsewhere(self) -> list[int]:
+        """The parts whose rows other processes wrote meanwhile."""
+        return []
 
     def _make_room(self, options: FitOptions) -> None:
         """Reserve room for further sets of histories: gradients, and one for exact evaluation in batches."""
@@ -227,7 +237,7 @@ class HistoryStrategy(Strategy):
         if options.compensate == "gradient":
             self._memory.reserve_another_set()
         evaluates = options.verify or (options.evaluation == "exact" and options.refresh_every != "epoch")
-        if evaluates and len(self._exact_loaders["train"]) > 1:
+        if evaluates and not self._exact_loaders["train"].is_whole:
             self._memory.reserve_another_set()
 
     @cached_property
@@ -257,7 +267,7 @@ class HistoryStrategy(Strategy):
             if flow is not None:
                 batch = self._loader.batch_of(flow.oldest(self._loader.batch_size))
                 self._engine.refresh(batch)
-                flow.refreshed(info_of(batch))
+                flow.refreshed(info_of(batch), elsewhere=self._elsewhere())
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`Strategy.state_dict`."""
@@ -290,8 +300,7 @@ class HistoryStrategy(Strategy):
             super().restore(checkpoint, device)
             return
         self._engine.steps = shards[0]["strategy"]["engine"]["steps"]
-        order, nodes = self._loader.row_order, self._loader.graph.num_nodes
-        place_rows(self._memory, pieces_of(checkpoint, shards), order.nodes.long(), nodes, device, order)
+        take_rows(self._memory, self._loader, pieces_of(checkpoint, shards), device)
 
     def _saved_rows(self) -> dict[str, Any]:
         return saved_rows(self._memory)
@@ -416,29 +425,6 @@ class SubgraphStrategy(Strategy):
             )
         # The item, because a graph made of several has a property of that name, its number of graphs.
         return out[: batch["batch_size"]] if isinstance(out, Tensor) else out
-
-
-def saved_rows(memory: GraphMemory) -> dict[str, Any]:
-    """All rows of histories in a form that checkpoints hold."""
-    rows = {"histories": _saved(memory.histories), "last_gradients": _saved(memory.last_gradients)}
-    return {**rows, "totals": dict(memory.totals)} if memory.totals else rows
-
-
-def load_rows(memory: GraphMemory, state: dict[str, Any], device: torch.device, order: RowOrder) -> None:
-    """Restore the rows of a checkpoint, which are in an order."""
-    rows, gradients = state["histories"], state["last_gradients"]
-    memory.reopen(forms_of(rows), device, order, gradients=forms_of(gradients))
-    for opened, kept in ((memory.histories, rows), (memory.last_gradients, gradients)):
-        for slot, history in kept.items():
-            opened[slot].raw.copy_(history["raw"])
-    memory.totals = {slot: total.to(device) for slot, total in state.get("totals", {}).items()}
-
-
-def _saved(histories: dict[str, History]) -> dict[str, dict[str, Any]]:
-    return {
-        slot: {"width": history.width, "dtype": str(history.dtype).removeprefix("torch."), "raw": history.raw}
-        for slot, history in histories.items()
-    }
 
 
 def _refuse_cached(model: nn.Module) -> None:

@@ -15,7 +15,8 @@ from gnnautoscale.forward import TypedMemory
 from gnnautoscale.graph import HaloLoader, TypedGraph
 from gnnautoscale.tasks import LinkPrediction, Task
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
-from gnnautoscale.training.strategies import HistoryStrategy, load_rows, saved_rows
+from gnnautoscale.training.resharding import load_rows, saved_rows
+from gnnautoscale.training.strategies import HistoryStrategy
 
 # What a heterogeneous graph cannot do yet, and the value that leaves it out.
 _REFUSED = {"num_workers": 0}

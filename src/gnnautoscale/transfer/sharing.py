@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from gnnautoscale.history import History
 from gnnautoscale.transfer.base import Transfer
+from gnnautoscale.transfer.rows import BatchRows
 
 
 class Sharing(Protocol):
     """Keeps rows that other processes own up to date."""
 
-    def around(self, transfer: Transfer) -> Transfer:
-        """A transfer that moves rows as another one does, and also sends those of a step that others need."""
+    def around(self, transfer: Transfer, kind: str) -> Transfer:
+        """A transfer that moves rows of a type as another one does, and also sends those of a step that others need."""
 
-    def share(self, histories: Sequence[History]) -> None:
-        """Send all rows that others need, and receive theirs; every process must call it."""
+    def aside(self, rows: BatchRows) -> AbstractContextManager[None]:
+        """Every process makes a pass on a batch of its own that is no step; what it pushes is sent as that of a step.
+
+        A batch must be of whole parts, of a plain graph.
+        """
+
+    def send(self, histories: Mapping[str, Sequence[History]]) -> None:
+        """Send those of the rows that were pushed last which others need, by type; every process must call it."""
+
+    def share(self, histories: Mapping[str, Sequence[History]]) -> None:
+        """Send all rows that others need, and receive theirs, by type; every process must call it."""
+
+    def follow(self, records: Callable[[], Mapping[str, Mapping[str, Sequence[Any]]]]) -> None:
+        """Compare what layers make of edges with other processes whenever it changes.
+
+        ``records`` are those of each call, by type of nodes.
+        """
 
     def close(self) -> None:
         """Leave the model as it was: nothing is shared any more."""

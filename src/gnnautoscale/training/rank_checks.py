@@ -1,0 +1,65 @@
+"""What ranks cannot do is refused by name, and so are ranks that differ, before training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from gnnautoscale.data import Dataset, TypedLinks
+from gnnautoscale.errors import InputError
+from gnnautoscale.ranks import current
+from gnnautoscale.tasks import GraphPrediction, LinkPrediction, NodeTask, Task
+from gnnautoscale.training.options import OPTIONS, FitOptions
+
+# What may differ between ranks.
+_PLACES = ("device", "run_dir", "checkpoint_dir", "resume", "history_dir", "cache_dir", "num_workers", "tensorboard")
+# Options that ranks do not have, by name; each may keep the value that it has here.
+_ALONE: dict[str, Any] = {
+    "exact_epochs": 0,
+}
+# And on heterogeneous graphs.
+_ALONE_WITH_TYPES: dict[str, Any] = {"refresh": 0, "evaluate_parts": None, "verify": False}
+
+
+def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOptions) -> None:
+    """Refuse what ranks cannot do, and ranks that were started with different options or models."""
+    if isinstance(dataset, TypedLinks):
+        rule, fix = "ranks predict links between nodes of one type", "Train in one process."
+        raise InputError(rule, got="links of a heterogeneous graph", fix=fix)
+    if not isinstance(task, (NodeTask, LinkPrediction, GraphPrediction)):
+        rule, fix = "ranks know tasks of nodes, links and graphs", "Train in one process."
+        raise InputError(rule, got=f"a {type(task).__name__}", fix=fix)
+    if options.mode not in ("gas", "history"):
+        rule, fix = "ranks train with mode 'gas' or 'history'", "Train in one process."
+        raise InputError(rule, got=repr(options.mode), fix=fix)
+    for name, only in {**_ALONE, **(_ALONE_WITH_TYPES if dataset.targets else {})}.items():
+        if getattr(options, name) != only:
+            rule = f"under ranks {name} must be {only!r}"
+            raise InputError(rule, got=repr(getattr(options, name)), fix="Leave it out, or train in one process.")
+    if dataset.targets and options.compensate == "momentum":
+        fix = "Use compensate='gradient', or leave it out."
+        raise InputError("ranks compensate by gradients there", got="compensate='momentum'", fix=fix)
+    if dataset.targets and options.sync_norms and (options.lipschitz or options.compensate != "none"):
+        fix = "Leave one of them out."
+        raise InputError("sync_norms needs plain steps", got="it with a penalty or compensation", fix=fix)
+    if dataset.targets and options.diagnose_every not in ("auto", "never"):
+        fix = "Leave it out; ranks measure no staleness there."
+        raise InputError("diagnose_every is for one process", got=str(options.diagnose_every), fix=fix)
+    if set(options.diagnose) - {"staleness"}:
+        fix = "Leave the others out, or train in one process."
+        raise InputError("ranks diagnose staleness only", got=f"diagnose={options.diagnose}", fix=fix)
+    weights = model.state_dict()
+    shapes = {name: None if is_lazy(value) else tuple(value.shape) for name, value in weights.items()}
+    given = {name: getattr(options, name) for name in OPTIONS if name not in _PLACES}
+    about = type(task).__name__, task.metric, repr(task.module)
+    current().agree({**given, "model": (repr(model), shapes), "task": about})
+
+
+def check_from_files(task: object) -> None:
+    """Refuse a task whose targets shards in files do not have."""
+    if task in ("link", "graph") or isinstance(task, (LinkPrediction, GraphPrediction)):
+        name = task if isinstance(task, str) else type(task).__name__
+        fix = "Pass the whole graph on each rank, which keeps its share of it."
+        raise InputError("folders of shards have targets of nodes", got=f"the task {name}", fix=fix)

@@ -1,0 +1,140 @@
+"""Training on several ranks where each split has a graph of its own, with targets of nodes, links or graphs.
+
+Every rank has the whole data set and computes on its share of each graph. Of links and graphs it knows the targets of
+all, and with them the numbers that nodes have in the whole graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data  # type: ignore[import-untyped]
+
+from gnnautoscale.data import Dataset, TypedDataset
+from gnnautoscale.graph import fingerprint, is_target
+from gnnautoscale.ranks import RankLoader
+from gnnautoscale.tasks import NodeTask, Task
+from gnnautoscale.training.options import FitOptions, HowToEvaluate
+from gnnautoscale.training.ranked import RankStrategy, rank_loader, share_of
+from gnnautoscale.training.typed_ranked import TypedRankStrategy
+
+_SPLITS = ("train", "val", "test")
+
+
+def strategy_on_ranks(
+    model: nn.Module,
+    dataset: Dataset,
+    shards: Path | Data,
+    optimizer: torch.optim.Optimizer,
+    task: Task,
+    options: FitOptions,
+    labels: Tensor | None,
+) -> tuple[RankStrategy, Dataset]:
+    """How this rank trains, and the data set that it scores.
+
+    ``shards`` is a folder of them, or the training graph of the data set. ``labels`` holds the part of each node of
+    that graph, ``[num_nodes]``, if it is already cut.
+    """
+    if isinstance(shards, Path) or not dataset.inductive:
+        loader = rank_loader(shards, options, labels)
+        share = share_of(dataset, loader)
+        whole = None if isinstance(shards, Path) else dataset
+        loaders = dict.fromkeys(_SPLITS, loader)
+        kind = TypedRankStrategy if isinstance(share, TypedDataset) else RankStrategy
+        return kind(model, share, loaders, optimizer, task, options, whole=whole), share
+    loaders = _loaders(dataset, task, options, labels)
+    return SplitStrategy(model, dataset, loaders, optimizer, task, options), dataset
+
+
+def _loaders(dataset: Dataset, task: Task, options: FitOptions, labels: Tensor | None) -> dict[str, RankLoader]:
+    """A loader of this rank for each split."""
+    how: dict[str, Any] = {"method": options.partition, "seed": options.seed, "cache_dir": options.cache_dir}
+    train = dataset.train
+    if labels is None:
+        labels = task.cut(train, options.num_parts, options.batch_size, **how)
+    loader = rank_loader(_without_targets(train), options, labels)
+    made = {id(train): loader}
+    for graph, _ in dataset.graphs()[1:]:
+        # Batches have about as many nodes as those of the training graph, and each rank has one at least.
+        share = graph.num_nodes / train.num_nodes
+        count = min(max(round(options.num_parts / options.batch_size * share), loader.world.size), graph.num_nodes)
+        cut = task.cut(graph, count, 1, **how)
+        made[id(graph)] = RankLoader(
+            _without_targets(graph),
+            count if cut is None else None,
+            partition=options.partition if cut is None else cut,
+            cache_dir=options.cache_dir,
+            balance=options.balance,
+            seed=options.seed,
+            keep=options.keep_batches,
+            device=loader.device,
+            num_workers=options.num_workers,
+        )
+    return {split: made[id(dataset.passing(split))] for split in _SPLITS}
+
+
+def _without_targets(data: Data) -> Data:
+    """A graph without targets of links and graphs, which are no rows of nodes or edges that a rank could take."""
+    plain = copy.copy(data)
+    for name in [name for name in data.keys() if is_target(data, name)]:  # noqa: SIM118
+        del plain[name]
+    return plain
+
+
+class _Numbered:
+    """A batch's own nodes by their numbers in the whole graph, which is what targets of links and graphs know."""
+
+    def __init__(self, loader: RankLoader) -> None:
+        self._nodes = loader.nodes
+
+    def __call__(self, batch: Any) -> Data:
+        count = batch["batch_size"]
+        own = batch.n_id[:count].as_subclass(Tensor).long()
+        if self._nodes.device != own.device:
+            self._nodes = self._nodes.to(own.device)
+        return Data(n_id=self._nodes[own], batch_size=count, num_nodes=count)
+
+
+class SplitStrategy(RankStrategy):
+    """Trains on one rank's batches of the training graph; the first rank scores the outputs of all nodes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataset: Dataset,
+        loaders: dict[str, RankLoader],
+        optimizer: torch.optim.Optimizer,
+        task: Task,
+        options: FitOptions,
+    ) -> None:
+        loader = loaders["train"]
+        targets = [each for graph, _ in dataset.graphs() for each in task.identity(graph)]
+        loader.world.agree({"targets": fingerprint(*targets)})
+        task.prepare(loader)
+        ends = {} if isinstance(task, NodeTask) else {"nodes": _Numbered(loader)}
+        super().__init__(model, dataset, loaders, optimizer, task, options, whole=dataset, **ends)
+        self._of_splits = loaders
+
+    def scores(self, dataset: Dataset, evaluation: HowToEvaluate) -> dict[str, float]:
+        """See :meth:`Strategy.scores`; the first rank has the outputs of all nodes of one graph at a time."""
+
+        def output(split: str) -> Any:
+            return self._of_splits[split].gathered(self.output(split, evaluation).cpu())
+
+        scores: dict[str, float] = {}
+        if self.world.is_first:
+            scores = self._engine.task.evaluate(dataset, output)
+        else:
+            for _, splits in dataset.graphs():
+                output(splits[0])
+        told: dict[str, float] = self.world.broadcast(scores)
+        return told
+
+    def facts(self) -> dict[str, Any]:
+        """Numbers of nodes and edges of the training graph; the task tells the rest."""
+        whole = self._shard.whole
+        return {"nodes": whole["nodes"], "edges": whole["edges"], "ranks": self.world.size}
