@@ -208,6 +208,11 @@ class GraphMemory:
         """The records of each layer call, as of its last use."""
         return self.recorder.records if self.recorder is not None else {}
 
+    @property
+    def records_by_kind(self) -> dict[str, dict[str, list[EdgeRecord]]]:
+        """The records of layer calls along edges between nodes of one type, by type."""
+        return {self.kind: self.records}
+
     def record(
         self, graph: Graph, call: str, layer: MessagePassing, known: LayerCall, arguments: Arguments
     ) -> list[EdgeRecord]:

@@ -205,6 +205,15 @@ class TypedMemory:
         """The folder of histories on disk."""
         return next(iter(self.kinds.values())).folder
 
+    @property
+    def records_by_kind(self) -> dict[str, dict[str, list[EdgeRecord]]]:
+        """See :attr:`GraphMemory.records_by_kind`; edges between nodes of different types are as they are."""
+        found: dict[str, dict[str, list[EdgeRecord]]] = {}
+        for (source, _, target), records in self.recorder.records.items():
+            if source == target:
+                found.setdefault(target, {}).update(records)
+        return found
+
     def gradient(self, slot: str, plan: TypedPlan, device: torch.device) -> RowSums:
         """See :meth:`GraphMemory.gradient`."""
         return self.kinds[plan.kinds[slot]].gradient(slot, plan, device)

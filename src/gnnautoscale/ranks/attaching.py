@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,7 +73,7 @@ def attach_shared(
     memory.sharing = loader.ghosts
     if loader.ghosts is not None:
         loader.ghosts.lag = lag
-        loader.ghosts.follow(lambda: _records(memory))
+        loader.ghosts.follow(lambda: memory.records_by_kind)
     if sync_norms:
         attached(model).normalize_by(RankNorms(loader.world))  # whose backward passes need all ranks
 
@@ -83,17 +82,6 @@ def last_gradients(memory: Any) -> dict[str, list[History]]:
     """The last known gradients of a memory's slots, in the order of these, by type of nodes."""
     kinds = memory.kinds if isinstance(memory, TypedMemory) else {"": memory}
     return {kind: [each.last_gradients[slot] for slot in sorted(each.last_gradients)] for kind, each in kinds.items()}
-
-
-def _records(memory: Any) -> dict[str, dict[str, Sequence[Any]]]:
-    """The records of layer calls along edges between nodes of one type, by type; others are the edges as they are."""
-    if not isinstance(memory, TypedMemory):
-        return {"": memory.records}
-    found: dict[str, dict[str, Sequence[Any]]] = {}
-    for (source, _, target), records in memory.recorder.records.items():
-        if source == target:
-            found.setdefault(target, {}).update(records)
-    return found
 
 
 def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module, **options: Any) -> GradientMean:
