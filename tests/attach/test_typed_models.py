@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -19,7 +20,7 @@ from gnnautoscale.attach.calling import unpack_batch
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import TypedPlan
 from gnnautoscale.forward.compensation import share_at_hand
-from support.typed import GRAPH, KINDS, MODELS, RELATIONS, WIDTH, Attending, Stacked, typed_graph
+from support.typed import ADDING, GRAPH, KINDS, MODELS, RELATIONS, WIDTH, Stacked, typed_graph
 
 # PyG's own, about the venues.
 pytestmark = pytest.mark.filterwarnings("ignore:There exist node types:UserWarning")
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:There exist node types:UserWarni
 def made(name: str) -> nn.Module:
     """A model with all its weights."""
     torch.manual_seed(1)
-    model = MODELS[name]().double().eval()
+    model = {**MODELS, **ADDING}[name]().double().eval()
     with torch.no_grad():
         run(model, GRAPH)
     return model
@@ -50,7 +51,7 @@ def assert_same(got: list[Tensor], want: list[Tensor], tolerance: float = 1e-10)
         assert float((one - other).detach().abs().max()) <= tolerance * float(other.detach().abs().max())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *ADDING])
 def test_models_are_exact(name: str) -> None:
     """Inference, predictions, and batches once weights are fixed; and one part has the gradients of full batch."""
     model, data = made(name), typed_graph(3)
@@ -144,13 +145,42 @@ def test_layers_aggregate_in_one_kernel_where_they_can(name: str, fused: int) ->
     assert sum("fused" in call.shortcuts for call in calls.values()) == fused
 
 
-def test_attention_between_relations_is_refused() -> None:
-    model = Attending(lambda: pyg.HANConv(WIDTH, WIDTH, (KINDS, RELATIONS), heads=2)).double().eval()
-    with torch.no_grad():
-        run(model, GRAPH)
-    gas.autoscale(model, GRAPH)
-    with pytest.raises(UnsupportedModelError, match=r"convs\.0 to .*HANConv's attention"):
-        model(next(iter(gas.HaloLoader(GRAPH, 4))))
+@pytest.mark.parametrize("storage", ["device", "host", "disk"])
+def test_sums_over_all_nodes_follow_the_rows_of_steps(storage: Any, tmp_path: Path) -> None:
+    """What a step adds up is the rows that histories hold, those of its batch replaced."""
+    model = made("HAN")
+    gas.autoscale(model, GRAPH, storage=storage, history_dir=tmp_path if storage == "disk" else None)
+    loader = gas.HaloLoader(GRAPH, 4, shuffle=True)
+    for batch in [*loader, *loader]:
+        model(batch)
+    memory = attached(model).memory
+    memory.settle()
+    assert len(memory.totals) == 6
+    for slot, total in memory.totals.items():
+        assert torch.allclose(total, memory.histories[slot].raw.double().sum(0), rtol=1e-12, atol=1e-12)
+
+
+def test_only_plain_steps_add_up_all_nodes() -> None:
+    loader = gas.HaloLoader(GRAPH, 4, bidirectional=True)
+    for compensate in ("gradient", "momentum"):
+        model = gas.autoscale(made("averages"), GRAPH, compensate=compensate)
+        with pytest.raises(UnsupportedModelError, match=r"only plain steps know .*'the model over all nodes"):
+            model(next(iter(loader)))
+    model = gas.autoscale(made("HAN"), GRAPH)
+    with pytest.raises(UnsupportedModelError, match="only plain steps know"):
+        gas.exact_forward(model, loader)
+
+
+def test_a_model_that_adds_up_nodes_can_be_verified_and_grows() -> None:
+    model = gas.autoscale(made("HAN"), GRAPH)
+    loader = gas.HaloLoader(GRAPH, 4)
+    assert gas.verify(model, loader).exact
+    gas.refresh(model, loader)
+    more = typed_graph()
+    more["author"].x = torch.cat([more["author"].x, torch.ones(2, more["author"].x.size(1), dtype=torch.float64)])
+    grown = gas.grow(model, loader, more)
+    (want,) = run(gas.detach(copy.deepcopy(model)), more)
+    assert_same([gas.predict(model, grown, {"paper": torch.arange(40)})], [want.detach()])
 
 
 @pytest.mark.parametrize("conv", [pyg.RGCNConv, pyg.FastRGCNConv])

@@ -149,6 +149,31 @@ class Attending(nn.Module):
         return out
 
 
+class Averaging(Attending):
+    """Attention between relations of its own, by a mean over all papers."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: pyg.HeteroConv({kind: pyg.SAGEConv(WIDTH, WIDTH) for kind in RELATIONS}, aggr=None))
+        self.score = nn.Linear(WIDTH, 1)
+
+    def forward(self, x_dict: dict[str, Tensor], edge_index_dict: Any) -> Tensor:
+        rows = {kind: self.first[kind](x).relu() for kind, x in x_dict.items()}
+        for conv in self.convs:
+            found = conv(rows, edge_index_dict)
+            for kind, each in found.items():
+                share = self.score(each.tanh()).mean(dim=0, keepdim=True).softmax(1)
+                rows[kind] = (share * each).sum(1)
+        out: Tensor = rows["paper"] - rows["paper"].mean(0)
+        return out
+
+
+#: Models that add up rows of all nodes.
+ADDING: dict[str, Callable[[], nn.Module]] = {
+    "HAN": lambda: Attending(lambda: pyg.HANConv(WIDTH, WIDTH, (KINDS, RELATIONS), heads=2)),
+    "averages": Averaging,
+}
+
+
 class Plain(nn.Module):
     """A model of a plain graph, to be converted."""
 

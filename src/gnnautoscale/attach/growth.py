@@ -16,7 +16,7 @@ from gnnautoscale._util import checked
 from gnnautoscale.attach.autoscaler import attached, attached_alone
 from gnnautoscale.attach.calling import CallModel, call_with_batch, info_of, to_model_device
 from gnnautoscale.attach.changes import EdgeList, ReachedNodes, by_node, differ, pair_edges, rank
-from gnnautoscale.attach.inference import weights_checksum
+from gnnautoscale.attach.inference import sweep, weights_checksum
 from gnnautoscale.attach.scalable import ScalableGNN
 from gnnautoscale.attach.typed_growth import TypedChange, check_grown_types, old_nodes_first
 from gnnautoscale.errors import InputError
@@ -218,6 +218,10 @@ def _bring_up_to_date(
     if plan.live - memory.histories.keys():
         return
     checksum = weights_checksum(model)
+    if plan.node_sums:  # the change reaches all rows
+        sweep(model, grown, call)
+        memory.mark_written_by(checksum)
+        return
     change: Change | TypedChange
     if isinstance(loader.graph, TypedGraph):
         change = TypedChange(before, loader.graph, grown)

@@ -20,7 +20,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 from gnnautoscale._util import available_memory, tensors_in
 from gnnautoscale.attach.autoscaler import Autoscaler, attached
 from gnnautoscale.attach.calling import CallModel, device_of, unpack_batch
-from gnnautoscale.errors import InputError
+from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import Plan, TypedPlan, describe, has_rows
 from gnnautoscale.graph import Graph, Subgraphs, TypedGraph
 
@@ -71,6 +71,11 @@ class Recomputation:
         needed = self._bytes(graph.num_nodes, graph.edge_index.size(1))
         fitting = [place for place in places if needed <= max(_SHARE * free_memory(place), _LITTLE)]
         self._device = fitting[0] if fitting else max(places, key=free_memory)
+        if plan.node_sums and not fitting:
+            got, fix = "one that does not fit into memory", "Compare with plain PyG on a smaller graph."
+            raise UnsupportedModelError(
+                "a model that adds up rows of all nodes needs the whole graph", got=got, fix=fix
+            )
         self._groups = None if fitting else list(self._split(nodes))
         #: What nodes are recomputed on, in words.
         self.how = "the whole graph" if fitting else f"their receptive field of {self._hops} hops"

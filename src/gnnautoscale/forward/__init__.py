@@ -38,7 +38,7 @@ from gnnautoscale.forward.record import ArgumentKind, Arguments, EdgeRecord, des
 from gnnautoscale.forward.session import Normalize, Session, check_layout, evaluating
 from gnnautoscale.forward.sweep import SweepExchange
 from gnnautoscale.forward.typed_memory import TypedMemory
-from gnnautoscale.forward.typed_session import TypedSession, attributes_of, relations_of
+from gnnautoscale.forward.typed_session import KindSession, TypedSession, attributes_of, relations_of
 from gnnautoscale.forward.watch import OVERRIDES, Attribute, Form, Watch, form_of_values, held_tensors
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "GraphMemory",
     "HistoryStore",
     "Hooks",
+    "KindSession",
     "LayerCall",
     "LayerRun",
     "NeedsStatistics",

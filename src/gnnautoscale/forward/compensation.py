@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from gnnautoscale._util import leaves_of, map_tensors, tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward.exchange import StepExchange, as_matrix
+from gnnautoscale.forward.exchange import ExchangePolicy, StepExchange, as_matrix
 from gnnautoscale.forward.plan import Plan
 from gnnautoscale.forward.session import Session
 from gnnautoscale.graph import BatchInfo
@@ -78,6 +78,10 @@ class GradientExchange(StepExchange):
                 fix="Leave the penalty out, or use compensate='none'.",
             )
         _check_halo(session.info)
+
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """See :meth:`ExchangePolicy.total`: refuses it."""
+        return ExchangePolicy.total(self, session, slot, rows)
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """Exchange the rows of a slot, and cut them off from what they were computed from."""
@@ -246,6 +250,10 @@ class MomentumExchange(StepExchange):
         self._goes_beyond = _goes_beyond(session)
         if self._goes_beyond:
             _check_halo(session.info)
+
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """See :meth:`ExchangePolicy.total`: refuses it."""
+        return ExchangePolicy.total(self, session, slot, rows)
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """Push the batch's rows, and the halo's after they have moved; returns both."""

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.edges import ActiveLayer
-from gnnautoscale.forward.exchange import EndOfPass, RowStore
+from gnnautoscale.forward.exchange import EndOfPass, ExchangePolicy, RowStore
 from gnnautoscale.forward.norms import uses_own_statistics
 from gnnautoscale.forward.session import Session
 from gnnautoscale.forward.sweep import SweepExchange
@@ -178,6 +178,10 @@ class StageExchange(SweepExchange):
         """See :meth:`SweepExchange.begin`."""
         super().begin(session)
         self._draws.at("the beginning", session.device)
+
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """See :meth:`ExchangePolicy.total`: refuses it."""
+        return ExchangePolicy.total(self, session, slot, rows)
 
     def at_slot(self, session: Session, slot: str, compute: Callable[[], Any]) -> Any:
         """See :meth:`SweepExchange.at_slot`."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.graph import BatchInfo, hand_over
 from gnnautoscale.history import History
 from gnnautoscale.kernels import Runs
@@ -46,6 +47,17 @@ class ExchangePolicy(ABC):
 
         ``compute`` gives the slot's rows, ``[num_rows, ...]``, or for the batch alone ``[batch_size, ...]``.
         """
+
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """Called before :meth:`at_slot` if a slot's rows are added up over all nodes; returns that sum, ``[...]``.
+
+        ``rows`` are the batch's own, ``[batch_size, ...]``.
+        """
+        raise UnsupportedModelError(
+            "only plain steps know the rows of all nodes that a model adds up",
+            got=f"an exact or compensated one, and '{slot}'",
+            fix="Leave that out: use mode 'gas' and compensate='none'.",
+        )
 
     def run_layer(self, session: Session, call: str, compute: Callable[[], Any]) -> Any:
         """Called in place of a layer whose rows become a part of a slot later on; returns what it computes."""
@@ -98,6 +110,11 @@ class StepExchange(_SlotExchange):
             session.memory.prepare_edges(session.info.upcoming, session.plan.calls, gradients=torch.is_grad_enabled())
             transfer.look_ahead()
 
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """See :meth:`ExchangePolicy.total`; the batch's rows replace those that its nodes had before."""
+        others = session.memory.replace_in_total(slot, session.plan, session.info, as_matrix(rows), session.device)
+        return others.view(rows.shape[1:]) + rows.sum(0)
+
     def _exchange(self, session: Session, slot: str, rows: Tensor) -> Tensor:
         memory, push = session.memory, not session.repeating
         if push:
@@ -125,6 +142,10 @@ class RowStore:
     def write(self, session: Session, slot: str, rows: Tensor) -> None:
         """Write the batch's rows, ``[batch_size, ...]``."""
 
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """The sum of a slot's rows over all nodes; see :meth:`ExchangePolicy.total`."""
+        return rows.sum(0)
+
     def look_ahead(self, session: Session, slots: Iterable[str]) -> None:
         """Start to read all rows of some slots for the batch that is likely to follow."""
         return
@@ -150,8 +171,18 @@ class HistoryStore(RowStore):
             return
         memory = session.memory
         memory.mark_changed()
+        memory.totals.pop(slot, None)
         place, history = memory.rows_of(session.info), memory.history(slot, session.plan, session.device)
         self._push(history, as_matrix(rows.detach()), place.on(rows.device)[: place.batch_size], place.runs)
+
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """See :meth:`RowStore.total`."""
+        memory = session.memory
+        if slot not in memory.histories:
+            return super().total(session, slot, rows)
+        before = self.read(session, slot, slice(session.info.batch_size), rows.detach())
+        total = memory.total(slot, session.plan, session.device).view(rows.shape[1:])
+        return total + (rows - before).sum(0)
 
     def _push(self, history: History, rows: Tensor, where: Tensor, runs: Runs) -> None:
         """Write rows of a batch, ``[batch_size, width]``, to a history."""
@@ -220,6 +251,10 @@ class StoreExchange(_SlotExchange):
     def begin(self, session: Session) -> None:
         """Wait for the pushes of earlier training steps."""
         session.memory.settle()
+
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """See :meth:`ExchangePolicy.total`."""
+        return self._store.total(session, slot, rows)
 
     def _exchange(self, session: Session, slot: str, rows: Tensor) -> Tensor:
         if not session.repeating:

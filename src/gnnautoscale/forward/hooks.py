@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -85,7 +85,8 @@ class Hooks:
         if session is not None and session.plan.ignores_edges:
             arguments = map_tensors(_without_edges, arguments)
         try:
-            return self._run_model(*arguments[0], **arguments[1])
+            with nullcontext() if session is None else session.around_model():
+                return self._run_model(*arguments[0], **arguments[1])
         finally:
             self.session = before
 

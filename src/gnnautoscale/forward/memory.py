@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import for_later
-from gnnautoscale.errors import InputError
+from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward.plan import LayerCall, Plan
 from gnnautoscale.forward.record import Arguments, EdgeRecord, Recorder
 from gnnautoscale.graph import BatchInfo, Graph, RowOrder
@@ -64,6 +64,8 @@ class GraphMemory:
         self.medium: Medium | None = None if storage == "auto" else storage
         self.why = "this was asked for"
         self.histories: dict[str, History] = {}
+        #: The sums of all rows of slots, ``[width]``, as far as they are known and somebody needs them.
+        self.totals: dict[str, Tensor] = {}
         #: The gradients of the rows of slots, as the last exact pass has added them up.
         self.gradients: dict[str, RowSums] = {}
         #: For each slot the gradients of its rows, each as of the last step on its node's batch.
@@ -226,6 +228,33 @@ class GraphMemory:
             self._open(slot, *self._form(plan.rows[slot]), device)
         return self.histories[slot]
 
+    def total(self, slot: str, plan: Plan, device: torch.device) -> Tensor:
+        """The sum of all rows of a slot, ``[width]``, in double precision."""
+        if self.sharing is not None:
+            raise UnsupportedModelError(
+                "models that add up rows of all nodes train in one process",
+                got=f"'{slot}', whose rows several processes have",
+                fix="Train in one process.",
+            )
+        if slot not in self.totals:
+            history = self.history(slot, plan, device)
+            total = torch.zeros(history.width, dtype=torch.double, device=device)
+            for rows in torch.split(torch.arange(self.num_nodes, device=device), _MOST_COPIED):
+                total += history.pull(rows, device=device, dtype=plan.rows[slot].dtype).double().sum(0)
+            self.totals[slot] = total
+        return self.totals[slot]
+
+    def replace_in_total(self, slot: str, plan: Plan, info: BatchInfo, rows: Tensor, device: torch.device) -> Tensor:
+        """Let a batch's rows, ``[batch_size, width]``, count in a slot's total; returns the sum of all others."""
+        if self.medium == "disk":
+            self.settle()  # these rows may be on their way
+        history, place = self.history(slot, plan, device), self.rows_of(info)
+        total, codec = self.total(slot, plan, device), history.codec
+        before = history.pull(place.on(device)[: place.batch_size], device=device, dtype=rows.dtype)
+        others = total - before.double().sum(0)
+        total.copy_(others + codec.decode(codec.encode(rows.detach()), rows.dtype).double().sum(0))
+        return others
+
     def gradient(self, slot: str, plan: Plan, device: torch.device) -> RowSums:
         """The gradients of the slot's rows, created on first use: as the history is kept, but in types that add up."""
         history = self.histories[slot]
@@ -264,6 +293,7 @@ class GraphMemory:
             self.folder.close()  # another run may have it
 
     def _open(self, slot: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.totals.pop(slot, None)
         self.gradients.pop(slot, None)
         self.last_gradients.pop(slot, None)
         self.histories[slot] = self._opened(slot, width, dtype, device)

@@ -97,6 +97,7 @@ class Plan:
         optional: Calls that training leaves out at random.
         reads: Names of the weights and buffers whose values the forward pass reads, to branch on them for example.
         harmless: Attributes that the forward pass changes itself, and that do not change what it computes.
+        node_sums: The slots whose rows are added up over all nodes, each with the dimension that these lie along.
     """
 
     calls: dict[str, LayerCall] = field(default_factory=dict)
@@ -111,6 +112,7 @@ class Plan:
     optional: set[str] = field(default_factory=set)
     reads: frozenset[str] = frozenset()
     harmless: set[Attribute] = field(default_factory=set)
+    node_sums: dict[str, int] = field(default_factory=dict)
 
     OUTPUT = "the model's output"
 
@@ -131,7 +133,7 @@ class Plan:
         """The slots that another slot is computed from; only these have a history."""
         # Layers after the last slot read histories only in models that name their own slots.
         readers = (slot for slot in self.needs if slot != self.OUTPUT or self.explicit)
-        return frozenset().union(*(self.needs[slot] for slot in readers))
+        return frozenset(self.node_sums).union(*(self.needs[slot] for slot in readers))
 
     @cached_property
     def closed(self) -> Plan:

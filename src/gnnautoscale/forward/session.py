@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -70,6 +70,10 @@ class Session:
         self.repeating = False
 
     # Called by the attached model ####################################################################################
+
+    def around_model(self) -> AbstractContextManager[Any]:
+        """What the model's forward pass runs in."""
+        return nullcontext()
 
     def begin(self) -> None:
         """Start the pass."""

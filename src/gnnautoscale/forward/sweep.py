@@ -63,6 +63,10 @@ class SweepExchange(ExchangePolicy):
             raise EndOfPass
         return out
 
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """See :meth:`ExchangePolicy.total`; only known once a sweep has written all rows."""
+        return self._store.total(session, slot, rows) if slot in self._done else rows.sum(0)
+
     def skipped(self, session: Session, slot: str) -> Tensor:
         """Rows that nothing depends on that this sweep computes."""
         return _zeros(session, slot, 0 if session.plan.skip_empty else session.info.num_rows)

@@ -181,6 +181,11 @@ class TypedMemory:
         return {slot: history for memory in self.kinds.values() for slot, history in memory.histories.items()}
 
     @property
+    def totals(self) -> dict[str, torch.Tensor]:
+        """See :class:`GraphMemory`, of all types."""
+        return {slot: total for memory in self.kinds.values() for slot, total in memory.totals.items()}
+
+    @property
     def last_gradients(self) -> dict[str, History]:
         """See :class:`GraphMemory`, of all types."""
         return {slot: known for memory in self.kinds.values() for slot, known in memory.last_gradients.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -32,6 +33,7 @@ from gnnautoscale.forward.edges import (
     uncompensated,
 )
 from gnnautoscale.forward.exchange import ExchangePolicy
+from gnnautoscale.forward.node_sums import NodeSums
 from gnnautoscale.forward.observe import Observer
 from gnnautoscale.forward.pending import PendingRows, exchanged
 from gnnautoscale.forward.plan import LayerCall, TypedPlan
@@ -127,6 +129,7 @@ class TypedSession(Session):
         self.kinds = {kind: KindSession(self, kind, exchange, normalize) for kind in info.nodes}
         self._slots: Counter[str] = Counter()
         self._norms: Counter[str] = Counter()
+        self._sums: Counter[str] = Counter()
         # The type of nodes that each layer in progress computes rows of, if that is one.
         self._targets: list[str | None] = []
 
@@ -136,6 +139,15 @@ class TypedSession(Session):
             kind.begin()
         if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self.memory.prepare_edges(self.info.upcoming, self.plan.calls, gradients=torch.is_grad_enabled())
+
+    def around_model(self) -> AbstractContextManager[Any]:
+        """See :meth:`Session.around_model`."""
+        return NodeSums(self._node_sum) if self.adds_up_nodes else nullcontext()
+
+    @property
+    def adds_up_nodes(self) -> bool:
+        """Whether the model adds rows up over all nodes."""
+        return bool(self.plan.node_sums)
 
     def layer(self, layer: MessagePassing, name: str, run: Callable[..., Any], arguments: Arguments) -> Any:
         """Run a message-passing layer; its rows are pending, unless its propagations are slots."""
@@ -214,6 +226,37 @@ class TypedSession(Session):
         session = self.kinds[kind]
         out: Tensor = session.widened(self._exchange.at_slot(session, slot, lambda: rows))
         return out
+
+    def _node_sum(self, value: Tensor, dim: int) -> tuple[Tensor, int] | None:
+        """The sum of some values over all nodes of a type, and their number; ``None`` if they are no nodes' values."""
+        if self.is_aggregating:
+            return None
+        where = self.active[-1].name if self.active else "the model"
+        slot = self._numbered(self._sums, f"{where} over all nodes")
+        kind = self.summed_kind(slot, value, dim)
+        if kind is None:
+            return None
+        if self.repeating:
+            raise UnsupportedModelError(
+                "layers that run twice for a penalty must not add up rows of all nodes",
+                got=f"'{slot}'",
+                fix="Leave the penalty out.",
+            )
+        session = self.kinds[kind]
+        return self.total_of(session, slot, session.own(exchanged(value).movedim(dim, 0))), session.memory.num_nodes
+
+    def summed_kind(self, slot: str, value: Tensor, dim: int) -> str | None:
+        """The type of the nodes that some values are added up over; ``None`` if they are none."""
+        return self.plan.kinds[slot] if self.plan.node_sums.get(slot) == dim else None
+
+    def total_of(self, session: KindSession, slot: str, rows: Tensor) -> Tensor:
+        """The sum of a slot's rows over all nodes, given the batch's own, ``[batch_size, ...]``."""
+        if session.holds_all_nodes:
+            return rows.sum(0)
+        self.note_slot(slot, session.kind, (slot,))
+        total = self._exchange.total(session, slot, rows)
+        self._exchange.at_slot(session, slot, lambda: rows)
+        return total
 
     def _with_own_targets(self, relation: EdgeType, rows: Any) -> tuple[Tensor, Tensor]:
         """The rows that messages of a type come from, and the batch's own that they go to."""

@@ -16,7 +16,7 @@ from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped
 
 from gnnautoscale._util import Option, describe_arguments, options_of
 from gnnautoscale.errors import InputError
-from gnnautoscale.models.hetero import HGT, HeteroRGCN, HeteroSAGE, TypedStack, Types
+from gnnautoscale.models.hetero import HAN, HGT, HeteroRGCN, HeteroSAGE, TypedStack, Types
 from gnnautoscale.models.operators import APPNP, GAT, GCN, GCNII, GIN, PNA, GraphSAGE
 from gnnautoscale.models.relational import RGCN
 from gnnautoscale.models.stack import NamedModel, PaperModel, Stack
@@ -27,6 +27,7 @@ __all__ = [
     "GCN",
     "GCNII",
     "GIN",
+    "HAN",
     "HGT",
     "MODELS",
     "PNA",
@@ -56,7 +57,7 @@ MODELS: dict[str, type[PaperModel]] = {
     "rgcn": RGCN,
 }
 #: Those of heterogeneous graphs.
-TYPED_MODELS: dict[str, type[TypedStack]] = {"hetero-sage": HeteroSAGE, "hgt": HGT, "rgcn": HeteroRGCN}
+TYPED_MODELS: dict[str, type[TypedStack]] = {"hetero-sage": HeteroSAGE, "hgt": HGT, "han": HAN, "rgcn": HeteroRGCN}
 
 
 #: Other names of these.

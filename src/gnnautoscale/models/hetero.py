@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -188,19 +189,49 @@ class HGT(TypedStack):
     heads: int = option(4, "Number of attention heads, which divides the width.", least=1)
 
     def _make_layer(self) -> nn.Module:
-        if self.hidden % self.heads:
-            rule = "the width of hidden layers must be a multiple of heads"
-            raise InputError(rule, got=f"{self.hidden} and {self.heads}", fix="Change one of them.")
-        kinds = list(self.types.counts), list(self.types.relations)
-        try:
-            made = pyg.HGTConv(self.hidden, self.hidden, kinds, heads=self.heads)
-        except KeyError as error:  # PyG names modules after types
-            rule, fix = "HGTConv needs types whose names modules can have", "Rename the type, or use another model."
-            raise InputError(rule, got=str(error.args[0]), fix=fix) from error
+        made = _with_heads(pyg.HGTConv, self.types, self.hidden, self.heads)
         for linear in (made.k_rel, made.v_rel):
             linear.__class__ = _LinearByType
         layer: nn.Module = made
         return layer
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class HAN(TypedStack):
+    """Heterogeneous graph attention: attention along each type of edges, and between the types of edges into a node.
+
+    The latter weighs types by a mean over all nodes.
+
+    Args:
+        types: The graph's types.
+        targets: The types of nodes to compute outputs for.
+        out_channels: Width of the output.
+        {options}
+
+    Example:
+        >>> types = Types({"a": 3}, {"a": 2}, [("a", "to", "a")])
+        >>> HAN(types, ["a"], 4, hidden=8, heads=2).convs[0]
+        HANConv(8, heads=2)
+    """
+
+    heads: int = option(4, "Number of attention heads, which divides the width.", least=1)
+
+    def _make_layer(self) -> nn.Module:
+        made: nn.Module = _with_heads(pyg.HANConv, self.types, self.hidden, self.heads)
+        return made
+
+
+def _with_heads(layer: Callable[..., Any], types: Types, hidden: int, heads: int) -> Any:
+    """One of PyG's attention layers between all types."""
+    if hidden % heads:
+        rule = "the width of hidden layers must be a multiple of heads"
+        raise InputError(rule, got=f"{hidden} and {heads}", fix="Change one of them.")
+    kinds = list(types.counts), list(types.relations)
+    try:
+        return layer(hidden, hidden, kinds, heads=heads)
+    except KeyError as error:  # PyG names modules after types
+        rule, fix = "attention layers need types whose names modules can have", "Rename the type, or use another model."
+        raise InputError(rule, got=str(error.args[0]), fix=fix) from error
 
 
 class _LinearByType(pyg.HeteroLinear):  # type: ignore[misc]

@@ -44,7 +44,10 @@ def make_typed_plan(model: nn.Module, info: TypedInfo, arguments: BoundArguments
         plan = _planned(graphs, actor, wanted)
         if dtype is not None:  # histories have the types of the model itself
             own = TypedObservation(
-                TypedTrialGraph(info, arguments, device, SIZES[0], None), Understudy(model), plan.inner
+                TypedTrialGraph(info, arguments, device, SIZES[0], None),
+                Understudy(model),
+                plan.inner,
+                {slot: (plan.kinds[slot], dim) for slot, dim in plan.node_sums.items()},
             ).plan
             plan = replace(plan, rows=own.rows, call_rows=own.call_rows)
         return plan
@@ -56,9 +59,9 @@ def make_typed_plan(model: nn.Module, info: TypedInfo, arguments: BoundArguments
 
 
 def _planned(graphs: list[TypedTrialGraph], actor: Understudy, wanted: list[list[Tensor]]) -> TypedPlan:
-    inner = frozenset[str]()
+    inner, sums = frozenset[str](), dict[str, tuple[str, int]]()
     while True:
-        seen = [TypedObservation(graph, actor, inner) for graph in graphs]
+        seen = [TypedObservation(graph, actor, inner, sums) for graph in graphs]
         for observed, plain in zip(seen, wanted, strict=True):
             if not all(same_rows(got, want) for got, want in zip(observed.outputs, plain, strict=True)):
                 raise _refused("the model's output", "rows of layers that are combined in a way that is not followed")
@@ -71,13 +74,18 @@ def _planned(graphs: list[TypedTrialGraph], actor: Understudy, wanted: list[list
             plan.end_trial()
             return plan
         several = {name for name, call in plan.calls.items() if call.num_propagations > 1 and _is_of_one(call)} - inner
-        if not several:
+        if several:
+            inner |= several
+            continue
+        # What has the size of all nodes on one graph only is something else.
+        found = [TypedObservation(graph, actor, inner, None).sums.items() for graph in graphs]
+        before, sums = sums, dict(found[0] & found[1])
+        if sums == before:
             raise _refused(
                 deviation.slot,
                 "other rows in a batch than on the whole graph: something looks beyond the edges into a node, as norms "
-                "over the graph and HANConv's attention between relations do, or at degrees of nodes of another type",
+                "over the graph do, or at degrees of nodes of another type",
             )
-        inner |= several
 
 
 def _take_shortcuts(
@@ -134,6 +142,7 @@ def _merged(plans: list[TypedPlan]) -> TypedPlan:
     first = replace(plans[0])  # a copy, since the observing pass has looked at what was not known yet
     for other in plans[1:]:
         same = other.needs.keys() == first.needs.keys() and list(other.calls) == list(first.calls)
+        same = same and other.node_sums == first.node_sums
         if not same or other.kinds != first.kinds or other.output_kinds != first.output_kinds:
             raise _refused("the model", "layers that depend on the graph")
         for slot, needed in other.needs.items():

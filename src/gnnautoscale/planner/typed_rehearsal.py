@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from gnnautoscale.forward import (
     EdgeRecord,
     EdgeSource,
     ExchangePolicy,
+    KindSession,
     LayerCall,
     Plan,
     RowStore,
@@ -117,7 +119,15 @@ class _Reference:
 
 
 class _ObservingSession(TypedSession):
-    """A pass that shows where a model has slots."""
+    """A pass that shows where a model has slots; and where it adds up rows of all nodes, as far as that is wanted."""
+
+    #: The places where it may do so, with the type of nodes and the dimension; ``None`` if anywhere.
+    sums: Mapping[str, tuple[str, int]] | None = MappingProxyType({})
+
+    @property
+    def adds_up_nodes(self) -> bool:
+        """Whether that is wanted at all."""
+        return self.sums is None or bool(self.sums)
 
     def note_slot(self, slot: str, kind: str, calls: tuple[str, ...]) -> None:
         """Write the slot down."""
@@ -127,6 +137,19 @@ class _ObservingSession(TypedSession):
                 self.plan.slot_of[call] = ""  # its rows are in several slots
             else:
                 self.plan.slot_of[call] = slot
+
+    def summed_kind(self, slot: str, value: Tensor, dim: int) -> str | None:
+        """Tell the type by the number of rows."""
+        kind = next((kind for kind, of in self.info.nodes.items() if of.num_rows == value.size(dim)), None)
+        if kind is None or (self.sums is not None and self.sums.get(slot) != (kind, dim)):
+            return None
+        self.plan.kinds[slot], self.plan.node_sums[slot] = kind, dim
+        return kind
+
+    def total_of(self, session: KindSession, slot: str, rows: Tensor) -> Tensor:
+        """Add up what follows from the slot's rows."""
+        out: Tensor = self._exchange.at_slot(session, slot, lambda: rows).sum(0)
+        return out
 
     def norm_kind(self, call: str, x: Tensor) -> str | None:
         """Tell the type by the number of rows."""
@@ -144,7 +167,13 @@ class _ObservingSession(TypedSession):
 class TypedObservation(ExchangePolicy, EdgeSource):
     """Runs a whole trial graph, as one batch, on its own edges and fills in a plan."""
 
-    def __init__(self, graph: TypedTrialGraph, actor: Understudy, inner: Collection[str]) -> None:
+    def __init__(
+        self,
+        graph: TypedTrialGraph,
+        actor: Understudy,
+        inner: Collection[str],
+        sums: Mapping[str, tuple[str, int]] | None,
+    ) -> None:
         self._batch = batch = graph.whole
         self._relation: EdgeType | None = None
         self._info: TypedInfo = batch[batch.edge_types[0]].edge_index.info.typed
@@ -156,11 +185,14 @@ class TypedObservation(ExchangePolicy, EdgeSource):
         session = _ObservingSession(
             self._info, self.plan, graph.memory, graph.device, self, edges=self, normalize=self._normalize
         )
+        session.sums = sums
         actor.reset()
         with torch.enable_grad(), watching(other_modules(actor.model), self._note):
             out = map_tensors(exchanged, actor.run(session, graph.arguments(batch)))
         self.plan.needs[Plan.OUTPUT] = self._sources(out)
         self.plan.slot_of = {call: slot for call, slot in self.plan.slot_of.items() if slot}
+        #: Where the model adds up rows of all nodes: the type of nodes, and the dimension that they lie along.
+        self.sums = {slot: (self.plan.kinds[slot], dim) for slot, dim in self.plan.node_sums.items()}
         #: The number of nodes of each type.
         self.counts = {kind: of.num_rows for kind, of in self._info.nodes.items()}
         #: The model's output for the whole graph.
@@ -275,6 +307,11 @@ class _Rehearsal(RowStore):
         """See :meth:`RowStore.write`."""
         if not same_rows(rows, self._reference.rows[slot][session.info.nodes.to(session.device)]):
             raise TypedDeviationError(slot)
+
+    def total(self, session: Session, slot: str, rows: Tensor) -> Tensor:
+        """See :meth:`RowStore.total`."""
+        whole, own = self._reference.rows[slot], session.info.nodes.to(session.device)
+        return whole.sum(0) + (rows - whole[own]).sum(0)
 
     def check_module(self, info: TypedInfo, name: str, module: nn.Module, given: Any, out: Any) -> None:
         """Compare the rows of a module outside layers, to name the first that deviates."""

@@ -419,7 +419,8 @@ class SubgraphStrategy(Strategy):
 
 def saved_rows(memory: GraphMemory) -> dict[str, Any]:
     """All rows of histories in a form that checkpoints hold."""
-    return {"histories": _saved(memory.histories), "last_gradients": _saved(memory.last_gradients)}
+    rows = {"histories": _saved(memory.histories), "last_gradients": _saved(memory.last_gradients)}
+    return {**rows, "totals": dict(memory.totals)} if memory.totals else rows
 
 
 def load_rows(memory: GraphMemory, state: dict[str, Any], device: torch.device, order: RowOrder) -> None:
@@ -429,6 +430,7 @@ def load_rows(memory: GraphMemory, state: dict[str, Any], device: torch.device, 
     for opened, kept in ((memory.histories, rows), (memory.last_gradients, gradients)):
         for slot, history in kept.items():
             opened[slot].raw.copy_(history["raw"])
+    memory.totals = {slot: total.to(device) for slot, total in state.get("totals", {}).items()}
 
 
 def _saved(histories: dict[str, History]) -> dict[str, dict[str, Any]]:
