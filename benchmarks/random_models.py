@@ -3,6 +3,7 @@
     python benchmarks/random_models.py --minutes 60
     python benchmarks/random_models.py --first 1000 --seeds 500
     python benchmarks/random_models.py --first 1017 --seeds 1 --show    # one of them in detail
+    python benchmarks/random_models.py --typed    # on heterogeneous graphs
 
 Prints how often each outcome came, the distinct refusals with their number, and every seed that was wrong, that was
 refused although all its parts are known to be exact, or that ended in another error.
@@ -23,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.random_models import Recipe
+from support.random_typed_models import TypedRecipe
 
 
 def without_names(message: str) -> str:
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="The first seed.")
     parser.add_argument("--seeds", type=int, help="How many seeds; by default as many as fit into the minutes.")
     parser.add_argument("--minutes", type=float, default=10.0, help="How long at most.")
+    parser.add_argument("--typed", action="store_true", help="Models on heterogeneous graphs.")
     parser.add_argument("--show", action="store_true", help="Print every model and its outcome.")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -49,7 +52,7 @@ def main() -> None:
     for seed in seeds:
         if time.monotonic() > end:
             break
-        recipe = Recipe.draw(seed)
+        recipe = (TypedRecipe if given.typed else Recipe).draw(seed)
         found = recipe.outcome()
         counts[found.kind] += 1
         if found.kind == "refused":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
@@ -121,8 +121,31 @@ def test_gradients_need_a_type_with_targets() -> None:
     with pytest.raises(InputError, match=r"one type of nodes with outputs.*author, paper"):
         gas.diagnose(model, loader, "gradients")
     assert gas.diagnose(model, loader, "gradients", target="paper")["gradients"]["cosine"] > 0
-    with pytest.raises(InputError, match="'lipschitz' needs a plain graph"):
-        gas.diagnose(model, loader, "lipschitz")
+
+
+@pytest.mark.parametrize("name", ["SAGE sum", "HGT"])
+def test_jacobians_are_those_of_all_rows_that_a_layer_gets(name: str) -> None:
+    model, loader = stale(name)
+    found = gas.diagnose(model, loader, "lipschitz")["lipschitz"]["layers"][0]
+    plain: Any = gas.detach(model)
+    data, writes = graph(), ("author", "writes", "paper")
+    rows = {kind: plain.first[kind](data[kind].x).detach() for kind in data.node_types}
+    kinds: list[str] = data.node_types if name == "HGT" else ["author", "paper"]
+    if name == "HGT":
+        rows = {kind: x.relu() for kind, x in rows.items()}
+
+    def out(*given: Tensor) -> Tensor:
+        if name != "HGT":
+            only: Tensor = plain.convs[0].convs[writes](given, data[writes].edge_index)
+            return only.flatten()
+        found = plain.convs[0](dict(zip(kinds, given, strict=True)), data.edge_index_dict)
+        return torch.cat([x.flatten() for x in found.values() if x is not None])
+
+    inputs = tuple(rows[kind] for kind in kinds)
+    pieces = torch.autograd.functional.jacobian(out, inputs)  # type: ignore[no-untyped-call]
+    whole = torch.cat([piece.flatten(1) for piece in pieces], dim=1)
+    assert found["whole"] == pytest.approx(float(torch.linalg.matrix_norm(whole, 2)), rel=1e-3)
+    assert (found["message"] is None) == (name == "HGT")
 
 
 def test_a_run_is_measured_reported_and_explained(tmp_path: Path) -> None:

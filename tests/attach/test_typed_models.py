@@ -20,7 +20,19 @@ from gnnautoscale.attach.calling import unpack_batch
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import TypedPlan
 from gnnautoscale.forward.compensation import share_at_hand
-from support.typed import ADDING, GRAPH, KINDS, MODELS, RELATIONS, WIDTH, Stacked, typed_graph
+from support.typed import (
+    ADDING,
+    GRAPH,
+    KINDS,
+    MODELS,
+    RELATIONS,
+    TARGETS,
+    WIDTH,
+    Attending,
+    Plain,
+    Stacked,
+    typed_graph,
+)
 
 # PyG's own, about the venues.
 pytestmark = pytest.mark.filterwarnings("ignore:There exist node types:UserWarning")
@@ -274,6 +286,73 @@ def test_all_batches_have_one_plan(name: str) -> None:
     assert all(plan is plans[0] for plan in plans)
 
 
+def test_models_may_ask_what_a_layer_takes() -> None:
+    class Asking(nn.Module):
+        """Passes weights and features of edges to the layers that take them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            convs = [
+                pyg.GraphConv((-1, -1), 4),
+                pyg.TransformerConv((-1, -1), 4, edge_dim=2),
+                pyg.SAGEConv((-1, -1), 4),
+            ]
+            self.convs = nn.ModuleList(convs)
+
+        def forward(self, batch: HeteroData) -> Tensor:
+            total = torch.zeros(())
+            for conv, kind in zip(
+                self.convs, [("term", "in"), ("venue", "publishes"), ("author", "writes")], strict=True
+            ):
+                store = batch[(*kind, "paper")]
+                wanted = inspect.signature(conv.forward).parameters.keys() & {"edge_weight", "edge_attr"}
+                rows = batch[kind[0]].x, batch["paper"].x
+                total = total + conv(rows, store.edge_index, **{name: store[name] for name in wanted if name in store})
+            return total
+
+    model = Asking().double().eval()
+    with torch.no_grad():
+        want = model(GRAPH)
+    gas.autoscale(model, GRAPH)
+    loader = gas.HaloLoader(GRAPH, 4)
+    assert_same([gas.infer(model, loader)], [want])
+    assert gas.verify(model, loader, nodes=10).exact
+
+
+def test_types_without_nodes_can_be_asked_for() -> None:
+    data = typed_graph(3)
+    data["venue"].x, kind = data["venue"].x[:0], ("venue", "publishes", "paper")
+    data[kind].edge_index, data[kind].edge_attr = data[kind].edge_index[:, :0], data[kind].edge_attr[:0]
+    model = made("SAGE sum")
+    with torch.no_grad():
+        (want,) = run(model, data)
+    gas.autoscale(model, data)
+    loader = gas.HaloLoader(data, 4)
+    gas.refresh(model, loader)
+    nodes = {"paper": torch.tensor([3, 9]), "venue": torch.empty(0, dtype=torch.long)}
+    assert_same([gas.predict(model, loader, nodes)], [want[[3, 9]]])
+    assert gas.verify(model, loader, nodes=10).exact
+
+
+def test_a_layer_that_fails_without_edges_is_named() -> None:
+    class Picky(pyg.SAGEConv):  # type: ignore[misc]
+        """Looks at the first edge."""
+
+        def forward(self, x: Any, edge_index: Tensor) -> Tensor:
+            edge_index[0, :1].max()
+            out: Tensor = super().forward(x, edge_index)
+            return out
+
+    model = Attending(lambda: pyg.HeteroConv({kind: Picky(WIDTH, WIDTH) for kind in RELATIONS})).double().eval()
+    with torch.no_grad():
+        run(model, GRAPH)
+    gas.autoscale(model, GRAPH)
+    alone = {kind: torch.ones(GRAPH[kind].num_nodes, dtype=torch.long) for kind in KINDS}
+    alone["venue"][0] = 0
+    with pytest.raises(UnsupportedModelError, match=r"Picky .* must run on batches without edges"):
+        model(next(iter(gas.HaloLoader(GRAPH, partition=alone))))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["device", "host"])
 @pytest.mark.parametrize("name", ["SAGE sum", "GCN", "HGT", "looping", "residual"])
@@ -291,7 +370,7 @@ def test_a_gpu_computes_the_same(name: str, storage: Any) -> None:
 # Gradients beyond the border of a batch ##############################################################################
 
 # Layers or combinations that are not linear in messages, so that compensated gradients are close, but not exact.
-BENT = {"SAGE max", "SAGE min", "GAT", "GATv2", "Transformer", "GAT with loops", "to_hetero max"}
+BENT = {"SAGE max", "SAGE min", "GAT", "GATv2", "Transformer", "GAT with loops", "HGT", "to_hetero max"}
 
 
 def weighted_sum(out: Any, batch: HeteroData, kinds: list[str]) -> Tensor:
@@ -323,10 +402,6 @@ def test_gradients_of_all_batches_are_those_of_full_batch(name: str) -> None:
     loader = gas.HaloLoader(data, 5, partition="random", batch_size=2, bidirectional=True)
     loss_of(tensors_in(gas.exact_forward(model, loader))).backward()  # type: ignore[no-untyped-call]
     assert largest_error(model, want) <= 1e-10
-    if name == "HGT":
-        with pytest.raises(UnsupportedModelError, match=r"HGTConv \('convs.0'\) must propagate over recorded edges"):
-            model(next(iter(loader)))
-        return
     errors = []
     for _ in range(6):
         model.zero_grad()
@@ -337,9 +412,73 @@ def test_gradients_of_all_batches_are_those_of_full_batch(name: str) -> None:
     assert errors[-1] < errors[0]
 
 
+def test_batch_norms_of_several_types_at_once_are_exact_in_evaluation() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Stacked(lambda _: pyg.SAGEConv((-1, -1), WIDTH))
+            self.norm = pyg.HeteroBatchNorm(3, 2)
+
+        def forward(self, x_dict: Any, edge_index_dict: Any) -> Tensor:
+            papers = self.model(x_dict, edge_index_dict)
+            out: Tensor = self.norm(papers, torch.ones(papers.size(0), dtype=torch.long))
+            return out
+
+    model = Normed().double().eval()
+    with torch.no_grad():
+        model.norm.running_mean.normal_()
+        want = run(model, GRAPH)
+    gas.autoscale(model, GRAPH)
+    loader = gas.HaloLoader(GRAPH, 4)
+    assert_same([gas.infer(model, loader)], want)
+    with pytest.raises(UnsupportedModelError, match=r"norm \(HeteroBatchNorm\)"):
+        model.train()(next(iter(loader)))
+
+
+def test_types_joined_inside_the_model_are_refused() -> None:
+    data = HeteroData()
+    for kind in ("author", "paper"):
+        data[kind].x = GRAPH[kind].x[:, :4]
+    for relation in TARGETS:
+        data[relation].edge_index = GRAPH[relation].edge_index
+    model = pyg.to_hetero_with_bases(Plain(), data.metadata(), num_bases=2, in_channels={"x": 4}).double()
+    with torch.no_grad():
+        model(data.x_dict, data.edge_index_dict)
+    gas.autoscale(model, data)
+    batch = next(iter(gas.HaloLoader(data, 4)))
+    with pytest.raises(UnsupportedModelError, match=r"must get the batch's own edges"):
+        model(batch.x_dict, batch.edge_index_dict)
+
+
+def test_compensated_steps_need_values_of_edges_as_they_are() -> None:
+    class Derived(nn.Module):
+        """Computes features of edges before a layer."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.ModuleDict({kind: pyg.Linear(-1, WIDTH) for kind in KINDS})
+            self.lin = nn.Linear(2, 2)
+            self.convs = nn.ModuleList([pyg.GATConv(WIDTH, WIDTH, edge_dim=2, add_self_loops=False) for _ in range(2)])
+
+        def forward(self, x_dict: Any, edge_index_dict: Any, edge_attr_dict: Any) -> Tensor:
+            kind, rows = ("venue", "publishes", "paper"), {kind: self.first[kind](x) for kind, x in x_dict.items()}
+            for conv in self.convs:
+                given = self.lin(edge_attr_dict[kind])
+                rows["paper"] = conv((rows["venue"], rows["paper"]), edge_index_dict[kind], given).relu()
+            papers: Tensor = rows["paper"]
+            return papers
+
+    model = Derived().double()
+    with torch.no_grad():
+        run(model, GRAPH)
+    gas.autoscale(model, GRAPH, compensate="gradient")
+    with pytest.raises(UnsupportedModelError, match=r"must propagate over recorded edges.*'edge_attr', that are"):
+        model(next(iter(gas.HaloLoader(GRAPH, 4, bidirectional=True))))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["device", "host"])
-@pytest.mark.parametrize("name", ["SAGE sum", "GCN", "residual", "looping"])
+@pytest.mark.parametrize("name", ["SAGE sum", "GCN", "residual", "looping", "weighted"])
 def test_a_gpu_gives_the_gradients_of_full_batch(name: str, storage: Any) -> None:
     model, data = made(name), typed_graph(3)
     loss_of(run(model, data)).backward()  # type: ignore[no-untyped-call]

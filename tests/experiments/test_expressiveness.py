@@ -130,7 +130,7 @@ def test_rows_that_are_nearly_equal() -> None:
     ("call", "message"),
     [
         (lambda: wl_colours(torch.tensor([[0], [3]]), 2), "indices from 0 to 1"),
-        (lambda: wl_colours(torch.tensor([[0], [1]]), 0), "at least one node"),
+        (lambda: wl_colours(torch.tensor([[0], [1]]), 0), "at least 1"),
         (lambda: wl_colours(torch.tensor([[0], [1]]), 2, rounds=-1), "rounds must be"),
         (lambda: wl_colours(torch.tensor([[0], [1]]), 2, colours=torch.ones(2)), "must be integers"),
         (lambda: wl_colours(torch.tensor([[0], [1]]), 2, colours=torch.arange(3)), "2 nodes"),
@@ -138,7 +138,7 @@ def test_rows_that_are_nearly_equal() -> None:
         (lambda: compare_classes(torch.arange(0), torch.arange(0)), "at least one"),
         (lambda: row_classes(torch.tensor([[float("nan")]])), "finite"),
         (lambda: row_classes(torch.ones(3)), r"shape \[3\]"),
-        (lambda: PowerfulGNN(1, 0), "and one layer"),
+        (lambda: PowerfulGNN(1, 0), "layers must be"),
         (lambda: with_histories(PowerfulGNN(3, 1), HaloLoader(counterexample(), 2), passes=0), "passes must be"),
         (lambda: while_training(PowerfulGNN(3, 1), HaloLoader(counterexample(), 2), lr=-1.0), "lr must be"),
     ],

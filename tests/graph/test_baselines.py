@@ -343,7 +343,7 @@ def test_wrong_hops_are_refused(hops: Any) -> None:
         (torch.tensor([5]), "indices from 0 to 4"),
         (torch.tensor([-1]), "indices from 0 to 4"),
         (torch.tensor([0.0]), "int64"),
-        ([0], "int64"),
+        ([0], "must be a Tensor"),
     ],
 )
 def test_wrong_nodes_are_refused(nodes: Any, message: str) -> None:
@@ -364,7 +364,7 @@ def test_wrong_fan_outs_are_refused(fan_out: Any) -> None:
 
 @pytest.mark.parametrize("graph", [HeteroData(), None, [0, 1]])
 def test_anything_but_a_graph_is_refused(graph: Any) -> None:
-    with pytest.raises(gas.InputError, match=r"Data, or an edge_index"):
+    with pytest.raises(gas.InputError, match=r"must be a Subgraphs, or a Data, or a Tensor"):
         whole_neighbourhood(graph, torch.tensor([0]), 1)
 
 
@@ -376,7 +376,7 @@ def test_wrong_edges_are_refused(edges: Tensor) -> None:
 
 @pytest.mark.parametrize("options", [{"num_batches": 0}, {"num_batches": 1.5}, {"num_batches": 1, "num_workers": -1}])
 def test_wrong_options_of_sample_loaders_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(gas.InputError, match="num_batches must be an integer"):
+    with pytest.raises(gas.InputError, match=r"num_[a-z]* must be an integer"):
         SampleLoader(undirected_graph(), torch.arange(3), [1], **options)
 
 

@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_refused() -> None:
     dotted["a.b", "to", "a.b"].edge_index = torch.tensor([[0], [1]])
     with pytest.raises(InputError, match=r"names modules can have, but got .*a\.b"):
         build_model("hgt", dotted, 3, ["a.b"])
-    with pytest.raises(InputError, match=r"models of a heterogeneous graph are hetero-sage, hgt, han, rgcn, but got 'gcn'"):
+    with pytest.raises(InputError, match=r"models of a heterogeneous graph are .*, rgcn, but got 'gcn'"):
         build_model("gcn", graph(), 3, ["paper"])
     with pytest.raises(InputError, match="multiple of heads"):
         build_model("hgt", graph(), 3, ["paper"], hidden=6)

@@ -6,12 +6,14 @@ import copy
 import inspect
 import json
 import math
+import pydoc
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import click
 import numpy as np
@@ -90,6 +92,61 @@ def arguments_of(function: Any) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name not in ("optimizers", "options")]
 
 
+def documented() -> Iterator[tuple[str, Any]]:
+    """Functions and classes of the reference, by the names that pages give."""
+    for page in sorted((Path(__file__).parents[2] / "docs" / "reference").glob("*.md")):
+        for found in re.finditer(r"^::: (\S+)((?:\n    .*)*)", page.read_text(), re.MULTILINE):
+            members = re.search(r"^      members: \[(.*)\]", found[2], re.MULTILINE)
+            owner = pydoc.locate(found[1])
+            if inspect.ismodule(owner) and members is None:
+                yield from ((name, each) for name, each in vars(owner).items() if _is_public(owner, name, each))
+            elif inspect.ismodule(owner) and members is not None:
+                yield from ((name, getattr(owner, name)) for name in members[1].split(", "))
+            else:
+                yield found[1], owner
+
+
+def _is_public(owner: Any, name: str, each: Any) -> bool:
+    return not name.startswith("_") and callable(each) and getattr(each, "__module__", "") == owner.__name__
+
+
+#: What people only receive, subclass or catch.
+RECEIVED = {
+    "Advice", "Candidate", "Comparison", "Decoder", "Dot", "Finding", "FitResult", "GradientAgreement", "History",
+    "LayerBounds", "LayerErrors", "RunRecord", "ScalableGNN", "Task", "TypedDataset", "TypedLinks", "Verification",
+    "memory_by_type", "names",
+}  # fmt: skip
+
+
+def test_every_documented_function_checks_its_arguments() -> None:
+    unchecked, count = [], 0
+    for name, each in documented():
+        if name.rpartition(".")[2] in RECEIVED or (
+            isinstance(each, type) and issubclass(each, BaseException | Warning)
+        ):
+            continue
+        hints = get_type_hints(vars(each)["__init__"] if isinstance(each, type) else each)
+        parameters = [
+            p for p in inspect.signature(each).parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        ]
+        typed = [p for p in parameters if hints.get(p.name, Any) is not Any]
+        given = {p.name: object() for p in parameters if p in typed or p.default is p.empty}
+        first = [given.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        if not typed:
+            continue
+        count += 1
+        try:
+            each(*first, **given)
+        except gas.InputError:
+            continue
+        except Exception as error:
+            unchecked.append((name, repr(error)[:80]))
+        else:
+            unchecked.append((name, "accepted"))
+    assert not unchecked, unchecked
+    assert count > 80
+
+
 def on_model(function: Callable[..., object], parts: gas.HaloLoader, /, **given: Any) -> None:
     scaled = gas.autoscale(model(), parts.data)
     gas.refresh(scaled, parts)
@@ -166,6 +223,8 @@ BAD_GRAPHS: dict[str, Callable[[Data], Any]] = {
     "edges of floats": lambda data: data.update({"edge_index": data.edge_index.float()}),
     "edges to nowhere": lambda data: data.update({"edge_index": data.edge_index + NODES}),
     "edges as a list": lambda data: data.update({"edge_index": [[0], [1]]}),
+    "several numbers of nodes": lambda data: data.update({"num_nodes": torch.ones(3)}),
+    "a sparse number of graphs": lambda data: data.update({"batch": torch.eye(NODES).to_sparse()}),
     "half a node": lambda data: data.update({"num_nodes": NODES + 0.5}),
 }
 
@@ -177,6 +236,24 @@ def test_bad_graphs_are_refused(name: str) -> None:
     for mode in ("gas", "cluster"):
         with pytest.raises(gas.InputError):
             gas.fit(model(), data, epochs=1, num_parts=2, mode=mode)
+
+
+class Returning(torch.nn.Module):
+    """A model that makes something else of its rows."""
+
+    def __init__(self, made: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.conv, self.made = GCN(5, 4, num_layers=1, out_channels=3), made
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> Any:
+        return self.made(self.conv(x, edge_index))
+
+
+@pytest.mark.parametrize("made", [lambda out: None, lambda out: [out], lambda out: out.sum(), lambda out: out + 0j])
+def test_outputs_of_another_kind_are_refused(made: Callable[[torch.Tensor], Any]) -> None:
+    for mode in ("gas", "cluster", "exact"):
+        with pytest.raises(gas.InputError):
+            gas.fit(Returning(made), graph(), epochs=1, num_parts=2, mode=mode, progress=False)
 
 
 def test_graphs_of_another_kind_are_refused() -> None:

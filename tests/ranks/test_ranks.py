@@ -415,7 +415,7 @@ def misuse(what: str) -> None:
         ("ranks", "each rank needs a part of its own"),
         ("batches", "batch_size must be at most"),
         ("links", "something of nodes"),
-        ("lag", "lag must be 0 or 1"),
+        ("lag", "lag must be an integer of at least 0 and below 2"),
         ("momentum", "compensate='momentum'"),
         ("share", "'layers.0' must make the same of an edge on all ranks"),
         ("share in inference", "'layers.0' must make the same of an edge on all ranks"),

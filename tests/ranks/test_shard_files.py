@@ -100,6 +100,10 @@ def damage(folder: Path, what: str) -> None:
         about.write_text(json.dumps({**json.loads(about.read_text()), "made": "elsewhere"}))
     if what == "array":
         (folder / "rank-1" / "data-x.npy").write_bytes(b"short")
+    if what == "missing":
+        (folder / "rank-1" / "data-x.npy").unlink()
+    if what == "facts":
+        manifest.write_text(manifest.read_text().replace('"nodes": 40', '"nodes": 41'))
 
 
 @pytest.mark.parametrize(
@@ -107,8 +111,10 @@ def damage(folder: Path, what: str) -> None:
     [
         ("manifest", "no readable shards.json"),
         ("format", "another format"),
-        ("shard", "a shard of another folder"),
-        ("array", "must be whole"),
+        ("shard", "shard.json, which was damaged or changed"),
+        ("array", "data-x.npy, which was damaged or changed"),
+        ("missing", "must be whole"),
+        ("facts", "shards.json, which was damaged or changed"),
         ("size", "has shards for 2 ranks"),
     ],
 )

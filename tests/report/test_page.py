@@ -343,12 +343,16 @@ def test_deep_models_are_drawn_in_part(tmp_path: Path) -> None:
     assert "convs.63" in page.text
 
 
-def test_wrong_paths_are_refused(tmp_path: Path) -> None:
+def test_wrong_paths_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     for name, message in (("empty", "has no run.json"), ("file", "is not a folder"), ("missing", "is not a folder")):
         with pytest.raises(InputError, match=message):
             write_report([tmp_path / name], tmp_path / "report.html")
+    monkeypatch.setattr("gnnautoscale.report.reported_run._MOST_FOLDERS", 2)
+    (tmp_path / "empty" / "a" / "b").mkdir(parents=True)
+    with pytest.raises(InputError, match="more than 2 folders"):
+        write_report([tmp_path / "empty"], tmp_path / "report.html")
     with pytest.raises(InputError, match="at least one run"):
         write_report([], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()

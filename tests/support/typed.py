@@ -37,6 +37,8 @@ def typed_graph(seed: int = 0) -> HeteroData:
     weight = torch.rand(60, generator=generator, dtype=torch.float64) + 0.5
     data["paper", "cites", "paper"].edge_weight = weight
     data["paper"].y = torch.randint(3, (40,), generator=generator)
+    data["term", "in", "paper"].edge_weight = torch.rand(50, generator=generator, dtype=torch.float64) + 0.5
+    data["venue", "publishes", "paper"].edge_attr = torch.randn(30, 2, generator=generator, dtype=torch.float64)
     return data
 
 
@@ -113,20 +115,28 @@ class Looping(nn.Module):
 
 
 class Weighted(nn.Module):
-    """Normalized, weighted edges between papers; other relations as they are."""
+    """Normalized, weighted edges between papers, others with weights and features, and some as they are."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.ModuleDict({kind: pyg.Linear(-1, WIDTH) for kind in KINDS})
         self.gcn = nn.ModuleList([pyg.GCNConv(WIDTH, WIDTH) for _ in range(2)])
         self.sage = nn.ModuleList([pyg.SAGEConv(WIDTH, WIDTH) for _ in range(2)])
+        self.graph = nn.ModuleList([pyg.GraphConv(WIDTH, WIDTH) for _ in range(2)])
+        self.cg = nn.ModuleList([pyg.CGConv(WIDTH, 2) for _ in range(2)])
 
-    def forward(self, x_dict: dict[str, Tensor], edge_index_dict: Any, edge_weight_dict: Any) -> Tensor:
+    def forward(
+        self, x_dict: dict[str, Tensor], edge_index_dict: Any, edge_weight_dict: Any, edge_attr_dict: Any
+    ) -> Tensor:
         rows = {kind: self.first[kind](x) for kind, x in x_dict.items()}
         cites, writes = ("paper", "cites", "paper"), ("author", "writes", "paper")
-        for gcn, sage in zip(self.gcn, self.sage, strict=True):
+        has, publishes = ("term", "in", "paper"), ("venue", "publishes", "paper")
+        for gcn, sage, graph, cg in zip(self.gcn, self.sage, self.graph, self.cg, strict=True):
             papers = gcn(rows["paper"], edge_index_dict[cites], edge_weight_dict[cites])
             papers = papers + sage((rows["author"], rows["paper"]), edge_index_dict[writes])
+            papers = papers + graph((rows["term"], rows["paper"]), edge_index_dict[has], edge_weight_dict[has])
+            ends, features = (rows["venue"], rows["paper"]), edge_attr_dict[publishes]
+            papers = papers + cg(ends, edge_index_dict[publishes], features)
             rows = {**rows, "paper": torch.tanh(papers)}
         out: Tensor = rows["paper"]
         return out

@@ -382,8 +382,8 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
     [
         ({"width": 0}, "width must be"),
         ({"stale_dropout": 1.0}, "stale_dropout must be"),
-        ({"head": "deep"}, "a head is linear, mlp or a module"),
-        ({"readout": "median"}, "a readout is sum"),
+        ({"head": "deep"}, "head must be one of linear, mlp"),
+        ({"readout": "median"}, "readout must be one of sum"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:

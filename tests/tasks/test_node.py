@@ -270,7 +270,7 @@ def test_balanced_weights() -> None:
 
 @pytest.mark.parametrize("weight", [[1.0, 2.0], torch.ones(3), torch.tensor([1.0, -1.0]), torch.tensor([1.0, NAN])])
 def test_odd_weights_are_refused(weight: Any) -> None:
-    with pytest.raises(InputError, match=r"class_weight must be a tensor of positive floats, \[2\]"):
+    with pytest.raises(InputError, match=r"class_weight must be"):
         NodeClassification(2, class_weight=weight)
 
 

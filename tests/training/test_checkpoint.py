@@ -249,3 +249,13 @@ def test_tensors_on_a_gpu_are_saved_without_more_of_its_memory(tmp_path: Path) -
     loaded = back(tmp_path, {"values": values, "turned": values.t()})
     assert torch.cuda.max_memory_allocated() == before
     torch.testing.assert_close(loaded, {"values": values.cpu(), "turned": values.t().cpu()}, rtol=0, atol=0)
+
+
+def test_a_state_that_was_changed_is_refused(tmp_path: Path) -> None:
+    file = save_checkpoint(tmp_path, 3, {"epoch": 1, "rates": [0.5, math.nan], "weight": torch.ones(2)})
+    assert load_checkpoint(file).state["epoch"] == 1
+    content = torch.load(file, weights_only=True)
+    for name, value in {"epoch": 2, "rates": [0.5], "weight": torch.ones(3)}.items():
+        torch.save({**content, "state": {**content["state"], name: value}}, file)
+        with pytest.raises(InputError, match="its values were changed after it was written"):
+            load_checkpoint(file)

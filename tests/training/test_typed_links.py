@@ -37,8 +37,9 @@ def graph() -> HeteroData:
 
 def splits(**options: Any) -> list[HeteroData]:
     torch.manual_seed(0)
-    given = {"edge_types": [LIKES], "rev_edge_types": [LIKED], "disjoint_train_ratio": 0.3, **options}
-    made: list[HeteroData] = list(RandomLinkSplit(add_negative_train_samples=False, **given)(ToUndirected()(graph())))
+    given: dict[str, Any] = {"edge_types": [LIKES], "rev_edge_types": [LIKED], "disjoint_train_ratio": 0.3}
+    given |= {"add_negative_train_samples": False, **options}
+    made: list[HeteroData] = list(RandomLinkSplit(**given)(ToUndirected()(graph())))
     return made
 
 
@@ -68,6 +69,49 @@ def test_a_gpu_learns_as_a_cpu_does(mode: str) -> None:
     on_gpu, on_cpu = (trained(mode=mode, device=device, **more)[0] for device in ("cuda", "cpu"))
     # Other weights and negatives are drawn, so that scores differ by some points; see above for what can be had.
     assert min(on_gpu.scores["test"], on_cpu.scores["test"]) > 72.0
+
+
+@pytest.mark.parametrize("options", [{"mode": "full"}, {"mode": "exact", "num_parts": 5}, {"exact_epochs": 4}])
+def test_one_part_and_exact_steps_are_plain_full_batch(options: dict[str, Any]) -> None:
+    data = splits(add_negative_train_samples=True)
+    result, _, _ = trained(data, epochs=4, evaluate_every=1, **options)
+    torch.manual_seed(0)
+    plain, train = build_model("hetero-sage", data[0], 8, ["user", "item"], hidden=8, dropout=0.0), data[0]
+    numbers = {kind: torch.arange(store.num_nodes) for kind, store in train.node_items()}
+    optimizer, losses = torch.optim.Adam(plain.parameters(), lr=0.02), []
+    for _ in range(4):
+        out = plain.train()(train.edge_index_dict, numbers, train.x_dict)
+        user, item = train[LIKES].edge_label_index
+        scores, labels = (out["user"][user] * out["item"][item]).sum(1), train[LIKES].edge_label
+        loss = nn.functional.binary_cross_entropy_with_logits(scores, labels.float())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert [epoch.loss for epoch in result.epochs] == pytest.approx(losses, rel=1e-4)
+
+
+def test_naive_histories_and_evaluation_in_one_part() -> None:
+    data = splits()  # whose negatives are drawn anew every time
+    ways: list[dict[str, Any]] = [{"mode": "history"}, {"partition": "random"}]
+    naive, random = (trained(data, epochs=4, **how)[0] for how in ways)
+    assert [epoch.loss for epoch in naive.epochs] == [epoch.loss for epoch in random.epochs]
+    one, many = (trained(data, epochs=4, evaluate_parts=parts)[0] for parts in (1, 3))
+    assert one.scores == pytest.approx(many.scores, abs=0.01)
+
+
+def test_gradients_are_compared_with_those_of_full_batch() -> None:
+    train = splits(add_negative_train_samples=True)[0]
+    torch.manual_seed(0)
+    model = build_model("hetero-sage", train, 8, ["user", "item"], hidden=8, dropout=0.0)
+    gas.autoscale(model, train)
+    found = []
+    for parts in (1, 6):
+        loader = gas.HaloLoader(train, parts, partition="random", bidirectional=True)
+        gas.refresh(model, loader)
+        found.append(gas.diagnose(model, loader, ["gradients"], task=LinkPrediction("dot"))["gradients"])
+    assert found[0]["relative_error"] < 1e-5
+    assert 1e-3 < found[1]["relative_error"] < 2.0
 
 
 def test_scores_are_those_of_plain_pyg() -> None:
@@ -157,8 +201,6 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     data = splits()
-    with pytest.raises(InputError, match="mode='exact'"):
-        trained(data, mode="exact")
     with pytest.raises(InputError, match="one type of edges has edge_label_index"):
         trained([graph()] * 3)
     with pytest.raises(InputError, match="the val graph must have edge_label_index"):

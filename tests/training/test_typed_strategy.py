@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
@@ -168,15 +170,53 @@ def test_a_resumed_run_has_the_same_bits(name: str, compensate: str, storage: st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "history"}, "mode='history'"),
         ({"num_workers": 2}, "num_workers=2"),
-        ({"diagnose": ["lipschitz"]}, "diagnose="),
         ({"task": "link"}, "a graph for each split"),
     ],
 )
 def test_what_needs_a_plain_graph_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         trained(**options)
+
+
+def test_naive_histories_are_those_of_random_parts() -> None:
+    naive, random = trained(mode="history")[0], trained(partition="random", lipschitz=0.0)[0]
+    assert [epoch.loss for epoch in naive.epochs] == [epoch.loss for epoch in random.epochs]
+
+
+class HalfLazy(nn.Module):
+    """Has weights for types that it never computes rows of, which stay lazy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = MODELS["SAGE sum"]()
+        self.unused = nn.ModuleDict({kind: pyg.Linear(-1, 4) for kind in ("term", "venue")})
+
+    def forward(self, x_dict: Any, edge_index_dict: Any) -> Tensor:
+        out: Tensor = self.model(x_dict, edge_index_dict)
+        return out
+
+
+@pytest.mark.parametrize("mode", ["gas", "exact", "full"])
+def test_weights_that_nothing_uses_may_stay_lazy(mode: str, tmp_path: Path) -> None:
+    def run(epochs: int, name: str, **more: Any) -> tuple[gas.FitResult, nn.Module]:
+        torch.manual_seed(0)
+        model, saved = HalfLazy(), str(tmp_path / name)
+        options: dict[str, Any] = {"num_parts": 4, "mode": mode, "device": "cpu", "checkpoint_dir": saved, "seed": 1}
+        return gas.fit(model, graph(), epochs=epochs, **options, **more), model
+
+    whole, model = run(3, "whole")
+    run(2, "part")
+    resumed, _ = run(3, "part", resume=str(tmp_path / "part"))
+    assert [epoch.loss for epoch in resumed.epochs] == [epoch.loss for epoch in whole.epochs]
+    assert is_lazy(model.unused["term"].weight)  # type: ignore[index, union-attr]
+    loader = gas.HaloLoader(graph(), 4)
+    want = gas.infer(model, loader)
+    assert gas.verify(model, loader, nodes=5).exact
+    nodes = torch.tensor([3, 30])
+    torch.testing.assert_close(gas.predict(model, loader, {"paper": nodes}), want[nodes])
+    torch.testing.assert_close(gas.exact_forward(model, loader), want)
+    assert gas.diagnose(model, loader, "gradients")["gradients"]["relative_error"] < 2
 
 
 def test_targets_are_those_of_one_type() -> None:

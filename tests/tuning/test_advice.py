@@ -416,7 +416,7 @@ def test_leaves_random_numbers_alone() -> None:
     [
         ({"num_parts": 4}, "got num_parts, which it decides itself"),
         ({"num_worker": 4}, "got 'num_worker'. Did you mean 'num_workers'?"),
-        ({"memory": 0}, "positive number of bytes"),
+        ({"memory": 0}, "memory must be an integer of at least 1"),
         ({"device": "abacus"}, "device must be one"),
         ({"memory": 1}, r"Pass at least [\d.]+ MB"),
     ],

@@ -7,6 +7,7 @@ nothing about graphs or models.
 from gnnautoscale._util.archives import damage_in
 from gnnautoscale._util.arguments import check_argument, checked
 from gnnautoscale._util.atomic import check_writable, no_empty_folders, write_atomically
+from gnnautoscale._util.checksums import checksums_of, damaged_file, is_unchanged, with_checksum
 from gnnautoscale._util.cores import available_cores
 from gnnautoscale._util.devices import usable_device
 from gnnautoscale._util.docstrings import describe_arguments
@@ -21,6 +22,7 @@ from gnnautoscale._util.peak_memory import PeakMemory, resident_memory
 from gnnautoscale._util.pinned import Pinned, arriving_numbers, copy_staged, copy_staged_together, pinned_zeros
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
 from gnnautoscale._util.versions import versions
+from gnnautoscale._util.weights import load_state, state_of, weights_of
 
 __all__ = [
     "FolderLock",
@@ -37,14 +39,18 @@ __all__ = [
     "check_path",
     "check_writable",
     "checked",
+    "checksums_of",
     "copy_staged",
     "copy_staged_together",
     "damage_in",
+    "damaged_file",
     "describe_arguments",
     "for_later",
     "html_table",
+    "is_unchanged",
     "lacks_memory",
     "leaves_of",
+    "load_state",
     "map_others",
     "map_tensors",
     "no_empty_folders",
@@ -56,10 +62,13 @@ __all__ = [
     "resident_memory",
     "set_random_states",
     "shown",
+    "state_of",
     "tensors_in",
     "undisturbed",
     "untracked",
     "usable_device",
     "versions",
+    "weights_of",
+    "with_checksum",
     "write_atomically",
 ]

@@ -6,11 +6,12 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
+from torch import Tensor
 
 from gnnautoscale._util.memory import lacks_memory
 from gnnautoscale._util.options import Option, check_path, shown
@@ -18,6 +19,8 @@ from gnnautoscale.errors import InputError
 
 F = TypeVar("F", bound=Callable[..., Any])
 _VALUES = (bool, int, float, str)
+_LISTS = (Sequence, Collection, Iterable)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _Check = Callable[[Any], Any]
 
 
@@ -25,11 +28,13 @@ def checked(**facts: Mapping[str, Any]) -> Callable[[F], F]:
     """Refuse arguments of other types than a function's signature declares, and values out of bounds.
 
     Numbers, switches, words and their lists are checked and converted as options are (:class:`Option`), so that NumPy's
-    numbers become plain ones. Of a class, an instance is needed; anything may stand for ``Any``.
+    numbers become plain ones. Of a class, an instance is needed, and so for the items of lists and the values of
+    dictionaries; anything may stand for ``Any``. Tensors must be dense and have values. A class may be decorated
+    instead of its ``__init__``, as that of a dataclass is nowhere to be seen.
 
     Args:
-        facts: By the name of an argument, further attributes of its :class:`Option`, such as ``least``, and
-            the ``fix`` of its error.
+        facts: By the name of an argument, further attributes of its :class:`Option`, such as ``least``; the ``fix`` of
+            its error; and of a tensor the number of its dimensions, ``dims``, and whether it holds ``integers``.
 
     Example:
         >>> @checked(count={"least": 1})
@@ -44,6 +49,9 @@ def checked(**facts: Mapping[str, Any]) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
+        if isinstance(function, type):
+            function.__init__ = decorate(function.__init__)  # type: ignore[misc]
+            return function
         signature = inspect.signature(function)
         name = function.__qualname__.removesuffix(".__init__")
 
@@ -81,13 +89,24 @@ def check_argument(name: str, value: Any, kind: Any, fix: str, **facts: Any) -> 
     return _check_of(name, kind, fix, **facts)(value)
 
 
-def _check_of(name: str, hint: Any, otherwise: str, *, fix: str = "", **facts: Any) -> _Check:
+def _check_of(
+    name: str,
+    hint: Any,
+    otherwise: str,
+    *,
+    fix: str = "",
+    dims: int | None = None,
+    integers: bool = False,
+    **facts: Any,
+) -> _Check:
     """What checks a value of an argument, and returns it converted."""
     fix = fix or otherwise
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    plain = tuple(kind for kind in kinds if kind in _VALUES or get_origin(kind) in (Literal, tuple, Sequence))
+    kinds = _kinds_of(hint)
+    plain = tuple(kind for kind in kinds if _is_plain(kind))
     paths = Path in kinds
     classes = tuple(_class_of(kind) for kind in kinds if kind not in plain)
+    rows = tuple(kind for kind in classes if kind not in _LISTS)  # text and tensors are no lists
+    items = [_items_of(name, kind, fix) for kind in kinds if kind not in plain]
     option = Option(name, Union[plain], **facts) if plain else None  # noqa: UP007 - made of a tuple
     counts = [len(get_args(kind)[0]) for kind in kinds if _takes_arguments(kind)]
     words = ", or ".join(
@@ -95,7 +114,11 @@ def _check_of(name: str, hint: Any, otherwise: str, *, fix: str = "", **facts: A
     )
 
     def check(value: Any) -> Any:
-        if isinstance(value, classes):
+        if isinstance(value, rows if isinstance(value, (str, bytes, Tensor)) else classes):
+            for check_items in items:
+                check_items(value)
+            if isinstance(value, Tensor):
+                _check_tensor(name, value, fix, dims, integers=integers)
             for count in counts if inspect.isroutine(value) else ():
                 _check_count(name, value, count, fix)
             if paths and isinstance(value, os.PathLike):
@@ -114,6 +137,48 @@ def _check_of(name: str, hint: Any, otherwise: str, *, fix: str = "", **facts: A
         return found
 
     return check
+
+
+def _kinds_of(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a declared type."""
+    if isinstance(hint, TypeVar):
+        return hint.__constraints__ or (hint,)
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether an option may have this type."""
+    if get_origin(kind) in (tuple, Sequence):
+        item = get_args(kind)[0]
+        return item in _VALUES or get_origin(item) is Literal
+    return kind in _VALUES or get_origin(kind) is Literal
+
+
+def _items_of(name: str, kind: Any, fix: str) -> Callable[[Any], None]:
+    """What checks the items of a list, or the values of a dictionary, of a declared type."""
+    origin, inner = get_origin(kind), get_args(kind)
+    within = inner[-1] if origin in (list, *_LISTS, dict, Mapping) else Any
+    if within is Any:
+        return lambda value: None
+    check = functools.cache(lambda: _check_of(f"each of {name}", within, fix))  # nested types, when they are needed
+
+    def check_items(value: Any) -> None:
+        if isinstance(value, (list, tuple, set, frozenset, Mapping)):
+            for item in value.values() if isinstance(value, Mapping) else value:
+                check()(item)
+
+    return check_items
+
+
+def _check_tensor(name: str, value: Tensor, fix: str, dims: int | None, *, integers: bool) -> None:
+    """Refuse a tensor that is not dense or has no values, other numbers of dimensions, and other than integers."""
+    dense = value.layout == torch.strided and not value.is_meta
+    if dense and dims in (None, value.dim()) and (not integers or value.dtype in _INTEGERS):
+        return
+    of = " of integers" if integers else ""
+    having = "" if dims is None else f" with {dims} dimension{'s' * (dims != 1)}"
+    got = f"{value.dtype} of shape {tuple(value.shape)}{'' if dense else ', sparse or without values'}"
+    raise InputError(f"{name} must be a dense tensor{of}{having}", got=got, fix=fix)
 
 
 def _takes_arguments(kind: Any) -> bool:
@@ -136,7 +201,7 @@ def _check_count(name: str, function: Any, count: int, fix: str) -> None:
 def _class_of(kind: Any) -> type[Any]:
     """The class whose instances a declared type has."""
     if isinstance(kind, TypeVar):
-        kind = kind.__bound__
+        kind = kind.__bound__ or object
     found = get_origin(kind) or kind
     return found if isinstance(found, type) else object
 
@@ -146,4 +211,6 @@ def _in_words(kind: type[Any]) -> str:
         return "None"
     if kind is Callable:  # type: ignore[comparison-overlap]
         return "a function"
+    if kind in _LISTS:
+        return "a list"
     return f"{'an' if kind.__qualname__[0] in 'AEIOU' else 'a'} {kind.__qualname__}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import numbers
 import os
 import types
@@ -14,12 +13,15 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gnnautoscale.errors import InputError
 
 # Whatever computes with integers takes 64 bits.
 _LARGEST = 2**63
+# Weights are of 32 bits.
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
 # The longest name that file systems take, and the longest path.
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 # Longer values are cut in messages.
@@ -88,15 +90,19 @@ class Option:
                 converted = _convert(kind, value)
                 if kind is str and self.path:
                     check_path(self.name, converted)
-                if kind not in (int, float) or self._within(converted):
+                if self._within(converted):
                     return converted
         large = int in self.kinds and isinstance(value, int) and not -_LARGEST <= value < _LARGEST
         raise InputError(f"{self.name} must be {self.rule}{' in 64 bits' * large}", got=shown(given), fix=fix)
 
-    def _within(self, number: float) -> bool:
+    def _within(self, value: Any) -> bool:
+        if isinstance(value, tuple):
+            return all(map(_has_room, value))
+        return not isinstance(value, (int, float)) or isinstance(value, bool) or self._is_allowed(value)
+
+    def _is_allowed(self, number: float) -> bool:
         return (
-            math.isfinite(number)
-            and (isinstance(number, float) or -_LARGEST <= number < _LARGEST)
+            _has_room(number)
             and (self.least is None or number >= self.least)
             and (self.most is None or number <= self.most)
             and (self.above is None or number > self.above)
@@ -165,6 +171,13 @@ def shown(value: Any) -> str:
         text = f"a {type(value).__name__}"
     text = " ".join(text.split())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} and so on"
+
+
+def _has_room(value: Any) -> bool:
+    """Whether a number is finite, and not too large to compute with; anything else is no number."""
+    if isinstance(value, float):
+        return abs(value) <= _LARGEST_FLOAT
+    return not isinstance(value, int) or -_LARGEST <= value < _LARGEST
 
 
 def _in_words(kind: Any) -> str:

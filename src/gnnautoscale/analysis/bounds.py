@@ -17,7 +17,7 @@ from typing import Literal, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from gnnautoscale._util import tensors_in
+from gnnautoscale._util import checked, tensors_in
 from gnnautoscale.attach import (
     CallModel,
     attached,
@@ -49,6 +49,7 @@ Number = TypeVar("Number", float, Tensor)
 _CHUNK = 1 << 16
 
 
+@checked(message={"least": 0}, update={"least": 0}, own={"least": 0}, width={"least": 1})
 @dataclass(frozen=True)
 class LayerConstants:
     r"""Constants of a layer :math:`h_v = U(h_v, \bigoplus_w c_{w,v} M(h_w))`.
@@ -71,13 +72,8 @@ class LayerConstants:
     own: float = 1.0
     width: int | None = None
 
-    def __post_init__(self) -> None:
-        finite = all(0.0 <= number < math.inf for number in (self.message, self.update, self.own))
-        if not finite or self.aggregation not in ("sum", "mean", "max") or (self.width is not None and self.width < 1):
-            rule = "a layer's constants must be finite and not negative, its aggregation 'sum', 'mean' or 'max'"
-            raise InputError(rule, got=repr(self), fix="Compute them with lipschitz_constant or jacobian_norm.")
 
-
+@checked(edge_index={"dims": 2, "integers": True}, num_nodes={"least": 1}, weight={"dims": 1})
 @dataclass(frozen=True)
 class MessageEdges:
     """Sources and targets of messages, ``[2, num_edges]``, and the weights of these, ``[num_edges]``."""
@@ -115,6 +111,7 @@ class MessageEdges:
         return self.aggregate(layer, torch.ones(self.edge_index.size(1)))
 
 
+@checked()
 def lemma1(layer: LayerConstants, factor: Number, *, closeness: Number, staleness: Number) -> Number:
     r"""Lemma 1: :math:`\| \tilde{h}_v - h_v \| \leq \delta k_2 + (\delta + \epsilon) k_1 k_2 |N(v)|`.
 
@@ -131,6 +128,7 @@ def lemma1(layer: LayerConstants, factor: Number, *, closeness: Number, stalenes
     return closeness * layer.own * layer.update + (closeness + staleness) * layer.message * layer.update * factor
 
 
+@checked()
 def theorem1(layers: Sequence[LayerConstants], factors: Sequence[float], *, staleness: Sequence[float]) -> list[float]:
     r"""Theorem 1: bounds on the errors of all layers by staleness alone; the first layer is exact.
 
@@ -155,6 +153,7 @@ def theorem1(layers: Sequence[LayerConstants], factors: Sequence[float], *, stal
     return bounds
 
 
+@checked(crossing={"dims": 1})
 def theorem1_by_node(
     layers: Sequence[LayerConstants], edges: MessageEdges, staleness: Sequence[Tensor], crossing: Tensor | None = None
 ) -> list[Tensor]:
@@ -213,6 +212,7 @@ class LayerBounds:
     by_node: Tensor
 
 
+@checked()
 @torch.no_grad()
 def measure(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with_batch) -> list[LayerErrors]:
     """Measure the current errors of the output and of all layers with a history.
@@ -247,6 +247,7 @@ def measure(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with
     return found
 
 
+@checked()
 def compare_bounds(
     model: nn.Module,
     loader: HaloLoader,
@@ -281,6 +282,7 @@ def compare_bounds(
     return [LayerBounds(*row) for row in zip(errors, lemmas, theorem, by_node, strict=True)]
 
 
+@checked(sweeps={"least": 1})
 @torch.no_grad()
 def error_by_sweep(
     model: nn.Module, loader: HaloLoader, sweeps: int, *, call: CallModel = call_with_batch

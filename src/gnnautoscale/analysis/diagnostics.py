@@ -28,7 +28,6 @@ from gnnautoscale.attach import (
     CallModel,
     attached,
     attached_alone,
-    attached_to_plain_graph,
     call_with_batch,
     device_of,
     info_of,
@@ -50,7 +49,7 @@ _ITERATIONS = 50
 _MOST_ROWS = 2048
 
 
-@checked(what={"fix": "Name them in a list."})
+@checked(what={"fix": "Name them in a list."}, ages={"dims": 1, "integers": True})
 def diagnose(
     model: nn.Module,
     loader: HaloLoader,
@@ -117,8 +116,6 @@ def diagnose(
     }
     found: dict[str, dict[str, Any]] = {}
     attached_alone(model, "diagnose")
-    if "lipschitz" in names:
-        attached_to_plain_graph(model, "'lipschitz'")
     with _nothing_changed(model):
         for name in names:
             start = time.perf_counter()
@@ -262,26 +259,38 @@ class _Jacobians(Observer):
     def layer_ran(self, run: LayerRun) -> None:
         if run.nested:  # part of another layer
             return
-        rows = [x for x in tensors_in((run.args, run.kwargs)) if x.is_floating_point() and x.dim() > 1]
-        x = next((x for x in rows if x.size(0) == run.info.num_rows), None)
-        if x is None:
+        rows = _rows_given(run)
+        if not rows:
             return
 
-        def again(other: Tensor) -> Any:
-            args, kwargs = map_tensors(lambda value: other if value is x else value, (run.args, run.kwargs))
-            return run.again(*args, **kwargs)
-
         # All rows as one, because the layer mixes them.
-        whole = _norm(lambda row: again(row.view(x.shape)).reshape(1, -1), x.reshape(1, -1))
+        def again(joined: Tensor) -> Tensor:
+            pieces = torch.split(joined.view(-1), [x.numel() for x in rows])
+            other = {id(x): piece.view(x.shape) for x, piece in zip(rows, pieces, strict=True)}
+            args, kwargs = map_tensors(lambda value: other.get(id(value), value), (run.args, run.kwargs))
+            return torch.cat([out.reshape(1, -1) for out in tensors_in(run.again(*args, **kwargs))], dim=1)
+
+        joined = torch.cat([x.reshape(1, -1) for x in rows], dim=1)
+        whole = _norm(again, joined)
         if type(run.layer) is GINConv:
             seen: list[Tensor] = []
             with run.layer.nn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
-                again(x)
+                again(joined)
             constants: Any = 1.0, _norm(run.layer.nn, seen[0][:: 1 + seen[0].size(0) // _MOST_ROWS])
         else:
             known = layer_constants(run.layer)
             constants = (None, None) if known is None else (known.message, known.update)
         self.found.append({"layer": run.call, "whole": whole, "message": constants[0], "update": constants[1]})
+
+
+def _rows_given(run: LayerRun) -> list[Tensor]:
+    """The rows of nodes that a layer gets, each once: with several types, all those in its first argument."""
+    info, typed = run.info, isinstance(run.info, TypedInfo) or run.info.typed is not None
+    given = next(iter((*run.args, *run.kwargs.values())), None) if typed else (run.args, run.kwargs)
+    found = [x for x in tensors_in(given) if x.is_floating_point() and x.dim() > 1]
+    if typed:
+        return list({id(x): x for x in found}.values())
+    return [x for x in found if x.size(0) == info.num_rows][:1]
 
 
 def _norm(function: Callable[[Tensor], Any], x: Tensor) -> float | None:
@@ -294,7 +303,10 @@ def _norm(function: Callable[[Tensor], Any], x: Tensor) -> float | None:
 
 def _whole(loader: HaloLoader) -> Data:
     """The whole graph as one batch."""
-    return loader.batch_for(torch.arange(loader.graph.num_nodes))
+    graph = loader.graph
+    if isinstance(graph, TypedGraph):
+        return loader.batch_for({kind: torch.arange(count) for kind, count in graph.counts.items()})
+    return loader.batch_for(torch.arange(graph.num_nodes))
 
 
 @contextmanager

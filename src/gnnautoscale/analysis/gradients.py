@@ -9,19 +9,20 @@ from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
 from gnnautoscale.analysis.bounds import memory_by_type
 from gnnautoscale.attach import Autoscaler, CallModel, attached, device_of, info_of, refresh, to_model_device
-from gnnautoscale.data import Dataset, TypedDataset
+from gnnautoscale.data import Dataset, TypedDataset, TypedLinks
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.exact import ExactPasses, Loss, exact_forward
 from gnnautoscale.forward import GraphMemory, HistoryStore, Plan, StoreExchange, TypedMemory, TypedPlan
 from gnnautoscale.graph import BatchInfo, HaloLoader
 from gnnautoscale.history import History
-from gnnautoscale.tasks import Task, task_for
+from gnnautoscale.tasks import LinkPrediction, Task, task_for, trained_rows
 
 # Kept gradients are as they will be once a sweep changes the sum of all batches by less than this share. A model with
 # many layers takes many sweeps; it is measured after the last of these.
@@ -77,11 +78,13 @@ def gradient_agreement(
 
     The model keeps its weights, their gradients and its histories: compensated steps run on a copy of it.
     """
-    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    weights = {
+        name: weight for name, weight in model.named_parameters() if weight.requires_grad and not is_lazy(weight)
+    }
     if not weights:
         raise InputError("'gradients' needs weights", got="a model without any to train", fix="Leave gradients out.")
     scaler = attached(model)
-    dataset = _typed_dataset(scaler, loader, target) if isinstance(scaler.memory, TypedMemory) else None
+    dataset = _typed_dataset(scaler, loader, target, task) if isinstance(scaler.memory, TypedMemory) else None
     learned = task_for(dataset or Dataset.of(loader.data)) if task is None else task
     data = loader.data if dataset is None else dataset.train
     learned.check(data, ["train"])
@@ -90,7 +93,7 @@ def gradient_agreement(
     with learned.measuring():
         plain = _Sweep(model, list(weights.values()), loader, loss, call).run(lambda _: scaler.running(exchange))
         with scaler.visiting(loader.graph, apart=True):
-            found = _of_whole_graph(model, list(weights.values()), loader, loss, call, learned)
+            found = _of_whole_graph(model, list(weights.values()), loader, loss, call, learned, dataset)
         full = [
             torch.zeros_like(total) if piece is None else piece.double()
             for total, piece in zip(plain, found, strict=True)
@@ -105,8 +108,10 @@ def gradient_agreement(
     return {**_compared(owners, plain, full), "compensated": compensated, "why_not": why_not, "sweeps": sweeps}
 
 
-def _typed_dataset(scaler: Autoscaler, loader: HaloLoader, target: str | None) -> TypedDataset:
-    """The nodes with targets: of the type named, or the only one with both outputs and ``y``."""
+def _typed_dataset(scaler: Autoscaler, loader: HaloLoader, target: str | None, task: Task | None) -> TypedDataset:
+    """The nodes with targets: of the type named, or the only one with both outputs and ``y``; or pairs of nodes."""
+    if isinstance(task, LinkPrediction):
+        return TypedLinks.of_splits((loader.data, loader.data, loader.data))
     kinds = dict.fromkeys(scaler.plan.output_kinds if isinstance(scaler.plan, TypedPlan) else loader.data.node_types)
     able = [kind for kind in kinds if "y" in loader.data[kind]]
     chosen = able[0] if target is None and len(able) == 1 else target
@@ -133,17 +138,22 @@ def _mean_loss(task: Task, data: Data, device: torch.device, dataset: TypedDatas
     def seeds(out: Any, given: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
         if not given:
             return [], []
-        if dataset is not None and isinstance(out, dict):
-            out = out[dataset.target]
+        out = _seen(out, dataset)
         task.see(out, given["nodes"])
-        loss = task.loss(out[given["rows"]] if "rows" in given else out, given["targets"])
+        loss = task.loss(trained_rows(out, given.get("rows")), given["targets"])
         return [task.weight(given["targets"]) / whole * loss], [None]
 
     return Loss(inputs, seeds)
 
 
 def _of_whole_graph(
-    model: nn.Module, weights: list[Tensor], loader: HaloLoader, loss: Loss, call: CallModel, task: Task
+    model: nn.Module,
+    weights: list[Tensor],
+    loader: HaloLoader,
+    loss: Loss,
+    call: CallModel,
+    task: Task,
+    dataset: TypedDataset | None,
 ) -> Sequence[Tensor | None]:
     """The gradients of full batch; of a loss that takes the outputs of all nodes together, these are held at once."""
     if task.separable:
@@ -153,9 +163,20 @@ def _of_whole_graph(
     device = device_of(model)
     torch.manual_seed(_SEED)
     with torch.enable_grad():
-        out, (_, targets) = exact_forward(model, loader, call=call, device=device), task.targets_of_graph(loader.data)
-        task.see(out, torch.arange(loader.graph.num_nodes, device=device))
+        whole = loader.data, torch.arange(loader.graph.num_nodes)
+        data, nodes = whole if dataset is None else dataset.seen_whole()
+        out, (_, targets) = exact_forward(model, loader, call=call, device=device), task.targets_of_graph(data)
+        out = _seen(out, dataset)
+        task.see(out, nodes.to(device))
         return torch.autograd.grad(task.loss(out, targets.to(device)), weights, allow_unused=True)
+
+
+def _seen(out: Any, dataset: TypedDataset | None) -> Any:
+    """The rows of the nodes that a task looks at."""
+    if dataset is None:
+        return out
+    rows = out if isinstance(out, dict) else dict.fromkeys(dataset.targets, out)
+    return dataset.own_rows({kind: rows[kind] for kind in dataset.targets})
 
 
 class _Sweep:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import Linear as PyGLinear  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.errors import InputError
 
 
+@checked()
 def lipschitz_constant(module: nn.Module) -> float:
     r"""A constant :math:`k` with :math:`\| f(x) - f(y) \| \leq k \| x - y \|` for all rows, in evaluation mode.
 
@@ -43,6 +45,7 @@ def lipschitz_constant(module: nn.Module) -> float:
     )
 
 
+@checked(iterations={"least": 1})
 def jacobian_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, iterations: int = 200) -> Tensor:
     r"""The largest singular value of a function's Jacobian at each row, ``[num_rows]``, by power iteration.
 

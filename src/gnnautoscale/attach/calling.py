@@ -42,7 +42,7 @@ def model_must_run(model: nn.Module) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         if lacks_memory(error) or "CUDA error" in str(error):
             raise
         reason = " ".join(str(error).split())[:300]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked, map_tensors, tensors_in
+from gnnautoscale._util import checked, map_tensors, tensors_in, weights_of
 from gnnautoscale.attach.autoscaler import Autoscaler, attached
 from gnnautoscale.attach.calling import (
     CallModel,
@@ -210,7 +210,7 @@ def _refresh_batch(model: nn.Module, batch: Any, call: CallModel, loss: Callable
     with evaluating(model), scaler.running(exchange), torch.set_grad_enabled(goes_back):
         out = call(model, to_model_device(batch, model))
         if loss is not None and goes_back:
-            weights = [weight for weight in model.parameters() if weight.requires_grad]
+            weights = [weight for weight in weights_of(model) if weight.requires_grad]
             torch.autograd.grad(loss(out), weights, allow_unused=True)
 
 
@@ -296,7 +296,7 @@ def nodes_by_type(nodes: Any, graph: Graph | TypedGraph) -> dict[str, Tensor]:
 
 def weights_checksum(model: nn.Module) -> list[float]:
     """Numbers that change when a weight or buffer of the model does."""
-    sums = [weighted_sum(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    sums = [weighted_sum(tensor) for tensor in (*weights_of(model), *model.buffers())]
     return torch.stack(sums).tolist() if sums else []
 
 

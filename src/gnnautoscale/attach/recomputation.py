@@ -21,7 +21,7 @@ from gnnautoscale._util import available_memory, tensors_in
 from gnnautoscale.attach.autoscaler import Autoscaler, attached
 from gnnautoscale.attach.calling import CallModel, device_of, unpack_batch
 from gnnautoscale.errors import InputError, UnsupportedModelError
-from gnnautoscale.forward import Plan, TypedPlan, describe, has_rows
+from gnnautoscale.forward import Plan, TypedPlan, describe, has_rows, in_place_of
 from gnnautoscale.graph import Graph, Subgraphs, TypedGraph
 
 #: Puts a model into a mode for as long as the context lasts.
@@ -215,7 +215,8 @@ class _PlainCopy:
         signature = inspect.signature(self.model.forward)
         for name, layer in self.model.named_modules():
             if isinstance(layer, MessagePassing):
-                layer.__dict__["forward"] = partial(self._layer, name or type(layer).__name__, layer, layer.forward)
+                run = partial(self._layer, name or type(layer).__name__, layer, layer.forward)
+                layer.__dict__["forward"] = in_place_of(layer.forward, run)
         self.model.__dict__["forward"] = partial(self._forward, signature, self.model.forward)
 
     def _forward(self, signature: inspect.Signature, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch_geometric import seed_everything  # type: ignore[import-untyped]
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
@@ -399,6 +400,8 @@ def _untouched(model: nn.Module, *, weights: bool = True) -> Iterator[None]:
     while waiting:
         value = waiting.pop()
         if isinstance(value, Tensor):
+            if is_lazy(value):
+                continue
             if weights or not isinstance(value, nn.Parameter):
                 tensors.setdefault(id(value), (value, value.detach().clone()))
         elif isinstance(value, (dict, list, set, tuple)) and id(value) not in containers:

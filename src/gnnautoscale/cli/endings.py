@@ -18,6 +18,9 @@ from gnnautoscale.ranks import LostRankError
 TRACEBACK = "GNNAUTOSCALE_TRACEBACK"
 
 
+_CLOSED = "the output was closed before all of it was written"
+
+
 def run_to_the_end(command: Callable[[], object]) -> None:
     """Run a command; whatever ends it early is said in one sentence."""
     warnings.showwarning = _note
@@ -25,12 +28,18 @@ def run_to_the_end(command: Callable[[], object]) -> None:
         try:
             command()
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # unless it was closed before
+                sys.stdout.flush()
+    except SystemExit:
+        # typer has met a closed output, and has put this in its place.
+        if type(sys.stdout).__name__ == "PacifyFlushWrapper":
+            _end(_CLOSED, 1)
+        raise
     except LostRankError as error:
         say(f"error: {error}", style="bold red")
         os._exit(3)  # without the work at the end of a process, which waits for ranks that are gone
     except BrokenPipeError:
-        _end("the output was closed before all of it was written", 1)
+        _end(_CLOSED, 1)
     except InputError as error:
         _end(str(error), 2)
     except FloatingPointError as error:
@@ -49,7 +58,8 @@ def run_to_the_end(command: Callable[[], object]) -> None:
 
 
 def _in_words(error: OSError) -> str:
-    text = " ".join(str(error).split())
+    reason = error.strerror or str(error)
+    text = " ".join((f"{error.filename}: {reason}" if error.filename else reason).split())
     return text if len(text) < 400 else f"{text[:200]} and so on"
 
 
@@ -57,7 +67,7 @@ def _end(sentence: str, code: int) -> NoReturn:
     with contextlib.suppress(OSError):  # the error stream may be closed, too
         say(f"error: {sentence}", style="bold red")
     # What is left in the buffer cannot be written either, and the interpreter would try it again.
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 

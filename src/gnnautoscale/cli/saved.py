@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import damage_in, write_atomically
+from gnnautoscale._util import damage_in, load_state, state_of, write_atomically
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import build_model
 
@@ -53,7 +53,7 @@ class SavedModel:
         options = dict(self.options)
         model = build_model(options.pop("model"), data, num_outputs, targets, **options)
         try:
-            model.load_state_dict(self.weights)
+            load_state(model, self.weights)
             if decoder is not None:
                 decoder.load_state_dict(self.decoder)
         except (RuntimeError, TypeError, AttributeError):
@@ -75,7 +75,7 @@ def save_model(
 ) -> None:
     """Write the weights of a model and of a decoder, the model's options, with its name, and those of its data."""
     weights, others = (
-        {name: value.detach().cpu() for name, value in module.state_dict().items()} if module is not None else None
+        {name: value.detach().cpu() for name, value in state_of(module).items()} if module is not None else None
         for module in (model, decoder)
     )
     content = {"format": _FORMAT, "options": options, "weights": weights, "decoder": others, "data": dict(data or {})}

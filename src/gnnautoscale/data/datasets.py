@@ -27,6 +27,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph
 
 
+@checked()
 @dataclass(frozen=True)
 class Dataset:
     """What to train, validate and test on.

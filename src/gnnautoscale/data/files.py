@@ -200,6 +200,7 @@ def _assemble(arrays: dict[str, Array], max_features: int | None) -> Data:
     convert |= {"graph_id": integers, "graph_split": splits, "graph_y": numbers}
     convert |= {"x": floats, "edge_weight": floats, "edge_attr": floats}
     values = {name: to(name, arrays[name]) for name, to in convert.items() if name in arrays}
+    need(values["x"].ndim > 0, "x must have a row for each node", "one number", "Save an array of rows.")
     values["x"] = values["x"][..., :max_features]
     for name in masks:
         need(bool(np.isin(arrays[name], (0, 1)).all()), f"{name} must be True or False", "others", "Save it as bool.")

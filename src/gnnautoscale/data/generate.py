@@ -11,6 +11,7 @@ import torch
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.utils import coalesce  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.errors import InputError
 
 _Ints = npt.NDArray[np.int64]
@@ -25,6 +26,7 @@ STREET = 5  # nodes next door in districts are at most this many times `degree` 
 REACH = 8  # ring neighbours are at most this many times `degree` places away
 
 
+@checked(seed={"least": 0})
 def cluster(num_graphs: int, *, seed: int = 0) -> Data:
     """CLUSTER: find the blocks of a graph, given one node of each.
 
@@ -56,6 +58,7 @@ def cluster(num_graphs: int, *, seed: int = 0) -> Data:
     return _join([draw() for _ in range(num_graphs)], num_features=7)
 
 
+@checked(seed={"least": 0}, pattern_seed={"least": 0})
 def pattern(num_graphs: int, *, seed: int = 0, pattern_seed: int = 0) -> Data:
     """PATTERN: find the nodes of a planted pattern.
 
@@ -96,6 +99,7 @@ def pattern(num_graphs: int, *, seed: int = 0, pattern_seed: int = 0) -> Data:
     return _join([draw(patterns[i % NUM_PATTERNS]) for i in range(num_graphs)], num_features=3)
 
 
+@checked(degree={"least": 0}, homophily={"least": 0, "most": 1}, seed={"least": 0})
 def communities(
     num_nodes: int, *, degree: float, num_features: int, num_classes: int, homophily: float = 0.8, seed: int = 0
 ) -> Data:
@@ -151,6 +155,7 @@ def communities(
     return _on_places(rng, class_of, key, num_features, spread=3)
 
 
+@checked(seed={"least": 0})
 def districts(num_nodes: int, *, degree: int = 8, num_features: int = 32, num_classes: int = 8, seed: int = 0) -> Data:
     """DISTRICTS: people who differ from those next door and are like friends far away.
 
@@ -196,6 +201,7 @@ def districts(num_nodes: int, *, degree: int = 8, num_features: int = 32, num_cl
     return _on_places(rng, class_at, key, num_features, spread=2 * (8 / degree) ** 0.25)
 
 
+@checked(seed={"least": 0})
 def echoes(num_graphs: int, *, num_nodes: int = 50_000, seed: int = 0) -> Data:
     """ECHOES: large graphs whose class is whether far-apart places agree.
 

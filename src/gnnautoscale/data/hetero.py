@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
@@ -74,6 +75,10 @@ class TypedDataset(Dataset):
     def seen(self, batch: HeteroData) -> Data:
         """What a task looks at in a batch: the nodes with targets, without edges."""
         return nodes_of_type(batch, self.target)
+
+    def seen_whole(self) -> tuple[Data, Tensor]:
+        """What a task looks at in the training graph, and the numbers there of the nodes that :meth:`own_rows` has."""
+        return self.train, torch.arange(self.train.num_nodes)
 
     def own_rows(self, rows: dict[str, Tensor]) -> Tensor:
         """The rows of what is seen in a batch, given those of the target types' own nodes."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.data.hetero import TypedDataset
 from gnnautoscale.data.links import draw_split
 from gnnautoscale.errors import InputError
@@ -37,6 +38,7 @@ class TypedLinks(TypedDataset):
     passed: tuple[HeteroData, HeteroData, HeteroData]
 
     @staticmethod
+    @checked()
     def of_splits(graphs: Sequence[HeteroData], relation: EdgeType | None = None, name: str = "data") -> TypedLinks:
         """Make a data set of the three graphs that ``RandomLinkSplit(edge_types=..., rev_edge_types=...)`` returns.
 
@@ -146,6 +148,11 @@ class TypedLinks(TypedDataset):
         if "links" in batch:  # pairs that a sampled batch brings
             nodes.links = batch["links"]
         return nodes
+
+    def seen_whole(self) -> tuple[Data, Tensor]:
+        """See :meth:`TypedDataset.seen_whole`."""
+        graph = TypedGraph.of(self.graph)
+        return self.train, torch.cat([graph.first[kind] + torch.arange(graph.counts[kind]) for kind in self.targets])
 
     def own_rows(self, rows: dict[str, Tensor]) -> Tensor:
         """See :meth:`TypedDataset.own_rows`."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 from torch_geometric.data import Dataset as PygDataset
 
+from gnnautoscale._util import checked, shown
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import rows_of
 
@@ -82,6 +83,7 @@ def join_graphs(graphs: Any) -> Data:
     return Data(**kept, graph_id=number, graph_y=y)
 
 
+@checked(chosen={"dims": 1, "integers": True})
 def take_graphs(data: Data, chosen: Tensor) -> Data:
     """Some graphs of a joined one, ``[count]``, in this order of their numbers.
 
@@ -92,6 +94,11 @@ def take_graphs(data: Data, chosen: Tensor) -> Data:
         >>> taken.graph_y, taken.graph_id, taken.num_edges
         (tensor([2, 0]), tensor([1, 1, 0, 0]), 2)
     """
+    count = data.graph_y.size(0) if isinstance(data.get("graph_y"), Tensor) else 0
+    ends = chosen.aminmax() if chosen.numel() else None
+    if not count or (ends is not None and not 0 <= int(ends.min) <= int(ends.max) < count):
+        got = f"{count} graphs and numbers {shown(chosen.tolist())}"
+        raise InputError("graphs are chosen by their numbers in a joined graph", got=got, fix="Use join_graphs first.")
     place = torch.full((data.graph_y.size(0),), -1)
     place[chosen] = torch.arange(chosen.numel())
     there = place[data.graph_id] >= 0
@@ -131,6 +138,7 @@ def split_graphs(data: Any, split: Tensor | None, seed: int) -> list[Data]:
     return [take_graphs(joined, part) for part in parts]
 
 
+@checked(count={"least": 2}, seed={"least": 0, "below": 2**32})
 def folds(y: Tensor, count: int, seed: int = 0) -> Tensor:
     """Deal graphs into so many folds at random, each class (``y`` [G] as integers) evenly; returns [G].
 
@@ -171,7 +179,7 @@ def _given_split(data: Any, count: int) -> Tensor | None:
 def _numbers(data: Data) -> Tensor | None:
     """The graph of each node, if several graphs are joined."""
     number = data.get("graph_id", data.get("batch"))
-    return number if isinstance(number, Tensor) else None
+    return number if isinstance(number, Tensor) and number.layout == torch.strided else None
 
 
 def _checked_numbers(data: Data) -> Tensor:

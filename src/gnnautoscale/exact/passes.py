@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import map_tensors, undisturbed
+from gnnautoscale._util import map_tensors, undisturbed, weights_of
 from gnnautoscale.attach import (
     CallModel,
     LocalLipschitz,
@@ -139,7 +139,7 @@ class ExactPasses:
     @torch.enable_grad()
     def backward(self, loss: Loss) -> None:
         """Add the gradients of all weights to those that they have."""
-        weights = [weight for weight in self._model.parameters() if weight.requires_grad]
+        weights = [weight for weight in weights_of(self._model) if weight.requires_grad]
         for weight, found in zip(weights, self.gradients(weights, loss), strict=True):
             if found is not None:
                 weight.grad = found if weight.grad is None else weight.grad + found
@@ -152,7 +152,7 @@ class ExactPasses:
         gradients = {slot: memory.gradient(slot, self._plan, self.device) for slot in self._plan.live}
         for sums in gradients.values():
             sums.clear()
-        every = list(self._model.parameters())
+        every = weights_of(self._model)
         kept = [weight.grad for weight in every]
         try:
             for weight in every:
@@ -328,7 +328,7 @@ class ExactPasses:
     def _key(self, with_output: bool) -> Hashable:
         """What captured passes depend on besides the values of weights and rows."""
         memory = self._scaler.memory_of(self._loader.graph)
-        values = (*self._model.parameters(), *self._model.buffers())
+        values = (*weights_of(self._model), *self._model.buffers())
         tensors = tuple((value.data_ptr(), value.dtype, value.requires_grad) for value in values)
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         form = self._scaler.version, self._scaler.form.mode, autocast, self._inside is nullcontext
@@ -360,7 +360,7 @@ class ExactPasses:
             only = {*only, *(name for _, names in known.reads.values() for name in names)}
         batches = self._loader.in_order(self.device, only=only, unread=self._unread)
         replays.pack(self._scaler, batches, loss.inputs if loss is not None else lambda _: {})
-        every = list(self._model.parameters())
+        every = weights_of(self._model)
         for number in known.learned or ():
             known.sums[number] = torch.zeros_like(every[number])
         recipes = Recipes(self._model, self._plan, known, replays, self._pass)
@@ -393,5 +393,5 @@ class ExactPasses:
         for stage in reversed(self._stages):
             given = loss.inputs if stage.level is None and not loss.fixed else None
             replays.run(stage, backward=True, seed=self._seed, histories=histories, gradients=gradients, loss=given)
-        for number, weight in enumerate(self._model.parameters()):
+        for number, weight in enumerate(weights_of(self._model)):
             weight.grad = known.sums[number].clone() if number in known.sums else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import tensors_in
+from gnnautoscale._util import tensors_in, weights_of
 from gnnautoscale.exact.captured import CapturedSweeps, Form, Inputs, PlacedRows, Recipe
 from gnnautoscale.exact.kinds import StepKind
 from gnnautoscale.exact.loss import Loss, differentiate
@@ -95,7 +95,7 @@ class Recipes:
         there: Mapping[tuple[str, str], Tensor],
         draws: Draws,
     ) -> dict[str, Tensor]:
-        every, known = list(self.model.parameters()), self.known
+        every, known = weights_of(self.model), self.known
         for number, weight in enumerate(every):
             weight.grad = known.sums.get(number)
         try:

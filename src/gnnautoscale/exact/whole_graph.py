@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked, map_tensors, tensors_in, usable_device
+from gnnautoscale._util import checked, map_tensors, tensors_in, usable_device, weights_of
 from gnnautoscale.attach import CallModel, Outputs, attached, call_with_batch, loader_for
 from gnnautoscale.errors import InputError
 from gnnautoscale.exact.loss import given_gradients
@@ -61,7 +61,7 @@ def exact_forward(
     """
     device = usable_device(device)
     scaler, loader = attached(model), loader_for(model, loader)
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    weights = [weight for weight in weights_of(model) if weight.requires_grad]
     passes = ExactPasses(model, loader, call)
     outputs = Outputs(loader, scaler, device)
     with torch.no_grad(), outputs:

@@ -28,7 +28,7 @@ from gnnautoscale.forward.exchange import (
     as_matrix,
     run_pass,
 )
-from gnnautoscale.forward.hooks import Hooks, has_hooks, running_session
+from gnnautoscale.forward.hooks import Hooks, has_hooks, in_place_of, running_session
 from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.norms import uses_own_statistics
 from gnnautoscale.forward.observe import LayerRun, Observer
@@ -95,6 +95,7 @@ __all__ = [
     "has_hooks",
     "has_rows",
     "held_tensors",
+    "in_place_of",
     "own_attribute",
     "relations_of",
     "run_pass",

@@ -102,7 +102,7 @@ class RecordedEdges(EdgeSource):
             )
         if not active.records:
             if active.call.closed:
-                raise uncompensated(active, "edges that the model derives itself")
+                raise uncompensated(active.name, active.layer, "edges that the model derives itself")
             return drop_derived(active, position, edge_index, values, self.dropout)
         record = active.records[position].used_by(active.call)
         batch_edges = self._batch_edges(record, active)
@@ -114,10 +114,13 @@ class RecordedEdges(EdgeSource):
             if name in batch_edges.constants:
                 constant = batch_edges.constants[name]
                 replaced[name] = constant.to(value.dtype) if isinstance(value, Tensor) else constant
-            elif isinstance(value, Tensor) and not active.call.has_edge_updater:
-                if active.call.closed:
-                    raise uncompensated(active, f"values of edges, '{name}', that the layer computes before it")
-                replaced[name] = value[self._alignment(record, active, edge_index, batch_edges)]
+            elif isinstance(value, Tensor):
+                updated = active.call.has_edge_updater
+                if active.call.closed and not (updated and has_rows(value, batch_edges.edges.size(1))):
+                    got = f"values of edges, '{name}', that are computed before it"
+                    raise uncompensated(active.name, active.layer, got)
+                if not updated:
+                    replaced[name] = value[self._alignment(record, active, edge_index, batch_edges)]
         if "lazy" not in active.call.shortcuts:
             return batch_edges.edges, replaced
         target_row = record.edges.target_row
@@ -150,11 +153,7 @@ class RecordedEdges(EdgeSource):
 
     def _batch_edges(self, record: EdgeRecord, active: ActiveLayer) -> BatchEdges:
         if record not in self._edges:
-            batch_edges = self.info.placed(record)
-            if batch_edges is None:
-                batch_edges = record.for_batch(self.info, describe(active.name, active.layer)).to(self.device)
-                if self.info.edges_ready is not None:
-                    hand_over(batch_edges.tensors(), self.info.edges_ready)
+            batch_edges = self.cut(record, describe(active.name, active.layer))
             if self.dropout:
                 if record.edges not in self._kept:
                     has_loops = self.info.has_loops
@@ -162,6 +161,15 @@ class RecordedEdges(EdgeSource):
                 batch_edges = batch_edges.take(self._kept[record.edges])
             self._edges[record] = batch_edges
         return self._edges[record]
+
+    def cut(self, record: EdgeRecord, layer: str) -> BatchEdges:
+        """A record, cut to the batch, before edge dropout."""
+        batch_edges: BatchEdges | None = self.info.placed(record)
+        if batch_edges is None:
+            batch_edges = record.for_batch(self.info, layer).to(self.device)
+            if self.info.edges_ready is not None:
+                hand_over(batch_edges.tensors(), self.info.edges_ready)
+        return batch_edges
 
     def _alignment(self, record: EdgeRecord, active: ActiveLayer, local: Tensor, batch_edges: BatchEdges) -> Tensor:
         name = describe(active.name, active.layer)
@@ -185,11 +193,10 @@ def drop_derived(
     return edge_index[:, kept], {**values, **reduced}
 
 
-def uncompensated(active: ActiveLayer, got: str) -> UnsupportedModelError:
+def uncompensated(call: str, layer: MessagePassing, got: str) -> UnsupportedModelError:
     """Refuses a layer whose rows of the halo cannot be computed."""
     return UnsupportedModelError(
-        f"{describe(active.name, active.layer)} must propagate over recorded edges, so that the halo's rows can be "
-        "computed too",
+        f"{describe(call, layer)} must propagate over recorded edges, so that the halo's rows can be computed too",
         got=got,
         fix="Compute such values in message() or edge_update(), or use compensate='none'.",
     )

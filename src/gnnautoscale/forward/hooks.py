@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class Hooks:
             if isinstance(module, MessagePassing):
                 forward = with_memory(module.forward, lambda: self.session)
                 run = partial(self._layer, module, name or type(module).__name__, forward)
-                self.override(module, "forward", run)
+                self.override(module, "forward", in_place_of(module.forward, run))
                 self.override(module, "SUPPORTS_FUSED_EDGE_INDEX", True)
                 for method in EDGE_METHODS:
                     self.override(module, method, partial(self._edges, method, getattr(module, method)))
@@ -110,6 +110,11 @@ class Hooks:
     ) -> Tensor:
         (x,) = (*args, *kwargs.values())
         return run(x) if self.session is None else self.session.batch_norm(name, norm, run, x)
+
+
+def in_place_of(forward: Callable[..., Any], run: partial[Any]) -> Callable[..., Any]:
+    """What runs instead of a forward pass, with its signature: a model may ask which arguments a layer takes."""
+    return update_wrapper(run, forward, assigned=(), updated=())
 
 
 def running_session(model: nn.Module) -> Session | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import Pinned, for_later, map_others, map_tensors, others_in, tensors_in
+from gnnautoscale._util import Pinned, for_later, map_others, map_tensors, others_in, tensors_in, weights_of
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.batch_edges import BatchEdges, EdgeForm, GroupedEdges
 from gnnautoscale.forward.watch import OVERRIDES, form_of, form_of_values
@@ -47,11 +47,13 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class EdgeRecord:
     """The edges of one edge call on the whole graph, and its arguments that depend on these alone, by name.
 
-    Each of these arguments is ``[num_edges, ...]``, in the order of the table.
+    Each of these arguments is ``[num_edges, ...]``, in the order of the table. No layer fuses a ``plain`` record, which
+    takes the place of edges that a layer derives others from.
     """
 
     edges: EdgeTable
     constants: dict[str, Tensor]
+    plain: bool = False
     _pinned: Pinned | None = field(default=None, init=False, repr=False)
 
     @for_later
@@ -95,7 +97,7 @@ class EdgeRecord:
     @cached_property
     def closed(self) -> ClosedRecord:
         """The same record, cut to the edges into a batch and into its halo."""
-        return ClosedRecord(self.edges, self.constants)
+        return ClosedRecord(self.edges, self.constants, self.plain)
 
     def _pin(self) -> None:
         if self._pinned is None:
@@ -204,7 +206,7 @@ def prepare_edges(
         call = calls.get(name)
         for position, each in enumerate(made):
             record = each.used_by(call)
-            fuses = call is not None and call.fuses(position, record.constants)
+            fuses = call is not None and not record.plain and call.fuses(position, record.constants)
             lazy = call is not None and "lazy" in call.shortcuts
             weight = call.weight(position) if call is not None and fuses else None
             if (record, fuses or lazy, weight) in seen:
@@ -381,7 +383,7 @@ def _on_meta(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def weightless_copy(layer: MessagePassing) -> MessagePassing:
     """A copy of the layer, in evaluation mode, whose weights have shapes but no values."""
     memo: dict[int, Any] = {}
-    for tensor in (*layer.parameters(), *layer.buffers()):
+    for tensor in (*weights_of(layer), *layer.buffers()):
         memo[id(tensor)] = tensor.detach().to("meta")
     for module in layer.modules():
         # Tensors that a layer keeps from its last call cannot be copied while autograd tracks them.

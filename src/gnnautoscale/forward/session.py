@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import RandomState, map_tensors, tensors_in
-from gnnautoscale.errors import UnsupportedModelError
+from gnnautoscale._util import RandomState, lacks_memory, map_tensors, tensors_in
+from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import norms
 from gnnautoscale.forward.edges import ActiveLayer, EdgeSource, RecordedEdges, Values
 from gnnautoscale.forward.exchange import ExchangePolicy
@@ -26,7 +26,7 @@ from gnnautoscale.forward.memo import handed_on
 from gnnautoscale.forward.memory import GraphMemory, check_finite
 from gnnautoscale.forward.observe import LayerRun, Observer
 from gnnautoscale.forward.plan import LayerCall, Plan
-from gnnautoscale.forward.record import Arguments, has_rows
+from gnnautoscale.forward.record import Arguments, describe, has_rows
 from gnnautoscale.graph import BatchInfo, BatchTensor, TypedInfo, untagged
 
 Normalize = Callable[["Session", str, _BatchNorm, Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -131,6 +131,7 @@ class Session:
     ) -> Any:
         """Run a layer, and let observers repeat it on other arguments."""
         args, kwargs = arguments
+        compute = partial(_computed, compute, call, layer, info)
         if not self._repeaters:
             return compute(*args, **kwargs)
         # A captured step cannot restore a random state, so it is saved only for layers that may draw numbers.
@@ -315,3 +316,24 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def _computed(
+    compute: Callable[..., Any],
+    call: str,
+    layer: MessagePassing,
+    info: BatchInfo | TypedInfo,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """What a layer computes; says so if it cannot compute anything without edges, as ChebConv without nodes."""
+    try:
+        return compute(*args, **kwargs)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(info, TypedInfo) or info.num_edges or isinstance(error, InputError) or lacks_memory(error):
+            raise
+        raise UnsupportedModelError(
+            f"{describe(call, layer)} must run on batches without edges",
+            got=f"{type(error).__name__}: {error}",
+            fix="Use fewer parts, more parts in a batch, or more nodes at a time, so that each batch has such edges.",
+        ) from error

@@ -24,6 +24,7 @@ class TypedRecorder(EdgePreparer):
         super().__init__()
         self._recorders = {kind: Recorder(relation) for kind, relation in graph.relations.items() if kind[0] == kind[2]}
         self._as_they_are: dict[EdgeType, EdgeRecord] = {}
+        self._with_attributes: dict[EdgeType, EdgeRecord] = {}
         #: The records of each call by type of edges, as of its last use.
         self.records: dict[EdgeType, dict[str, list[EdgeRecord]]] = {}
 
@@ -31,13 +32,23 @@ class TypedRecorder(EdgePreparer):
         self, info: BatchInfo, kind: EdgeType, call: str, layer: MessagePassing, known: LayerCall, arguments: Arguments
     ) -> list[EdgeRecord]:
         """The records of a layer call on edges of a type; between nodes of different types these are as they are."""
-        if kind in self._recorders:
-            found = self._recorders[kind].of_call(call, layer, known, arguments)
-        else:
+        if kind not in self._recorders:
             record = self._as_they_are.setdefault(kind, OwnEdges(info.table, {}))
             found = [record] * len(known.edge_names)
+        else:
+            found = self._recorders[kind].of_call(call, layer, known, arguments)
         self.records.setdefault(kind, {})[call] = found
         return found
+
+    def of_all_rows(self, info: BatchInfo, kind: EdgeType, call: str) -> EdgeRecord:
+        """The edges of a type and their attributes into batch and halo, for a layer call that gets these instead."""
+        if kind not in self._with_attributes:
+            edge = info.table.edge.long()
+            values = {name: value[edge] for name, value in info.graph.edge_attributes.items()}
+            self._with_attributes[kind] = EdgeRecord(info.table, values, plain=True)
+        record = self._with_attributes[kind]
+        self.records.setdefault(kind, {})[call] = [record]
+        return record.closed
 
     def _prepare(self, info: Any, calls: Mapping[str, LayerCall], gradients: bool) -> None:
         for kind, records in self.records.items():

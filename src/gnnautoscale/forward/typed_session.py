@@ -30,7 +30,6 @@ from gnnautoscale.forward.edges import (
     RecordedEdges,
     Values,
     drop_derived,
-    uncompensated,
 )
 from gnnautoscale.forward.exchange import ExchangePolicy
 from gnnautoscale.forward.node_sums import NodeSums
@@ -49,7 +48,8 @@ class TypedEdges(EdgeSource):
 
     A layer that derives something from the edges of several types, or from those between nodes of different types, is
     right if it only looks at the edges into each node; a trial tells. If it takes the latter as they are, they come in
-    a form that it can aggregate over in one kernel.
+    a form that it can aggregate over in one kernel. Where the halo's rows are to be computed too, such a layer gets the
+    edges into batch and halo.
     """
 
     info: TypedInfo
@@ -74,24 +74,36 @@ class TypedEdges(EdgeSource):
         if len(relations) != 1 or not planned.edge_names:
             return planned, []
         kind = self._kind_of[call] = relations[0]
-        if kind[0] != kind[2] and call not in self.plan.unchanged:
+        own = [value for value in tensors_in(arguments) if isinstance(value, BatchTensor) and value.is_own_edges]
+        # Between different types the record holds no attributes.
+        derives = call not in self.plan.unchanged or (planned.closed and len(own) > 1)
+        if kind[0] != kind[2] and derives:
             return planned, []
         return planned, self.memory.recorder.of_call(self.info.edges[kind], kind, call, layer, planned, arguments)
 
     def replace(self, active: ActiveLayer, edge_index: Tensor, values: Values) -> tuple[Tensor, Values]:
         """See :meth:`EdgeSource.replace`."""
         if not active.records:
-            if active.call.closed:
-                raise uncompensated(active, "edges of several types, or edges that it derives")
             active.num_edge_calls += 1
             position = active.num_edge_calls - 1
             # Rows of different types have the same numbers.
             return drop_derived(active, position, edge_index, values, self.dropout, has_loops=False)
-        kind = self._kind_of[active.name]
+        return self._of_kind(self._kind_of[active.name]).replace(active, edge_index, values)
+
+    def into_all_rows(self, call: str, layer: MessagePassing, value: BatchTensor) -> Tensor:
+        """In place of a batch's edges of a type, or their attribute, those into batch and halo."""
+        kind = self.info.kind_of[value.info]
+        record = self.memory.recorder.of_all_rows(self.info.edges[kind], kind, call)
+        found = self._of_kind(kind).cut(record, describe(call, layer))
+        if not value.attribute.endswith("edge_index"):
+            return found.constants[value.attribute]
+        return found.edges if value.attribute == "edge_index" else found.edges.flip(0)
+
+    def _of_kind(self, kind: EdgeType) -> RecordedEdges:
         if kind not in self._recorded:
             info, memory = self.info.edges[kind], self.memory.kinds[kind[2]]
             self._recorded[kind] = RecordedEdges(info, self.plan, memory, self.device, self.dropout, True)
-        return self._recorded[kind].replace(active, edge_index, values)
+        return self._recorded[kind]
 
 
 class TypedSession(Session):
@@ -161,7 +173,11 @@ class TypedSession(Session):
         own_edges: dict[int, Tensor] = {}
 
         def own(value: Tensor) -> Tensor:
-            if not empties or not isinstance(value, BatchTensor) or not value.is_own_edges:
+            if not isinstance(value, BatchTensor) or not value.is_own_edges:
+                return untagged(value)
+            if planned.closed and not records and isinstance(self._edges, TypedEdges):
+                return self._edges.into_all_rows(call, layer, value)
+            if not empties:
                 return untagged(value)
             empty = value.emptied().plain
             own_edges[id(empty)] = empty

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale.errors import InputError
+from gnnautoscale._util import checked
 from gnnautoscale.graph.assemble import build_each, write_counts
 from gnnautoscale.graph.drawing import PartGroup
 from gnnautoscale.graph.loader import HaloLoader
@@ -54,9 +54,10 @@ class ClusterLoader:
     #: Describes the batches to people.
     kind = "joined parts, with only the edges inside a batch"
 
+    @checked()
     def __init__(
         self,
-        data: Data,
+        data: Data | HeteroData,
         num_parts: int | None = None,
         *,
         partition: Partitioner | Tensor = "metis",
@@ -129,9 +130,10 @@ class SampleLoader:
     #: Describes the batches to people.
     kind = "neighbourhoods sampled anew every epoch"
 
+    @checked(num_batches={"least": 1}, num_workers={"least": 0, "below": 1025}, seed={"least": 0, "below": 2**32})
     def __init__(
         self,
-        data: Data,
+        data: Data | HeteroData,
         nodes: Tensor,
         fan_out: Sequence[int],
         num_batches: int,
@@ -139,11 +141,6 @@ class SampleLoader:
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        counts = isinstance(num_batches, int) and isinstance(num_workers, int)
-        if not counts or num_batches < 1 or num_workers < 0:
-            rule = "num_batches must be an integer of at least 1 and num_workers at least 0"
-            got = f"num_batches={num_batches}, num_workers={num_workers}"
-            raise InputError(rule, got=got, fix="num_batches is the number of batches per epoch.")
         self._data, self._subgraphs, self._fan_out = data, _subgraphs(data), check_fan_out(fan_out)
         self._nodes = self._subgraphs.check(nodes)
         self._num_batches = min(num_batches, self._nodes.numel())

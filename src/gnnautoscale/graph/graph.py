@@ -233,7 +233,7 @@ def _number_of_nodes(data: Data) -> int:
     """The number of nodes, after the tensors that it is counted by."""
     _check_kinds(data)
     count = data.num_nodes
-    if not count:
+    if count is None or (isinstance(count, int) and not count):
         got = f"num_nodes={count}"
         raise InputError("a graph needs at least one node", got=got, fix="Set data.x or data.num_nodes.")
     return int(Option("num_nodes", int, least=1).check(count))

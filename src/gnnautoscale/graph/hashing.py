@@ -27,7 +27,8 @@ def fingerprint(*tensors: Tensor | None, **params: str | int | float) -> str:
             # Type and shape determine how many digests follow, so different lists never give the same bytes.
             digest.update(f"{tensor.dtype}{list(tensor.shape)};".encode())
             # A byte view, since numpy has no bfloat16; it does not copy, and the chunks do not either.
-            content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            plain = tensor.detach().cpu().contiguous().reshape(-1)
+            content = plain.view(torch.uint8).numpy().data if plain.numel() else b""
             chunks = (content[first : first + _CHUNK] for first in range(0, len(content), _CHUNK))
             for each in pool.map(_digest, chunks):
                 digest.update(each)

@@ -183,6 +183,7 @@ class HaloLoader:
         self.follow()
         return self._source.kept(self._drawing.first_of_next_epoch())
 
+    @checked(done={"least": 0})
     def state_dict(self, done: int = 0) -> dict[str, Any]:
         """State for a checkpoint, which makes a loader continue with the same batches.
 
@@ -200,6 +201,7 @@ class HaloLoader:
         """
         return {**self._drawing.state_dict(done), "worker_seeds": self._worker_seeds.get_state()}
 
+    @checked()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the batches that would have come next when the state was taken."""
         self._drawing.load_state_dict(state)
@@ -254,6 +256,7 @@ class HaloLoader:
         orders: dict[str, RowOrder] = self._source.builder.orders
         return orders
 
+    @checked(together={"least": 1})
     def in_order(
         self,
         device: torch.device | None = None,

@@ -30,13 +30,16 @@ def metis(graph: UndirectedGraph, num_parts: int, seed: int, node_weight: Tensor
         rule = f"this build of METIS takes at most {limit} edges, counting both directions"
         fix = "Use a pymetis built with 64-bit integers, or another method."
         raise InputError(rule, got=str(graph.neighbors.numel()), fix=fix)
-    result = pymetis.part_graph(
-        num_parts,
-        pymetis.CSRAdjacency(_as(graph.starts, dtype), _as(graph.neighbors, dtype)),
-        vweights=None if node_weight is None else _as(integers(node_weight, limit), dtype),
-        eweights=None if graph.weight is None else _as(integers(graph.weight, limit), dtype),
-        options=pymetis.Options(seed=seed % 2**31),  # fits either width; -1 would be METIS' own default
-    )
+    try:
+        result = pymetis.part_graph(
+            num_parts,
+            pymetis.CSRAdjacency(_as(graph.starts, dtype), _as(graph.neighbors, dtype)),
+            vweights=None if node_weight is None else _as(integers(node_weight, limit), dtype),
+            eweights=None if graph.weight is None else _as(integers(graph.weight, limit), dtype),
+            options=pymetis.Options(seed=seed % 2**31),  # fits either width; -1 would be METIS' own default
+        )
+    except RuntimeError as error:  # the input was checked: METIS has printed that it got no memory
+        raise MemoryError("there is not enough memory for METIS to cut the graph") from error
     return torch.from_numpy(np.asarray(result.vertex_part, dtype=np.int64))
 
 

@@ -107,6 +107,7 @@ def partition(
     return labels
 
 
+@checked(labels={"fix": "Pass a tensor with one label per node."})
 def check_labels(labels: Tensor, num_nodes: int) -> Tensor:
     """Check part labels that a user passed.
 
@@ -137,6 +138,7 @@ def check_labels(labels: Tensor, num_nodes: int) -> Tensor:
     return labels
 
 
+@checked()
 def connectivity(edge_index: Tensor, labels: Tensor) -> Tensor:
     r"""Halo nodes per node of each part.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import for_later
+from gnnautoscale._util import checked, for_later
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.assemble import select_attributes
 from gnnautoscale.graph.graph import Graph, check_distinct_nodes
@@ -30,15 +30,14 @@ class Subgraphs:
         graph: The same graph with its edges grouped, if it exists already.
     """
 
+    @checked()
     def __init__(self, data: Data | Tensor, graph: Graph | None = None) -> None:
         if isinstance(data, Tensor):
             data = Data(edge_index=data, num_nodes=int(data.max()) + 1 if data.numel() else 0)
-        if not isinstance(data, Data):
-            rule = "subgraphs need a torch_geometric.data.Data, or an edge_index [2, num_edges]"
-            raise InputError(rule, got=type(data).__name__, fix="Pass one of these.")
         self.graph = Graph.of(data) if graph is None else graph
         _ = self.graph.incoming  # group the edges once here, not once per worker
 
+    @checked()
     @for_later
     def induced(self, nodes: Tensor) -> Data:
         """The given nodes with all edges between them.
@@ -59,6 +58,7 @@ class Subgraphs:
         edge_index = torch.stack([source[inside], target[inside]])
         return select_attributes(self.graph.data, nodes, nodes.numel(), e_id[inside], edge_index)
 
+    @checked(kinds={"dims": 1, "integers": True})
     @for_later
     def sample(
         self,
@@ -86,6 +86,9 @@ class Subgraphs:
             2
         """
         n_id = frontier = self.check(nodes)
+        if kinds is not None and kinds.numel() != self.graph.edge_index.size(1):
+            got, fix = f"{kinds.numel()} for {self.graph.edge_index.size(1)} edges", "Give each edge one."
+            raise InputError("kinds must hold one for each edge", got=got, fix=fix)
         edges: list[tuple[Tensor, Tensor, Tensor]] = []
         for count in check_fan_out(fan_out):
             target, source, e_id = self.graph.incoming.into(frontier)
@@ -109,6 +112,7 @@ class Subgraphs:
         return check_distinct_nodes(nodes, self.graph.num_nodes).clone()
 
 
+@checked(hops={"least": 1, "fix": "Pass the number of layers."})
 def whole_neighbourhood(graph: Subgraphs | Data | Tensor, nodes: Tensor, hops: int) -> Data:
     """All nodes and edges that the given nodes depend on through ``hops`` layers.
 
@@ -129,8 +133,6 @@ def whole_neighbourhood(graph: Subgraphs | Data | Tensor, nodes: Tensor, hops: i
         >>> found.n_id, found.e_id
         (tensor([3, 2, 1]), tensor([2, 1]))
     """
-    if isinstance(hops, bool) or not isinstance(hops, int) or hops < 1:
-        raise InputError("hops must be an integer of at least 1", got=repr(hops), fix="Pass the number of layers.")
     subgraphs = graph if isinstance(graph, Subgraphs) else Subgraphs(graph)
     return subgraphs.sample(nodes, [ALL] * hops)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gnnautoscale._util import checked
 from gnnautoscale.graph.graph import Graph
-from gnnautoscale.graph.partitioning import halo_sizes
+from gnnautoscale.graph.partitioning import check_labels, halo_sizes
 from gnnautoscale.graph.typed_graph import EdgeType, TypedGraph
 
 
@@ -33,6 +34,7 @@ def groups_to_balance(graph: Graph | TypedGraph) -> Tensor:
     return torch.as_tensor(group)
 
 
+@checked(labels={"dims": 1, "integers": True})
 def connectivity_by_type(graph: TypedGraph, labels: Tensor) -> dict[EdgeType, float]:
     """Halo nodes that edges of each type bring into parts, per node of the type that they point to.
 
@@ -47,6 +49,7 @@ def connectivity_by_type(graph: TypedGraph, labels: Tensor) -> dict[EdgeType, fl
         >>> connectivity_by_type(TypedGraph.of(data), torch.tensor([0, 1, 0, 0, 0, 1]))
         {('author', 'writes', 'paper'): 0.25}
     """
+    labels = check_labels(labels, graph.num_nodes)
     parts = {kind: labels[first : first + graph.counts[kind]] for kind, first in graph.first.items()}
     num_parts = int(labels.max()) + 1
     return {

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gnnautoscale._util import checked
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.partitioning import Partitioner, partition
 
@@ -14,6 +15,7 @@ from gnnautoscale.graph.partitioning import Partitioner, partition
 _MOST_BATCHES = 2
 
 
+@checked(edge_index={"dims": 2, "integers": True}, graph_id={"dims": 1, "integers": True}, batch_size={"least": 1})
 def partition_graphs(
     edge_index: Tensor,
     graph_id: Tensor,
@@ -48,6 +50,9 @@ def partition_graphs(
         >>> partition_graphs(torch.empty(2, 0, dtype=torch.long), graph_id, 2)
         tensor([1, 1, 0, 0, 0, 1])
     """
+    if graph_id.numel() and int(graph_id.min()) < 0:
+        got, fix = f"{int(graph_id.min())}", "Renumber with graph_id.unique(return_inverse=True)[1]."
+        raise InputError("graph_id must number graphs from 0", got=got, fix=fix)
     num_nodes, sizes = graph_id.numel(), torch.bincount(graph_id)
     if not 1 <= num_parts <= num_nodes:
         fix = f"Ask for 1 to {num_nodes} parts."

@@ -11,7 +11,7 @@ from typing import get_args
 
 import torch
 
-from gnnautoscale._util import for_later
+from gnnautoscale._util import checked, for_later
 from gnnautoscale.errors import InputError
 from gnnautoscale.history.base import History
 from gnnautoscale.history.device import DeviceHistory
@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 
+@checked(num_nodes={"least": 0}, width={"least": 0})
 @for_later
 def open_history(
     medium: Medium, num_nodes: int, width: int, dtype: torch.dtype, *, device: torch.device, path: Path | None = None

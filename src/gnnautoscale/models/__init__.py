@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import Option, describe_arguments, options_of
+from gnnautoscale._util import Option, checked, describe_arguments, options_of
 from gnnautoscale.errors import InputError
 from gnnautoscale.models.hetero import HAN, HGT, HeteroRGCN, HeteroSAGE, TypedStack, Types
 from gnnautoscale.models.operators import APPNP, GAT, GCN, GCNII, GIN, PNA, GraphSAGE
@@ -108,6 +108,7 @@ def _check_options(name: str, known: Mapping[str, Option], given: Iterable[str])
         )
 
 
+@checked(num_outputs={"least": 1})
 def build_model(
     name: str, data: Data | HeteroData, num_outputs: int, targets: Sequence[str] = (), /, **options: Any
 ) -> nn.Module:

@@ -14,7 +14,7 @@ from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 from torch_geometric.nn.module_dict import ModuleDict  # type: ignore[import-untyped]
 
-from gnnautoscale._util import option
+from gnnautoscale._util import checked, option
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import EdgeType
 from gnnautoscale.models.stack import NamedModel
@@ -22,6 +22,7 @@ from gnnautoscale.models.stack import NamedModel
 Rows = dict[str, Tensor]
 
 
+@checked()
 @dataclass(frozen=True)
 class Types:
     """What a model has to know of a heterogeneous graph.
@@ -37,6 +38,7 @@ class Types:
     relations: Sequence[EdgeType]
 
     @staticmethod
+    @checked()
     def of(data: HeteroData) -> Types:
         """The types of a graph.
 
@@ -107,6 +109,7 @@ class TypedStack(NamedModel):
         return out if len(out) > 1 else out[self.targets[0]]
 
 
+@checked()
 @dataclass(eq=False, repr=False, kw_only=True)
 class HeteroSAGE(TypedStack):
     r"""GraphSAGE for each type of edges: :math:`h_v = \sum_r W_r h_v + V_r \, \textrm{mean}_{w \to_r v} h_w`.
@@ -127,6 +130,7 @@ class HeteroSAGE(TypedStack):
         return _summed({kind: pyg.SAGEConv(self.hidden, self.hidden) for kind in self.types.relations})
 
 
+@checked()
 @dataclass(eq=False, repr=False, kw_only=True)
 class HeteroRGCN(TypedStack):
     r"""R-GCN: :math:`h_v = W_{t(v)} h_v + \sum_r V_r \, \textrm{mean}_{w \to_r v} h_w`, with weights for each type.
@@ -170,6 +174,7 @@ class _RelationalLayer(nn.Module):
         return {kind: x + self.own[kind](x_dict[kind]) for kind, x in found.items()}
 
 
+@checked()
 @dataclass(eq=False, repr=False, kw_only=True)
 class HGT(TypedStack):
     """Heterogeneous graph transformer: attention between all types, with weights for each type of nodes and edges.
@@ -196,6 +201,7 @@ class HGT(TypedStack):
         return layer
 
 
+@checked()
 @dataclass(eq=False, repr=False, kw_only=True)
 class HAN(TypedStack):
     """Heterogeneous graph attention: attention along each type of edges, and between the types of edges into a node.

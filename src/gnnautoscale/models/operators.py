@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 
-from gnnautoscale._util import option
+from gnnautoscale._util import checked, option
 from gnnautoscale.errors import InputError
 from gnnautoscale.models.stack import PaperModel, Stack
 
@@ -17,6 +17,7 @@ _AGGREGATORS = ("mean", "min", "max", "std", "var", "sum")
 _SCALERS = ("identity", "amplification", "attenuation")
 
 
+@checked()
 @dataclass(eq=False, repr=False, kw_only=True)
 class GCN(Stack):
     r"""Graph convolutional network: :math:`h_v = \sum_{w} \frac{1}{c_{w,v}} W h_w` over neighbours and the node itself.
@@ -41,6 +42,7 @@ class GCN(Stack):
         return self._layer_class(width_in, width_out)
 
 
+@checked()
 @dataclass(eq=False, repr=False, kw_only=True)
 class GraphSAGE(GCN):
     r"""GraphSAGE: :math:`h_v = W_1 h_v + W_2 \, \textrm{mean}_w h_w`.
@@ -59,6 +61,7 @@ class GraphSAGE(GCN):
     _layer_class = pyg.SAGEConv
 
 
+@checked()
 @dataclass(eq=False, repr=False, kw_only=True)
 class GIN(Stack):
     r"""Graph isomorphism network: :math:`h_v = \textrm{MLP}((1 + \epsilon) h_v + \sum_w h_w)`, as expressive as WL.
@@ -98,6 +101,7 @@ class GIN(Stack):
         return nn.BatchNorm1d(self.hidden) if self.norm_between else nn.Identity()
 
 
+@checked()
 @dataclass(eq=False, repr=False, kw_only=True)
 class GCNII(Stack):
     r"""Deep GCN with initial residual and identity mapping.
@@ -138,6 +142,7 @@ class GCNII(Stack):
         return [*self.convs, *self.norms]
 
 
+@checked()
 @dataclass(eq=False, repr=False, kw_only=True)
 class PNA(Stack):
     r"""Principal neighbourhood aggregation: several aggregators, each scaled by functions of the degree.
@@ -178,6 +183,7 @@ class PNA(Stack):
         return pyg.PNAConv(width_in, width_out, [*self.aggregators], [*self.scalers], self.degrees)
 
 
+@checked()
 @dataclass(eq=False, repr=False, kw_only=True)
 class GAT(PaperModel):
     r"""Graph attention network: :math:`h_v = \sum_w \alpha_{w,v} W h_w` with learned :math:`\alpha_{w,v}`.
@@ -216,6 +222,7 @@ class GAT(PaperModel):
         return [self]
 
 
+@checked()
 @dataclass(eq=False, repr=False, kw_only=True)
 class APPNP(PaperModel):
     r"""Predict with an MLP, then propagate the predictions.
@@ -233,7 +240,7 @@ class APPNP(PaperModel):
     """
 
     hidden: int = option(64, "Width of the MLP's hidden layer.", least=1)
-    layers: int = option(10, "Number of propagations.", least=1)
+    layers: int = option(10, "Number of propagations.", least=1, below=2**16)
     alpha: float = option(0.1, "Probability of teleporting back.", least=0, most=1)
 
     takes_edge_weight = True

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 
-from gnnautoscale._util import option
+from gnnautoscale._util import checked, option
 from gnnautoscale.errors import InputError
 from gnnautoscale.models.stack import PaperModel
 
 
+@checked()
 @dataclass(eq=False, repr=False, kw_only=True)
 class RGCN(PaperModel):
     r"""Relational GCN (Schlichtkrull et al., 2018), for edges with types.

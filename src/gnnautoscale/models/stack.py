@@ -24,7 +24,7 @@ class NamedModel(nn.Module, ABC):
 
     _: KW_ONLY
     hidden: int = option(64, "Width of hidden layers.", least=1)
-    layers: int = option(2, "Number of layers.", least=1)
+    layers: int = option(2, "Number of layers.", least=1, below=2**16)
     dropout: float = option(0.5, "Probability of dropout.", least=0, below=1)
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import tensors_in
+from gnnautoscale._util import tensors_in, weights_of
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import Plan, describe, has_rows
 from gnnautoscale.graph import BatchInfo
@@ -165,7 +165,7 @@ def explained(error: Exception, info: BatchInfo, arguments: BoundArguments, mode
             fix="Compute them outside of the model: rows that come from histories are constants.",
         )
     held = [value for module in model.modules() for value in tensors_in([*vars(module).values()])]
-    held += [*model.parameters(), *model.buffers()]
+    held += [*weights_of(model), *model.buffers()]
     if any(value.dtype == torch.long and value.dim() == 2 and value.size(0) == 2 for value in held):
         return UnsupportedModelError(
             "layers must run on the batch's edges",

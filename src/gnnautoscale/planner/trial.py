@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import tensors_in
+from gnnautoscale._util import tensors_in, weights_of
 from gnnautoscale.forward import Arguments, Plan, Session, check_layout, run_pass
 from gnnautoscale.graph import BatchTensor
 from gnnautoscale.planner.blame import DeviationError
@@ -139,7 +139,7 @@ class Trial:
         found: list[Tensor | None] = []
         for batch in self.graph.parts:
             self.actor.reset()
-            weights = [weight for weight in self.actor.model.parameters() if weight.is_floating_point()]
+            weights = [weight for weight in weights_of(self.actor.model) if weight.is_floating_point()]
             session = Rehearsal(self.graph, batch, plan, reference, checking=False).step()
             arguments = self.graph.arguments(batch)
             with torch.enable_grad(), BatchTensor.watched(self.used_attributes):

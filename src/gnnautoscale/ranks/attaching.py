@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gnnautoscale._util import checked
 from gnnautoscale.attach import attached, plan_of
 from gnnautoscale.attach import autoscale as attach_histories
 from gnnautoscale.errors import InputError
@@ -20,6 +21,7 @@ from gnnautoscale.ranks.norms import RankNorms
 M = TypeVar("M", bound=nn.Module)
 
 
+@checked(lag={"least": 0, "below": 2})
 def autoscale(model: M, loader: RankLoader, *, lag: int = 0, sync_norms: bool = False, **options: Any) -> M:
     """Train a model on all ranks together, in batches of a :class:`RankLoader`.
 
@@ -84,6 +86,7 @@ def last_gradients(memory: Any) -> dict[str, list[History]]:
     return {kind: [each.last_gradients[slot] for slot in sorted(each.last_gradients)] for kind, each in kinds.items()}
 
 
+@checked()
 def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module, **options: Any) -> GradientMean:
     """Let every backward pass end with the mean of all ranks' gradients, also those of ``further`` modules."""
     memory, ghosts = attached(model).memory, loader.ghosts

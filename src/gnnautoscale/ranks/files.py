@@ -1,10 +1,11 @@
 """Shards in files: a folder with one folder for each rank, and a manifest that is written last.
 
 Each tensor is an array in a ``.npy`` file, which a rank maps into its memory, so that pages are read when they are
-used. Of a heterogeneous graph a rank has a folder for each type of nodes, which is a plain shard, and for each type of
-edges; they are numbered, since types may be called anything. The maker goes through the graph in pieces, one rank after
-the other: it holds one shard and a few numbers for each node, while the graph's own tensors may be in memory-mapped
-files that exceed the memory; of a heterogeneous graph it also holds the edges.
+used; before, each file is read once and compared with the checksum that the manifest has. Of a heterogeneous graph a
+rank has a folder for each type of nodes, which is a plain shard, and for each type of edges; they are numbered, since
+types may be called anything. The maker goes through the graph in pieces, one rank after the other: it holds one shard
+and a few numbers for each node, while the graph's own tensors may be in memory-mapped files that exceed the memory; of
+a heterogeneous graph it also holds the edges.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import write_atomically
+from gnnautoscale._util import (
+    checked,
+    checksums_of,
+    damaged_file,
+    is_unchanged,
+    with_checksum,
+    write_atomically,
+)
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import labels_for
 from gnnautoscale.ranks.assignment import assign
@@ -27,14 +35,17 @@ from gnnautoscale.ranks.cutting import COUNTS, RELATIONS, cut, facts_of, graph_o
 from gnnautoscale.ranks.shard import Layout, Shard, check_shardable
 from gnnautoscale.ranks.typed_shard import TypedShard
 
-_FORMAT = "gnnautoscale shards 1"
+_FORMAT = "gnnautoscale shards 2"
 MANIFEST = "shards.json"
+# Where the manifest has the checksums of a shard's files.
+_FILES = "files"
 _TENSORS = ("nodes", "starts", "sent", "sent_starts", "ghost_starts", "first_part")
 # The folders of types, and the file that says what a folder holds.
 _NODES, _EDGES, _ABOUT = "nodes-{}", "edges-{}", "shard.json"
 _RULE = "a folder of shards must be writable"
 
 
+@checked(size={"least": 1}, seed={"least": 0, "below": 2**32})
 def write_shards(
     folder: str | Path,
     data: Data | HeteroData,
@@ -70,8 +81,10 @@ def write_shards(
         34
     """
     folder, graph = Path(folder), graph_of(check_shardable(data))
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise InputError("the number of ranks must be at least 1", got=repr(size), fix="Pass a whole number.")
+    try:
+        json.dumps(facts)
+    except (TypeError, ValueError) as error:
+        raise InputError("facts must be values that JSON has", got=str(error), fix="Convert them.") from None
     labels = labels_for(graph, None, labels)
     owners = assign(graph.edge_index, labels, size, training_nodes(graph), seed=seed)
     _make(folder)
@@ -81,14 +94,17 @@ def write_shards(
     for rank in range(size):
         shard = cut(graph, layout, rank, bidirectional=bidirectional, whole=whole)
         inside = folder / f"rank-{rank}"
-        described.append(_write_typed(inside, shard) if isinstance(shard, TypedShard) else _write(inside, shard))
-    manifest = {"format": _FORMAT, "ranks": size, "whole": whole, "shards": described}
+        facts_of_shard = _write_typed(inside, shard) if isinstance(shard, TypedShard) else _write(inside, shard)
+        described.append({**facts_of_shard, _FILES: checksums_of(inside)})
+    manifest = with_checksum({"format": _FORMAT, "ranks": size, "whole": whole, "shards": described})
     _write_json(folder / MANIFEST, manifest)
     return manifest
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+@checked()
+def read_manifest(folder: str | Path) -> dict[str, Any]:
     """What a folder of shards says about them."""
+    folder = Path(folder)
     rule, fix = f"{folder} must be a folder that write_shards or `gas partition --ranks` wrote", "Write it again."
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -96,18 +112,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise InputError(rule, got=f"no readable {MANIFEST} ({error})", fix=fix) from None
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise InputError(rule, got=f"another format, {str(manifest)[:80]}", fix=fix)
+    if not is_unchanged(manifest):
+        raise InputError(rule, got=f"{MANIFEST}, which was damaged or changed", fix=fix)
     return manifest
 
 
-def read_shard(folder: Path, rank: int, size: int) -> Any:
+@checked(rank={"least": 0}, size={"least": 1})
+def read_shard(folder: str | Path, rank: int, size: int) -> Any:
     """The shard of a rank, a :class:`Shard` or a :class:`TypedShard`, mapped into memory."""
-    manifest = read_manifest(folder)
+    folder, manifest = Path(folder), read_manifest(folder)
     if manifest["ranks"] != size:
         fix = f"Start {manifest['ranks']} processes, or write shards for {size}."
         raise InputError(f"{folder} has shards for {manifest['ranks']} ranks", got=f"{size}", fix=fix)
+    if rank >= size:
+        raise InputError(f"rank must be below {size}", got=str(rank), fix="Ranks are numbered from 0.")
     inside = folder / f"rank-{rank}"
     rule, fix = f"{inside} must be whole", "Write the shards again."
     try:
+        damaged = damaged_file(inside, manifest["shards"][rank][_FILES])
+        if damaged is not None:
+            raise InputError(rule, got=f"{damaged}, which was damaged or changed", fix=fix)
         read = _read_typed if COUNTS in manifest["whole"] else _read_plain
         return read(inside, rank, size, manifest["whole"])
     except (OSError, ValueError, KeyError) as error:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from gnnautoscale._util import weights_of
 from gnnautoscale.errors import InputError
 from gnnautoscale.ranks.world import Arrival, World
 
@@ -41,11 +42,10 @@ class GradientMean:
     ) -> None:
         modules = list(modules)
         self.world, self._after, self.wish = world, after, wish
-        self._weights: list[Tensor] = [
-            weight for module in modules for weight in module.parameters() if weight.requires_grad
-        ]
+        weights = weights_of(*modules)
+        self._weights: list[Tensor] = [weight for weight in weights if weight.requires_grad]
         buffers = [buffer for module in modules for buffer in module.buffers()]
-        world.same([*(weight for module in modules for weight in module.parameters()), *buffers])
+        world.same([*weights, *buffers])
         self._averages = [buffer for buffer in buffers if buffer.is_floating_point()]
         self._buckets = _buckets(self._weights)
         self._bucket_of = {id(weight): number for number, bucket in enumerate(self._buckets) for weight in bucket}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gnnautoscale._util import versions
+from gnnautoscale._util import checked, versions
 from gnnautoscale.errors import InputError
 
 T = TypeVar("T")
@@ -53,6 +53,7 @@ class World:
         device: Where this rank computes if it has a choice.
     """
 
+    @checked(rank={"least": 0}, size={"least": 1})
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device = _HOST) -> None:
         self.rank, self.size, self.device = rank, size, device
         nccl = size > 1 and dist.get_backend() == "nccl"
@@ -160,6 +161,7 @@ class World:
 _world: World | None = None
 
 
+@checked(timeout={"above": 0})
 def start(*, timeout: float = 600.0) -> World:
     """Join the other processes that torchrun has started; without torchrun there is only this one.
 

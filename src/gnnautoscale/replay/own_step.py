@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked, map_tensors
+from gnnautoscale._util import checked, map_tensors, weights_of
 from gnnautoscale.attach import attached_alone, device_of, info_of
 from gnnautoscale.replay.graphs import on_training_stream
 from gnnautoscale.replay.packing import Placement
@@ -33,7 +33,7 @@ class OwnStep:
         self._scaler, self._device = attached_alone(model, "capture"), device_of(model)
         self._replayer = Replayer(model, self._device, placement=placement)
         weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
-        self._weights = list({id(weight): weight for weight in (*model.parameters(), *weights)}.values())
+        self._weights = list({id(weight): weight for weight in (*weights_of(model), *weights)}.values())
         # Gradients between two steps, at the addresses where captured steps read and write them.
         self._gradients: dict[int, Tensor] = {}
         self._after: dict[Hashable, list[bool]] = {}

@@ -177,7 +177,7 @@ class Contents:
                 record = made.used_by(call)
                 weights, plain = found.get(record, (frozenset[str | None](), False))
                 # Dropout draws from plain edges.
-                if call.fuses(position, record.constants) and not scaler.edge_dropout:
+                if call.fuses(position, record.constants) and not (scaler.edge_dropout or record.plain):
                     found[record] = weights | {call.weight(position)}, plain
                 else:
                     lazy: frozenset[str | None] = frozenset({None} if "lazy" in call.shortcuts else ())

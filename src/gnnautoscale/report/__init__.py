@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from gnnautoscale._util import write_atomically
+from gnnautoscale._util import checked, write_atomically
 from gnnautoscale.report.page import page
 from gnnautoscale.report.reported_run import find_runs
 from gnnautoscale.runs import as_run_wrote
@@ -13,6 +13,7 @@ from gnnautoscale.runs import as_run_wrote
 __all__ = ["write_report"]
 
 
+@checked()
 def write_report(paths: Iterable[str | Path], output: str | Path) -> int:
     """Write one self-contained HTML page about some runs: it needs no network and no other files.
 

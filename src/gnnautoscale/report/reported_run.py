@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -177,11 +179,15 @@ class ReportedRun:
         }
 
 
+# How many folders are searched for runs.
+_MOST_FOLDERS = 10_000
+
+
 def find_runs(paths: Iterable[Path]) -> list[ReportedRun]:
     """Read the given run folders, and all run folders inside the other given folders."""
     folders: dict[Path, Path] = {}
     for path in paths:
-        found = [path] if (path / "run.json").is_file() else sorted(file.parent for file in path.rglob("run.json"))
+        found = _below(path)
         if not found:
             raise InputError(
                 "each path must be a run folder, or contain run folders",
@@ -193,6 +199,23 @@ def find_runs(paths: Iterable[Path]) -> list[ReportedRun]:
         raise InputError("a report needs at least one run", got="none", fix="Pass one or more run folders.")
     alone = len(folders) == 1
     return [ReportedRun(read_run(folder), number, alone) for number, folder in enumerate(folders.values())]
+
+
+def _below(path: Path) -> list[Path]:
+    """The run folders in a folder, or itself; refuses to search a whole disk."""
+    found, left, count = [], [path], 0
+    while left:
+        folder = left.pop()
+        count += 1
+        if count > _MOST_FOLDERS:
+            got = f"{path}, which has more than {_MOST_FOLDERS:,} folders"
+            raise InputError("runs are looked for below a folder of runs", got=got, fix="Pass the folders of runs.")
+        if (folder / "run.json").is_file():
+            found.append(folder)
+            continue
+        with suppress(OSError), os.scandir(folder) as entries:  # one that cannot be read holds no run for this user
+            left += [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return sorted(found)
 
 
 def differing(columns: Sequence[dict[str, str]]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gnnautoscale._util import checked
 from gnnautoscale.runs.folder import RunRecord, as_run_wrote
 
 # A tenth of an embedding's norm. Histories in float8 are off by a fortieth, and that already changes some classes.
@@ -75,6 +76,7 @@ class Finding:
         return {**asdict(self), "times": self.times if math.isfinite(self.times) else None}
 
 
+@checked()
 def explain(record: RunRecord) -> list[Finding]:
     """What limits a run of :func:`read_run`, furthest over its threshold first; empty if nothing stands out.
 

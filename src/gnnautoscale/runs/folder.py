@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from gnnautoscale._util import write_atomically
+from gnnautoscale._util import checked, write_atomically
 from gnnautoscale.errors import InputError
 from gnnautoscale.runs.result import jsonable
 
@@ -205,6 +205,7 @@ def free_folder(parent: Path, name: str) -> Path:
     return found
 
 
+@checked()
 def read_run(path: str | Path) -> RunRecord:
     """Read the folder of a run, finished or not.
 

@@ -13,7 +13,7 @@ from gnnautoscale.tasks.metrics import METRICS
 from gnnautoscale.tasks.naming import TaskName, task_for
 from gnnautoscale.tasks.node import NodeClassification, NodeRegression, NodeTask, known_rows
 from gnnautoscale.tasks.readouts import ReadoutName
-from gnnautoscale.tasks.task import ClassWeight, Task, check_task
+from gnnautoscale.tasks.task import ClassWeight, Task, check_task, trained_rows
 
 __all__ = [
     "METRICS",
@@ -37,4 +37,5 @@ __all__ = [
     "check_task",
     "known_rows",
     "task_for",
+    "trained_rows",
 ]

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from gnnautoscale._util import checked
 from gnnautoscale.errors import InputError
 
 #: Names of decoders.
@@ -47,6 +48,7 @@ class Bilinear(Decoder):
         width: Number of outputs of the model.
     """
 
+    @checked(width={"least": 1})
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, width))
@@ -65,6 +67,7 @@ class DistMult(Decoder):
         width: Number of outputs of the model.
     """
 
+    @checked(num_relations={"least": 1}, width={"least": 1})
     def __init__(self, num_relations: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_relations, width))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import evaluating
@@ -63,6 +64,7 @@ class GraphPrediction(Task):
     separable = False
     scores_anywhere = True
 
+    @checked(width={"least": 1}, stale_dropout={"least": 0, "below": 1})
     def __init__(
         self,
         readout: ReadoutName | nn.Module = "sum",
@@ -254,6 +256,7 @@ class GraphPrediction(Task):
 
     # Evaluation ######################################################################################################
 
+    @checked(out={"dims": 2})
     @torch.no_grad()
     def predict(self, out: Tensor, data: Data) -> Tensor:
         """What the head makes of graphs, exactly, in evaluation mode.
@@ -271,6 +274,7 @@ class GraphPrediction(Task):
         pooled = pool_exactly(self.readout, out, data.graph_id.cpu())
         return self._predicted(pooled.to(device_of(module, out.device))).cpu()
 
+    @checked(out={"dims": 2}, epochs={"least": 1}, lr={"above": 0})
     def fit_head(self, out: Tensor, data: Data, *, epochs: int = 100, lr: float = 0.01) -> list[float]:
         """Fit the head alone to exact pooled rows, as graph segment training does at its end (Cao et al., 2023).
 
@@ -301,6 +305,7 @@ class GraphPrediction(Task):
         module["head"].eval()
         return losses
 
+    @checked(out={"dims": 2})
     def score(self, out: Tensor, data: Data, split: str) -> float:
         """Score the graphs of a split."""
         return self._bound.score(self.predict(out, data), _graphs_as_nodes(data), split)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked
+from gnnautoscale._util import checked, shown
 from gnnautoscale.data import join_graphs
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader, partition_graphs
@@ -77,6 +77,7 @@ class GraphLoader(HaloLoader):
     def __iter__(self) -> Iterator[Data]:
         return map(self._with_graphs, super().__iter__())
 
+    @checked(out={"dims": 2})
     def pool(self, batch: Data, out: Tensor) -> Tensor:
         """Pool the graphs of a batch; what the batch has of them is remembered for other batches.
 
@@ -87,15 +88,21 @@ class GraphLoader(HaloLoader):
         Returns:
             A row for each of ``batch.graphs``, ``[num_graphs, pooled_width]``.
         """
+        if "graph_pieces" not in batch:
+            fix = "Pass a batch that iterating over this loader gave."
+            raise InputError("batch must be one of this loader", got=shown(batch), fix=fix)
         nodes = batch.n_id[: batch["batch_size"]].as_subclass(Tensor)
-        if not isinstance(out, Tensor) or out.dim() != 2 or out.size(0) != nodes.numel():
+        if out.size(0) != nodes.numel():
             rule = f"the output must have one row for each of the batch's {nodes.numel()} own nodes"
-            got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            raise InputError(rule, got=got, fix="Pass what the model returns for this batch.")
+            raise InputError(rule, got=f"shape {tuple(out.shape)}", fix="Pass what the model returns for this batch.")
         return self._pooled.pool(out, nodes, batch.graph_pieces)[0]
 
+    @checked(out={"dims": 2})
     def pool_all(self, out: Tensor) -> Tensor:
         """Pool all graphs exactly, given the output for all nodes, ``[num_nodes, width]``."""
+        if out.size(0) != self.data.num_nodes:
+            rule = f"the output must have one row for each of the {self.data.num_nodes} nodes"
+            raise InputError(rule, got=f"shape {tuple(out.shape)}", fix="Pass what gas.infer returns.")
         return pool_exactly(self.readout, out, self.data.graph_id)
 
     def state_dict(self, done: int = 0) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader
@@ -89,6 +90,7 @@ class LinkPrediction(Task):
     separable = False
     least_parts = 2
 
+    @checked(negatives={"least": 1}, candidates={"least": 1}, width={"least": 1})
     def __init__(
         self,
         decoder: DecoderName | nn.Module = "dot",
@@ -99,9 +101,6 @@ class LinkPrediction(Task):
         reconstruct: bool = False,
         width: int = 64,
     ) -> None:
-        for name, value in (("negatives", negatives), ("candidates", candidates), ("width", width)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise InputError(f"{name} must be an integer of at least 1", got=repr(value), fix="Change it.")
         self.module = decoder if isinstance(decoder, nn.Module) else None
         self._named, self.num_outputs = decoder if isinstance(decoder, str) else "", width
         self._negatives, self._candidates, self.reconstruct = negatives, candidates, reconstruct
@@ -343,10 +342,14 @@ class LinkPrediction(Task):
 
     # Evaluation ######################################################################################################
 
+    @checked(out={"dims": 2})
     @torch.no_grad()
     def score(self, out: Tensor, data: Data, split: str) -> float:
         """Score the pairs of a graph, in percent; chunks of pairs are in memory at a time."""
         pairs, decoder = Pairs.of(data), self._made().eval()
+        if out.size(0) != data.num_nodes:
+            rule = f"the output must have one row for each of the {data.num_nodes} nodes"
+            raise InputError(rule, got=f"shape {tuple(out.shape)}", fix="Pass what gas.infer returns.")
         positives = pairs.positives
         if not positives.ends.size(1):
             return math.nan
@@ -374,6 +377,7 @@ class LinkPrediction(Task):
             raise InputError("a decoder that is named is made for a data set", got="none", fix=fix)
         return self.module
 
+    @checked(out={"dims": 2})
     @torch.no_grad()
     def scores(self, out: Tensor, pairs: Tensor, relation: Tensor | None = None) -> Tensor:
         """Score any pairs of nodes.
@@ -397,6 +401,7 @@ class LinkPrediction(Task):
         check_relations(checked.relation, self._num_relations)
         return pair_scores(self._made().eval(), out, checked.ends, checked.relation)
 
+    @checked(out={"dims": 2}, node={"least": 0}, count={"least": 1}, relation={"least": 0})
     @torch.no_grad()
     def partners(
         self, out: Tensor, node: int, count: int, *, relation: int | None = None, new: bool = True

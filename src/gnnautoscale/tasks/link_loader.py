@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked
+from gnnautoscale._util import checked, shown
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
 from gnnautoscale.history import History, Medium, open_history
@@ -81,6 +81,7 @@ class LinkLoader(HaloLoader):
     def __iter__(self) -> Iterator[Data]:
         return map(self._with_pairs, super().__iter__())
 
+    @checked(out={"dims": 2})
     def rows(self, batch: Data, out: Tensor) -> Tensor:
         """Rows that the batch's ``edge_label_index`` points to; the given ones are remembered for other batches.
 
@@ -91,6 +92,9 @@ class LinkLoader(HaloLoader):
         Returns:
             These, and the last known outputs of the pairs' other ends, ``[num_rows, width]``.
         """
+        if "outside" not in batch:
+            fix = "Pass a batch that iterating over this loader gave."
+            raise InputError("batch must be one of this loader", got=shown(batch), fix=fix)
         own, outside = batch.n_id[: batch.batch_size].as_subclass(Tensor), batch.outside
         if out.dim() != 2 or out.size(0) != own.numel():
             rule = f"the output must have one row for each of the batch's {own.numel()} own nodes"

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from gnnautoscale._util import checked
 from gnnautoscale.data import Dataset, TypedLinks
 from gnnautoscale.errors import InputError
 from gnnautoscale.tasks.graph import GraphPrediction
@@ -18,6 +19,7 @@ from gnnautoscale.tasks.task import Task
 TaskName = Literal["classification", "regression", "link", "graph"]
 
 
+@checked()
 def task_for(dataset: Dataset, name: str | None = None) -> Task:
     """The task of a name, or by default the one that fits the targets of a data set.
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.tasks.metrics import Kind, metric_named
@@ -93,6 +94,7 @@ class NodeTask(Task):
         """The mean loss over nodes."""
         return self.losses(out, targets).mean()
 
+    @checked()
     def score(self, out: Tensor, data: Data, split: str) -> float:
         """Score a split by the task's metric."""
         mask = data.get(f"{split}_mask")
@@ -141,6 +143,7 @@ class NodeClassification(NodeTask):
         50.0
     """
 
+    @checked(num_classes={"least": 1})
     def __init__(
         self,
         num_classes: int,
@@ -237,6 +240,7 @@ class NodeClassification(NodeTask):
         classes = 2 if self.num_outputs == 1 and not self.multilabel else self.num_outputs
         return {"classes": classes, "multi-label": self.multilabel, **super().describe(dataset)}
 
+    @checked(out={"dims": 2})
     def predictions(self, out: Tensor, data: Data) -> dict[str, Tensor]:
         """The class of each node, or whether it has each label; probabilities; and logits, the model's output."""
         if self.kind == "classes":
@@ -287,6 +291,7 @@ class NodeRegression(NodeTask):
         0.25
     """
 
+    @checked(num_targets={"least": 1})
     def __init__(self, num_targets: int = 1, *, metric: str | None = None) -> None:
         super().__init__(num_targets, "numbers", metric or "RMSE")
 

@@ -214,6 +214,17 @@ class Task(ABC):
         raise InputError(f"{type(self).__name__}.score must return a number", got=got, fix="Return a float.")
 
 
+def trained_rows(out: Any, rows: Tensor | None) -> Any:
+    """Some rows of a model's output, ``[count]``, or all of it; an output without rows is refused."""
+    if rows is None:
+        return out
+    if not isinstance(out, Tensor) or out.dim() == 0 or out.is_complex():
+        got = f"{out.dtype} of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        rule = "a model must return a tensor of real numbers with a row for each node"
+        raise InputError(rule, got=got, fix="Return such a tensor.")
+    return out[rows]
+
+
 def check_task(task: object, data: Data) -> Task:
     """Refuse what is no task, and a task whose selection of rows and targets does not fit the graph."""
     if not isinstance(task, Task):

@@ -23,10 +23,15 @@ from gnnautoscale.forward import StepExchange, evaluating
 from gnnautoscale.graph import BatchInfo, HaloLoader, ReadyBatch
 from gnnautoscale.ranks import RankLoader, attach_shared, average_gradients
 from gnnautoscale.replay import WARM_UP, Placement, Replayer, on_training_stream
-from gnnautoscale.tasks import Task
+from gnnautoscale.tasks import Task, trained_rows
 from gnnautoscale.training.feed import Feed, Item, as_it_is, plain_item
 from gnnautoscale.training.options import FitOptions
 from gnnautoscale.training.steps import Steps
+
+
+def plain_graph(loader: HaloLoader) -> tuple[Data, Tensor]:
+    """What a task sees of a loader's plain graph: all of it."""
+    return loader.data, torch.arange(loader.graph.num_nodes)
 
 
 class Engine(Steps):
@@ -35,7 +40,8 @@ class Engine(Steps):
     On a GPU each batch's step is captured if ``capture`` allows it, batches come back unchanged and the model does the
     same in every step; :attr:`how` says so, or why not. Batches that come back live where ``placement`` says. The
     optimizer needs ``capturable=True`` there. ``nodes`` gives those nodes of a batch that may have targets, and
-    ``rows`` their rows of the model's output. Further arguments are those of :class:`Steps`.
+    ``rows`` their rows of the model's output; ``whole`` gives those of the whole graph, as its task sees them, and
+    their numbers there. Further arguments are those of :class:`Steps`.
     """
 
     def __init__(
@@ -49,10 +55,11 @@ class Engine(Steps):
         placement: Placement = "auto",
         nodes: Callable[[Any], Data] = as_it_is,
         rows: Callable[[Any], Any] = as_it_is,
+        whole: Callable[[HaloLoader], tuple[Data, Tensor]] = plain_graph,
         **further: Any,
     ) -> None:
         super().__init__(model, optimizer, task, device, call=lambda batch: rows(model(batch)), nodes=nodes, **further)
-        self._rows = rows
+        self._rows, self._of_whole = rows, whole
         self._feed = Feed(task, device, nodes)
         self._scaler = attached(model)
         self._replayer = Replayer(
@@ -143,7 +150,7 @@ class Engine(Steps):
         if not self.task.separable:
             self._exact_step_at_once(loader)
             return
-        _, targets = self.task.targets_of_graph(self._feed.nodes(loader.data))
+        _, targets = self.task.targets_of_graph(self._of_whole(loader)[0])
         count = targets.size(0)
 
         def inputs(batch: Data) -> dict[str, Tensor]:
@@ -156,7 +163,7 @@ class Engine(Steps):
             if not given:
                 return [], []
             out, targets = self._rows(out), given["targets"]
-            chosen = out[given["rows"]] if "rows" in given else out
+            chosen = trained_rows(out, given.get("rows"))
             loss = self.task.loss(chosen, targets) * (targets.size(0) / count)
             self._total += loss.detach()
             return [loss], [None]
@@ -175,10 +182,11 @@ class Engine(Steps):
 
     def _exact_step_at_once(self, loader: HaloLoader) -> None:
         """An exact step whose loss takes the outputs of all nodes together."""
-        rows, targets = self.task.targets_of_graph(self._feed.nodes(loader.data))
+        seen, nodes = self._of_whole(loader)
+        rows, targets = self.task.targets_of_graph(seen)
         self._optimizer.zero_grad()
         out = self._rows(exact_forward(self._model, loader, device=self.device))
-        self.task.see(out, torch.arange(loader.graph.num_nodes, device=self.device))
+        self.task.see(out, nodes.to(self.device))
         loss = self.task.loss(out if rows is None else out[rows.to(self.device)], targets.to(self.device))
         loss.backward()  # type: ignore[no-untyped-call]
         self._total += loss.detach()

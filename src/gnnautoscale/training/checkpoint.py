@@ -1,13 +1,16 @@
 """Checkpoints on disk: files that hold no code and are never half written.
 
-A checkpoint is a ``torch.save`` file of one dict: the name of the format, the step, and the state. It is read with
-``weights_only``, so that nothing in it runs. First the CRC-32 of every record is checked, so that damage to values or
-tensors is noticed. Damage to the bytes between the records is either refused or does not change what is loaded.
+A checkpoint is a ``torch.save`` file of one dict: the name of the format, the step, the state, and a seal, a hash of
+its values and of the shapes and types of its tensors. It is read with ``weights_only``, so that nothing in it runs.
+First the CRC-32 of every record is checked, so that damage to values or tensors is noticed. Damage to the bytes between
+the records is either refused or does not change what is loaded. Then the seal is checked, so that a state that somebody
+changed is refused as a whole instead of failing somewhere in a run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import pickle
 import re
 from collections import Counter, OrderedDict
@@ -23,6 +26,7 @@ from gnnautoscale._util import damage_in, write_atomically
 from gnnautoscale.errors import InputError
 
 _FORMAT = "gnnautoscale checkpoint 1"
+_NO_SEAL = ""  # of checkpoints of earlier versions
 _NAME = re.compile(r"checkpoint-[0-9]{9}\.pt")
 # PyTorch's defaults, which a program may have changed: checksums, and MAP_PRIVATE, which keeps writes out of the file.
 _SETTINGS = {"save.compute_crc32": True, "load.mmap_flags": 2}
@@ -67,7 +71,8 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], *, keep: int
     if not isinstance(step, int) or not 0 <= step < 10**9 or keep < 1:
         rule, got = "step must be a whole number below 10**9 and keep at least 1", f"step {step!r} and keep {keep}"
         raise InputError(rule, got=got, fix="Pass the step of the run.")
-    content = {"format": _FORMAT, "step": step, "state": _storable(state, "the state")}
+    content: dict[str, Any] = {"format": _FORMAT, "step": step, "state": _storable(state, "the state")}
+    content["seal"] = _seal(step, content["state"])
     rule = "a folder of checkpoints must be writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,6 +157,19 @@ def _storable(value: Any, where: str) -> Any:
     raise InputError(rule, got=f"{kind.__name__} at {where}", fix="Convert it, or leave it out.")
 
 
+def _seal(step: int, state: dict[str, Any]) -> str:
+    """A hash of all values of a state, and of the forms of its tensors."""
+    return hashlib.sha256(repr((step, _form(state))).encode()).hexdigest()
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return str(value.dtype), tuple(value.shape)
+    if isinstance(value, dict):
+        return [(key, _form(item)) for key, item in value.items()]
+    return [_form(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def _read(path: Path) -> Checkpoint | str:
     """Read a checkpoint, or say what is wrong with it."""
     try:
@@ -169,7 +187,9 @@ def _read(path: Path) -> Checkpoint | str:
     except Exception as error:  # zipfile and PyTorch raise many types for damaged and foreign archives
         return f"it is cut off, damaged, or no checkpoint: {error!r:.200}"
     match content:
-        case {"format": found, "step": int(step), "state": dict(state)} if found == _FORMAT:
+        case {"format": found, "step": int(step), "state": dict(state), **others} if found == _FORMAT:
+            if others.get("seal", _NO_SEAL) not in (_NO_SEAL, _seal(step, state)):
+                return "its values were changed after it was written"
             missing = [name for name in state.get("shards", ()) if not (path.parent / name).is_file()]
             return f"its shard {missing[0]} is missing" if missing else Checkpoint(path, step, state)
     found = content.get("format") if isinstance(content, dict) else None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnnautoscale._util import available_memory, versions
+from gnnautoscale._util import available_memory, versions, weights_of
 from gnnautoscale.analysis import Diagnostic, diagnose
 from gnnautoscale.attach import Verification, attached, verify
 from gnnautoscale.data import Dataset
@@ -179,7 +179,7 @@ def describe_run(
             **task.describe(dataset),
         },
         "score": {"metric": task.metric, "higher_is_better": task.higher_is_better, "percent": task.percent},
-        "model": {"name": type(model).__name__, "parameters": sum(weight.numel() for weight in model.parameters())},
+        "model": {"name": type(model).__name__, "parameters": sum(weight.numel() for weight in weights_of(model))},
         "versions": versions(),
         "machine": describe_machine(options["device"]),
         "parts": None if loader is None else describe_parts(loader.graph.edge_index, loader.labels),

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from gnnautoscale._util import checked
 from gnnautoscale.errors import InputError
 from gnnautoscale.runs import FitResult
 
@@ -47,6 +48,7 @@ class TensorBoard:
         >>> logger = TensorBoard(mkdtemp())  # doctest: +SKIP
     """
 
+    @checked(first={"least": 0})
     def __init__(self, folder: str | Path, first: int = 1) -> None:
         _need("tensorboard")
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import PeakMemory, check_argument, describe_arguments, no_empty_folders
+from gnnautoscale._util import PeakMemory, check_argument, describe_arguments, load_state, no_empty_folders, state_of
 from gnnautoscale.attach import detach, is_autoscaled
 from gnnautoscale.data import Dataset, TypedDataset, TypedLinks, holds_graphs, is_collection
 from gnnautoscale.errors import InputError
@@ -337,7 +337,7 @@ def _train_alone(
             sign = 1 if task.higher_is_better else -1
             if epoch.scores and not sign * epoch.scores["val"] <= sign * result.scores.get("val", -sign * math.inf):
                 result.best_epoch, result.scores = epoch.number, epoch.scores
-                run.best_weights = {name: value.detach().clone() for name, value in learner.state_dict().items()}
+                run.best_weights = {name: value.detach().clone() for name, value in state_of(learner).items()}
 
         def diagnose(epoch: int, *, last: bool) -> None:
             if journal.is_due(epoch, last=last, trained=clock.total("train")):
@@ -385,7 +385,7 @@ def _train_alone(
         strategy.describe(result)
         journal.succeeded(result)
         on_failure.pop_all()
-    learner.load_state_dict(run.best_weights)
+    load_state(learner, run.best_weights)
     result.peak_memory = strategy.peak(peak.num_bytes)
     journal.finish(result)  # even if something happens to what follows
     if options.verify:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gnnautoscale._util import state_of
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.ranks import current
@@ -55,7 +56,7 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if from_files and options.class_weight != "none":
         fix = "Leave it out, or pass the whole graph."
         raise InputError("class_weight needs all targets in one place", got="a folder of shards", fix=fix)
-    weights = model.state_dict()
+    weights = state_of(model)
     shapes = {name: None if is_lazy(value) else tuple(value.shape) for name, value in weights.items()}
     given = {name: getattr(options, name) for name in OPTIONS if name not in _PLACES}
     current().agree({**given, "model": (repr(model), shapes), "task": (type(task).__name__, task.metric)})

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnnautoscale._util import FolderLock, random_states
+from gnnautoscale._util import FolderLock, load_state, random_states, state_of, weights_of
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import check_labels
 from gnnautoscale.ranks import LostRankError, current
@@ -57,7 +57,7 @@ class RunState:
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint; returns its file."""
-        if not all(bool(torch.isfinite(weight).all()) for weight in self.model.parameters()):
+        if not all(bool(torch.isfinite(weight).all()) for weight in weights_of(self.model)):
             raise FloatingPointError("the weights are not finite any more")
         self.result.steps = self.strategy.steps
         result = asdict(self.result)
@@ -66,7 +66,7 @@ class RunState:
             "identity": self.identity,
             "result": result,
             "batches": self.batches,
-            "model": dict(self.model.state_dict()),
+            "model": state_of(self.model),
             "best_weights": self.best_weights,
             "optimizer": self.optimizer.state_dict(),
             "rate": self.rate.state_dict(),
@@ -82,7 +82,7 @@ class RunState:
         for name, value in result.items():
             setattr(self.result, name, value)
         self.batches = state["batches"]
-        self.model.load_state_dict(state["model"])
+        load_state(self.model, state["model"])
         self.best_weights = {name: value.to(self.device) for name, value in state["best_weights"].items()}
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
@@ -188,7 +188,7 @@ def check_same_run(
         if name not in may_change and given.get(name) != value:
             what = f"option: {name} was {value!r} and is {given.get(name)!r}"
             raise _other_run(checkpoint, what, "Give the options of the first run.")
-    if _shapes(state["model"]) != _shapes(model.state_dict()):
+    if _shapes(state["model"]) != _shapes(state_of(model)):
         what = "model: its weights have other names, shapes or types"
         raise _other_run(checkpoint, what, _SAME_MODEL)
     other = difference(state.get("identity") or {}, identity)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import weights_of
 from gnnautoscale.attach import LocalLipschitz
 from gnnautoscale.errors import InputError
 from gnnautoscale.ranks import GradientMean
-from gnnautoscale.tasks import Task
+from gnnautoscale.tasks import Task, trained_rows
 from gnnautoscale.training.feed import Item, as_it_is
 from gnnautoscale.transfer import Times
 
@@ -58,7 +59,7 @@ class Steps:
         self._precision: Precision = precision
         self._accumulate, self._per_target, self.together = accumulate, per_target, together
         self._always_backward = always_backward
-        self._weights = [*model.parameters(), *(() if task.module is None else task.module.parameters())]
+        self._weights = weights_of(model, *(() if task.module is None else (task.module,)))
         # How many batches have added to the gradients since the last step of the optimizer.
         self._added = 0
         self.device = device
@@ -162,7 +163,7 @@ class Steps:
     def _losses(self, out: Any, item: Item) -> tuple[Tensor, Tensor]:
         """The mean loss of a batch's targets, and what its step differentiates."""
         count = item.targets.size(0)
-        chosen = out if item.rows is None else out[item.rows]
+        chosen = trained_rows(out, item.rows)
         loss = self.task.loss(chosen, item.targets) if count else chosen.sum()
         self._check_loss(loss)
         if self._per_target is None:

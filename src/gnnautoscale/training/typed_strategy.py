@@ -12,7 +12,7 @@ from gnnautoscale.attach import attached
 from gnnautoscale.data import TypedDataset, TypedLinks
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import TypedMemory
-from gnnautoscale.graph import HaloLoader
+from gnnautoscale.graph import HaloLoader, TypedGraph
 from gnnautoscale.tasks import LinkPrediction, Task
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.strategies import HistoryStrategy, load_rows, saved_rows
@@ -24,18 +24,9 @@ _REFUSED = {"num_workers": 0}
 def check_typed_run(dataset: TypedDataset, task: Task, options: FitOptions) -> None:
     """Refuse what needs a plain graph."""
     refused = {name: getattr(options, name) for name, plain in _REFUSED.items() if getattr(options, name) != plain}
-    if options.mode not in ("gas", "full", "exact", "cluster", "sage"):
-        refused["mode"] = options.mode
     links = isinstance(dataset, TypedLinks)
-    if set(options.diagnose) & ({"lipschitz", "gradients"} if links else {"lipschitz"}):
-        refused["diagnose"] = options.diagnose
     if links != isinstance(task, LinkPrediction) or type(task).cut is not Task.cut:
         refused["task"] = task
-    if links and options.mode == "exact":
-        refused["mode"] = options.mode
-    for name in ("exact_epochs", "evaluate_parts"):
-        if links and getattr(options, name):
-            refused[name] = getattr(options, name)
     for name, value in refused.items():
         got = type(value).__name__ if name == "task" else f"{name}={value!r}"
         fix = "Use a task that fits the data." if name == "task" else f"Leave {name} out."
@@ -59,14 +50,17 @@ class TypedStrategy(HistoryStrategy):
         def rows(out: Any) -> Tensor:
             return dataset.own_rows(_of_targets(model, dataset.targets, out))
 
-        super().__init__(model, dataset, loaders, optimizer, task, options, nodes=dataset.seen, rows=rows)
+        ends = {"nodes": dataset.seen, "rows": rows, "whole": lambda _: dataset.seen_whole()}
+        super().__init__(model, dataset, loaders, optimizer, task, options, **ends)
 
     def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
         """See :meth:`Strategy.output`."""
         out: Any = super().output(split, evaluation)
-        is_chosen = self.at_once and evaluation != "histories"
-        rows: Tensor = out if is_chosen else self._all_rows(out)
-        return rows
+        if self.at_once and evaluation != "histories" and self._exact_loaders[split].data is self._loader.data:
+            counts = TypedGraph.of(self._typed.graph).counts
+            of_kinds = out.split([counts[kind] for kind in self._typed.targets])  # already chosen
+            return self._typed.all_rows(dict(zip(self._typed.targets, of_kinds, strict=True)))
+        return self._all_rows(out)
 
     def _all_rows(self, out: Any) -> Tensor:
         return self._typed.all_rows(_of_targets(self._model, self._typed.targets, out))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import options_of, undisturbed
+from gnnautoscale._util import check_argument, checked, options_of, undisturbed
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.history import Medium
@@ -103,6 +103,7 @@ class Advice:
         return asdict(self)
 
 
+@checked(memory={"least": 1})
 def tune(
     model: str | Callable[[], nn.Module],
     data: Data | HeteroData | Dataset | tuple[Data, Data, Data] | tuple[list[Data], list[Data], list[Data]],
@@ -141,8 +142,6 @@ def tune(
             got=f"{', '.join(proposed)}, which it decides itself",
             fix="Leave these out.",
         )
-    if memory is not None and memory <= 0:
-        raise InputError("memory must be a positive number of bytes", got=str(memory), fix="Change it.")
     dataset = dataset_of(data)
     dataset.check()
     learned = task_for(dataset, task) if task is None or isinstance(task, str) else task
@@ -155,7 +154,8 @@ def tune(
     def build() -> nn.Module:
         if isinstance(model, str):
             return build_model(model, graph, learned.num_outputs, dataset.targets, **(model_options or {}))
-        return model()
+        made: nn.Module = check_argument("what model() returns", model(), nn.Module, "Let it return a model.")
+        return made
 
     with undisturbed(torch.device(given.device)):
         return _advise(Trials(build, dataset, learned, part_counts(graph.num_nodes), memory, given))

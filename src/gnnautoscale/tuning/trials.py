@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import available_memory
+from gnnautoscale._util import available_memory, weights_of
 from gnnautoscale.analysis import GradientAgreement, diagnose
 from gnnautoscale.attach import attached, autoscale, detach, is_autoscaled, refresh
 from gnnautoscale.data import Dataset, TypedDataset, TypedLinks, nodes_of_type
@@ -200,7 +200,7 @@ class Trials:
         batch = next(iter(HaloLoader(piece, min(2, piece.num_nodes), partition="random"))).to(self._device)
         with torch.no_grad():
             model(batch)
-        own = {weight.data_ptr() for weight in model.parameters()}
+        own = {weight.data_ptr() for weight in weights_of(model)}
         own |= {value.data_ptr() for store in batch.stores for value in store.values() if isinstance(value, Tensor)}
         saved: dict[int, int] = {}
 

@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph
 
 
+@checked(num_nodes={"least": 1}, rounds={"least": 0, "fix": "Or leave it out."})
 def wl_colours(
     edge_index: Tensor, num_nodes: int, *, colours: Tensor | None = None, rounds: int | None = None
 ) -> Tensor:
@@ -38,8 +40,6 @@ def wl_colours(
         >>> wl_colours(path, 5, rounds=1)
         tensor([0, 1, 1, 1, 0])
     """
-    if rounds is not None and (type(rounds) is not int or rounds < 0):
-        raise InputError("rounds must be a non-negative integer", got=repr(rounds), fix="Or leave it out.")
     Graph(Data(edge_index=edge_index, num_nodes=num_nodes))  # checks the edges
     incoming: list[list[int]] = [[] for _ in range(num_nodes)]
     for source, target in edge_index.t().tolist():
@@ -55,6 +55,7 @@ def wl_colours(
     return torch.tensor(now)
 
 
+@checked(tolerance={"least": 0})
 def row_classes(rows: Tensor, tolerance: float = 0.0) -> Tensor:
     """Group equal rows, up to a tolerance in each column.
 
@@ -103,6 +104,7 @@ class Comparison:
         return not self.torn and not self.merged
 
 
+@checked()
 def compare_classes(classes: Tensor, colours: Tensor) -> Comparison:
     """Compare the class of each node with its Weisfeiler-Lehman colour, both ``[num_nodes]``, however numbered.
 
@@ -117,6 +119,7 @@ def compare_classes(classes: Tensor, colours: Tensor) -> Comparison:
     return Comparison(len(classes_of), len(colours_of), torn, len(merged))
 
 
+@checked(out={"dims": 2}, exact={"dims": 2}, colours={"dims": 1, "integers": True})
 def nearest_colours(out: Tensor, exact: Tensor, colours: Tensor) -> Tensor:
     """The map of Theorem 2: give each output ``[num_nodes, channels]`` the colour of the nearest exact output.
 
@@ -126,6 +129,13 @@ def nearest_colours(out: Tensor, exact: Tensor, colours: Tensor) -> Tensor:
         >>> nearest_colours(torch.tensor([[0.1], [0.8]]), torch.tensor([[0.0], [1.0]]), torch.tensor([4, 7]))
         tensor([4, 7])
     """
+    if out.size(1) != exact.size(1) or exact.size(0) != colours.numel() or not colours.numel():
+        got = f"{tuple(out.shape)}, {tuple(exact.shape)} and {tuple(colours.shape)}"
+        raise InputError(
+            "out and exact must be as wide, and each row of exact have a colour",
+            got=got,
+            fix="Pass outputs of one model.",
+        )
     return colours[torch.cdist(out, exact, compute_mode="donot_use_mm_for_euclid_dist").argmin(dim=1)]
 
 

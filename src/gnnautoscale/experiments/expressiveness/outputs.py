@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.attach import autoscale, infer
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import HaloLoader
@@ -60,11 +61,9 @@ class PowerfulGNN(nn.Module):
         tensor([0, 1, 0])
     """
 
+    @checked(in_channels={"least": 1}, layers={"least": 1, "below": 2**16}, seed={"least": 0, "below": 2**32})
     def __init__(self, in_channels: int, layers: int, *, seed: int = 0) -> None:
         super().__init__()
-        if min(in_channels, layers) < 1:
-            got = f"in_channels={in_channels}, layers={layers}"
-            raise InputError("a model needs at least one feature and one layer", got=got, fix="Increase it.")
         generator = torch.Generator().manual_seed(seed)
         widths = [in_channels] + (layers - 1) * [_WIDTH]
         self.layers = nn.ModuleList(PowerfulLayer(width, generator) for width in widths)
@@ -77,12 +76,14 @@ class PowerfulGNN(nn.Module):
         return x
 
 
+@checked()
 @torch.no_grad()
 def full_batch(model: nn.Module, data: Data) -> Tensor:
     """The model's outputs on the whole graph, ``[num_nodes, channels]``."""
     return _call(model, data)
 
 
+@checked(passes={"least": 1, "fix": "Leave it out for exact histories."})
 @torch.no_grad()
 def with_histories(model: nn.Module, loader: HaloLoader, *, passes: int | None = None) -> Tensor:
     """The outputs of a copy of the model with histories (GAS) and fixed weights, ``[num_nodes, channels]``.
@@ -99,8 +100,6 @@ def with_histories(model: nn.Module, loader: HaloLoader, *, passes: int | None =
         >>> bool(torch.allclose(with_histories(model, HaloLoader(path, 2)), full_batch(model, path)))
         True
     """
-    if passes is not None and passes < 1:
-        raise InputError("passes must be at least 1", got=str(passes), fix="Leave it out for exact histories.")
     scaled = autoscale(copy.deepcopy(model), loader.data)
     if passes is None:
         exact: Tensor = infer(scaled, loader, call=_call)
@@ -108,6 +107,7 @@ def with_histories(model: nn.Module, loader: HaloLoader, *, passes: int | None =
     return [_one_pass(scaled, loader) for _ in range(passes)][-1]
 
 
+@checked(epochs={"least": 0}, lr={"least": 0}, seed={"least": 0, "below": 2**32})
 def while_training(
     model: nn.Module, loader: HaloLoader, *, epochs: int = 10, lr: float = 1e-3, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -132,8 +132,6 @@ def while_training(
         >>> 0 < float((stale - exact).abs().max()) < 0.1
         True
     """
-    if not 0 <= lr < math.inf:
-        raise InputError("lr must be finite and not negative", got=str(lr), fix="Values around 0.001 are usual.")
     scaled = autoscale(copy.deepcopy(model), loader.data)
     optimizer = torch.optim.SGD(scaled.parameters(), lr=lr)
     draw = torch.rand(loader.data.num_nodes, generator=torch.Generator().manual_seed(seed))
@@ -149,6 +147,7 @@ def while_training(
         return _one_pass(scaled, loader), exact
 
 
+@checked()
 @torch.no_grad()
 def on_subgraphs(model: nn.Module, data: Data, batches: Iterable[Data], *, rescale: bool = True) -> Tensor:
     """The model's outputs on subgraphs, without histories, ``[num_nodes, channels]``.
@@ -167,6 +166,8 @@ def on_subgraphs(model: nn.Module, data: Data, batches: Iterable[Data], *, resca
         left = torch.bincount(target, minlength=batch.num_nodes)
         weight = degree[batch.n_id[target]] / left[target] if rescale else None
         found.append((batch, model(batch.x, batch.edge_index, weight)))
+    if not found:
+        raise InputError("there must be at least one batch", got="none", fix="Pass those of a SampleLoader.")
     return _in_order(found)
 
 

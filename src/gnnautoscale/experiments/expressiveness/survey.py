@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
+from gnnautoscale._util import checked
 from gnnautoscale.data import generate
 from gnnautoscale.experiments.expressiveness import outputs
 from gnnautoscale.experiments.expressiveness.colours import (
@@ -93,6 +94,7 @@ def _graph(edges: Tensor, colours: Tensor) -> Data:
     return Data(x=one_hot(colours).double(), edge_index=torch.cat([edges, edges.flip(0)], dim=1))
 
 
+@checked(seed={"least": 0, "below": 2**32}, lr={"least": 0})
 def survey(
     example: Example, seed: int, *, partition: Partitioner = "metis", rescale: bool = True, lr: float = 1e-3
 ) -> dict[str, Comparison]:

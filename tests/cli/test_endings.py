@@ -1,0 +1,63 @@
+"""However the command ends, it says one sentence, and its code tells."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+from gnnautoscale.cli.endings import run_to_the_end
+
+
+@pytest.fixture(autouse=True)
+def _warnings_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+
+
+def ending(command: Callable[[], object], capfd: pytest.CaptureFixture[str]) -> tuple[object, str]:
+    with pytest.raises(SystemExit) as ended:
+        run_to_the_end(command)
+    return ended.value.code, capfd.readouterr().err
+
+
+def app(*, flush: bool) -> typer.Typer:
+    made = typer.Typer()
+    made.command()(lambda: print("something", flush=flush))
+    return made
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_a_closed_pipe_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], flush: bool) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "argv", ["gas"])
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        expected = 1, "error: the output was closed before all of it was written\n"
+        assert ending(app(flush=flush), capfd) == expected
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_output_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gas"])
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert ending(app(flush=False), capfd) == (2, "error: No space left on device\n")
+
+
+def test_no_output_at_all_is_fine(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gas"])
+    monkeypatch.setattr(sys, "stdout", None)
+    assert ending(app(flush=False), capfd) == (0, "")
+
+
+def test_a_file_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert ending(lambda: Path("/nonexistent/x").read_text(), capfd) == (
+        2,
+        "error: /nonexistent/x: No such file or directory\n",
+    )
