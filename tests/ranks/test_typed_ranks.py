@@ -19,6 +19,7 @@ from gnnautoscale import ranks
 from gnnautoscale._util import tensors_in
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.calling import unpack_batch
+from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward import TypedPlan
 from gnnautoscale.graph import TypedGraph
 from gnnautoscale.ranks.assignment import assign
@@ -28,7 +29,7 @@ from gnnautoscale.ranks.shard import Layout
 from gnnautoscale.ranks.typed_shard import TypedShard
 from gnnautoscale.ranks.world import World
 from support.ranks import outcomes, run_ranks
-from support.typed import MODELS, typed_graph
+from support.typed import ADDING, MODELS, typed_graph
 
 Rows = dict[str, Tensor]
 
@@ -49,7 +50,7 @@ def parts(data: HeteroData) -> dict[str, Tensor]:
 def made(name: str) -> nn.Module:
     """A model with all its weights."""
     torch.manual_seed(1)
-    model = MODELS[name]().double()
+    model = {**MODELS, **ADDING}[name]().double()
     with torch.no_grad():
         whole(model.eval(), graph())
     return model
@@ -355,6 +356,21 @@ class Shares(nn.Module):
         for layer in self.layers:
             x = layer(x, edge_index_dict[cites], edge_weight_dict[cites])
         return x
+
+
+def add_up(data: HeteroData, name: str) -> None:
+    loader = ranks.RankLoader(data, partition=parts(data))
+    model = ranks.autoscale(made(name), loader)
+    if name == "averages":
+        model(next(iter(loader)))
+    gas.infer(model, loader)
+
+
+@pytest.mark.parametrize("name", ADDING)
+def test_models_that_add_up_rows_of_all_nodes_are_refused(name: str) -> None:
+    for error in outcomes(2, add_up, graph(), name):
+        assert isinstance(error, UnsupportedModelError), error
+        assert "models that add up rows of all nodes train in one process" in str(error)
 
 
 def chain() -> ranks.RankLoader:

@@ -152,7 +152,6 @@ def test_options_of_steps_run_on_ranks(name: str, options: dict[str, Any], tmp_p
     ("options", "message"),
     [
         ({"compensate": "momentum"}, "by gradients"),
-        ({"mode": "history"}, "a plain graph"),
         ({"mode": "exact"}, "mode 'gas' or 'history'"),
         ({"mode": "cluster"}, "mode 'gas' or 'history'"),
         ({"num_parts": 1, "batch_size": 1}, "a part of its own"),

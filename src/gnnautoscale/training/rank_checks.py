@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
+from gnnautoscale._util import state_of
 from gnnautoscale.data import Dataset, TypedLinks
 from gnnautoscale.errors import InputError
 from gnnautoscale.ranks import current
@@ -50,8 +50,7 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if set(options.diagnose) - {"staleness"}:
         fix = "Leave the others out, or train in one process."
         raise InputError("ranks diagnose staleness only", got=f"diagnose={options.diagnose}", fix=fix)
-    weights = model.state_dict()
-    shapes = {name: None if is_lazy(value) else tuple(value.shape) for name, value in weights.items()}
+    shapes = {name: tuple(value.shape) for name, value in state_of(model).items()}
     given = {name: getattr(options, name) for name in OPTIONS if name not in _PLACES}
     about = type(task).__name__, task.metric, repr(task.module)
     current().agree({**given, "model": (repr(model), shapes), "task": about})
