@@ -114,15 +114,16 @@ def test_rows_in_the_order_of_another_loader_arrive_in_time(
 
 
 @pytest.mark.usefixtures("_late")
-def test_steps_on_a_late_gpu_find_their_rows_in_any_medium(data: Data, tmp_path: Path) -> None:
+@pytest.mark.parametrize("capture", [True, False])
+def test_steps_on_a_late_gpu_find_their_rows_in_any_medium(capture: bool, data: Data, tmp_path: Path) -> None:
     found = []
     for storage in ("device", "host", "disk"):
         folder = str(tmp_path) if storage == "disk" else None
         torch.manual_seed(1)
         model = pyg.GraphSAGE(16, 8, num_layers=3, out_channels=5)
-        options: dict[str, Any] = {"storage": storage, "history_dir": folder, "device": "cuda", "capture": False}
+        options: dict[str, Any] = {"storage": storage, "history_dir": folder, "device": "cuda", "capture": capture}
         options |= {"partition": "random", "refresh_every": 2, "progress": False}
-        result = gas.fit(model, data, num_parts=6, batch_size=2, epochs=4, **options)
+        result = gas.fit(model, data, num_parts=6, batch_size=2, epochs=6, **options)
         found.append([epoch.loss for epoch in result.epochs])
     assert found[1] == pytest.approx(found[0], rel=1e-4)
     assert found[2] == pytest.approx(found[0], rel=1e-4)

@@ -40,7 +40,7 @@ def call(*arguments: Any) -> Any:
     return result
 
 
-@pytest.mark.parametrize("model", ["hetero-sage", "hgt", "rgcn"])
+@pytest.mark.parametrize("model", ["hetero-sage", "hgt", "han", "rgcn"])
 def test_a_model_is_trained_and_run(model: str, file: Path) -> None:
     chosen = ["--model", model, "--hidden", 8, "--layers", 2, "--dropout", 0.1]
     data = ["--data", file, "--undirected"]
@@ -156,7 +156,7 @@ def test_a_graph_without_targets_is_shown_and_cut(file: Path) -> None:
         call("train", "--data", "bare.npz", "--model", "hgt", *FAST)
 
 
-@pytest.mark.parametrize("model", ["hetero-sage", "hgt", "rgcn"])
+@pytest.mark.parametrize("model", ["hetero-sage", "hgt", "han", "rgcn"])
 def test_types_may_be_empty_isolated_or_without_columns(model: str, file: Path) -> None:
     with np.load(file) as archive:
         arrays = dict(archive)

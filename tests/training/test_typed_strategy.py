@@ -17,7 +17,7 @@ import gnnautoscale as gas
 from gnnautoscale.attach.calling import unpack_batch
 from gnnautoscale.data import TypedDataset
 from gnnautoscale.errors import InputError
-from support.typed import MODELS, typed_graph
+from support.typed import ADDING, MODELS, typed_graph
 
 pytestmark = pytest.mark.filterwarnings("ignore:There exist node types:UserWarning")
 
@@ -33,7 +33,7 @@ def graph() -> HeteroData:
 
 def trained(name: str = "SAGE sum", **options: Any) -> tuple[gas.FitResult, nn.Module]:
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = {**MODELS, **ADDING}[name]()
     defaults = {"num_parts": 6, "batch_size": 2, "epochs": 4, "lr": 0.02, "device": "cpu", "seed": 3}
     return gas.fit(model, graph(), **{**defaults, **options}), model
 
@@ -58,9 +58,10 @@ def test_a_model_learns_the_classes_of_one_type(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["device", "host"])
-def test_a_gpu_captures_steps_that_learn(storage: str) -> None:
+@pytest.mark.parametrize("name", ["SAGE sum", "HAN"])
+def test_a_gpu_captures_steps_that_learn(name: str, storage: str) -> None:
     options: dict[str, Any] = {"storage": storage, "drawings": 2, "epochs": 20, "device": "cuda"}
-    (captured, _), (plain, _) = (trained(capture=capture, **options) for capture in (True, False))
+    (captured, _), (plain, _) = (trained(name, capture=capture, **options) for capture in (True, False))
     assert captured.how.startswith("captured as")
     assert plain.how.startswith("uncaptured")
     losses = [[epoch.loss for epoch in result.epochs] for result in (captured, plain)]
@@ -146,18 +147,19 @@ def test_exact_steps_are_those_of_full_batch() -> None:
 
 
 @pytest.mark.parametrize("storage", ["device", "disk"])
-def test_a_resumed_run_has_the_same_bits(storage: str, tmp_path: Path) -> None:
-    def options(name: str) -> dict[str, Any]:
+@pytest.mark.parametrize(("name", "compensate"), [("SAGE sum", "gradient"), ("HAN", "none")])
+def test_a_resumed_run_has_the_same_bits(name: str, compensate: str, storage: str, tmp_path: Path) -> None:
+    def options(folder: str) -> dict[str, Any]:
         return {
             "storage": storage,
-            "compensate": "gradient",
-            **({"history_dir": str(tmp_path / name)} if storage == "disk" else {}),
+            "compensate": compensate,
+            **({"history_dir": str(tmp_path / folder)} if storage == "disk" else {}),
         }
 
-    whole, model = trained(**options("a"), epochs=3, run_dir=str(tmp_path / "run"))
+    whole, model = trained(name, **options("a"), epochs=3, run_dir=str(tmp_path / "run"))
     saved = {"checkpoint_dir": str(tmp_path / "saved")}
-    trained(**options("b"), epochs=1, **saved)
-    resumed, other = trained(**options("c"), epochs=3, resume=saved["checkpoint_dir"], **saved)
+    trained(name, **options("b"), epochs=1, **saved)
+    resumed, other = trained(name, **options("c"), epochs=3, resume=saved["checkpoint_dir"], **saved)
     assert [epoch.loss for epoch in resumed.epochs] == [epoch.loss for epoch in whole.epochs]
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
     gas.detach(model)
