@@ -33,8 +33,10 @@ def grown_graph(old: HeteroData) -> HeteroData:
         ("paper", "cites", "paper"): [[40], [0]],
     }.items():
         new[kind].edge_index = torch.cat([new[kind].edge_index, torch.tensor(edges)], dim=1)
-    weight = new["paper", "cites", "paper"].edge_weight
-    new["paper", "cites", "paper"].edge_weight = torch.cat([weight, torch.tensor([0.7], dtype=weight.dtype)])
+        for name, value in old[kind].items():
+            if name != "edge_index":
+                added = torch.full((len(edges[0]), *value.shape[1:]), 0.7, dtype=value.dtype)
+                new[kind][name] = torch.cat([value, added])
     new["term"].x = new["term"].x.clone()
     new["term"].x[4] += 1.0
     return new
@@ -125,8 +127,10 @@ def without_last_venue(data: HeteroData) -> None:
         (set_value("venue", "x", GRAPH["venue"].x.float()), "x of 'venue' must still have rows"),
         (remove(("paper", "cites", "paper"), "edge_weight"), "must have the attributes of the old graph"),
         (
-            set_value(("term", "in", "paper"), "edge_index", GRAPH["term", "in", "paper"].edge_index[:, 1:]),
-            r"all edges \('term', 'in', 'paper'\)",
+            set_value(
+                ("paper", "extends", "paper"), "edge_index", GRAPH["paper", "extends", "paper"].edge_index[:, 1:]
+            ),
+            r"all edges \('paper', 'extends', 'paper'\)",
         ),
         (lambda data: data.__delitem__(("term", "in", "paper")), "the types of the old one"),
         (lambda data: Data(x=torch.eye(3)), "must be a HeteroData"),

@@ -16,6 +16,7 @@ import gnnautoscale as gas
 from gnnautoscale._util import tensors_in
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.forward import TypedPlan
+from gnnautoscale.planner.typed_trial_graph import _edges
 from support.typed import MODELS, WIDTH, Stacked, typed_graph
 
 pytestmark = pytest.mark.filterwarnings("ignore:There exist node types:UserWarning")
@@ -85,3 +86,14 @@ def test_a_layer_that_looks_at_its_edges_keeps_them() -> None:
         (got,) = tensors_in(model(batch))
         nodes = batch["paper"].n_id[: batch["paper"].batch_size]
         assert torch.allclose(got, want[nodes], rtol=1e-10, atol=1e-10)
+
+
+def test_no_node_of_a_trial_graph_has_two_self_loops() -> None:
+    """Layers keep one of them, on a GPU any."""
+    found = []
+    for seed in range(20):
+        edges = _edges(11, 11, set(), torch.Generator().manual_seed(seed))
+        loops = edges[1, edges[0] == edges[1]].tolist()
+        assert len(loops) == len(set(loops))
+        found += loops
+    assert found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -85,7 +86,10 @@ def gradient_agreement(
         raise InputError("'gradients' needs weights", got="a model without any to train", fix="Leave gradients out.")
     scaler = attached(model)
     dataset = _typed_dataset(scaler, loader, target, task) if isinstance(scaler.memory, TypedMemory) else None
-    learned = task_for(dataset or Dataset.of(loader.data)) if task is None else task
+    posed = dataset or Dataset.of(loader.data)
+    learned = task_for(posed) if task is None else task
+    if isinstance(task, LinkPrediction) and not task.is_bound:
+        learned = copy.copy(task).bound_to(posed, metric=None, class_weight="none")
     data = loader.data if dataset is None else dataset.train
     learned.check(data, ["train"])
     loss = _mean_loss(learned, data, device_of(model), dataset)

@@ -126,7 +126,10 @@ class TypedTrialGraph:
 
 
 def _edges(sources: int, targets: int, used: set[int], generator: torch.Generator) -> Tensor:
-    """Random edges sorted by target, ``[2, num_edges]``, of which there are a number that nothing else has."""
+    """Random edges sorted by target, ``[2, num_edges]``, of which there are a number that nothing else has.
+
+    No node has two self-loops.
+    """
     near = torch.arange(targets) * sources // targets
     count = targets + max(targets // 3, 4)
     while count + targets in used or count in used:
@@ -136,4 +139,8 @@ def _edges(sources: int, targets: int, used: set[int], generator: torch.Generato
     step = torch.randint(-3, 4, target.shape, generator=generator)
     edges = torch.stack([(near[target] + step) % sources, target])
     ordered: Tensor = edges[:, edges[1].argsort(stable=True)]
+    # Of several self-loops of a node layers keep one, on a GPU any of them.
+    loops = (ordered[0] == ordered[1]).nonzero().squeeze(1)
+    further = loops[1:][ordered[1, loops[1:]] == ordered[1, loops[:-1]]]
+    ordered[0, further] = (ordered[0, further] + 1) % sources
     return ordered

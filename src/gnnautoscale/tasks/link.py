@@ -156,6 +156,11 @@ class LinkPrediction(Task):
         self._rows, self._sampled = PairRows(self._pairs, self._always()), False
         return self
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether it knows its data set."""
+        return self._pairs is not None
+
     def identity(self, data: Data) -> tuple[Tensor | None, ...]:
         """The pairs of the graph."""
         pairs = Pairs.of(data)

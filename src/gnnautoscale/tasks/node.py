@@ -176,7 +176,8 @@ class NodeClassification(NodeTask):
         y = dataset.train.y
         if y.dim() == 1 and kind_of(y) == "labels":
             return NodeClassification(1)
-        return NodeClassification(dataset.num_classes, multilabel=y.dim() == 2)
+        # If no target is known there are none, which the check of the splits will say.
+        return NodeClassification(dataset.num_classes or 2, multilabel=y.dim() == 2)
 
     def _balance(self, dataset: Dataset) -> None:
         self.balance(self.counts(dataset.train))
