@@ -174,9 +174,29 @@ class _RelationalLayer(nn.Module):
         return {kind: x + self.own[kind](x_dict[kind]) for kind, x in found.items()}
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
+class _AttentionStack(TypedStack):
+    """Attention layers between all types."""
+
+    heads: int = option(4, "Number of attention heads, which divides the width.", least=1)
+
+    def _attention(self, layer: Callable[..., Any]) -> Any:
+        """One of PyG's layers."""
+        if self.hidden % self.heads:
+            rule = "the width of hidden layers must be a multiple of heads"
+            raise InputError(rule, got=f"{self.hidden} and {self.heads}", fix="Change one of them.")
+        kinds = list(self.types.counts), list(self.types.relations)
+        try:
+            return layer(self.hidden, self.hidden, kinds, heads=self.heads)
+        except KeyError as error:  # PyG names modules after types
+            rule = "attention layers need types whose names modules can have"
+            fix = "Rename the type, or use another model."
+            raise InputError(rule, got=str(error.args[0]), fix=fix) from error
+
+
 @checked()
 @dataclass(eq=False, repr=False, kw_only=True)
-class HGT(TypedStack):
+class HGT(_AttentionStack):
     """Heterogeneous graph transformer: attention between all types, with weights for each type of nodes and edges.
 
     Args:
@@ -191,10 +211,8 @@ class HGT(TypedStack):
         HGTConv(-1, 8, heads=2)
     """
 
-    heads: int = option(4, "Number of attention heads, which divides the width.", least=1)
-
     def _make_layer(self) -> nn.Module:
-        made = _with_heads(pyg.HGTConv, self.types, self.hidden, self.heads)
+        made = self._attention(pyg.HGTConv)
         for linear in (made.k_rel, made.v_rel):
             linear.__class__ = _LinearByType
         layer: nn.Module = made
@@ -203,7 +221,7 @@ class HGT(TypedStack):
 
 @checked()
 @dataclass(eq=False, repr=False, kw_only=True)
-class HAN(TypedStack):
+class HAN(_AttentionStack):
     """Heterogeneous graph attention: attention along each type of edges, and between the types of edges into a node.
 
     The latter weighs types by a mean over all nodes.
@@ -220,24 +238,9 @@ class HAN(TypedStack):
         HANConv(8, heads=2)
     """
 
-    heads: int = option(4, "Number of attention heads, which divides the width.", least=1)
-
     def _make_layer(self) -> nn.Module:
-        made: nn.Module = _with_heads(pyg.HANConv, self.types, self.hidden, self.heads)
+        made: nn.Module = self._attention(pyg.HANConv)
         return made
-
-
-def _with_heads(layer: Callable[..., Any], types: Types, hidden: int, heads: int) -> Any:
-    """One of PyG's attention layers between all types."""
-    if hidden % heads:
-        rule = "the width of hidden layers must be a multiple of heads"
-        raise InputError(rule, got=f"{hidden} and {heads}", fix="Change one of them.")
-    kinds = list(types.counts), list(types.relations)
-    try:
-        return layer(hidden, hidden, kinds, heads=heads)
-    except KeyError as error:  # PyG names modules after types
-        rule, fix = "attention layers need types whose names modules can have", "Rename the type, or use another model."
-        raise InputError(rule, got=str(error.args[0]), fix=fix) from error
 
 
 class _LinearByType(pyg.HeteroLinear):  # type: ignore[misc]
