@@ -176,7 +176,7 @@ def test_only_plain_steps_add_up_all_nodes() -> None:
     loader = gas.HaloLoader(GRAPH, 4, bidirectional=True)
     for compensate in ("gradient", "momentum"):
         model = gas.autoscale(made("averages"), GRAPH, compensate=compensate)
-        with pytest.raises(UnsupportedModelError, match=r"only plain steps know .*'the model over all nodes"):
+        with pytest.raises(UnsupportedModelError, match=r"only plain steps know .*a sum in 'the model'"):
             model(next(iter(loader)))
     model = gas.autoscale(made("HAN"), GRAPH)
     with pytest.raises(UnsupportedModelError, match="only plain steps know"):

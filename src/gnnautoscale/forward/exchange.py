@@ -55,7 +55,7 @@ class ExchangePolicy(ABC):
         """
         raise UnsupportedModelError(
             "only plain steps know the rows of all nodes that a model adds up",
-            got=f"an exact or compensated one, and '{slot}'",
+            got=f"an exact or compensated one, and a sum in '{slot.split(' over all nodes')[0]}'",
             fix="Leave that out: use mode 'gas' and compensate='none'.",
         )
 
