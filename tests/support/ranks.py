@@ -1,4 +1,7 @@
-"""Runs a function in several processes that know each other, forked from this one, so that they start at once."""
+"""Runs a function in several processes that know each other, forked from this one, so that they start at once.
+
+A fork cannot use a GPU, so processes that need one start anew.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +21,36 @@ import torch.distributed as dist
 import gnnautoscale.ranks.world as world_module
 
 _LONGEST = 60.0
+_LONGEST_ON_GPU = 420.0
 
 
 def run_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = 30.0, **options: Any) -> list[Any]:
     """What ``work(*args)`` returns on each rank; an error of one of them is raised here, the first rank's first."""
-    found = outcomes(size, partial(work, **options), *args, timeout=timeout)
+    return _returned(outcomes(size, partial(work, **options), *args, timeout=timeout))
+
+
+def run_ranks_on_gpu(size: int, work: Callable[[], Any]) -> list[Any]:
+    """What ``work()`` returns on each of some ranks that share a GPU; ``work`` must be a function of some module."""
+    return _returned(outcomes(size, work, timeout=120.0, on_gpu=True))
+
+
+def _returned(found: list[Any]) -> list[Any]:
     for each in found:
         if isinstance(each, BaseException):
             raise each
     return found
 
 
-def outcomes(size: int, work: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
+def outcomes(size: int, work: Callable[..., Any], *args: Any, timeout: float = 30.0, on_gpu: bool = False) -> list[Any]:
     """What ``work(*args)`` returns or raises on each rank; ``None`` of one that was killed."""
     with tempfile.TemporaryDirectory() as folder:
-        context = torch.multiprocessing.get_context("fork")
-        given = (Path(folder), size, work, args, timeout)
+        context: Any = torch.multiprocessing.get_context("spawn" if on_gpu else "fork")
+        given = (Path(folder), size, work, args, timeout, on_gpu)
         processes = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(size)]
         for process in processes:
             process.start()
         for process in processes:
-            process.join(_LONGEST)
+            process.join(_LONGEST_ON_GPU if on_gpu else _LONGEST)
         late = [process for process in processes if process.is_alive()]
         for process in late:
             process.kill()
@@ -47,12 +59,20 @@ def outcomes(size: int, work: Callable[..., Any], *args: Any, timeout: float = 3
         return [pickle.loads(path.read_bytes()) if path.exists() else None for path in paths]  # noqa: S301
 
 
-def _rank(rank: int, folder: Path, size: int, work: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> None:
+def _rank(
+    rank: int,
+    folder: Path,
+    size: int,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float,
+    on_gpu: bool,
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     world_module._world = None
-    # A fork cannot use a GPU that its parent uses.
-    torch.cuda.is_available = lambda: False
+    if not on_gpu:
+        torch.cuda.is_available = lambda: False
     try:
         if size > 1:
             store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]

@@ -64,17 +64,22 @@ def disagreements(
     seed: int,
     dtype: torch.dtype = torch.float32,
     open_slow: OpenSlow = SlowHistory,
+    first_late: int | None = None,
 ) -> int:
     """Run random steps against plain tensors; returns how many pulls differ.
 
     Steps are announced rightly, wrongly or not at all, sometimes a layer is run twice, and sometimes histories are
-    written from elsewhere. In turns the step or the histories are slow.
+    written from elsewhere; rows from ``first_late`` on are before every step. In turns the step or the histories are
+    slow.
     """
     random.seed(seed)
     generator = torch.Generator().manual_seed(seed)
     loader = HaloLoader(undirected_graph(400, 1500, seed=seed), 12, partition="random", batch_size=1 + seed % 2)
-    batches = [batch.edge_index.info for batch in loader]
-    order = batches[0].order
+    infos = [batch.edge_index.info for batch in loader]
+    order = infos[0].order
+    late = torch.arange(400 if first_late is None else first_late, 400)
+    batches = [info for info in infos if not torch.isin(info.rows[: info.batch_size], late).any()]
+    assert first_late is None or any(torch.isin(info.rows, late).any() for info in batches)
     truth = {slot: torch.zeros(400, WIDTH) for slot in SLOTS}
     histories = {slot: open_slow(400, WIDTH, dtype, device=device) for slot in SLOTS}
     for info in batches:
@@ -95,6 +100,13 @@ def disagreements(
         for history in histories.values():
             history.delay = 0 if slow_step else 20_000_000
         slow(20_000_000 if slow_step else 0)
+        if late.numel() and step:
+            with transfer.after_pushes():
+                for slot, history in histories.items():
+                    history.push(fresh_there[step, slot][: late.numel()], late.to(device))
+                    truth[slot] = truth[slot].clone()
+                    truth[slot][order.nodes_at(late)] = kept[step, slot][: late.numel()]
+            transfer.join()
         # In the first step histories come into being one by one.
         transfer.begin(rows_of(info), announced, histories if step else {})
         ahead_at_once = random.random() < 0.5

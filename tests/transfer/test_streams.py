@@ -54,6 +54,15 @@ def test_what_is_pulled_ahead_is_exact(seed: int, dtype: torch.dtype) -> None:
     assert disagreements(StreamTransfer(cpu), cpu, steps=60, seed=seed, dtype=dtype) == 0
 
 
+@pytest.mark.usefixtures("no_streams")
+def test_rows_that_others_write_between_steps_are_not_pulled_ahead() -> None:
+    cpu = torch.device("cpu")
+    assert (
+        sum(disagreements(StreamTransfer(cpu, 300), cpu, steps=60, seed=seed, first_late=300) for seed in (0, 1)) == 0
+    )
+    assert disagreements(StreamTransfer(cpu), cpu, steps=60, seed=0, first_late=300) > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
@@ -67,6 +76,8 @@ def test_transfers_on_a_gpu_are_exact_in_any_interleaving(overlap: bool, dtype: 
     transfer = open_transfer("host", device, overlap=overlap)
     assert isinstance(transfer, StreamTransfer) == overlap
     assert disagreements(transfer, device, steps=60, seed=seed, dtype=dtype) == 0
+    shared = open_transfer("host", device, overlap=overlap, first_late=300)
+    assert disagreements(shared, device, steps=60, seed=seed, dtype=dtype, first_late=300) == 0
 
 
 @pytest.mark.gpu

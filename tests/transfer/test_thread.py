@@ -75,6 +75,15 @@ def test_what_is_read_ahead_is_exact(slow_disk: type[SlowDisk], seed: int, dtype
     assert disagreements(ThreadTransfer(CPU), CPU, steps=50, seed=seed, dtype=dtype, open_slow=slow_disk) == 0
 
 
+def test_rows_that_others_write_between_steps_are_read_again(slow_disk: type[SlowDisk]) -> None:
+    def wrong(first_late: int | None, seed: int) -> int:
+        transfer = ThreadTransfer(CPU, first_late)
+        return disagreements(transfer, CPU, steps=50, seed=seed, open_slow=slow_disk, first_late=300)
+
+    assert sum(wrong(300, seed) for seed in (0, 1)) == 0
+    assert sum(wrong(None, seed) for seed in (0, 1)) > 0
+
+
 @pytest.mark.parametrize("seed", range(2, 4))
 def test_what_several_threads_read_is_exact(
     slow_disk: type[SlowDisk], monkeypatch: pytest.MonkeyPatch, seed: int

@@ -242,6 +242,11 @@ class StreamedStore(HistoryStore):
         for used in (rows, where):
             used.record_stream(self._writes_behind)
 
+    def share(self, memory: Any, slots: Iterable[str]) -> None:
+        """See :meth:`RowStore.share`; what is read ahead from now on sees the rows of other processes."""
+        super().share(memory, slots)
+        self._reads.wait_stream(torch.cuda.current_stream(self._reads.device))
+
     def settle(self, device: torch.device) -> None:
         """Let everything that follows see all rows that were written."""
         self._ahead.clear()

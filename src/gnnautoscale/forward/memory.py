@@ -111,8 +111,8 @@ class GraphMemory:
         if self._transfer is None or self._transfer[0] != device:
             self.settle()
             self._close_transfer()
-            # Rows that come from other processes must not be pulled ahead of them.
-            opened = open_transfer(self.medium, device, overlap=self._overlap and self.sharing is None)
+            late = None if self.sharing is None else self.sharing.first_late(self.kind)
+            opened = open_transfer(self.medium, device, overlap=self._overlap, first_late=late)
             self._transfer = device, opened if self.sharing is None else self.sharing.around(opened, self.kind)
         return self._transfer[1]
 

@@ -10,10 +10,10 @@ ranks up to the step before that.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from gnnautoscale.ranks.parcel import packed, sizes, unpacked
 from gnnautoscale.ranks.shard import Shard
 from gnnautoscale.ranks.typed_shard import TypedShard
 from gnnautoscale.ranks.world import Arrival, World
-from gnnautoscale.transfer import BatchRows, Transfer
+from gnnautoscale.transfer import BatchRows, Times, Transfer
 
 #: The parts of one batch, as its rank numbers them.
 Group = tuple[int, ...]
@@ -63,7 +63,8 @@ class Ghosts:
         # Of the present step: the rows of each type so far, and the histories that got them.
         self._begun: dict[str, object] = {}
         self._pushed: dict[str, Sequence[History]] = {}
-        self._pending: deque[tuple[Arrival, list[_Letter]]] = deque()
+        self._transfers: dict[str, Transfer] = {}
+        self._pending: deque[_Post] = deque()
         self._records: Callable[[], Records] = dict
         self._seen: list[Any] = []
 
@@ -121,14 +122,13 @@ class Ghosts:
             return None
         return tuple(parts.tolist()) if int(starts.diff()[parts].sum()) == rows.batch_size else None
 
-    def end(self, kind: str, pushed: Sequence[History]) -> None:
-        """End the forward pass of a step, which has pushed rows to some histories of a type; called like `begin`."""
-        self._pushed[kind] = pushed
+    def end(self, kind: str, pushed: Sequence[History], transfer: Transfer) -> None:
+        """Send what a step has pushed to some histories of a type with a transfer; called like `begin`."""
+        self._pushed[kind], self._transfers[kind] = pushed, transfer
         if kind == self._final:
-            self.send(self._pushed)
-            self.unanswered = torch.is_grad_enabled()
+            self.send(self._pushed, list(self._transfers.values()))
 
-    def send(self, histories: Histories) -> None:
+    def send(self, histories: Histories, transfers: Sequence[Transfer] = ()) -> None:
         """Start to send the rows that the present pass pushed, and to receive those of the other ranks."""
         groups = self.groups
 
@@ -136,7 +136,7 @@ class Ghosts:
             sent = [border.sent(peer, part) for part in groups[self.shard.rank]]
             return sent, [border.ghosts(peer, part) for part in groups[peer]]
 
-        if (posted := self._post(histories, pieces)) is not None:
+        if (posted := self._post(histories, pieces, transfers)) is not None:
             self._pending.append(posted)
 
     def share(self, histories: Histories) -> None:
@@ -146,7 +146,7 @@ class Ghosts:
             return ([], []) if peer == self.shard.rank else ([border.all_sent(peer)], [border.all_ghosts(peer)])
 
         if (posted := self._post(histories, pieces)) is not None:
-            _open(*posted)
+            posted.open()
 
     def settle(self) -> None:
         """Wait for all rows of other ranks, and write them into the rows of ghosts."""
@@ -154,7 +154,7 @@ class Ghosts:
 
     def _arrive(self, left: int) -> None:
         while len(self._pending) > left:
-            _open(*self._pending.popleft())
+            self._pending.popleft().open()
 
     def close(self) -> None:
         """Wait for rows on their way, which the other ranks have sent, and let the model go."""
@@ -162,6 +162,10 @@ class Ghosts:
         if self.on_close is not None:
             self.on_close()
         self.skip, self.on_close, self.unanswered = None, None, False
+
+    def first_late(self, kind: str) -> int:
+        """See :meth:`Sharing.first_late`: own rows come first."""
+        return self.shard.kinds[kind].num_own
 
     def around(self, transfer: Transfer, kind: str) -> Transfer:
         """A transfer of the rows of a type that also keeps ghosts up to date."""
@@ -179,25 +183,30 @@ class Ghosts:
             check_agreement(self.world, self.shard, records)
 
     def _post(
-        self, histories: Histories, pieces: Callable[[_Border, int], tuple[list[slice], list[slice]]]
-    ) -> tuple[Arrival, list[_Letter]] | None:
-        """Start to exchange rows of all types together; returns what arrives, ``None`` if there are no histories.
+        self,
+        histories: Histories,
+        pieces: Callable[[_Border, int], tuple[list[slice], list[slice]]],
+        transfers: Sequence[Transfer] = (),
+    ) -> _Post | None:
+        """Start to exchange rows of all types together; returns what is on its way, ``None`` without histories.
 
-        ``pieces`` of a border are sent to a peer, and received from it.
+        ``pieces`` of a border are sent to a peer, and received from it. The rows were pushed with some ``transfers``.
         """
-        letters = []
-        for kind, of_kind in histories.items():
-            if of_kind:
-                border = self._borders[kind]
-                given = [pieces(border, peer) for peer in range(self.shard.size)]
-                letters.append(border.letter(of_kind, *zip(*given, strict=True), wire=self.world.wire))
-        if not letters:
+        if not any(histories.values()):
             return None
         self._check_records()
-        sent, received = [letter.sent for letter in letters], [letter.received for letter in letters]
-        widths = [letter.rows.size(1) for letter in letters]
-        message = packed([letter.rows for letter in letters], sent)
-        return self.world.exchange(message, sizes(widths, sent), sizes(widths, received)), letters
+        with _after_pushes(transfers):
+            letters = []
+            for kind, of_kind in histories.items():
+                if of_kind:
+                    border = self._borders[kind]
+                    given = [pieces(border, peer) for peer in range(self.shard.size)]
+                    letters.append(border.letter(of_kind, *zip(*given, strict=True), wire=self.world.wire))
+            sent, received = [letter.sent for letter in letters], [letter.received for letter in letters]
+            widths = [letter.rows.size(1) for letter in letters]
+            message = packed([letter.rows for letter in letters], sent)
+            arrival = self.world.exchange(message, sizes(widths, sent), sizes(widths, received))
+        return _Post(arrival, letters, transfers)
 
 
 class _Border:
@@ -205,6 +214,8 @@ class _Border:
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
+        # The rows that are sent, wherever they were looked up.
+        self._sent = {shard.sent.device: shard.sent}
         self._sent_starts, self._ghost_starts = shard.sent_starts.tolist(), shard.ghost_starts.tolist()
         self._first_part = shard.first_part.tolist()
 
@@ -234,12 +245,13 @@ class _Border:
         wire: torch.device,
     ) -> _Letter:
         """The rows of histories to send to each rank, and where those that each rank sends belong."""
-        shard = self._shard
-        pieces = [shard.sent[piece] for pieces in sent for piece in pieces]
-        rows = torch.cat(pieces) if pieces else shard.sent[:0]
-        arriving = [torch.arange(piece.start, piece.stop) for pieces in received for piece in pieces]
-        places = shard.num_own + (torch.cat(arriving) if arriving else shard.sent[:0])
-        raw = [_raw_rows(history, rows, wire).view(torch.uint8) for history in histories]
+        known = histories[0].raw
+        device = known.device if known.is_cuda else wire
+        own = self._sent.setdefault(device, self._shard.sent.to(device))
+        rows = torch.cat([own[:0], *(own[piece] for pieces in sent for piece in pieces)])
+        arriving = [torch.arange(piece.start, piece.stop, device=device) for pieces in received for piece in pieces]
+        places = self._shard.num_own + torch.cat([own[:0], *arriving])
+        raw = [_raw_rows(history, rows).view(torch.uint8) for history in histories]
         together = raw[0] if len(raw) == 1 else torch.cat(raw, dim=1)
         return _Letter(histories, together, _counts(sent), places, _counts(received))
 
@@ -272,25 +284,58 @@ class _Letter:
             first += width
 
 
-def _open(arrival: Arrival, letters: list[_Letter]) -> None:
-    """Wait for rows of other ranks, and write them."""
-    widths, received = [letter.rows.size(1) for letter in letters], [letter.received for letter in letters]
-    for letter, raw in zip(letters, unpacked(arrival.wait(), widths, received), strict=True):
-        letter.write(raw)
+class _Post(NamedTuple):
+    """Rows of other ranks on their way, of each type, and the transfers that move rows of these histories."""
+
+    arrival: Arrival
+    letters: list[_Letter]
+    transfers: Sequence[Transfer]
+
+    def open(self) -> None:
+        """Wait for the rows, and write them; steps see them from now on."""
+        widths = [letter.rows.size(1) for letter in self.letters]
+        received = [letter.received for letter in self.letters]
+        with _after_pushes(self.transfers):
+            arrived = unpacked(self.arrival.wait(), widths, received)
+            for letter, raw in zip(self.letters, arrived, strict=True):
+                letter.write(raw)
+        for transfer in self.transfers:
+            transfer.join()
+
+
+@contextmanager
+def _after_pushes(transfers: Sequence[Transfer]) -> Iterator[None]:
+    """A context for reading and writing rows after what the transfers of all types have pushed."""
+    with ExitStack() as contexts:
+        for transfer in transfers:
+            contexts.enter_context(transfer.after_pushes())
+        yield
 
 
 class RankTransfer(Transfer):
-    """Lets another transfer move the rows of a type of nodes in steps, and sends those that are ghosts elsewhere."""
+    """Lets another transfer move the rows of a type of nodes in steps, and sends those that are ghosts elsewhere.
+
+    They are sent at the end of the forward pass, so that they travel during the backward pass; but once the step is
+    complete if it was replayed, or if they are pushed only then.
+    """
 
     def __init__(self, inner: Transfer, ghosts: Ghosts, kind: str) -> None:
         self._inner, self._ghosts, self._kind = inner, ghosts, kind
         self._pushed: dict[str, History] = {}
+        # Where steps on batches that come back push to, since replayed ones do not say it again.
+        self._pushed_before: dict[Hashable, dict[str, History]] = {}
+        self._sent = False
 
     def begin(self, rows: BatchRows, following: BatchRows | None, histories: Mapping[str, History]) -> None:
         """See :meth:`Transfer.begin`."""
+        self._rows, self._sent = rows, False
         self._ghosts.begin(self._kind, rows)
-        self._pushed.clear()
+        self._pushed = {}
         self._inner.begin(rows, following, histories)
+
+    def look_ahead(self) -> None:
+        """See :meth:`Transfer.look_ahead`."""
+        self._inner.look_ahead()
 
     def exchange(self, slot: str, history: History, rows: Tensor, *, push: bool = True) -> Tensor:
         """See :meth:`Transfer.exchange`."""
@@ -301,27 +346,60 @@ class RankTransfer(Transfer):
     def end(self) -> None:
         """See :meth:`Transfer.end`."""
         self._inner.end()
-        self._ghosts.end(self._kind, [self._pushed[slot] for slot in sorted(self._pushed)])
+        self._ghosts.unanswered = torch.is_grad_enabled()
+        if self._current.key is not None:
+            self._pushed_before[self._current.key] = self._pushed
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if not capturing and not self._inner.pushes_late:
+            self._send()
+
+    def join(self) -> None:
+        """See :meth:`Transfer.join`."""
+        self._inner.join()
 
     def complete(self) -> None:
         """See :meth:`Transfer.complete`."""
         self._inner.complete()
+        if not self._sent:
+            self._send()
+
+    def _send(self) -> None:
+        pushed = self._pushed or self._pushed_before.get(self._current.key, {})
+        self._ghosts.end(self._kind, [pushed[slot] for slot in sorted(pushed)], self._inner)
+        self._sent = True
+
+    def finish_pushes(self) -> None:
+        """See :meth:`Transfer.finish_pushes`."""
+        self._inner.finish_pushes()
 
     def settle(self) -> None:
         """See :meth:`Transfer.settle`."""
-        self._inner.settle()
         self._ghosts.settle()
+        self._inner.settle()
 
     def close(self) -> None:
         """See :meth:`Transfer.close`."""
         self._inner.close()
 
+    def measure(self, times: Times) -> None:
+        """See :meth:`Transfer.measure`."""
+        self._inner.measure(times)
 
-def _raw_rows(history: History, rows: Tensor, wire: torch.device) -> Tensor:
-    """Raw rows of a history, ``[count, raw_width]``, where it is, or where rows are sent from."""
-    shape, device = (rows.numel(), history.codec.raw_width), history.raw.device if history.raw.is_cuda else wire
-    raw = torch.empty(shape, dtype=history.codec.raw_dtype, device=device)
-    history.read(rows.to(device), raw)
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """Changes when rows move to another address on the device."""
+        return self._inner.version
+
+    @property
+    def skips_shared(self) -> bool:  # type: ignore[override]
+        """Whether the step that has begun found the rows that it shares with the step before on the device."""
+        return self._inner.skips_shared
+
+
+def _raw_rows(history: History, rows: Tensor) -> Tensor:
+    """Raw rows of a history, ``[count, raw_width]``, on the device of their index."""
+    raw = torch.empty(rows.numel(), history.codec.raw_width, dtype=history.codec.raw_dtype, device=rows.device)
+    history.read(rows, raw)
     return raw
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,31 @@ class GradientMean:
         self.counts = True
         #: How many ranks had something to learn in the last step, and whether any rank wants to stop.
         self.learners, self.stop = 0, False
+        self._waits = False
         self._reset()
+
+    @contextmanager
+    def later(self) -> Iterator[None]:
+        """Within, backward passes leave gradients as they are, until :meth:`average` is called."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients of all weights as they are."""
+        return [weight.grad for weight in self._weights]
+
+    def average(self, gradients: Sequence[Tensor | None], *, counts: bool) -> None:
+        """Give the weights the mean of the gradients of all ranks, of which these are those of this one.
+
+        The mean takes their place in memory; ``counts`` says whether this rank counts in it.
+        """
+        for weight, gradient in zip(self._weights, gradients, strict=True):
+            weight.grad = gradient
+        self.counts = counts
+        self._finish()
 
     @property
     def trained(self) -> bool:
@@ -72,10 +97,7 @@ class GradientMean:
 
     def join(self) -> bool:
         """Take part in a step without anything to learn; returns whether any rank had something."""
-        for weight in self._weights:
-            weight.grad = None
-        self.counts = False
-        self._finish()
+        self.average([None] * len(self._weights), counts=False)
         return self.trained
 
     def skip(self) -> None:
@@ -111,6 +133,8 @@ class GradientMean:
 
     def _arrived(self, weight: Tensor) -> None:
         """The gradient of a weight is known: send it off with those of its bucket, once all before it are gone."""
+        if self._waits:
+            return
         if not self._running:
             self._running = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)

@@ -65,7 +65,7 @@ class Engine(Steps):
         self._replayer = Replayer(
             model, device, capture=capture, placement=placement, attributes=self._scaler.attributes
         )
-        self._replayer.why_not = self._replayer.why_not or task.why_uncaptured
+        self._replayer.why_not = self._replayer.why_not or task.why_uncaptured or self._why_not_with_ranks()
         self._model_version = self._scaler.version
         # The whole graph as a batch, if it is the same every time. With and without a refresh: the number of passes
         # over it so far, and a captured pass.
@@ -75,6 +75,14 @@ class Engine(Steps):
         #: How the last exact step ran, in words.
         self.exact_how = "no step ran"
         self._why_no_pass = None if capture and self.on_gpu else "it is not wanted, or there is no GPU"
+
+    def _why_not_with_ranks(self) -> str | None:
+        """What other ranks have to be told within a step, which a graph cannot do."""
+        if self.together is not None and self._always_backward:
+            return "norms need the rows of all ranks"
+        if self.together is not None and type(self.task).see is not Task.see:
+            return "the loss needs the outputs of all ranks"
+        return None
 
     @property
     def on_gpu(self) -> bool:
@@ -215,12 +223,26 @@ class Engine(Steps):
                 "the penalty runs layers with dropout inside a second time with the same random numbers"
             )
         extras = {"targets": item.targets} if item.rows is None else {"targets": item.targets, "rows": item.rows}
-        self._replayer.run(item.batch, self._work, extras, trains=item.targets.size(0) > 0)
+        trains = item.targets.size(0) > 0
+        if self.together is None or self._replayer.why_not is not None:
+            self._replayer.run(item.batch, self._work, extras, trains=trains)
+        else:
+            with self.together.later():
+                gradients = self._replayer.run(item.batch, self._own_work, extras, trains=trains)
+            self.together.average(gradients, counts=self._trains_on(item))
+            if self._accumulate == 1 and self.together.trained:
+                self._update()
         if self._replayer.why_not is not None:
             self._replayer.packer.keep(item.batch)
 
     def _work(self, batch: Data, extras: dict[str, Tensor]) -> None:
         self._step(Item(batch, extras.get("rows"), extras["targets"]))
+
+    def _own_work(self, batch: Data, extras: dict[str, Tensor]) -> list[Tensor | None]:
+        """What a rank does in a step by itself; returns the gradients, which are not those of all ranks yet."""
+        self._optimizer.zero_grad()
+        self._learn(Item(batch, extras.get("rows"), extras["targets"]))
+        return self.together.gradients() if self.together is not None else []
 
     @torch.no_grad()
     def output(self, batch: ReadyBatch, *, refresh: bool = False) -> Tensor:

@@ -45,7 +45,6 @@ def on_rank(options: FitOptions) -> FitOptions:
     return replace(
         options,
         device=device,
-        capture=options.capture and world.size == 1,
         run_dir=options.run_dir if first else None,
         tensorboard=options.tensorboard and first,
     )

@@ -146,13 +146,22 @@ class Steps:
         return item.targets.size(0) > 0 or self._per_target is not None
 
     def _step(self, item: Item) -> None:
+        learned = self._learn(item)
+        if self.together is not None and not learned:
+            self.together.join()
+        if self._accumulate == 1 and (learned if self.together is None else self.together.trained):
+            self._update()
+
+    def _learn(self, item: Item) -> bool:
+        """Run the model on a batch, and find gradients if there is something to learn, or if other ranks need that.
+
+        Returns whether there was a backward pass.
+        """
         if not self._trains_on(item) and not self._always_backward:
             # Nothing to learn, but histories move on.
             with torch.no_grad(), self._autocast():
                 self._show(self._call(item.batch), item.batch)
-            if self.together is not None and self.together.join() and not self._holds:
-                self._update()
-            return
+            return False
         if self._accumulate == 1 or self._holds:
             self._optimizer.zero_grad()
         with self._penalty if self._penalty is not None else nullcontext(), self._autocast():
@@ -169,9 +178,8 @@ class Steps:
         with torch.autograd.set_multithreading_enabled(False):  # nothing to do for a second thread
             shared = self._accumulate > 1 and not self._holds
             torch.autograd.backward(total / self._accumulate if shared else total)
-        if self._accumulate == 1 and (self.together is None or self.together.trained):
-            self._update()
         self._total += loss.detach() * item.targets.size(0)
+        return True
 
     def _losses(self, out: Any, item: Item) -> tuple[Tensor, Tensor]:
         """The mean loss of a batch's targets, and what its step differentiates."""

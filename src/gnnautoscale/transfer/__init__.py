@@ -21,13 +21,16 @@ __all__ = ["BatchRows", "DirectTransfer", "Sharing", "Times", "Transfer", "open_
 
 
 @for_later
-def open_transfer(medium: Medium | None, device: torch.device, *, overlap: bool = True) -> Transfer:
+def open_transfer(
+    medium: Medium | None, device: torch.device, *, overlap: bool = True, first_late: int | None = None
+) -> Transfer:
     """The fastest transfer between a device and histories, whose medium is ``None`` if that is not decided yet.
 
-    ``overlap`` lets rows move while a step computes.
+    ``overlap`` lets rows move while a step computes, but for those from ``first_late`` on, which other processes write
+    between steps.
     """
     if overlap and medium == "disk":
-        return ThreadTransfer(device)
+        return ThreadTransfer(device, first_late)
     if overlap and medium == "host" and use_triton(torch.empty(0, device=device)):
-        return StreamTransfer(device)
+        return StreamTransfer(device, first_late)
     return DirectTransfer()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -35,6 +36,8 @@ class Transfer(ABC):
     version = 0
     #: Whether the step that has begun found the rows that it shares with the step before on the device.
     skips_shared = False
+    #: Whether rows are pushed in :meth:`complete` only, and not in :meth:`end`.
+    pushes_late = False
     #: Measures how long steps wait for rows.
     times = Times()
     _rows: BatchRows | None = None
@@ -74,6 +77,13 @@ class Transfer(ABC):
     def finish_pushes(self) -> None:
         """Let the step that has begun see the rows that earlier steps have pushed."""
         return
+
+    def after_pushes(self) -> AbstractContextManager[None]:
+        """A context for reading and writing rows after this step's pushes, and all that was asked for so far.
+
+        The next step does not wait for it unless it is told to :meth:`join`.
+        """
+        return nullcontext()
 
     def settle(self) -> None:
         """Let everything that follows see all pushes, and forget what was pulled ahead."""

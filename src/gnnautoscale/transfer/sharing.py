@@ -14,6 +14,9 @@ from gnnautoscale.transfer.rows import BatchRows
 class Sharing(Protocol):
     """Keeps rows that other processes own up to date."""
 
+    def first_late(self, kind: str) -> int:
+        """The first of those rows of a type that others write; all behind it are theirs, too."""
+
     def around(self, transfer: Transfer, kind: str) -> Transfer:
         """A transfer that moves rows of a type as another one does, and also sends those of a step that others need."""
 

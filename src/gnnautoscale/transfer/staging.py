@@ -40,10 +40,13 @@ R = TypeVar("R", bound=Room)
 
 
 class StagedTransfer(Transfer, Generic[R]):
-    """Keeps a room for each slot, of which one side serves the step and the other side the next step."""
+    """Keeps a room for each slot, of which one side serves the step and the other side the next step.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Rows from ``first_late`` on are not read ahead of a step, since other processes write them before it begins.
+    """
+
+    def __init__(self, device: torch.device, first_late: int | None = None) -> None:
+        self._device, self._first_late = device, first_late
         self._rooms: dict[str, R] = {}
         self._most_batch, self._most_halo = 0, -1
         self._side = 0

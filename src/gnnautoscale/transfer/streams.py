@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,8 @@ class StreamTransfer(StagedTransfer[Room]):
     Three streams work side by side: the step's own, one that pulls and one that pushes. Host code never waits.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, first_late: int | None = None) -> None:
+        super().__init__(device, first_late)
         self._pulls, self._pushes = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         # The step's side of the rooms, on the device, where a captured step looks it up.
         self._side_there = torch.zeros(1, dtype=torch.int32, device=device)
@@ -48,7 +49,8 @@ class StreamTransfer(StagedTransfer[Room]):
         shared = self._shared[side, : following.num_halo]
         with torch.cuda.stream(self._pulls):
             self._current.locate(index, shared)
-            self._read(self._histories, index, side, shared)
+            skip = shared if self._first_late is None else torch.where(index < self._first_late, shared, 0)
+            self._read(self._histories, index, side, skip)
         self._ahead = _Ahead(following, self._current, frozenset(self._histories))
 
     def end(self) -> None:
@@ -64,6 +66,12 @@ class StreamTransfer(StagedTransfer[Room]):
     def join(self) -> None:
         """See :meth:`Transfer.join`."""
         self._wait(self._main, self._pushes)
+
+    def after_pushes(self) -> AbstractContextManager[None]:
+        """See :meth:`Transfer.after_pushes`."""
+        self._wait(self._pushes, self._main)
+        context: AbstractContextManager[None] = torch.cuda.stream(self._pushes)
+        return context
 
     def settle(self) -> None:
         """See :meth:`Transfer.settle`."""
@@ -87,8 +95,12 @@ class StreamTransfer(StagedTransfer[Room]):
         self._side_there.fill_(self._side)
         self._index = batch.on(self._device)
         missing = {slot: history for slot, history in self._histories.items() if slot not in there}
+        halo = self._index[batch.batch_size :]
         with self.times.during("pull"):
-            self._read(missing, self._index[batch.batch_size :], self._side)
+            self._read(missing, halo, self._side)
+            if there and self._first_late is not None:
+                late = {slot: history for slot, history in self._histories.items() if slot in there}
+                self._read(late, halo, self._side, (halo < self._first_late).int() - 1)
         if self._following is not None:
             self._next_index = self._following.on(self._device)
             self._wait(self._pulls, main)  # the other side is free, and a copied index is there

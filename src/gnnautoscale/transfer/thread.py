@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,7 +42,7 @@ class _DiskRoom(Room):
 
 @dataclass
 class _Read:
-    """Rows of some slots that a thread reads for a batch, while the step of the batch ``before`` runs.
+    """Rows of some slots that a thread reads for a batch, while the step of the batch ``before`` runs, if there is one.
 
     ``shared`` gives which of the halo's rows that step writes itself, and their positions in its batch.
     """
@@ -55,8 +56,10 @@ class _Read:
 class ThreadTransfer(StagedTransfer[_DiskRoom]):
     """Reads ahead and writes behind in threads; histories on disk."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    pushes_late = True
+
+    def __init__(self, device: torch.device, first_late: int | None = None) -> None:
+        super().__init__(device, first_late)
         self._on_gpu = device.type == "cuda"
         self._reader, self._writer = ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "writes")
         self._workers = ThreadPoolExecutor(_WORKERS, "rows")
@@ -99,6 +102,11 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
         """See :meth:`Transfer.finish_pushes`."""
         self._raise_failures()
 
+    def after_pushes(self) -> AbstractContextManager[None]:
+        """See :meth:`Transfer.after_pushes`; this waits for them."""
+        self._raise_failures()
+        return nullcontext()
+
     def settle(self) -> None:
         """See :meth:`Transfer.settle`."""
         self._following = None
@@ -122,6 +130,8 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
             read = self._start(batch, self._side, None)
         with self.times.during("pull"):
             places, positions = (copy_staged(each, self._device) for each in read.shared.result())
+            if read.before is not None:
+                self._read_late(batch.on_host[batch.batch_size :])
             for slot in self._histories:
                 # If that step did not come to its end, or pushed nothing here, the file has the right rows.
                 fresh = recent is not None and recent.rows is read.before and slot in recent.slots
@@ -154,6 +164,17 @@ class ThreadTransfer(StagedTransfer[_DiskRoom]):
             return _nothing() if before is None else _shared(index, before)
 
         return _Read(rows, frozenset(histories), before, self._reader.submit(work))
+
+    def _read_late(self, index: Tensor) -> None:
+        """Read those rows of the halo again that other processes have written since they were read ahead."""
+        if self._first_late is None:
+            return
+        late = (index >= self._first_late).nonzero().squeeze(1)
+        for slot, history in self._histories.items() if late.numel() else ():
+            staged = self._rooms[slot].staged[self._side]
+            rows = torch.empty(late.numel(), staged.size(1), dtype=staged.dtype)
+            history.read(index[late], rows)
+            staged.index_copy_(0, late, rows)
 
     def _gather(self, index: Tensor, tables: list[tuple[History, Tensor]]) -> None:
         """Read the same rows of several histories, in several threads if they are many."""
