@@ -106,7 +106,7 @@ def _fit(device: str, name: str, options: dict[str, Any]) -> Outcome:
 
 
 def compared(work: Any, cases: dict[str, dict[str, Any]], *, capture: bool = False) -> dict[str, str]:
-    """What does not agree with the CPU, by case, on one rank: how far apart numbers are, or why steps are not captured."""
+    """What does not agree with the CPU: how far apart numbers are, or why steps are not captured, by case."""
     wrong = {}
     for name, case in cases.items():
         expected = work("cpu", **case)
