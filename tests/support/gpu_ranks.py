@@ -93,7 +93,7 @@ def plain() -> Data:
     return data
 
 
-def _fit(device: str, name: str, options: dict[str, Any]) -> Outcome:
+def fit_on(device: str, name: str, options: dict[str, Any]) -> Outcome:
     """A run of ``fit``, with the weights of its last epoch."""
     data = typed() if name.startswith("hetero") else plain()
     model = _model(name, data)
@@ -148,7 +148,7 @@ def captured_fits() -> dict[str, str]:
     cases = {f"gcn {name}": {"name": "gcn", "options": given} for name, given in options.items()}
     cases |= {f"gat {name}": {"name": "gat", "options": options[name]} for name in ("host",)}
     cases |= {f"typed {name}": {"name": "hetero-sage", "options": options[name]} for name in ("device", "host")}
-    return compared(_fit, cases, capture=True)
+    return compared(fit_on, cases, capture=True)
 
 
 def other_fits() -> dict[str, str]:
@@ -158,4 +158,4 @@ def other_fits() -> dict[str, str]:
         "norms": {"storage": "host", "sync_norms": True},
         "penalty": {"storage": "host", "lipschitz": 0.1, "lipschitz_radius": 0.01},
     }
-    return compared(_fit, {f"gcn {name}": {"name": "gcn", "options": given} for name, given in options.items()})
+    return compared(fit_on, {f"gcn {name}": {"name": "gcn", "options": given} for name, given in options.items()})

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from conftest import undirected_graph
 from gnnautoscale.graph.loader import HaloLoader
 from gnnautoscale.history.host import HostHistory
 from gnnautoscale.transfer import DirectTransfer, Transfer, open_transfer
 from gnnautoscale.transfer.streams import StreamTransfer
+from support.tape import without_streams
 from support.transfers import check_steps_that_fail, disagreements, precisions, rows_of
 
 
@@ -26,23 +25,10 @@ def test_direct_transfers_are_exact(seed: int, dtype: torch.dtype) -> None:
     assert disagreements(DirectTransfer(), cpu, steps=30, seed=seed, dtype=dtype) == 0
 
 
-class Line:
-    """A stream that does everything at once."""
-
-    def __init__(self, *_: Any) -> None:
-        """Any device will do."""
-
-    def wait_stream(self, other: Any) -> None:
-        """There is nothing to wait for."""
-
-
 @pytest.fixture
 def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets what needs a GPU's streams run on the CPU, where nothing overlaps."""
-    monkeypatch.setattr(torch.cuda, "Stream", Line)
-    monkeypatch.setattr(torch.cuda, "current_stream", Line)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+    without_streams(monkeypatch)
 
 
 @pytest.mark.usefixtures("no_streams")

@@ -9,7 +9,7 @@ from gnnautoscale._util.arguments import check_argument, checked
 from gnnautoscale._util.atomic import check_writable, no_empty_folders, write_atomically
 from gnnautoscale._util.checksums import checksums_of, damaged_file, is_unchanged, with_checksum
 from gnnautoscale._util.cores import available_cores
-from gnnautoscale._util.devices import usable_device
+from gnnautoscale._util.devices import is_capturing, usable_device
 from gnnautoscale._util.docstrings import describe_arguments
 from gnnautoscale._util.leaves import leaves_of
 from gnnautoscale._util.locks import FolderLock
@@ -47,6 +47,7 @@ __all__ = [
     "describe_arguments",
     "for_later",
     "html_table",
+    "is_capturing",
     "is_unchanged",
     "lacks_memory",
     "leaves_of",

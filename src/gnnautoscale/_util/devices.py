@@ -1,4 +1,4 @@
-"""Names of devices."""
+"""Devices by name, and what the current one does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import torch
 
 from gnnautoscale._util.options import shown
 from gnnautoscale.errors import InputError
+
+
+def is_capturing() -> bool:
+    """Whether a GPU notes the work that it is given now, for a CUDA graph, instead of doing it."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def usable_device(device: torch.device | str) -> torch.device:

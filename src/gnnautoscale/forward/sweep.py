@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnnautoscale._util import is_capturing
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.forward.exchange import EndOfPass, ExchangePolicy, HistoryStore, RowStore
 from gnnautoscale.forward.session import Session
@@ -26,7 +27,7 @@ class SweepExchange(ExchangePolicy):
 
     def begin(self, session: Session) -> None:
         """Wait for training steps, and start to read what the next pass needs."""
-        if session.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if not is_capturing():
             session.memory.settle()  # nothing moves while a pass is captured
         self._sort(session)
         session.memory.prepare_edges(session.info.upcoming, session.plan.calls, gradients=torch.is_grad_enabled())

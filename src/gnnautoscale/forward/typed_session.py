@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import map_tensors, tensors_in
+from gnnautoscale._util import is_capturing, map_tensors, tensors_in
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward.edges import (
     ActiveLayer,
@@ -149,7 +149,7 @@ class TypedSession(Session):
         """Start the pass."""
         for kind in self.kinds.values():
             kind.begin()
-        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if not is_capturing():
             self.memory.prepare_edges(self.info.upcoming, self.plan.calls, gradients=torch.is_grad_enabled())
 
     def around_model(self) -> AbstractContextManager[Any]:

@@ -257,10 +257,10 @@ def merge_rows(rows: Tensor, staged: Tensor, recent: Tensor, where: Tensor, side
         _triton().merge_rows(rows, staged, recent, where, side, out)
         return
     halo = out[rows.size(0) :]
-    choice = where[int(side), :num_halo]
+    choice = where.index_select(0, side)[0, :num_halo]
     fresh = (choice >= 0).nonzero().squeeze(1)
     out[: rows.size(0)].copy_(rows)
-    halo.copy_(staged[int(side), :num_halo])
+    halo.copy_(staged.index_select(0, side)[0, :num_halo])
     halo.index_copy_(0, fresh, recent.index_select(0, choice[fresh]).to(out.dtype))
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gnnautoscale._util import is_capturing
 from gnnautoscale.errors import InputError
 from gnnautoscale.history import History
 from gnnautoscale.kernels import Runs
@@ -349,8 +350,7 @@ class RankTransfer(Transfer):
         self._ghosts.unanswered = torch.is_grad_enabled()
         if self._current.key is not None:
             self._pushed_before[self._current.key] = self._pushed
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if not capturing and not self._inner.pushes_late:
+        if not is_capturing() and not self._inner.pushes_late:
             self._send()
 
     def join(self) -> None:
