@@ -105,18 +105,21 @@ def fit_on(device: str, name: str, options: dict[str, Any]) -> Outcome:
     return Outcome([losses, *(weight.detach().cpu() for weight in model.parameters())], result.how)
 
 
-def compared(work: Any, cases: dict[str, dict[str, Any]], *, capture: bool = False) -> dict[str, str]:
-    """What does not agree with the CPU: how far apart numbers are, or why steps are not captured, by case."""
+def compared(
+    work: Any, cases: dict[str, dict[str, Any]], *, reference: str = "cpu", capture: bool = False
+) -> dict[str, str]:
+    """What does not agree with the reference device: how far apart numbers are, or why steps are not captured."""
     wrong = {}
     for name, case in cases.items():
-        expected = work("cpu", **case)
+        expected = work(reference, **case)
         for on_gpu in (False, True):
             with over_the_wire(on_gpu=on_gpu):
                 found = work("cuda", **case)
-            apart = max(
+            apart = [
                 float((one - other).abs().max()) for one, other in zip(found.numbers, expected.numbers, strict=True)
-            )
-            if not apart < 1e-9:
+            ]
+            # The losses come first; fit adds them up in single precision.
+            if not (apart[0] < 1e-6 and max(apart[1:]) < 1e-9):
                 wrong[f"{name}, wire on {'GPU' if on_gpu else 'CPU'}"] = f"{apart} ({found.how})"
             if capture and not found.how.startswith("captured"):
                 wrong[f"{name}, capture"] = found.how
@@ -156,6 +159,8 @@ def other_fits() -> dict[str, str]:
     options: dict[str, dict[str, Any]] = {
         "drawn": {"storage": "host", "batch_size": 2},
         "norms": {"storage": "host", "sync_norms": True},
-        "penalty": {"storage": "host", "lipschitz": 0.1, "lipschitz_radius": 0.01},
     }
-    return compared(fit_on, {f"gcn {name}": {"name": "gcn", "options": given} for name, given in options.items()})
+    wrong = compared(fit_on, {f"gcn {name}": {"name": "gcn", "options": given} for name, given in options.items()})
+    # A GPU draws other random directions than the CPU.
+    penalty = {"storage": "host", "lipschitz": 0.1, "lipschitz_radius": 0.01}
+    return wrong | compared(fit_on, {"penalty": {"name": "gcn", "options": penalty}}, reference="cuda")

@@ -9,7 +9,7 @@ from gnnautoscale._util.arguments import check_argument, checked
 from gnnautoscale._util.atomic import check_writable, no_empty_folders, write_atomically
 from gnnautoscale._util.checksums import checksums_of, damaged_file, is_unchanged, with_checksum
 from gnnautoscale._util.cores import available_cores
-from gnnautoscale._util.devices import is_capturing, usable_device
+from gnnautoscale._util.devices import as_if_captured, is_capturing, usable_device
 from gnnautoscale._util.docstrings import describe_arguments
 from gnnautoscale._util.leaves import leaves_of
 from gnnautoscale._util.locks import FolderLock
@@ -32,6 +32,7 @@ __all__ = [
     "Pinned",
     "RandomState",
     "arriving_numbers",
+    "as_if_captured",
     "available_cores",
     "available_memory",
     "check_argument",

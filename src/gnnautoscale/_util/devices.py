@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 
 from gnnautoscale._util.options import shown
 from gnnautoscale.errors import InputError
 
+_as_if_captured = ContextVar("_as_if_captured", default=False)
+
+
+@contextmanager
+def as_if_captured() -> Iterator[None]:
+    """Within, :func:`is_capturing` is true: work is done, and leaves the same things to the host as when captured."""
+    token = _as_if_captured.set(True)
+    try:
+        yield
+    finally:
+        _as_if_captured.reset(token)
+
 
 def is_capturing() -> bool:
     """Whether a GPU notes the work that it is given now, for a CUDA graph, instead of doing it."""
+    if _as_if_captured.get():
+        return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 

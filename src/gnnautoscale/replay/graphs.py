@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from gnnautoscale._util import as_if_captured
+
 
 class GraphPool:
     """Captures work on a GPU; all of its graphs share memory, since only one of them runs at a time."""
@@ -101,7 +103,7 @@ def watching(model: nn.Module) -> Iterator[list[str]]:
     """List the reasons why a step cannot be captured: work that a replay would not, or could not, repeat."""
     reasons: list[str] = []
     before = _host_state(model)
-    with _waits_noticed() as waits:
+    with _waits_noticed() as waits, as_if_captured():
         yield reasons
     if waits:
         reasons.append("the model waits for values on the host (such as .item(), or indexing with a mask)")
