@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,10 @@ def rank(options: argparse.Namespace) -> dict[str, Any]:
         loader = ranks.RankLoader(options.folder, **how)
         ranks.autoscale(model, loader, storage=options.storage)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+    steps = len(loader) if options.steps is None else min(options.steps, len(loader))
 
     def epoch() -> None:
-        for batch in loader:
+        for batch in islice(loader, steps):
             optimizer.zero_grad()
             out = model(batch.x, batch.edge_index)
             F.cross_entropy(out, batch.y[: batch.batch_size]).backward()
@@ -109,7 +111,6 @@ def rank(options: argparse.Namespace) -> dict[str, Any]:
     first = timed(epoch, device)
     sent = world.sent_bytes
     seconds = [timed(epoch, device) for _ in range(options.epochs)]
-    steps = len(loader)
     found: dict[str, Any] = {
         "rank": world.rank,
         "steps": steps,
@@ -124,7 +125,7 @@ def rank(options: argparse.Namespace) -> dict[str, Any]:
         histories = attached(model).memory.histories.values()
         row = sum(each.codec.raw_width * each.codec.raw_dtype.itemsize for each in histories)
         rows, edges = shard.data.num_nodes, shard.data.num_edges
-        found["least bytes per step"] = shard.sent.numel() * row / steps
+        found["least bytes per step"] = shard.sent.numel() * row / len(loader)
         found["weights"] = sum(weight.numel() for weight in model.parameters())
         found["expected memory"] = memory_of(rows, edges, row, options)
         found |= wire(world) if world.size > 1 else {}
@@ -250,6 +251,7 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--steps", type=int, help="Most steps of an epoch; by default all.")
     parser.add_argument("--threads", type=int, default=1, help="Threads of each rank.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--storage", default="host")
