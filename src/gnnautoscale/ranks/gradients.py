@@ -60,6 +60,8 @@ class GradientMean:
         #: How many ranks had something to learn in the last step, and whether any rank wants to stop.
         self.learners, self.stop = 0, False
         self._waits = False
+        # The size of each rank's weights in the last step.
+        self._weight_sizes: _Later | None = None
         self._reset()
 
     @contextmanager
@@ -120,12 +122,6 @@ class GradientMean:
             self._optimizers = found
         return [optimizer for each in found if (optimizer := each()) is not None]
 
-    def add_up(self, *numbers: float) -> list[float]:
-        """The sums of numbers over all ranks."""
-        found = self.world.sum(torch.tensor(numbers, dtype=torch.double).to(self.world.wire)).wait()
-        sums: list[float] = found.tolist()
-        return sums
-
     def _reset(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]
         self._sums: list[tuple[list[Tensor], Tensor, Arrival]] = []
@@ -148,44 +144,72 @@ class GradientMean:
         self._sums.append((bucket, flat, self.world.sum(flat)))
 
     def _finish(self) -> None:
-        """Add up what is left, wait for all of it, and put the means in place."""
+        """Add up what is left, wait for all of it, and put the means in place.
+
+        The host waits for the other ranks' hosts, but not for a GPU.
+        """
         for bucket in self._buckets[len(self._sums) :]:
             self._send(bucket)
-        wire = self.world.wire
+        facts = self._send_facts()
         here = [float(weight.grad is not None) for weight in self._weights]
-        # The weights of each rank as one number, since loops that differ would let them drift apart.
-        sums = torch.stack([weight.detach().double().sum() for weight in self._weights] or [torch.zeros(())])
-        head = torch.tensor([float(self.counts), float(self.wish()), *[0.0] * self.world.size, *here])
-        head = head.to(wire, torch.double)
-        head[2 + self.world.rank] = sums.sum().to(wire)
-        facts = torch.cat([head, *(average.flatten().to(wire, torch.double) for average in self._averages)])
-        facts = self.world.sum(facts).wait()
-        head, averages = facts[: head.numel()].cpu(), facts[head.numel() :]
-        counts, wishes, *known = head.tolist()
-        weights, known = known[: self.world.size], known[self.world.size :]
-        if any(each != weights[0] for each in weights):
-            self._reset()
-            rule = "all ranks must make the same steps with the same weights"
-            fix = "Let every rank do the same between backward() and step(), such as clipping, also without labels."
-            raise InputError(rule, got=f"weights that differ, with sums of {weights}", fix=fix)
+        counts, wishes, *known = self.world.add_up(float(self.counts), float(self.wish()), *here)
         self.learners, self.stop = int(counts), wishes > 0
-        sizes = [average.numel() for average in self._averages]
-        for average, values in zip(self._averages, torch.split(averages, sizes), strict=True):
-            average.copy_((values / self.world.size).view_as(average))
+        self._take_facts(facts)
         known_at = {id(weight): count > 0 for weight, count in zip(self._weights, known, strict=True)}
+        places: list[Tensor] = []
+        means: list[Tensor] = []
         for bucket, _, arrival in self._sums:
             parts = torch.split(arrival.wait().div_(max(counts, 1.0)), [weight.numel() for weight in bucket])
             for weight, part in zip(bucket, parts, strict=True):
-                gradient = part.view_as(weight).to(weight.device)
                 if not known_at[id(weight)]:
                     weight.grad = None
                 elif weight.grad is None:
-                    weight.grad = gradient.clone()
+                    weight.grad = part.view_as(weight).to(weight.device, copy=True)
                 else:
-                    weight.grad.copy_(gradient)
+                    places.append(weight.grad)
+                    means.append(part.view_as(weight))
+        if places:
+            torch._foreach_copy_(places, means)
         self._reset()
         if self._after is not None:
             self._after()
+
+    def _send_facts(self) -> Arrival:
+        """Start to add up the size of each rank's weights, and the running averages of all."""
+        facts = torch.zeros(self.world.size, dtype=torch.double, device=self.world.wire)
+        # As one number, by which loops that differ are noticed, since they would let weights drift apart.
+        facts[self.world.rank] = nn.utils.get_total_norm(weight.detach() for weight in self._weights)
+        averages = (average.flatten().to(facts) for average in self._averages)
+        return self.world.sum(torch.cat([facts, *averages]))
+
+    def _take_facts(self, facts: Arrival) -> None:
+        """Take the means of running averages, and compare the sizes of the weights in the step before."""
+        sizes, *averages = torch.split(facts.wait(), [self.world.size, *(each.numel() for each in self._averages)])
+        for average, values in zip(self._averages, averages, strict=True):
+            average.copy_((values / self.world.size).view_as(average))
+        before, self._weight_sizes = self._weight_sizes, _Later(sizes)
+        # Those of this step are still being computed.
+        told = [] if before is None else before.read()
+        if len({repr(size) for size in told}) > 1:
+            self._reset()
+            rule = "all ranks must make the same steps with the same weights"
+            fix = "Let every rank do the same between backward() and step(), such as clipping, also without labels."
+            raise InputError(rule, got=f"weights that differ, of sizes {told}", fix=fix)
+
+
+class _Later:
+    """Numbers that are copied from a GPU, to be read later."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._there = torch.cuda.current_stream(numbers.device).record_event() if numbers.is_cuda else None
+
+    def read(self) -> list[float]:
+        """The numbers."""
+        if self._there is not None:
+            self._there.synchronize()
+        found: list[float] = self._numbers.tolist()
+        return found
 
 
 def _gradient(weight: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ from gnnautoscale.errors import InputError
 
 T = TypeVar("T")
 _HOST = torch.device("cpu")
+# Seconds that a rank waits for another one.
+_LONGEST_WAIT = 600.0
 
 
 class LostRankError(RuntimeError):
@@ -52,14 +54,21 @@ class World:
         rank: The number of this process.
         size: The number of processes; 1 without torchrun.
         device: Where this rank computes if it has a choice.
+
+    Args:
+        timeout: Seconds after which a rank gives up waiting for what another one's host says, beside GPUs.
     """
 
-    @checked(rank={"least": 0}, size={"least": 1})
-    def __init__(self, rank: int = 0, size: int = 1, device: torch.device = _HOST) -> None:
+    @checked(rank={"least": 0}, size={"least": 1}, timeout={"above": 0})
+    def __init__(
+        self, rank: int = 0, size: int = 1, device: torch.device = _HOST, *, timeout: float = _LONGEST_WAIT
+    ) -> None:
         self.rank, self.size, self.device = rank, size, device
         nccl = size > 1 and dist.get_backend() == "nccl"
         #: Where tensors that are sent have to be.
         self.wire = device if nccl else _HOST
+        # What the host says itself has a way of its own, on which nobody waits for a GPU.
+        self._talk = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if nccl else None
         #: How many bytes of rows this rank has sent to others so far.
         self.sent_bytes = 0
 
@@ -86,7 +95,20 @@ class World:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        self.guarded(lambda: dist.all_gather_object(found, value))
+        self.guarded(lambda: dist.all_gather_object(found, value, group=self._talk))
+        return found
+
+    def add_up(self, *numbers: float) -> list[float]:
+        """The sums of numbers over all ranks; the host waits for the others, but not for a GPU.
+
+        Example:
+            >>> World().add_up(1, 2.5)
+            [1.0, 2.5]
+        """
+        sums = torch.tensor(numbers, dtype=torch.double)
+        if self.size > 1:
+            self.guarded(lambda: dist.all_reduce(sums, group=self._talk))
+        found: list[float] = sums.tolist()
         return found
 
     def gather_to_first(self, value: Tensor) -> list[Tensor] | None:
@@ -110,9 +132,8 @@ class World:
             For each of them the rows of the other ranks, on the same device.
         """
         count = tables[0].size(0)
-        counts = torch.zeros(self.size, dtype=torch.long, device=self.wire)
-        counts[self.rank] = count
-        received, sent = self.sum(counts).wait().tolist(), [count] * self.size
+        here = [count if rank == self.rank else 0 for rank in range(self.size)]
+        received, sent = [int(each) for each in self.add_up(*here)], [count] * self.size
         sent[self.rank] = received[self.rank] = 0
         rows = [table.detach().contiguous().view(count, table.shape[1:].numel()).view(torch.uint8) for table in tables]
         arrived = self.exchange(torch.cat(rows, dim=1).repeat(self.size - 1, 1), sent, received).wait()
@@ -128,7 +149,7 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        self.guarded(lambda: dist.broadcast_object_list(box, src=0))
+        self.guarded(lambda: dist.broadcast_object_list(box, src=0, group=self._talk))
         return box[0]
 
     def same(self, tensors: Sequence[Tensor]) -> None:
@@ -202,7 +223,7 @@ _world: World | None = None
 
 
 @checked(timeout={"above": 0})
-def start(*, timeout: float = 600.0) -> World:
+def start(*, timeout: float = _LONGEST_WAIT) -> World:
     """Join the other processes that torchrun has started; without torchrun there is only this one.
 
     Ranks with a GPU each talk over nccl, others over gloo. Calling it again returns the same world.
@@ -236,7 +257,7 @@ def start(*, timeout: float = 600.0) -> World:
         except (RuntimeError, ValueError) as error:
             raise LostRankError(f"the {size} ranks could not find each other: {str(error).splitlines()[0]}") from error
         atexit.register(_leave)
-    _world = World(dist.get_rank(), dist.get_world_size(), device)
+    _world = World(dist.get_rank(), dist.get_world_size(), device, timeout=timeout)
     return _world
 
 

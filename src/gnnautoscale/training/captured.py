@@ -316,7 +316,7 @@ def engine_for(
         batches, targets = float(len(loader)), task.weight_of(dataset.train)
         if together is not None:
             is_share = dataset.passing() is loader.data
-            batches, targets = together.add_up(batches, targets if is_share else targets / together.world.size)
+            batches, targets = together.world.add_up(batches, targets if is_share else targets / together.world.size)
         per_target = batches / targets
     return Engine(
         model,

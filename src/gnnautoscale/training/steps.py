@@ -109,7 +109,7 @@ class Steps:
             self._update_if_due(at_last=True)
             total, count = float(self._total), float(self._count)
             if self.together is not None:
-                total, count = self.together.add_up(total, count)
+                total, count = self.together.world.add_up(total, count)
             return total / max(count, 1.0)
         finally:
             self._total.zero_()
