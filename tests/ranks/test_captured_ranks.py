@@ -47,3 +47,9 @@ def test_captured_steps_of_ranks_are_those_of_others() -> None:
 def test_ranks_on_a_gpu_compute_what_ranks_on_the_cpu_do(work: Callable[[], dict[str, str]]) -> None:
     for wrong in run_ranks_on_gpu(2, work):
         assert not wrong, "\n".join(f"{name}: {how}" for name, how in wrong.items())
+
+
+@pytest.mark.gpu
+def test_ranks_over_nccl_compute_what_ranks_on_the_cpu_do() -> None:
+    for wrong in run_ranks_on_gpu(2, gpu_ranks.over_nccl, backend="nccl"):
+        assert not wrong, "\n".join(f"{name}: {how}" for name, how in wrong.items())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
@@ -36,11 +37,11 @@ class Outcome(NamedTuple):
 def over_the_wire(*, on_gpu: bool) -> Iterator[None]:
     """Let what ranks send be where it is for nccl, or for gloo."""
     world = ranks.current()
-    world.wire = world.device if on_gpu else torch.device("cpu")
+    before, world.wire = world.wire, world.device if on_gpu else torch.device("cpu")
     try:
         yield
     finally:
-        world.wire = torch.device("cpu")
+        world.wire = before
 
 
 def _loop(device: str, storage: Any, lag: int, compensate: Any) -> Outcome:
@@ -120,7 +121,7 @@ def compared(
     wrong = {}
     for name, case in cases.items():
         expected = work(reference, **case)
-        for on_gpu in (False, True):
+        for on_gpu in (True,) if dist.get_backend() == "nccl" else (False, True):
             with over_the_wire(on_gpu=on_gpu):
                 found = work("cuda", **case)
             apart = [
@@ -174,3 +175,16 @@ def other_fits() -> dict[str, str]:
     penalty = {"storage": "host", "lipschitz": 0.1, "lipschitz_radius": 0.01}
     cases = {"penalty": {"name": "gcn", "options": penalty}}
     return wrong | compared(fit_on, cases, allowed=_IN_FIT, reference="cuda")
+
+
+def over_nccl() -> dict[str, str]:
+    """Own loops and ``fit``, between ranks that nccl takes for ranks on different machines."""
+    host: dict[str, Any] = {"storage": "host", "epochs": 3}
+    cases = {f"lag {lag}": {"storage": "host", "lag": lag, "compensate": "none"} for lag in (0, 1)}
+    cases["compensated"] = {"storage": "device", "lag": 0, "compensate": "gradient"}
+    wrong = compared(_loop, cases, allowed=1e-9)
+    fits = {"captured": {"name": "gcn", "options": host}, "types": {"name": "hetero-sage", "options": host}}
+    wrong |= compared(fit_on, fits, allowed=_IN_FIT, capture=True)
+    return wrong | compared(
+        fit_on, {"norms": {"name": "gcn", "options": {**host, "sync_norms": True}}}, allowed=_IN_FIT
+    )

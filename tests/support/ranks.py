@@ -29,9 +29,9 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = 
     return _returned(outcomes(size, partial(work, **options), *args, timeout=timeout))
 
 
-def run_ranks_on_gpu(size: int, work: Callable[[], Any]) -> list[Any]:
+def run_ranks_on_gpu(size: int, work: Callable[[], Any], *, backend: str = "gloo") -> list[Any]:
     """What ``work()`` returns on each of some ranks that share a GPU; ``work`` must be a function of some module."""
-    return _returned(outcomes(size, work, timeout=120.0, on_gpu=True))
+    return _returned(outcomes(size, work, timeout=120.0, on_gpu=True, backend=backend))
 
 
 def _returned(found: list[Any]) -> list[Any]:
@@ -41,11 +41,18 @@ def _returned(found: list[Any]) -> list[Any]:
     return found
 
 
-def outcomes(size: int, work: Callable[..., Any], *args: Any, timeout: float = 30.0, on_gpu: bool = False) -> list[Any]:
+def outcomes(
+    size: int,
+    work: Callable[..., Any],
+    *args: Any,
+    timeout: float = 30.0,
+    on_gpu: bool = False,
+    backend: str = "gloo",
+) -> list[Any]:
     """What ``work(*args)`` returns or raises on each rank; ``None`` of one that was killed."""
     with tempfile.TemporaryDirectory() as folder:
         context: Any = torch.multiprocessing.get_context("spawn" if on_gpu else "fork")
-        given = (Path(folder), size, work, args, timeout, on_gpu)
+        given = (Path(folder), size, work, args, timeout, on_gpu, backend)
         processes = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(size)]
         for process in processes:
             process.start()
@@ -67,16 +74,22 @@ def _rank(
     args: tuple[Any, ...],
     timeout: float,
     on_gpu: bool,
+    backend: str,
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     world_module._world = None
     if not on_gpu:
         torch.cuda.is_available = lambda: False
+    if backend == "nccl":
+        # It refuses ranks that share a GPU, unless it takes them for ranks on different machines.
+        os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo")
+        torch.cuda.set_device(0)
     try:
         if size > 1:
             store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+            limit = timedelta(seconds=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
             dist.barrier()  # a rank that fails at once must not be gone before the others have found it
         world_module.start()
         found: Any = work(*args)
