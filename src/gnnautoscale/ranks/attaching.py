@@ -44,7 +44,7 @@ def autoscale(model: M, loader: RankLoader, *, lag: int = 0, sync_norms: bool = 
         >>> model = autoscale(GCN(34, 16, num_layers=2, out_channels=4), loader)
     """
     attach_shared(model, loader, lag=lag, sync_norms=sync_norms, **options)
-    if loader.shard is not None:
+    if loader.world.size > 1:
         if any(is_lazy(weight) for weight in model.parameters()):
             plan_of(model, loader)  # gives them their shapes, so that ranks can have the same ones
         average_gradients(model, loader)
@@ -76,7 +76,7 @@ def attach_shared(
     if loader.ghosts is not None:
         loader.ghosts.lag = lag
         loader.ghosts.follow(lambda: memory.records_by_kind)
-    if sync_norms:
+    if sync_norms and loader.world.size > 1:
         attached(model).normalize_by(RankNorms(loader.world))  # whose backward passes need all ranks
 
 

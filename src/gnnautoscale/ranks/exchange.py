@@ -246,8 +246,9 @@ class _Border:
         wire: torch.device,
     ) -> _Letter:
         """The rows of histories to send to each rank, and where those that each rank sends belong."""
-        known = histories[0].raw
-        device = known.device if known.is_cuda else wire
+        known = histories[0]
+        # A GPU may be the wire of ranks that compute on the host; it cannot read their histories.
+        device = known.raw.device if known.raw.is_cuda or not known.serves(wire) else wire
         own = self._sent.setdefault(device, self._shard.sent.to(device))
         rows = torch.cat([own[:0], *(own[piece] for pieces in sent for piece in pieces)])
         arriving = [torch.arange(piece.start, piece.stop, device=device) for pieces in received for piece in pieces]
@@ -280,7 +281,7 @@ class _Letter:
         first = 0
         for history in self.histories:
             width = history.codec.raw_width * history.codec.raw_dtype.itemsize
-            rows = raw[:, first : first + width].contiguous().view(history.codec.raw_dtype)
+            rows = raw[:, first : first + width].to(self.rows.device).contiguous().view(history.codec.raw_dtype)
             history.write(rows, self.places)
             first += width
 

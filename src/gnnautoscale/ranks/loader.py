@@ -115,7 +115,7 @@ class RankLoader(HaloLoader):
         return cut(graph, layout, world.rank, bidirectional=bidirectional, whole=facts_of(graph))
 
     def _share(self, shard: Shard | TypedShard, batch_size: int) -> None:
-        self.shard, self.ghosts = shard, Ghosts(shard, self.world)
+        self.shard, self.ghosts = shard, Ghosts(shard, self.world) if self.world.size > 1 else None
         sizes = shard.first_part.diff().tolist()
         if isinstance(batch_size, int) and batch_size > sum(sizes):
             rule = f"batch_size must be at most the number of parts, {sum(sizes)}"

@@ -309,7 +309,7 @@ def engine_for(
     if any(is_lazy(weight) for weight in model.parameters()):
         plan_of(model, loader)  # gives them their shapes
     per_target, together = None, None
-    if isinstance(loader, RankLoader):
+    if isinstance(loader, RankLoader) and loader.world.size > 1:
         together = average_gradients(model, loader, *([] if task.module is None else [task.module]))
     if options.compensate == "gradient":
         # On average over the batches, the loss is that of the whole graph.
@@ -332,7 +332,7 @@ def engine_for(
         placement=options.batches_on,
         per_target=per_target,
         together=together,
-        always_backward=options.sync_norms,
+        always_backward=options.sync_norms and together is not None,
         **further,
     )
 
