@@ -164,3 +164,17 @@ def test_a_damaged_folder_reopens(tmp_path: Path, name: str, content: str | None
 def test_other_folders_hold_no_run(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert not any(is_run_dir(path) for path in (tmp_path, tmp_path / "missing"))
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with RunFolder.create(path, RUN) as folder:
+        folder.append({"kind": "epoch", "epoch": 1})
+        with pytest.raises(InputError, match=r"one run at a time, but got .*run, which another run is using"):
+            RunFolder.reopen(path, RUN, [])
+        folder.append({"kind": "epoch", "epoch": 2})
+    assert sorted(each.name for each in path.iterdir()) == ["metrics.jsonl", "run.json"]
+    assert len(read_run(path).epochs) == 2
+    (path / ".lock").touch()  # what a run that was killed leaves
+    RunFolder.reopen(path, RUN, [{}, {}]).close()
+    assert is_run_dir(path)

@@ -1,7 +1,8 @@
 """The folder of a training run.
 
 ``run.json`` describes the run, ``metrics.jsonl`` has one line per measurement, a finished run adds ``result.json``, and
-one that was verified ``verification.json``. ``docs/diagnostics.md`` explains the numbers.
+one that was verified ``verification.json``. ``docs/diagnostics.md`` explains the numbers. While the run goes on, a lock
+keeps other runs out of its folder.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from gnnautoscale._util import checked, write_atomically
+from gnnautoscale._util import FolderLock, checked, write_atomically
 from gnnautoscale.errors import InputError
 from gnnautoscale.runs.result import jsonable
 
 FORMAT = 1
 RUN, METRICS, RESULT, VERIFICATION = "run.json", "metrics.jsonl", "result.json", "verification.json"
+_LOCK = ".lock"
 _KINDS = {"epoch": "epochs", "staleness": "staleness", "gradients": "gradients", "lipschitz": "lipschitz"}
 _FIX = "Choose another one, or write none (--run-dir none on the command line)."
 
@@ -83,16 +85,17 @@ class RunRecord:
 class RunFolder:
     """Writes the folder of a run while it trains."""
 
-    def __init__(self, path: Path, stream: TextIO) -> None:
+    def __init__(self, path: Path, stream: TextIO, lock: FolderLock) -> None:
         self.path = path
-        self._stream = stream
+        self._stream, self._lock = stream, lock
 
     @staticmethod
     def create(path: Path, run: Mapping[str, Any]) -> RunFolder:
         """Start a run in a new or empty folder; its description gets format and time."""
         check_run_dir(path)
-        _write_json(path / RUN, {"format": FORMAT, "started": _now(), **run})
-        return RunFolder(path, _open(path, "w"))
+        with _only_writer(path) as lock:
+            _write_json(path / RUN, {"format": FORMAT, "started": _now(), **run})
+            return RunFolder(path, _open(path, "w"), lock)
 
     @staticmethod
     def reopen(
@@ -103,30 +106,22 @@ class RunFolder:
         The description must match the folder's, except for options named in ``free``. What is damaged in the folder is
         written anew: ``epochs`` are the records of those epochs.
         """
-        try:
-            known = _described(path)
-        except InputError:
-            _write_json(path / RUN, {"format": FORMAT, "started": _now(), **run})
-        else:
-            here, there = (json.loads(json.dumps(_identity(which, free))) for which in (jsonable(dict(run)), known))
-            if here != there:
-                names = ", ".join(name for name in here if here[name] != there[name])
-                got = f"{path}, with other {names}"
-                raise InputError("a run must continue in its own folder", got=got, fix="Choose another run_dir.")
-        try:
-            lines = _lines(path / METRICS)
-        except InputError:
-            lines = []
-        lines = [line for line in lines if _number(line.get("epoch")) <= len(epochs)]
-        if sum(line.get("kind") == "epoch" for line in lines) < len(epochs):
-            lines = [dict(record) for record in epochs]
-        try:
-            _write(path / METRICS, "".join(json.dumps(jsonable(line)) + "\n" for line in lines))
-            for name in (RESULT, VERIFICATION):
-                (path / name).unlink(missing_ok=True)
-        except OSError as error:
-            raise _unwritable(path, error) from None
-        return RunFolder(path, _open(path, "a"))
+        with _only_writer(path) as lock:
+            _continue_description(path, run, free)
+            try:
+                lines = _lines(path / METRICS)
+            except InputError:
+                lines = []
+            lines = [line for line in lines if _number(line.get("epoch")) <= len(epochs)]
+            if sum(line.get("kind") == "epoch" for line in lines) < len(epochs):
+                lines = [dict(record) for record in epochs]
+            try:
+                _write(path / METRICS, "".join(json.dumps(jsonable(line)) + "\n" for line in lines))
+                for name in (RESULT, VERIFICATION):
+                    (path / name).unlink(missing_ok=True)
+            except OSError as error:
+                raise _unwritable(path, error) from None
+            return RunFolder(path, _open(path, "a"), lock)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a record, and flush it to the file."""
@@ -148,6 +143,7 @@ class RunFolder:
         """Close the folder; nothing more can be appended."""
         with suppress(OSError):  # what could not be written has been reported already
             self._stream.close()
+        self._lock.remove()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -156,11 +152,43 @@ class RunFolder:
         self.close()
 
 
+@contextmanager
+def _only_writer(path: Path) -> Iterator[FolderLock]:
+    """Keep other runs out of a folder; if this fails, not any more."""
+    try:
+        lock = FolderLock(path / _LOCK)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    if not lock.taken:
+        lock.release()
+        rule, fix = "a run's folder belongs to one run at a time", "Wait for it to end, or choose another folder."
+        raise InputError(rule, got=f"{path}, which another run is using", fix=fix)
+    try:
+        yield lock
+    except BaseException:
+        lock.remove()
+        raise
+
+
+def _continue_description(path: Path, run: Mapping[str, Any], free: Collection[str]) -> None:
+    """See that a folder describes a run, but for options named in ``free``; a damaged description is written anew."""
+    try:
+        known = _described(path)
+    except InputError:
+        _write_json(path / RUN, {"format": FORMAT, "started": _now(), **run})
+        return
+    here, there = (json.loads(json.dumps(_identity(which, free))) for which in (jsonable(dict(run)), known))
+    if here != there:
+        names = ", ".join(name for name in here if here[name] != there[name])
+        got = f"{path}, with other {names}"
+        raise InputError("a run must continue in its own folder", got=got, fix="Choose another run_dir.")
+
+
 def check_run_dir(path: Path) -> None:
     """Create the folder, and refuse one that is not empty or not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        taken = next(path.iterdir(), None) is not None
+        taken = any(each.name != _LOCK for each in path.iterdir())
         writable = os.access(path, os.W_OK)
     except OSError as error:
         raise InputError("run_dir must be a writable folder", got=f"{path} ({error})", fix=_FIX) from None
@@ -191,7 +219,8 @@ def is_run_dir(path: Path) -> bool:
         names = [each.name for each in path.iterdir()]
     except OSError:
         return False
-    own = re.compile(rf"({'|'.join(map(re.escape, (RUN, METRICS, RESULT, VERIFICATION)))})(\.\w+\.part)?|events\..*")
+    files = "|".join(map(re.escape, (RUN, METRICS, RESULT, VERIFICATION)))
+    own = re.compile(rf"({files})(\.\w+\.part)?|events\..*|{re.escape(_LOCK)}")
     return RUN in names or (bool(names) and all(own.fullmatch(name) for name in names))
 
 
