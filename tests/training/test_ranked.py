@@ -19,7 +19,7 @@ from gnnautoscale import ranks
 from gnnautoscale.models import GCN
 from gnnautoscale.ranks.exchange import RankTransfer
 from gnnautoscale.runs import read_run
-from gnnautoscale.tasks import NodeClassification, NodeRegression, Task
+from gnnautoscale.tasks import NodeClassification, NodeRegression
 from gnnautoscale.training.checkpoint import load_latest
 from gnnautoscale.training.journal import describe_parts
 from gnnautoscale.training.ranked import RankStrategy
@@ -61,22 +61,6 @@ def plain(result: gas.FitResult) -> dict[str, Any]:
     for name in ("seconds", "options", "peak_memory"):
         del values[name]
     return {**values, "epochs": [{**epoch, "seconds": 0} for epoch in values["epochs"]]}
-
-
-class Deviation(Task):
-    """A task of one's own."""
-
-    def targets(self, batch: Data) -> tuple[Tensor | None, Tensor]:
-        """All nodes."""
-        return None, batch.y[: batch.batch_size]
-
-    def loss(self, out: Any, targets: Tensor) -> Tensor:
-        """Not reached."""
-        raise AssertionError
-
-    def score(self, out: Tensor, data: Data, split: str) -> float:
-        """Not reached."""
-        raise AssertionError
 
 
 def one_class_apart(data: Data) -> Data:
@@ -274,7 +258,6 @@ def test_evaluation_in_other_batches_gives_the_same_scores() -> None:
         ({"exact_epochs": 1}, "exact_epochs must be 0"),
         ({"refresh": 2, "batch_size": 3}, "refresh must be at most the number of batches of a rank, 1"),
         ({"diagnose": ("gradients",)}, "ranks diagnose staleness only"),
-        ({"task": Deviation()}, "ranks know tasks of nodes, links and graphs, but got a Deviation"),
         ({"num_parts": 1, "batch_size": 1}, "a part of its own"),
     ],
 )

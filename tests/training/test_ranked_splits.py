@@ -414,7 +414,7 @@ def test_a_step_on_graphs_is_that_of_one_process_on_all_batches(data: Dataset, p
             torch.testing.assert_close(weights[name], wanted, rtol=1e-6, atol=1e-8)
 
 
-# Nodes, and what is refused ##########################################################################################
+# Nodes, tasks of the user's own, and what is refused ##################################################################
 
 
 def apart() -> tuple[Data, Data, Data]:
@@ -444,6 +444,40 @@ def test_graphs_of_their_own_are_validated_and_tested_on() -> None:
     assert found[0].result.scores == pytest.approx(scores)
 
 
+class Closeness(Task):
+    """Predict a number of each node, which is looked up by the node, or is its first feature; score with all data."""
+
+    metric, higher_is_better = "distance", False
+
+    def __init__(self, known: Tensor | None = None) -> None:
+        self.known = known
+
+    def targets(self, batch: Data) -> tuple[Tensor | None, Tensor]:
+        """Of the nodes to train on."""
+        rows = batch.train_mask[: batch.batch_size].nonzero().squeeze(1)
+        return rows, batch.x[rows, 0] if self.known is None else self.known[batch.n_id[rows]]
+
+    def loss(self, out: Any, targets: Tensor) -> Tensor:
+        """The mean square."""
+        return (out[:, 0] - targets).square().mean()
+
+    def score(self, out: Tensor, data: Data, split: str) -> float:
+        """The distance from features, and a sum over edges that only the whole graph has."""
+        mask = data[f"{split}_mask"]
+        return float((out[mask, 0] - data.x[mask, 0]).abs().mean() + out[data.edge_index[0], 0].sum())
+
+
+def test_a_task_of_ones_own_sees_numbers_of_the_whole_graph_and_scores_with_all_data() -> None:
+    data = community_graph()
+    looked_up, given = (run_ranks(2, fit_nodes, data, task=Closeness(known)) for known in (data.x[:, 0].clone(), None))
+    check_alike(given)
+    assert same_bits(given[0].weights, looked_up[0].weights)
+    model = encoder(CLASSES)
+    model.load_state_dict({name.removeprefix("model."): value for name, value in given[0].weights.items()})
+    out = whole(model, data)
+    assert given[0].result.scores == pytest.approx({each: Closeness().score(out, data, each) for each in SPLITS})
+
+
 def test_classes_are_balanced_over_shards_in_files(tmp_path: Path) -> None:
     data = community_graph()
     data.y[:30] = 0
@@ -455,8 +489,13 @@ def test_classes_are_balanced_over_shards_in_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "data", "message"),
     [
-        ("link", "shards", "folders of shards have targets of nodes"),
-        (GraphPrediction(), "shards", "folders of shards have targets of nodes, but got the task GraphPrediction"),
+        ("link", "shards", "folders of shards serve the library's tasks of nodes"),
+        (
+            GraphPrediction(),
+            "shards",
+            "folders of shards serve the library's tasks of nodes, but got the task GraphPrediction",
+        ),
+        (Closeness(torch.ones(0)), "shards", "tasks of nodes, but got the task Closeness"),
         (LinkPrediction(), "few parts", "batches must consist of several parts"),
         (LinkPrediction(), "other pairs", "all ranks must have the same targets"),
         (LinkPrediction(), "other decoder", "all ranks must have the same task"),

@@ -10,7 +10,7 @@ from gnnautoscale._util import state_of
 from gnnautoscale.data import Dataset, TypedLinks
 from gnnautoscale.errors import InputError
 from gnnautoscale.ranks import current
-from gnnautoscale.tasks import GraphPrediction, LinkPrediction, NodeTask, Task
+from gnnautoscale.tasks import NodeTask, Task
 from gnnautoscale.training.options import OPTIONS, FitOptions
 
 # What may differ between ranks.
@@ -28,8 +28,8 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if isinstance(dataset, TypedLinks):
         rule, fix = "ranks predict links between nodes of one type", "Train in one process."
         raise InputError(rule, got="links of a heterogeneous graph", fix=fix)
-    if not isinstance(task, (NodeTask, LinkPrediction, GraphPrediction)):
-        rule, fix = "ranks know tasks of nodes, links and graphs", "Train in one process."
+    if dataset.targets and not isinstance(task, NodeTask):
+        rule, fix = "ranks know tasks of nodes on heterogeneous graphs", "Train in one process."
         raise InputError(rule, got=f"a {type(task).__name__}", fix=fix)
     if options.mode not in ("gas", "history"):
         rule, fix = "ranks train with mode 'gas' or 'history'", "Train in one process."
@@ -58,7 +58,7 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
 
 def check_from_files(task: object) -> None:
     """Refuse a task whose targets shards in files do not have."""
-    if task in ("link", "graph") or isinstance(task, (LinkPrediction, GraphPrediction)):
+    if task in ("link", "graph") or (isinstance(task, Task) and not isinstance(task, NodeTask)):
         name = task if isinstance(task, str) else type(task).__name__
         fix = "Pass the whole graph on each rank, which keeps its share of it."
-        raise InputError("folders of shards have targets of nodes", got=f"the task {name}", fix=fix)
+        raise InputError("folders of shards serve the library's tasks of nodes", got=f"the task {name}", fix=fix)

@@ -1,7 +1,7 @@
-"""Training on several ranks where each split has a graph of its own, with targets of nodes, links or graphs.
+"""Training on several ranks where scores take the whole data set: of links, graphs, own tasks, or a graph for each split.
 
-Every rank has the whole data set and computes on its share of each graph. Of links and graphs it knows the targets of
-all, and with them the numbers that nodes have in the whole graph.
+Every rank has the whole data set and computes on its share of each graph. Targets of links and graphs, and perhaps
+those of a task of the user's own, know nodes by their numbers in the whole graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def strategy_on_ranks(
     ``shards`` is a folder of them, or the training graph of the data set. ``labels`` holds the part of each node of
     that graph, ``[num_nodes]``, if it is already cut.
     """
-    if isinstance(shards, Path) or not dataset.inductive:
+    from_rows = not dataset.inductive and _scores_rows(task)
+    if isinstance(shards, Path) or isinstance(dataset, TypedDataset) or from_rows:
         loader = rank_loader(shards, options, labels)
         share = share_of(dataset, loader)
         whole = None if isinstance(shards, Path) else dataset
@@ -85,18 +86,24 @@ def _without_targets(data: Data) -> Data:
     return plain
 
 
+def _scores_rows(task: Task) -> bool:
+    """Whether a task needs no more than targets and masks of nodes; one of the user's own may need anything."""
+    return isinstance(task, NodeTask) and type(task).__module__.startswith(NodeTask.__module__.partition(".")[0])
+
+
 class _Numbered:
-    """A batch's own nodes by their numbers in the whole graph, which is what targets of links and graphs know."""
+    """A batch whose ``n_id`` are the numbers of its nodes in the whole graph, not in the rank's share of it."""
 
     def __init__(self, loader: RankLoader) -> None:
-        self._nodes = loader.nodes
+        self._nodes: Tensor = loader.shard.nodes
 
-    def __call__(self, batch: Any) -> Data:
-        count = batch["batch_size"]
-        own = batch.n_id[:count].as_subclass(Tensor).long()
-        if self._nodes.device != own.device:
-            self._nodes = self._nodes.to(own.device)
-        return Data(n_id=self._nodes[own], batch_size=count, num_nodes=count)
+    def __call__(self, batch: Data) -> Data:
+        rows = batch.n_id.as_subclass(Tensor).long()
+        if self._nodes.device != rows.device:
+            self._nodes = self._nodes.to(rows.device)
+        numbered = copy.copy(batch)
+        numbered.n_id = self._nodes[rows]
+        return numbered
 
 
 class SplitStrategy(RankStrategy):
@@ -115,7 +122,7 @@ class SplitStrategy(RankStrategy):
         targets = [each for graph, _ in dataset.graphs() for each in task.identity(graph)]
         loader.world.agree({"targets": fingerprint(*targets)})
         task.prepare(loader)
-        ends = {} if isinstance(task, NodeTask) else {"nodes": _Numbered(loader)}
+        ends = {} if _scores_rows(task) else {"nodes": _Numbered(loader)}
         super().__init__(model, dataset, loaders, optimizer, task, options, whole=dataset, **ends)
         self._of_splits = loaders
 
