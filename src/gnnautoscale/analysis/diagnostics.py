@@ -119,8 +119,6 @@ def diagnose(
     found: dict[str, dict[str, Any]] = {}
     if names != ["staleness"]:
         attached_alone(model, "diagnose but for 'staleness'")
-    if isinstance(loader.graph, TypedGraph):
-        attached_alone(model, "diagnose on a heterogeneous graph")
     with _nothing_changed(model):
         for name in names:
             start = time.perf_counter()
@@ -130,47 +128,32 @@ def diagnose(
 
 
 def _staleness(model: nn.Module, loader: HaloLoader, *, call: CallModel, ages: Tensor | None) -> dict[str, Any]:
-    errors, graph = measure(model, loader, call=call), loader.graph
+    errors, graph, is_own = measure(model, loader, call=call), loader.graph, loader.is_own
     pulled = torch.zeros(graph.num_nodes, dtype=torch.bool)
     for batch in loader.in_order():
         info = info_of(batch)
         pulled[(info.joined if isinstance(info, TypedInfo) else info).halo] = True
-    if not isinstance(graph, TypedGraph):
-        errors, pulled, ages = _of_everyone(loader, errors, pulled, ages)
-        bounds = _bounds(model, loader, errors)
-        return {"layers": [_layer(at, pulled, ages, bound) for at, bound in zip(errors, bounds, strict=True)]}
-
-    def of_type(kind: str, by_node: Tensor) -> Tensor:
-        return by_node[graph.first[kind] : graph.first[kind] + graph.counts[kind]]
-
-    layers = []
-    for at in errors:
-        kind = cast(str, at.kind)
-        own_ages = None if ages is None else of_type(kind, ages)
-        layers.append({**_layer(at, of_type(kind, pulled), own_ages, None), "type": kind})
-    return {"layers": layers}
-
-
-def _of_everyone(
-    loader: HaloLoader, errors: Sequence[LayerErrors], pulled: Tensor, ages: Tensor | None
-) -> tuple[list[LayerErrors], Tensor, Tensor | None]:
-    """The values of all nodes; each of several ranks has those of its own."""
     pulled[loader.pulled_elsewhere] = True
 
-    def whole(values: Tensor) -> Tensor:
-        return torch.cat(loader.everyone(values[: loader.num_own]))
+    def of_type(kind: str | None, by_node: Tensor) -> Tensor:
+        if kind is None or not isinstance(graph, TypedGraph):
+            return by_node
+        return by_node[graph.first[kind] : graph.first[kind] + graph.counts[kind]]
 
-    found = [
-        replace(
-            at,
-            closeness=whole(at.closeness),
-            staleness=whole(at.staleness),
-            history=whole(at.history),
-            norm=whole(at.norm),
-        )
-        for at in errors
-    ]
-    return found, whole(pulled), None if ages is None else whole(ages)
+    def of_all(kind: str | None, values: Tensor) -> Tensor:
+        """The values of all nodes of a type, of which each of several ranks has those of its own."""
+        return torch.cat(loader.everyone(values[of_type(kind, is_own)]))
+
+    names = ("closeness", "staleness", "history", "norm")
+    for name in names:
+        errors = [replace(at, **{name: of_all(at.kind, getattr(at, name))}) for at in errors]  # type: ignore[arg-type]
+    bounds = [None] * len(errors) if isinstance(graph, TypedGraph) else _bounds(model, loader, errors)
+    layers = []
+    for at, bound in zip(errors, bounds, strict=True):
+        known = None if ages is None else of_all(at.kind, of_type(at.kind, ages))
+        layer = _layer(at, of_all(at.kind, of_type(at.kind, pulled)), known, bound)
+        layers.append(layer if at.kind is None else {**layer, "type": at.kind})
+    return {"layers": layers}
 
 
 def _layer(errors: LayerErrors, pulled: Tensor, ages: Tensor | None, bound: float | None) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class GraphMemory:
 
     def aside(self, info: BatchInfo) -> AbstractContextManager[None]:
         """A pass on a batch that is no step of training; if there are other processes, each makes one."""
-        return nullcontext() if self.sharing is None else self.sharing.aside(self.rows_of(info))
+        return nullcontext() if self.sharing is None else self.sharing.aside({self.kind: self.rows_of(info)})
 
     def send_gradients(self) -> None:
         """Give other processes the gradients that were kept last, as far as they need them, and receive theirs."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale.errors import InputError
 from gnnautoscale.forward.memory import GraphMemory
 from gnnautoscale.forward.plan import LayerCall, TypedPlan
 from gnnautoscale.forward.record import Arguments, EdgePreparer, EdgeRecord, OwnEdges, Recorder, prepare_edges
@@ -163,13 +162,9 @@ class TypedMemory:
 
     def aside(self, info: TypedInfo) -> AbstractContextManager[None]:
         """See :meth:`GraphMemory.aside`."""
-        if self.sharing is not None:
-            raise InputError(
-                "ranks refresh batches of a plain graph",
-                got="one of a heterogeneous graph",
-                fix="Refresh all histories at once: gas.refresh(model, loader).",
-            )
-        return nullcontext()
+        if self.sharing is None:
+            return nullcontext()
+        return self.sharing.aside({kind: memory.rows_of(info.nodes[kind]) for kind, memory in self.kinds.items()})
 
     def send_gradients(self) -> None:
         """See :meth:`GraphMemory.send_gradients`; those of all types travel together."""

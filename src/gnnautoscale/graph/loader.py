@@ -244,6 +244,11 @@ class HaloLoader:
         return dict(self.graph.counts)
 
     @property
+    def is_own(self) -> Tensor:
+        """Which nodes are in some batch, ``[num_nodes]``; of a heterogeneous graph those of the joined one."""
+        return torch.ones(self.graph.num_nodes, dtype=torch.bool)
+
+    @property
     def is_whole(self) -> bool:
         """Whether one batch holds the whole graph."""
         return len(self) == 1

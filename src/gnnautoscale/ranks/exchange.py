@@ -101,7 +101,7 @@ class Ghosts:
         self._last, self.groups = step, self._steps[step]
 
     @contextmanager
-    def aside(self, rows: BatchRows) -> Iterator[None]:
+    def aside(self, rows: Mapping[str, BatchRows]) -> Iterator[None]:
         """See :meth:`Sharing.aside`."""
         groups = self.world.gather(self._parts_of(rows))
         if None in groups:
@@ -114,14 +114,16 @@ class Ghosts:
         finally:
             self._aside, self.unanswered = None, before
 
-    def _parts_of(self, rows: BatchRows) -> Group | None:
+    def _parts_of(self, rows: Mapping[str, BatchRows]) -> Group | None:
         """The parts that a batch consists of; ``None`` if these are not whole ones of this rank."""
-        shard = self.shard.kinds[self._final]
-        starts, own = shard.starts, rows.on_host[: rows.batch_size]
-        parts = torch.unique(torch.searchsorted(starts, own, right=True) - 1)
-        if not own.numel() or int(parts[-1]) >= shard.num_parts:
+        own = {kind: each.on_host[: each.batch_size] for kind, each in rows.items()}
+        shards = self.shard.kinds
+        found = [torch.searchsorted(shards[kind].starts, each, right=True) - 1 for kind, each in own.items()]
+        parts = torch.unique(torch.cat(found))
+        if not parts.numel() or int(parts[-1]) >= self.shard.num_parts:
             return None
-        return tuple(parts.tolist()) if int(starts.diff()[parts].sum()) == rows.batch_size else None
+        whole = all(int(shards[kind].starts.diff()[parts].sum()) == each.numel() for kind, each in own.items())
+        return tuple(parts.tolist()) if whole else None
 
     def end(self, kind: str, pushed: Sequence[History], transfer: Transfer) -> None:
         """Send what a step has pushed to some histories of a type with a transfer; called like `begin`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +158,13 @@ class RankLoader(HaloLoader):
         return {kind: shard.num_own for kind, shard in self.shard.kinds.items()}
 
     @property
+    def is_own(self) -> Tensor:
+        """See :meth:`HaloLoader.is_own`."""
+        if self.shard is None:
+            return super().is_own
+        return torch.cat([torch.arange(each.data.num_nodes) < each.num_own for each in self.shard.kinds.values()])
+
+    @property
     def sharing(self) -> Ghosts | None:
         """See :attr:`HaloLoader.sharing`."""
         return self.ghosts
@@ -217,7 +223,10 @@ class RankLoader(HaloLoader):
     @property
     def pulled_elsewhere(self) -> Tensor:
         """See :meth:`HaloLoader.pulled_elsewhere`."""
-        return super().pulled_elsewhere if self.shard is None else self.shard.sent
+        if self.shard is None:
+            return super().pulled_elsewhere
+        firsts = self.graph.first if self.is_typed else {"": 0}
+        return torch.cat([firsts[kind] + each.sent for kind, each in self.shard.kinds.items()])
 
     def in_batches(self, count: int) -> HaloLoader:
         """A loader of the same share for sweeps in so many batches of all ranks, at least one of each."""
@@ -225,7 +234,7 @@ class RankLoader(HaloLoader):
             return super().in_batches(count)
         made = copy.copy(self)
         each = min(-(-count // self.shard.size), self.num_own)
-        made.shard = replace(self.shard, starts=torch.arange(each + 1) * self.num_own // each)
+        made.shard = self.shard.in_parts(each)
         made._length = each
         how: dict[str, Any] = {"keep": self.keep, "device": self.device, "bidirectional": self.bidirectional}
         HaloLoader.__init__(made, self.shard.data, partition=made.shard.labels, **how)

@@ -13,7 +13,7 @@ shard has one ring of nodes more, between ghosts and stand-ins, which have no fe
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -117,6 +117,10 @@ class Shard:
     def num_parts(self) -> int:
         """Number of parts that the rank owns."""
         return self.starts.numel() - 1
+
+    def in_parts(self, count: int) -> Shard:
+        """The same shard, whose own nodes are cut into so many parts; nothing may be sent part by part."""
+        return replace(self, starts=torch.arange(count + 1) * self.num_own // count)
 
     @property
     def parts(self) -> Tensor:

@@ -10,7 +10,7 @@ nodes that are further away.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -89,6 +89,10 @@ class TypedShard:
     def num_own(self) -> int:
         """Number of nodes of all types that the rank owns."""
         return sum(shard.num_own for shard in self.kinds.values())
+
+    def in_parts(self, count: int) -> TypedShard:
+        """See :class:`Shard`; each part has its share of all types."""
+        return replace(self, kinds={kind: shard.in_parts(count) for kind, shard in self.kinds.items()})
 
     @property
     def labels(self) -> dict[str, Tensor]:

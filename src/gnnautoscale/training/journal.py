@@ -209,9 +209,9 @@ def describe_machine(device: str, threads: int | None = None) -> str:
 
 def _parts_of(loader: HaloLoader) -> dict[str, Any]:
     """See :func:`describe_parts`, of all processes that share the graph."""
-    edges, labels, own = loader.graph.edge_index, loader.parts, loader.num_own
-    count = 1 + max(loader.everyone(int(labels[:own].max())))
-    counts = _count_parts(edges[:, edges[1] < own], labels, count, own)
+    edges, labels, is_own = loader.graph.edge_index, loader.parts, loader.is_own
+    count = 1 + max(loader.everyone(int(labels[is_own].max())))
+    counts = _count_parts(edges[:, is_own[edges[1]]], labels, count, labels[is_own])
     return _described([torch.stack(values).sum(0) for values in zip(*loader.everyone(counts), strict=True)])
 
 
@@ -221,12 +221,12 @@ def describe_parts(edge_index: Tensor, labels: Tensor) -> dict[str, Any]:
     ``edge_index`` is ``[2, num_edges]``, and ``labels`` the part of each node, ``[num_nodes]``. ``halo`` in the result
     has the rows that a group of parts pulls from another, per node.
     """
-    return _described(_count_parts(edge_index, labels, int(labels.max()) + 1, labels.numel()))
+    return _described(_count_parts(edge_index, labels, int(labels.max()) + 1, labels))
 
 
-def _count_parts(edge_index: Tensor, labels: Tensor, count: int, num_own: int) -> list[Tensor]:
+def _count_parts(edge_index: Tensor, labels: Tensor, count: int, own_labels: Tensor) -> list[Tensor]:
     """Numbers of so many parts that processes add up: nodes, halo nodes, edges inside and across, and pulled rows."""
-    sizes, num_nodes = torch.bincount(labels[:num_own], minlength=count), labels.numel()
+    sizes, num_nodes = torch.bincount(own_labels, minlength=count), labels.numel()
     source, part = edge_index[0], labels[edge_index[1]]
     crossing = labels[source] != part
     inside, outside = (torch.bincount(part[which], minlength=count) for which in (~crossing, crossing))

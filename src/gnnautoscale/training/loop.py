@@ -269,9 +269,7 @@ def _train_alone(
             if checkpoint is not None and not isinstance(shards, Path):
                 known = labels_of(checkpoint, dataset.passing().num_nodes)
             ranked, dataset = strategy_on_ranks(model, dataset, shards, optimizer, task, options, known)
-        # Staleness and the picture of the parts are those of plain graphs.
-        loader = None if isinstance(dataset, TypedDataset) else ranked.loader
-        strategy, whole = ranked, ranked.facts()
+        loader, strategy, whole = ranked.loader, ranked, ranked.facts()
     elif options.has_histories:
         labels = None if checkpoint is None else labels_of(checkpoint, dataset.passing().num_nodes)
         with clock("partition"):

@@ -20,7 +20,7 @@ _ALONE: dict[str, Any] = {
     "exact_epochs": 0,
 }
 # And on heterogeneous graphs.
-_ALONE_WITH_TYPES: dict[str, Any] = {"refresh": 0, "evaluate_parts": None, "verify": False}
+_ALONE_WITH_TYPES: dict[str, Any] = {"verify": False}
 
 
 def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOptions) -> None:
@@ -44,9 +44,6 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if dataset.targets and options.sync_norms and (options.lipschitz or options.compensate != "none"):
         fix = "Leave one of them out."
         raise InputError("sync_norms needs plain steps", got="it with a penalty or compensation", fix=fix)
-    if dataset.targets and options.diagnose_every not in ("auto", "never"):
-        fix = "Leave it out; ranks measure no staleness there."
-        raise InputError("diagnose_every is for one process", got=str(options.diagnose_every), fix=fix)
     if set(options.diagnose) - {"staleness"}:
         fix = "Leave the others out, or train in one process."
         raise InputError("ranks diagnose staleness only", got=f"diagnose={options.diagnose}", fix=fix)

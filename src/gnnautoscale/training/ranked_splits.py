@@ -1,4 +1,4 @@
-"""Training on several ranks where scores take the whole data set: of links, graphs, own tasks, or a graph for each split.
+"""Training on several ranks where scores take the whole data set: links, graphs, own tasks, a graph for each split.
 
 Every rank has the whole data set and computes on its share of each graph. Targets of links and graphs, and perhaps
 those of a task of the user's own, know nodes by their numbers in the whole graph.

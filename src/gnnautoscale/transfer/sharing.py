@@ -20,10 +20,10 @@ class Sharing(Protocol):
     def around(self, transfer: Transfer, kind: str) -> Transfer:
         """A transfer that moves rows of a type as another one does, and also sends those of a step that others need."""
 
-    def aside(self, rows: BatchRows) -> AbstractContextManager[None]:
+    def aside(self, rows: Mapping[str, BatchRows]) -> AbstractContextManager[None]:
         """Every process makes a pass on a batch of its own that is no step; what it pushes is sent as that of a step.
 
-        A batch must be of whole parts, of a plain graph.
+        A batch must be of whole parts; ``rows`` are those of its nodes of each type.
         """
 
     def send(self, histories: Mapping[str, Sequence[History]]) -> None:
