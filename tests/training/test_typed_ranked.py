@@ -75,7 +75,7 @@ def whole(weights: Weights, name: str) -> Tensor:
 
 def test_all_ranks_end_with_the_same_weights_and_scores_of_all_nodes(tmp_path: Path) -> None:
     data, folder, name = graph(), tmp_path / "run", "rgcn"
-    found = run_ranks(3, fit, name, data, run_dir=str(folder))
+    found = run_ranks(3, fit, name, data, run_dir=str(folder), refresh=1, evaluate_parts=5, verify=True)
     assert all(same_bits(run.weights, found[0].weights) for run in found)
     assert all(run[:2] == found[0][:2] for run in found)
     right = (whole(found[0].weights, name).argmax(1) == data["paper"].y)[data["paper"].test_mask]
@@ -83,6 +83,13 @@ def test_all_ranks_end_with_the_same_weights_and_scores_of_all_nodes(tmp_path: P
     record = read_run(folder)
     assert record.run["data"]["nodes"] == data.num_nodes
     assert record.run["data"]["train nodes in split"] == 20
+    assert record.verification is not None
+    assert record.verification["exact"]
+    assert [each["epoch"] for each in record.staleness] == [1, 3]
+    assert {layer["type"] for layer in record.staleness[0]["layers"]} <= set(data.node_types)
+    assert sum(record.run["parts"]["sizes"]) == data.num_nodes
+    edges = record.run["parts"]["batches"]
+    assert sum(edges["edges_inside"]) + sum(edges["edges_crossing"]) == data.num_edges
 
 
 def test_a_folder_of_shards_gives_the_same_bits_as_the_graph(tmp_path: Path) -> None:

@@ -322,6 +322,8 @@ class _Rows(RowStore):
 
     def __init__(self, read: dict[str, Tensor], written: dict[str, Tensor], *, rounded: bool) -> None:
         self._read, self._written, self._rounded = read, written, rounded
+        # The slots that were written, by the type of nodes that they have rows of.
+        self._slots: dict[str, set[str]] = {}
 
     def read(self, session: Session, slot: str, which: slice, like: Tensor) -> Tensor:
         nodes = session.info.n_id[which]
@@ -335,6 +337,7 @@ class _Rows(RowStore):
 
     def write(self, session: Session, slot: str, rows: Tensor) -> None:
         rows, kept = as_matrix(rows).cpu(), self._written
+        self._slots.setdefault(session.memory.kind, set()).add(slot)
         if slot not in kept:
             kept[slot] = torch.zeros(session.memory.num_nodes, rows.size(1), dtype=rows.dtype)
         kept[slot][session.info.nodes] = rows.to(kept[slot])
@@ -342,7 +345,9 @@ class _Rows(RowStore):
     def share(self, memory: Any, slots: Iterable[str]) -> None:
         sharing = getattr(memory, "sharing", None)
         if sharing is not None:
-            sharing.share({"": [_as_history(self._written[slot]) for slot in sorted(slots)]})
+            of_kinds = {kind: sorted(written.intersection(slots)) for kind, written in self._slots.items()}
+            tables = self._written
+            sharing.share({kind: [_as_history(tables[slot]) for slot in of] for kind, of in of_kinds.items()})
 
 
 def _as_history(rows: Tensor) -> History:

@@ -128,7 +128,7 @@ def diagnose(
 
 
 def _staleness(model: nn.Module, loader: HaloLoader, *, call: CallModel, ages: Tensor | None) -> dict[str, Any]:
-    errors, graph, is_own = measure(model, loader, call=call), loader.graph, loader.is_own
+    errors, graph = measure(model, loader, call=call), loader.graph
     pulled = torch.zeros(graph.num_nodes, dtype=torch.bool)
     for batch in loader.in_order():
         info = info_of(batch)
@@ -141,8 +141,9 @@ def _staleness(model: nn.Module, loader: HaloLoader, *, call: CallModel, ages: T
         return by_node[graph.first[kind] : graph.first[kind] + graph.counts[kind]]
 
     def of_all(kind: str | None, values: Tensor) -> Tensor:
-        """The values of all nodes of a type, of which each of several ranks has those of its own."""
-        return torch.cat(loader.everyone(values[of_type(kind, is_own)]))
+        """The values of all nodes of a type, of which each of several ranks has those of its own first."""
+        num_own = loader.num_own if kind is None else loader.own_counts[kind]
+        return torch.cat(loader.everyone(values[:num_own]))
 
     names = ("closeness", "staleness", "history", "norm")
     for name in names:

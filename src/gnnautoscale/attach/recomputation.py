@@ -22,7 +22,7 @@ from gnnautoscale.attach.autoscaler import Autoscaler, attached
 from gnnautoscale.attach.calling import CallModel, device_of, unpack_batch
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import Plan, TypedPlan, describe, has_rows, in_place_of
-from gnnautoscale.graph import Graph, Subgraphs, TypedGraph
+from gnnautoscale.graph import WHOLE_ID, Graph, Subgraphs, TypedGraph
 
 #: Puts a model into a mode for as long as the context lasts.
 Mode = Callable[[nn.Module], AbstractContextManager[None]]
@@ -185,7 +185,8 @@ def _typed_subgraph(graph: TypedGraph, nodes: dict[str, Tensor] | None) -> Heter
     for kind, edges in graph.relations.items():
         data[kind].e_id = torch.arange(edges.edge_index.size(1))
     for kind, count in graph.counts.items():
-        data[kind].n_id = torch.arange(count)
+        numbers = data[kind].pop(WHOLE_ID, None)
+        data[kind].n_id = torch.arange(count) if numbers is None else numbers
         data[kind].num_nodes = count
     data = data if nodes is None else data.subgraph(nodes)
     for kind in graph.counts:

@@ -19,7 +19,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale._util import checked, tensors_in, undisturbed
-from gnnautoscale.attach.autoscaler import attached, attached_alone
+from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.attach.calling import CallModel, call_with_batch, device_of, info_of, to_model_device
 from gnnautoscale.attach.inference import infer, nodes_by_type, plan_of, sweep
 from gnnautoscale.attach.recomputation import Kinds, Mode, Recomputation, Rows, receptive_hops
@@ -149,8 +149,6 @@ def verify(
         (True, 10, 'the whole graph')
     """
     scaler, graph = attached(model), loader.follow()
-    if isinstance(graph, TypedGraph):
-        attached_alone(model, "verify on a heterogeneous graph")
     with _full_precision(device_of(model)), scaler.visiting(graph, apart=True):
         with evaluating(model):
             plan = plan_of(model, loader, call)  # may initialize lazy weights, which stay
@@ -238,9 +236,10 @@ def _chosen(nodes: Any, loader: HaloLoader, seed: int, plan: Plan) -> Tensor:
         nodes = torch.cat([first[kind] + each for kind, each in nodes_by_type(nodes, graph).items()])
     elif not isinstance(nodes, bool) and isinstance(nodes, int) and nodes >= 0:
         among, nodes = torch.arange(loader.num_own), -(-nodes // len(loader.everyone(None)))
-        if isinstance(graph, TypedGraph):  # those that the model has outputs for
-            kinds = dict.fromkeys(Kinds(plan).of_outputs(0))
-            among = torch.cat([graph.first[kind] + torch.arange(graph.counts[kind]) for kind in kinds])
+        if isinstance(graph, TypedGraph):  # those that the model has outputs for, if there are any here
+            of_outputs, own = dict.fromkeys(Kinds(plan).of_outputs(0)), loader.own_counts
+            kinds = [kind for kind in of_outputs if own[kind]] or list(own)
+            among = torch.cat([graph.first[kind] + torch.arange(own[kind]) for kind in kinds])
         nodes = among[torch.randperm(among.numel(), generator=torch.Generator().manual_seed(seed))[:nodes]]
     if not isinstance(nodes, Tensor) or not nodes.numel():
         got = "no nodes" if isinstance(nodes, Tensor) else repr(nodes)

@@ -211,7 +211,12 @@ class RankLoader(HaloLoader):
         """See :meth:`HaloLoader.graph_around`; every rank calls it."""
         if self.shard is None:
             return super().graph_around(nodes, hops)
-        return Graph.of(surroundings(self.world, self.shard, nodes, hops)), torch.arange(nodes.numel())
+        by_type = self.graph.split(nodes) if self.is_typed else {"": nodes}
+        around = surroundings(self.world, self.shard, by_type, hops)
+        if not self.is_typed:
+            return Graph.of(around), torch.arange(nodes.numel())
+        graph = TypedGraph.of(around)
+        return graph, torch.cat([graph.first[kind] + torch.arange(each.numel()) for kind, each in by_type.items()])
 
     @property
     def parts(self) -> Tensor:

@@ -2,120 +2,190 @@
 
 A rank knows the edges into its own nodes, and the nodes at both of their ends. So a search goes out from the nodes of
 each rank hop by hop: every rank is asked by all others, and answers with what lies beside their nodes on its edges.
+Nodes go by their numbers in the whole graph; those of a heterogeneous graph lie one type behind the other.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import available_memory
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import rows_of
+from gnnautoscale.graph import EdgeType, TypedGraph, rows_of
+from gnnautoscale.ranks.cutting import COUNTS
 from gnnautoscale.ranks.shard import Shard
+from gnnautoscale.ranks.typed_shard import TypedShard
 from gnnautoscale.ranks.world import World
 
 # The share of free memory that gathered rows may take.
 _SHARE = 0.25
+# A plain graph has one type of nodes, and one of edges, without names.
+_PLAIN: EdgeType = ("", "", "")
 
 
-def surroundings(world: World, shard: Shard, nodes: Tensor, hops: int) -> Data:
+def surroundings(world: World, shard: Shard | TypedShard, nodes: dict[str, Tensor], hops: int) -> Any:
     """The graph of everything at most so many hops from some nodes along or against edges; every rank calls it.
 
     Args:
         world: The ranks.
         shard: The share of this one.
-        nodes: Some of its own nodes, as rows, ``[count]``.
+        nodes: Some of its own nodes of each type, as rows, ``[count]``; a plain graph has one type, without a name.
         hops: How far to go.
 
     Returns:
-        The nodes, then those around them, with all edges between any of these, and with their rows of all attributes.
+        Of each type the nodes, then those around them, with all edges between any of these, and with their rows of all
+        attributes; a ``Data`` or a ``HeteroData``, like that of the shard.
     """
     known = _Known(shard)
-    found = frontier = shard.nodes[nodes]
+    found = frontier = torch.cat([known.first[kind] + shard.kinds[kind].nodes[rows] for kind, rows in nodes.items()])
     for _ in range(hops):
         answers = world.swap([known.beside(asked) for asked in world.gather(frontier)])
         beside = torch.unique(torch.cat(answers))
         frontier = beside[~torch.isin(beside, found)]
         found = torch.cat([found, frontier])
-    _check_room(world, shard, found.numel())
-    return _joined(shard.data, found, world.swap([known.piece(asked) for asked in world.gather(found)]))
+    _check_room(world, known, found.numel())
+    pieces = world.swap([known.piece(asked) for asked in world.gather(found)])
+    return known.joined(found, pieces)
 
 
 class _Piece(NamedTuple):
-    """What one rank knows of a graph: its nodes, the ends of its edges, and rows of attributes of both."""
+    """What one rank knows of a graph, by type: its nodes, the ends of its edges, and the rows of attributes of both."""
 
-    nodes: Tensor
-    ends: Tensor
-    rows: dict[str, Tensor]
+    nodes: dict[str, Tensor]
+    ends: dict[EdgeType, Tensor]
+    node_rows: dict[str, dict[str, Tensor]]
+    edge_rows: dict[EdgeType, dict[str, Tensor]]
 
 
 class _Known:
-    """The edges into a rank's own nodes, and the nodes at their ends; nodes go by their numbers in the whole graph."""
+    """The edges into a rank's own nodes, and the nodes at their ends.
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        self._nodes, self._rows = shard.nodes.sort()
-        edge_index: Tensor = shard.data.edge_index
-        self._edges = (edge_index[1] < shard.num_own).nonzero().squeeze(1)
-        self._ends = edge_index[:, self._edges]
+    Attributes:
+        first: The number of each type's first node among those of all types.
+    """
+
+    def __init__(self, shard: Shard | TypedShard) -> None:
+        self._data: Any = shard.data
+        self._kinds = shard.kinds
+        counts = shard.whole.get(COUNTS) or {"": shard.whole["nodes"]}
+        self._counts: dict[str, int] = {kind: counts[kind] for kind in self._kinds}
+        self.first = _firsts(self._counts)
+        self._rows_before = _firsts({kind: each.nodes.numel() for kind, each in self._kinds.items()})
+        self._nodes = torch.cat([self.first[kind] + each.nodes for kind, each in self._kinds.items()])
+        self._sorted, self._rows = self._nodes.sort()
+        self._node_rows: dict[str, dict[str, Tensor]]
+        self._edge_rows: dict[EdgeType, dict[str, Tensor]]
+        if isinstance(shard, TypedShard):
+            graph = TypedGraph.of(shard.data)
+            self._node_rows, self._edge_rows = graph.rows, graph.edge_rows
+        else:
+            levels = {name: rows_of(shard.data, name) for name, _ in shard.data if name != "edge_index"}
+            of_level = {each: [name for name, level in levels.items() if level == each] for each in ("node", "edge")}
+            self._node_rows = {"": {name: shard.data[name] for name in of_level["node"]}}
+            self._edge_rows = {_PLAIN: {name: shard.data[name] for name in of_level["edge"]}}
+        # The edges of each type into own nodes, and the rows at their ends, which lie one type behind the other.
+        self._edges: dict[EdgeType, Tensor] = {}
+        self._ends: dict[EdgeType, Tensor] = {}
+        for relation in self._edge_rows:
+            source, _, target = relation
+            ends = _store(self._data, relation).edge_index
+            self._edges[relation] = into_own = (ends[1] < self._kinds[target].num_own).nonzero().squeeze(1)
+            before = torch.tensor([[self._rows_before[source]], [self._rows_before[target]]])
+            self._ends[relation] = ends[:, into_own] + before
+
+    def _dim(self, kind: str | EdgeType, name: str, value: Tensor) -> int:
+        """The dimension in which an attribute has its rows."""
+        store = [_store(self._data, kind)] if isinstance(self._data, HeteroData) else []
+        dim: int = self._data.__cat_dim__(name, value, *store)
+        return dim
 
     def _is_asked(self, asked: Tensor) -> Tensor:
         """Which rows, own ones and ghosts, are those of some nodes, ``[num_known]``."""
-        place = torch.searchsorted(self._nodes, asked).clamp(max=self._nodes.numel() - 1)
-        is_asked = torch.zeros(self._nodes.numel(), dtype=torch.bool)
-        is_asked[self._rows[place[self._nodes[place] == asked]]] = True
+        place = torch.searchsorted(self._sorted, asked).clamp(max=self._sorted.numel() - 1)
+        is_asked = torch.zeros(self._sorted.numel(), dtype=torch.bool)
+        is_asked[self._rows[place[self._sorted[place] == asked]]] = True
         return is_asked
 
     def beside(self, asked: Tensor) -> Tensor:
         """The nodes at the other ends of edges here from or to some nodes, ``[count]``."""
-        is_asked, (source, target) = self._is_asked(asked), self._ends
-        rows = torch.cat([source[is_asked[target]], target[is_asked[source]]])
-        found: Tensor = torch.unique(self._shard.nodes[rows])
+        is_asked, rows = self._is_asked(asked), []
+        for source, target in self._ends.values():
+            rows += [source[is_asked[target]], target[is_asked[source]]]
+        found: Tensor = torch.unique(self._nodes[torch.cat(rows)])
         return found
 
     def piece(self, asked: Tensor) -> _Piece:
         """What there is here of the graph of some nodes: this rank's own, and the edges into these."""
-        shard, is_asked = self._shard, self._is_asked(asked)
-        own = is_asked[: shard.num_own].nonzero().squeeze(1)
-        inside = is_asked[self._ends].all(0)
-        chosen = {"node": own, "edge": self._edges[inside]}
-        rows = {
-            name: value.index_select(shard.data.__cat_dim__(name, value), chosen[level])
-            for name, value in shard.data
-            if name != "edge_index" and (level := rows_of(shard.data, name)) in chosen
-        }
-        return _Piece(shard.nodes[own], shard.nodes[self._ends[:, inside]], rows)
+        is_asked, made = self._is_asked(asked), _Piece({}, {}, {}, {})
+        for kind, shard in self._kinds.items():
+            own = is_asked.narrow(0, self._rows_before[kind], shard.num_own).nonzero().squeeze(1)
+            made.nodes[kind] = self.first[kind] + shard.nodes[own]
+            made.node_rows[kind] = self._chosen(kind, self._node_rows[kind], own)
+        for relation, ends in self._ends.items():
+            inside = is_asked[ends].all(0)
+            made.ends[relation] = self._nodes[ends[:, inside]]
+            made.edge_rows[relation] = self._chosen(relation, self._edge_rows[relation], self._edges[relation][inside])
+        return made
+
+    def _chosen(self, kind: str | EdgeType, rows: dict[str, Tensor], which: Tensor) -> dict[str, Tensor]:
+        return {name: value.index_select(self._dim(kind, name, value), which) for name, value in rows.items()}
+
+    def joined(self, nodes: Tensor, pieces: list[_Piece]) -> Any:
+        """One graph of all pieces, whose nodes are in the given order; what has no rows is as in the rank's graph."""
+        made, orders = copy.copy(self._data), {}
+        for kind, first in self.first.items():
+            orders[kind] = nodes[(nodes >= first) & (nodes < first + self._counts[kind])].sort()
+            where = _places(orders[kind], torch.cat([piece.nodes[kind] for piece in pieces])).argsort()
+            for name, value in self._node_rows[kind].items():
+                dim = self._dim(kind, name, value)
+                rows = torch.cat([piece.node_rows[kind][name] for piece in pieces], dim=dim)
+                _store(made, kind)[name] = rows.index_select(dim, where)
+            _store(made, kind).num_nodes = where.numel()
+        for relation in self._ends:
+            for name, value in self._edge_rows[relation].items():
+                dim = self._dim(relation, name, value)
+                rows = torch.cat([piece.edge_rows[relation][name] for piece in pieces], dim=dim)
+                _store(made, relation)[name] = rows
+            ends = torch.cat([piece.ends[relation] for piece in pieces], dim=1)
+            of_both = zip((relation[0], relation[2]), ends, strict=True)
+            _store(made, relation).edge_index = torch.stack([_places(orders[kind], each) for kind, each in of_both])
+        return made
+
+    def bytes_per_node(self) -> int:
+        """The bytes that the rows of a node take at most."""
+        needed: int = max(
+            sum(value.nbytes // max(self._kinds[kind].data.num_nodes, 1) for value in rows.values())
+            for kind, rows in self._node_rows.items()
+        )
+        return needed
 
 
-def _joined(data: Data, nodes: Tensor, pieces: list[_Piece]) -> Data:
-    """One graph of all pieces, whose nodes are in the given order; what has no rows is as in ``data``."""
-    order, place = nodes.sort()
-
-    def places(of: Tensor) -> Tensor:
-        return place[torch.searchsorted(order, of)]
-
-    made = copy.copy(data)
-    where = places(torch.cat([piece.nodes for piece in pieces])).argsort()
-    for name in pieces[0].rows:
-        dim = data.__cat_dim__(name, data[name])
-        rows = torch.cat([piece.rows[name] for piece in pieces], dim=dim)
-        made[name] = rows.index_select(dim, where) if rows_of(data, name) == "node" else rows
-    made.edge_index = places(torch.cat([piece.ends for piece in pieces], dim=1))
-    made.num_nodes = nodes.numel()
-    return made
+def _store(data: Any, kind: str | EdgeType) -> Any:
+    """Where a graph has the attributes of a type of nodes or edges."""
+    return data[kind] if isinstance(data, HeteroData) else data
 
 
-def _check_room(world: World, shard: Shard, count: int) -> None:
+def _places(order: Any, nodes: Tensor) -> Tensor:
+    """Where nodes are among some that were sorted."""
+    values, places = order
+    found: Tensor = places[torch.searchsorted(values, nodes)]
+    return found
+
+
+def _firsts(counts: dict[str, int]) -> dict[str, int]:
+    return dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+
+
+def _check_room(world: World, known: _Known, count: int) -> None:
     """Refuse surroundings of so many nodes on all ranks if one of them has no room for their rows."""
-    tables: list[Any] = [value for name, value in shard.data if rows_of(shard.data, name) == "node"]
-    needed = count * sum(value.nbytes // max(shard.data.num_nodes, 1) for value in tables)
-    free = available_memory()
+    needed, free = count * known.bytes_per_node(), available_memory()
     worst = max(world.gather((needed / (math.inf if free is None else max(free, 1)), needed)))
     if worst[0] > _SHARE:
         raise InputError(

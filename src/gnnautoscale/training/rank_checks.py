@@ -15,12 +15,6 @@ from gnnautoscale.training.options import OPTIONS, FitOptions
 
 # What may differ between ranks.
 _PLACES = ("device", "run_dir", "checkpoint_dir", "resume", "history_dir", "cache_dir", "num_workers", "tensorboard")
-# Options that ranks do not have, by name; each may keep the value that it has here.
-_ALONE: dict[str, Any] = {
-    "exact_epochs": 0,
-}
-# And on heterogeneous graphs.
-_ALONE_WITH_TYPES: dict[str, Any] = {"verify": False}
 
 
 def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOptions) -> None:
@@ -34,10 +28,9 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if options.mode not in ("gas", "history"):
         rule, fix = "ranks train with mode 'gas' or 'history'", "Train in one process."
         raise InputError(rule, got=repr(options.mode), fix=fix)
-    for name, only in {**_ALONE, **(_ALONE_WITH_TYPES if dataset.targets else {})}.items():
-        if getattr(options, name) != only:
-            rule = f"under ranks {name} must be {only!r}"
-            raise InputError(rule, got=repr(getattr(options, name)), fix="Leave it out, or train in one process.")
+    if options.exact_epochs:
+        fix = "Leave it out, or train in one process."
+        raise InputError("under ranks exact_epochs must be 0", got=str(options.exact_epochs), fix=fix)
     if dataset.targets and options.compensate == "momentum":
         fix = "Use compensate='gradient', or leave it out."
         raise InputError("ranks compensate by gradients there", got="compensate='momentum'", fix=fix)
