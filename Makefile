@@ -7,9 +7,10 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/gas demo
 
-# Several processes of one thread each: these graphs are too small to gain from threads.
+# Several processes of one thread each: these graphs are too small to gain from threads. One more than there are cores,
+# since some tests wait for processes that they have started.
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $$(($$($(BIN)/python -c 'import os; print(os.cpu_count())') + 1))
 
 lint: .venv/installed
 	$(BIN)/ruff check .

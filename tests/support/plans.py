@@ -13,19 +13,20 @@ from torch.nn.parameter import is_lazy
 
 from gnnautoscale.attach.calling import form_of_arguments
 from gnnautoscale.forward import Hooks, Plan
-from gnnautoscale.graph import BatchInfo
+from gnnautoscale.graph import BatchInfo, TypedInfo
 from gnnautoscale.planner import graph_form, make_plan
 
-_LIBRARIES = ("torch", "torch_geometric", "gnnautoscale")
+_LIBRARIES = ("torch", "torch_geometric", "gnnautoscale", "support")
 _PLANS: dict[Hashable, Plan] = {}
 
 
-def plan_once(hooks: Hooks, info: BatchInfo, arguments: BoundArguments, **options: bool) -> Plan:
+def plan_once(hooks: Hooks, info: BatchInfo | TypedInfo, arguments: BoundArguments, **options: bool) -> Plan:
     """The plan of a model; one that was made before if all but the values of weights and features is the same."""
     with hooks.lifted() as model:
-        known = isinstance(info, BatchInfo) and all(_is_known(module) for module in model.modules())
+        known = all(_is_known(module) for module in model.modules())
         form = form_of_arguments(info, (arguments.args, arguments.kwargs))
-        key = (_described(model, {}), form, graph_form(info.graph), *options.items()) if known else None
+        graph = info.graph.key if isinstance(info, TypedInfo) else graph_form(info.graph)
+        key = (_described(model, {}), form, graph, *options.items()) if known else None
     if key is None:
         return make_plan(hooks, info, arguments, **options)
     if key not in _PLANS:
@@ -34,7 +35,7 @@ def plan_once(hooks: Hooks, info: BatchInfo, arguments: BoundArguments, **option
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether a module is of a library; those that tests define may do anything."""
+    """Whether a module is of a library, or of all tests; those that a test defines may do anything."""
     lazy = any(is_lazy(weight) for weight in module.parameters(recurse=False))
     return type(module).__module__.split(".")[0] in _LIBRARIES and not lazy
 

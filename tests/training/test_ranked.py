@@ -194,7 +194,6 @@ def test_labels_and_numbers_are_told_apart_by_all_shards_together(tmp_path: Path
 @pytest.mark.parametrize(
     "options",
     [
-        {"compensate": "gradient"},
         {"lipschitz": 0.1, "refresh_every": "epoch", "drawings": 2, "schedule": "plateau"},
         {"evaluation": "histories", "history_dtype": "int8", "storage": "disk", "history_dir": "histories"},
         {"lag": 1, "sync_norms": True, "verify": True},
@@ -308,9 +307,8 @@ class StopError(Exception):
 @pytest.mark.parametrize(
     "options",
     [
-        {"checkpoint_every": 1, "accumulate": 3, "refresh": 1},
+        {"compensate": "momentum", "checkpoint_every": 1, "accumulate": 3, "refresh": 1},
         {"compensate": "gradient", "history_dtype": "int8", "refresh": 2, "lag": 1},
-        {"compensate": "momentum", "checkpoint_every": 1},
     ],
 )
 def test_a_run_resumes_with_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_all_ranks_end_with_the_same_weights_and_scores_of_all_nodes(tmp_path: P
 def test_a_folder_of_shards_gives_the_same_bits_as_the_graph(tmp_path: Path) -> None:
     data, folder = graph(), tmp_path / "shards"
     ranks.write_shards(folder, data, gas.HaloLoader(data, 6).labels, 2)
-    given, read = (run_ranks(2, fit, "hgt", each, epochs=2) for each in (data, folder))
+    given, read = (run_ranks(2, fit, "rgcn", each, epochs=2) for each in (data, folder))
     for one, other in zip(given, read, strict=True):
         assert one[:2] == other[:2]
         assert same_bits(one.weights, other.weights)
