@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch_geometric.nn.conv import ChebConv  # type: ignore[import-untyped]
 from torch_geometric.utils import k_hop_subgraph  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
-from conftest import Stack, assert_same, history_rows, odd_graph, undirected_graph, whole
+from conftest import Stack, assert_same, call_whole, history_rows, odd_graph, undirected_graph, whole
 from gnnautoscale import ranks
 from gnnautoscale.attach import regularize
 from gnnautoscale.attach.autoscaler import attached
@@ -354,6 +355,63 @@ def test_a_step_is_that_of_one_process_on_all_batches(size: int, compensate: str
             assert torch.equal(rank_weights[name], found[0][2][name])
 
 
+# Exact gradients #####################################################################################################
+
+
+def own_loss(out: Tensor, nodes: Tensor) -> Tensor:
+    """A rank's part of the sum over all nodes, times the number of ranks, since gradients become their mean."""
+    return ranks.current().size * (out * torch.cos(nodes.double()).unsqueeze(1)).square().sum()
+
+
+def exact_gradients(data: Data, names: list[str], storage: Any, folder: Path) -> list[tuple[Any, Rows, Rows]]:
+    """The outputs of all nodes, the gradients of all weights, and the buffers after one pass in training mode."""
+    loader, found = ranks.RankLoader(data, num_parts=7, batch_size=2), []
+    for name in names:
+        model = exact_model(name)
+        given: dict[str, Any] = {"history_dir": folder / name} if storage == "disk" else {}
+        ranks.autoscale(model, loader, storage=storage, **given)
+        for _ in range(2):  # the second one begins with the gradients and rows of the first
+            model.zero_grad()
+            out = gas.exact_forward(model, loader)
+            own_loss(out, loader.nodes).backward()  # type: ignore[no-untyped-call]
+        gradients = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+        found.append((loader.gathered(out.detach()), gradients, dict(model.named_buffers())))
+        gas.detach(model)
+    return found
+
+
+def exact_model(name: str) -> nn.Module:
+    made: dict[str, Callable[[], nn.Module]] = {**MODELS, "norms": normed, "deep": deep}
+    torch.manual_seed(5)
+    return made[name]().double().train()
+
+
+def deep() -> nn.Module:
+    return Stack([SAGEConv(8, 8) for _ in range(4)])
+
+
+@pytest.mark.parametrize(("size", "storage"), [(2, "disk"), (3, "host")])
+def test_exact_gradients_are_those_of_full_batch(size: int, storage: str, tmp_path: Path) -> None:
+    data, names = odd_graph(dtype=torch.float64), ["GCN", "GAT", "norms", "deep"]
+    found = run_ranks(size, exact_gradients, data, names, storage, tmp_path)
+    for number, name in enumerate(names):
+        plain = exact_model(name)
+        for _ in range(2):
+            plain.zero_grad()
+            out = call_whole(plain, data)
+            own_loss(out, torch.arange(data.num_nodes)).backward()  # type: ignore[no-untyped-call]
+        assert_same(found[0][number][0], out.detach(), 1e-10)
+        for _, gradients, buffers in (each[number] for each in found):
+            assert gradients.keys() == {key for key, weight in plain.named_parameters() if weight.grad is not None}
+            for key, gradient in gradients.items():
+                assert torch.equal(gradient, found[0][number][1][key])
+                wanted = plain.get_parameter(key).grad
+                assert wanted is not None
+                assert_same(gradient, wanted, 1e-10)
+            for key, value in plain.named_buffers():
+                assert_same(buffers[key].double(), value.double(), 1e-10)
+
+
 def two_rings(count: int = 12) -> Data:
     """Two rings without an edge between them, so that two ranks have a whole graph each."""
     nodes = torch.arange(count)
@@ -664,7 +722,6 @@ def misuse(what: str) -> None:
         ("grow", "grow needs the whole graph"),
         ("capture", "capture needs the whole graph"),
         ("diagnose", "diagnose but for 'staleness' needs the whole graph"),
-        ("exact", "the gradient of the whole graph needs the whole graph"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_on_each_of_them(what: str, message: str) -> None:

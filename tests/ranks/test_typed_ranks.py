@@ -244,6 +244,34 @@ def test_compensated_gradients_of_all_ranks_are_those_of_full_batch_once_nothing
         assert errors[-1] <= 1e-10 < 1e-4 < errors[0]
 
 
+def exact_gradients(data: HeteroData, names: tuple[str, ...]) -> list[list[Tensor]]:
+    """The gradients of a sum over all nodes of all ranks; they become their mean."""
+    loader, found = ranks.RankLoader(data, partition=parts(data), batch_size=2), []
+    for name in names:
+        model = ranks.autoscale(made(name), loader)
+        total = torch.zeros((), dtype=torch.double)
+        for kind, rows in by_type(model, gas.exact_forward(model, loader)).items():
+            total = total + (rows * torch.cos(loader.nodes[kind].double()).unsqueeze(1)).square().sum()
+        (total * loader.world.size).backward()  # type: ignore[no-untyped-call]
+        found.append([zeros_if_none(weight) for weight in model.parameters()])
+        gas.detach(model)
+    return found
+
+
+def test_exact_gradients_are_those_of_full_batch() -> None:
+    data, names = graph(), ("residual", "looping", "weighted")
+    found = run_ranks(3, exact_gradients, data, names)
+    for number, name in enumerate(names):
+        model = made(name)
+        out, total = whole(model, data), torch.zeros((), dtype=torch.double)
+        for rows in out.values() if isinstance(out, dict) else [out]:
+            total = total + (rows * torch.cos(torch.arange(rows.size(0)).double()).unsqueeze(1)).square().sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        for gradients in (each[number] for each in found):
+            for mine, weight in zip(gradients, model.parameters(), strict=True):
+                assert_same(mine, zeros_if_none(weight))
+
+
 def test_same_seed_same_bits_and_one_rank_is_no_torchrun() -> None:
     data = graph()
     first, second = (run_ranks(2, train, data, "weighted", 2, seed=4) for _ in range(2))
@@ -474,7 +502,7 @@ def misuse(what: str) -> None:
         gas.predict(model, loader, {"paper": torch.tensor([loader.own_counts["paper"]])})
     if what == "rows":
         loader.gathered(gas.infer(model, loader))
-    calls: dict[str, Callable[..., Any]] = {"grow": gas.grow, "exact": gas.exact_forward}
+    calls: dict[str, Callable[..., Any]] = {"grow": gas.grow}
     calls[what](model, loader, *([data] if what == "grow" else []))
 
 
@@ -488,7 +516,6 @@ def misuse(what: str) -> None:
         ("ghost", "batches of its own nodes"),
         ("rows", "a dictionary by type (author, paper, term, venue)"),
         ("grow", "grow needs the whole graph"),
-        ("exact", "the gradient of the whole graph needs the whole graph"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_on_each_of_them(what: str, message: str) -> None:

@@ -239,6 +239,28 @@ def test_accumulated_steps_are_the_mean_over_the_batches_of_all_ranks(size: int,
             torch.testing.assert_close(run.weights[name], weight, rtol=1e-9, atol=1e-12)
 
 
+def deep(data: Any, **options: Any) -> Run:
+    """A run of a model of three layers with batch norms, in double precision."""
+    torch.manual_seed(2)
+    made = GCN(FEATURES, CLASSES, hidden=8, layers=3, dropout=0.0, batch_norm=True).double()
+    return Run(gas.fit(made, data, num_parts=6, lr=0.05, **options), weights_of(made))
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "exact", "epochs": 3}, {"exact_epochs": 3, "epochs": 3, "evaluate_parts": 2}]
+)
+def test_exact_steps_are_those_of_full_batch(options: dict[str, Any]) -> None:
+    data = one_class_apart(community_graph())
+    data.x = data.x.double()
+    alone = deep(data, **options)
+    for run in run_ranks(3, deep, data, **options):
+        assert run.result.steps == alone.result.steps == options["epochs"]
+        assert run.result.scores == pytest.approx(alone.result.scores)
+        assert [each.loss for each in run.result.epochs] == pytest.approx([each.loss for each in alone.result.epochs])
+        for name, weight in alone.weights.items():
+            torch.testing.assert_close(run.weights[name], weight, rtol=1e-6, atol=1e-6)
+
+
 def test_evaluation_in_other_batches_gives_the_same_scores() -> None:
     data = community_graph()
     first = run_ranks(2, fit, data, refresh_every="epoch")
@@ -252,9 +274,7 @@ def test_evaluation_in_other_batches_gives_the_same_scores() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "cluster"}, "mode 'gas' or 'history'"),
-        ({"mode": "exact"}, "mode 'gas' or 'history'"),
-        ({"exact_epochs": 1}, "exact_epochs must be 0"),
+        ({"mode": "cluster"}, "mode 'gas', 'history' or 'exact'"),
         ({"refresh": 2, "batch_size": 3}, "refresh must be at most the number of batches of a rank, 1"),
         ({"diagnose": ("gradients",)}, "ranks diagnose staleness only"),
         ({"num_parts": 1, "batch_size": 1}, "a part of its own"),

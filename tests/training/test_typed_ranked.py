@@ -159,8 +159,7 @@ def test_options_of_steps_run_on_ranks(name: str, options: dict[str, Any], tmp_p
     ("options", "message"),
     [
         ({"compensate": "momentum"}, "by gradients"),
-        ({"mode": "exact"}, "mode 'gas' or 'history'"),
-        ({"mode": "cluster"}, "mode 'gas' or 'history'"),
+        ({"mode": "cluster"}, "mode 'gas', 'history' or 'exact'"),
         ({"num_parts": 1, "batch_size": 1}, "a part of its own"),
     ],
 )

@@ -20,7 +20,7 @@ from gnnautoscale._util import map_tensors, undisturbed, weights_of
 from gnnautoscale.attach import (
     CallModel,
     LocalLipschitz,
-    attached_alone,
+    attached,
     call_with_batch,
     device_of,
     info_of,
@@ -53,6 +53,7 @@ from gnnautoscale.graph import BatchInfo, HaloLoader, TypedGraph
 from gnnautoscale.history import Cast, RowSums
 from gnnautoscale.kernels import triton_is_installed
 from gnnautoscale.replay import on_training_stream
+from gnnautoscale.transfer import Sharing
 
 
 class ExactPasses:
@@ -84,7 +85,10 @@ class ExactPasses:
         self._inside, self._penalty, self._loss = inside, penalty, loss
         #: Where the model is.
         self.device = device_of(model)
-        self._scaler = attached_alone(model, "the gradient of the whole graph")
+        self._scaler = attached(model)
+        # Of several processes each makes the passes over its own batches, and finds its share of each gradient.
+        self._sharing: Sharing | None = self._scaler.memory_of(loader.graph).sharing
+        self._num_nodes = sum(loader.everyone(loader.num_own))
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         if self._scaler.edge_dropout and model.training:
@@ -97,7 +101,7 @@ class ExactPasses:
         # draw nothing in evaluation.
         self._seed = int(torch.randint(2**62, ())) if model.training else None
         self._draws = Draws(self._seed)
-        self._norms = WholeGraphNorms()
+        self._norms = WholeGraphNorms() if self._sharing is None else WholeGraphNorms(self._sharing.add_up)
         self._has_norms = any(
             isinstance(module, _BatchNorm) and uses_own_statistics(module) for module in model.modules()
         )
@@ -157,7 +161,7 @@ class ExactPasses:
         try:
             for weight in every:
                 weight.grad = None
-            with on_training_stream(self.device), undisturbed(self.device):
+            with on_training_stream(self.device), undisturbed(self.device), self._by_itself():
                 if self._replays is not None:
                     self._replay_backward(self._replays, loss, gradients)
                 else:
@@ -199,6 +203,8 @@ class ExactPasses:
             if use is not None:
                 use(batch, out)
         self._settle()
+        if stage.level is not None:
+            self._store.share(self._scaler.memory_of(self._loader.graph), stage.level)
 
     def _prepare(self, stage: Stage) -> None:
         """Note a stage, after those that collect the statistics that it needs."""
@@ -233,6 +239,10 @@ class ExactPasses:
     def _run_backward(self, stage: Stage, loss: Loss, memory: Any, histories: dict[str, RowSums]) -> None:
         store = GradientStore(self._store)
         self._norms.wanted = stage.norm
+        if self._sharing is not None and stage.level is not None:
+            self._sharing.collect(self._by_kind({slot: histories[slot] for slot in sorted(stage.level)}))
+        if stage.norm is not None:
+            self._norms.gather_gradients()
         penalty = None if self._penalty is None or stage.norm is not None else self._penalty
         for batch, out in self._passes(stage, store, None if penalty is None else penalty[0]):
             info = info_of(batch)
@@ -248,7 +258,7 @@ class ExactPasses:
                     known = histories[slot].read(index[slot][: value.size(0)], dtype=value.dtype)
                     gradients.append(known.view_as(value))
             if penalty is not None and penalty[0].has_terms:
-                share = penalty[1] * info.batch_size / self._loader.graph.num_nodes
+                share = penalty[1] * info.batch_size / self._num_nodes
                 rows, gradients = [*rows, share * penalty[0].value()], [*gradients, None]
             differentiate(rows, gradients)
             found = {slot: as_matrix(gradient) for slot, gradient in store.gradients.items()}
@@ -259,6 +269,18 @@ class ExactPasses:
             store.start()
         self._norms.wanted = None
         self._settle()
+
+    def _by_kind(self, sums: dict[str, RowSums]) -> dict[str, list[RowSums]]:
+        """The sums of slots by the type of nodes that they have rows of."""
+        kinds = self._plan.kinds if isinstance(self._plan, TypedPlan) else {}
+        found: dict[str, list[RowSums]] = {}
+        for slot, each in sums.items():
+            found.setdefault(kinds.get(slot, ""), []).append(each)
+        return found
+
+    def _by_itself(self) -> AbstractContextManager[None]:
+        """A context for backward passes that other processes know nothing of."""
+        return nullcontext() if self._sharing is None else self._sharing.quietly()
 
     @contextmanager
     def _beside(self, *used: Tensor) -> Iterator[None]:
@@ -338,6 +360,8 @@ class ExactPasses:
 
     def _obstacle(self) -> str | None:
         memory = self._scaler.memory_of(self._loader.graph)
+        if self._sharing is not None:
+            return "several ranks share the graph"
         if isinstance(memory, TypedMemory):
             return "the graph is heterogeneous"
         if not triton_is_installed():

@@ -12,7 +12,7 @@ import math
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -235,9 +235,13 @@ class _Statistics:
 
 
 class WholeGraphNorms:
-    """Batch norms in training, with the statistics of all nodes; other norms run as they are."""
+    """Batch norms in training, with the statistics of all nodes; other norms run as they are.
 
-    def __init__(self) -> None:
+    ``add_up`` adds up tensors over all processes that share the graph.
+    """
+
+    def __init__(self, add_up: Callable[..., Sequence[Tensor]] = lambda *tensors: tensors) -> None:
+        self._add_up = add_up
         self._known: dict[str, _Statistics] = {}
         #: The norm, and the number of its call in a pass, whose statistics are being collected or differentiated.
         self.wanted: str | None = None
@@ -313,9 +317,13 @@ class WholeGraphNorms:
         """Take what was collected in the passes over all batches for the statistics of the wanted norm."""
         if self.wanted is None or not self._sums:
             raise RuntimeError("statistics have to be collected before they are taken")
-        norm, count = self._sums[0][0], sum(number for *_, number in self._sums)
-        mean = torch.stack([total for _, total, _, _ in self._sums]).sum(0) / count
-        square = torch.stack([total for _, _, total, _ in self._sums]).sum(0) / count
+        norms, totals, squares, counts = zip(*self._sums, strict=True)
+        norm = norms[0]
+        total, square, number = self._add_up(
+            torch.stack(totals).sum(0), torch.stack(squares).sum(0), torch.tensor([sum(counts)])
+        )
+        count = int(number)
+        mean, square = total / count, square / count
         dtype = torch.float32 if norm.weight is None else norm.weight.dtype
         mean, variance = mean.to(dtype), (square - mean.square()).clamp_(min=0.0).to(dtype)
         zero = torch.zeros_like(mean)
@@ -336,6 +344,11 @@ class WholeGraphNorms:
                 known.of_mean += mean.grad
                 known.of_variance += variance.grad
         self._leaves = {}
+
+    def gather_gradients(self) -> None:
+        """Add up the gradients of the wanted norm's statistics over all processes."""
+        known = self._known[self.wanted or ""]
+        known.of_mean, known.of_variance = self._add_up(known.of_mean, known.of_variance)
 
     def rows_and_gradients(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """The rows that the wanted norm has seen in the last pass, and the gradient that its statistics give them."""

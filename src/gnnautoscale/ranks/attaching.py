@@ -111,5 +111,5 @@ def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module,
 
     made = GradientMean(loader.world, [model, *further], after=after_backward, **options)
     if ghosts is not None:
-        ghosts.skip, ghosts.on_close = made.skip, made.remove
+        ghosts.skip, ghosts.alone, ghosts.on_close = made.skip, made.later, made.remove
     return made

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gnnautoscale._util import is_capturing
 from gnnautoscale.errors import InputError
-from gnnautoscale.history import History
+from gnnautoscale.history import History, RowSums
 from gnnautoscale.kernels import Runs
 from gnnautoscale.ranks.agreement import check_agreement
 from gnnautoscale.ranks.parcel import packed, sizes, unpacked
@@ -48,6 +48,8 @@ class Ghosts:
         #: Whether the last forward pass waits for a backward pass, or for :attr:`skip`, which takes part without one.
         self.unanswered = False
         self.skip: Callable[[], None] | None = None
+        #: A context in which no backward pass is one of all ranks; ``None`` if none is.
+        self.alone: Callable[[], AbstractContextManager[None]] | None = None
         #: Called when the model is detached.
         self.on_close: Callable[[], None] | None = None
         #: How many steps the rows of other ranks may lag behind those of the step before, 0 or 1.
@@ -151,6 +153,22 @@ class Ghosts:
         if (posted := self._post(histories, pieces)) is not None:
             posted.open()
 
+    def collect(self, sums: Mapping[str, Sequence[RowSums]]) -> None:
+        """See :meth:`Sharing.collect`."""
+        for kind, of_kind in sums.items():
+            for each in of_kind:
+                self._borders[kind].collect(each, self.world)
+
+    def add_up(self, *tensors: Tensor) -> list[Tensor]:
+        """See :meth:`Sharing.add_up`."""
+        flat = torch.cat([each.detach().flatten().to(self.world.wire, torch.double) for each in tensors])
+        pieces = torch.split(self.world.sum(flat).wait(), [each.numel() for each in tensors])
+        return [piece.view_as(each).to(each) for piece, each in zip(pieces, tensors, strict=True)]
+
+    def quietly(self) -> AbstractContextManager[None]:
+        """See :meth:`Sharing.quietly`."""
+        return nullcontext() if self.alone is None else self.alone()
+
     def settle(self) -> None:
         """Wait for all rows of other ranks, and write them into the rows of ghosts."""
         self._arrive(left=0)
@@ -164,7 +182,7 @@ class Ghosts:
         self.settle()
         if self.on_close is not None:
             self.on_close()
-        self.skip, self.on_close, self.unanswered = None, None, False
+        self.skip, self.alone, self.on_close, self.unanswered = None, None, None, False
 
     def first_late(self, kind: str) -> int:
         """See :meth:`Sharing.first_late`: own rows come first."""
@@ -248,16 +266,34 @@ class _Border:
         wire: torch.device,
     ) -> _Letter:
         """The rows of histories to send to each rank, and where those that each rank sends belong."""
-        known = histories[0]
-        # A GPU may be the wire of ranks that compute on the host; it cannot read their histories.
-        device = known.raw.device if known.raw.is_cuda or not known.serves(wire) else wire
-        own = self._sent.setdefault(device, self._shard.sent.to(device))
+        device, own = self._sent_from(histories[0], wire)
         rows = torch.cat([own[:0], *(own[piece] for pieces in sent for piece in pieces)])
         arriving = [torch.arange(piece.start, piece.stop, device=device) for pieces in received for piece in pieces]
         places = self._shard.num_own + torch.cat([own[:0], *arriving])
         raw = [_raw_rows(history, rows).view(torch.uint8) for history in histories]
         together = raw[0] if len(raw) == 1 else torch.cat(raw, dim=1)
         return _Letter(histories, together, _counts(sent), places, _counts(received))
+
+    def collect(self, sums: RowSums, world: World) -> None:
+        """Add what was added to rows of ghosts to those of the ranks that own them."""
+        device, own = self._sent_from(sums.history, world.wire)
+        peers = [peer for peer in range(self._shard.size) if peer != self._shard.rank]
+        ghosts, rows = ({peer: of(peer) for peer in peers} for of in (self.all_ghosts, self.all_sent))
+        places = [torch.arange(piece.start, piece.stop, device=device) for piece in ghosts.values()]
+        given = sums.read(self._shard.num_own + torch.cat(places), dtype=sums.history.dtype)
+        sent, received = (
+            [each[peer].stop - each[peer].start if peer in each else 0 for peer in range(self._shard.size)]
+            for each in (ghosts, rows)
+        )
+        arrived = torch.split(world.exchange(given, sent, received).wait().to(device), received)
+        for peer, piece in rows.items():
+            sums.add(arrived[peer], own[piece])
+
+    def _sent_from(self, history: History, wire: torch.device) -> tuple[torch.device, Tensor]:
+        """Where rows of a history are read and written, and which own rows are sent, there."""
+        # A GPU may be the wire of ranks that compute on the host; it cannot read their histories.
+        device = history.raw.device if history.raw.is_cuda or not history.serves(wire) else wire
+        return device, self._sent.setdefault(device, self._shard.sent.to(device))
 
 
 @dataclass(frozen=True)

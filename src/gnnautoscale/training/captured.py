@@ -159,7 +159,9 @@ class Engine(Steps):
             self._exact_step_at_once(loader)
             return
         _, targets = self.task.targets_of_graph(self._of_whole(loader)[0])
-        count = targets.size(0)
+        # Ranks add up their shares by the mean of their gradients.
+        size = 1 if self.together is None else self.together.world.size
+        count = targets.size(0) if self.together is None else self.together.world.add_up(targets.size(0))[0]
 
         def inputs(batch: Data) -> dict[str, Tensor]:
             rows, targets = self.task.targets(self._feed.nodes(batch))
@@ -174,14 +176,17 @@ class Engine(Steps):
             chosen = trained_rows(out, given.get("rows"))
             loss = self.task.loss(chosen, targets) * (targets.size(0) / count)
             self._total += loss.detach()
-            return [loss], [None]
+            return [size * loss], [None]
 
-        penalty = None if self._penalty is None else (self._penalty, self._penalty_weight)
+        penalty = None if self._penalty is None else (self._penalty, size * self._penalty_weight)
         loss = Loss(inputs, seeds, fixed=True)
         passes = ExactPasses(self._model, loader, inside=self._autocast, penalty=penalty, loss=loss)
         passes.forward()
         self._optimizer.zero_grad()
         passes.backward(loss)
+        if self.together is not None:
+            self.together.average(self.together.gradients(), counts=True)
+            self._total.fill_(self.together.world.add_up(float(self._total))[0])
         self.exact_how = passes.how
         if not math.isfinite(self._total):
             raise FloatingPointError(f"the loss is {float(self._total)}")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from gnnautoscale._util import state_of
 from gnnautoscale.data import Dataset, TypedLinks
 from gnnautoscale.errors import InputError
 from gnnautoscale.ranks import current
-from gnnautoscale.tasks import NodeTask, Task
+from gnnautoscale.tasks import GraphPrediction, LinkPrediction, NodeTask, Task
 from gnnautoscale.training.options import OPTIONS, FitOptions
 
 # What may differ between ranks.
@@ -25,12 +23,12 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if dataset.targets and not isinstance(task, NodeTask):
         rule, fix = "ranks know tasks of nodes on heterogeneous graphs", "Train in one process."
         raise InputError(rule, got=f"a {type(task).__name__}", fix=fix)
-    if options.mode not in ("gas", "history"):
-        rule, fix = "ranks train with mode 'gas' or 'history'", "Train in one process."
+    if options.mode not in ("gas", "history", "exact"):
+        rule, fix = "ranks train with mode 'gas', 'history' or 'exact'", "Train in one process."
         raise InputError(rule, got=repr(options.mode), fix=fix)
-    if options.exact_epochs:
-        fix = "Leave it out, or train in one process."
-        raise InputError("under ranks exact_epochs must be 0", got=str(options.exact_epochs), fix=fix)
+    if options.exact_after < options.epochs and isinstance(task, (LinkPrediction, GraphPrediction)):
+        fix = "Leave them out, or train in one process."
+        raise InputError("exact steps of ranks are for tasks of nodes", got=f"a {type(task).__name__}", fix=fix)
     if dataset.targets and options.compensate == "momentum":
         fix = "Use compensate='gradient', or leave it out."
         raise InputError("ranks compensate by gradients there", got="compensate='momentum'", fix=fix)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from gnnautoscale.history import History
+from torch import Tensor
+
+from gnnautoscale.history import History, RowSums
 from gnnautoscale.transfer.base import Transfer
 from gnnautoscale.transfer.rows import BatchRows
 
@@ -31,6 +33,15 @@ class Sharing(Protocol):
 
     def share(self, histories: Mapping[str, Sequence[History]]) -> None:
         """Send all rows that others need, and receive theirs, by type; every process must call it."""
+
+    def collect(self, sums: Mapping[str, Sequence[RowSums]]) -> None:
+        """Add what was added here to rows of others to theirs, by type; every process must call it."""
+
+    def add_up(self, *tensors: Tensor) -> list[Tensor]:
+        """The sums of tensors, which have the same shapes everywhere, over all processes; each must call it."""
+
+    def quietly(self) -> AbstractContextManager[None]:
+        """Within, backward passes leave the gradients of weights to this process alone."""
 
     def follow(self, records: Callable[[], Mapping[str, Mapping[str, Sequence[Any]]]]) -> None:
         """Compare what layers make of edges with other processes whenever it changes.
