@@ -429,6 +429,16 @@ def test_a_rank_that_is_gone_ends_the_others_with_one_sentence(how: str) -> None
         assert "\n" not in str(found[rank])
 
 
+def asked_to_end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_rank_that_torchrun_ends_says_so() -> None:
+    for rank, error in enumerate(outcomes(2, asked_to_end)):
+        assert isinstance(error, ranks.LostRankError)
+        assert f"rank {rank} of 2 ends, since torchrun asked it to" in str(error)
+
+
 def stopped(folder: Path) -> int:
     """One rank is asked to stop; returns how many epochs were done."""
     done = 0

@@ -10,8 +10,11 @@ import atexit
 import os
 import pickle
 import re
+import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -81,6 +84,8 @@ class World:
         """Call something that needs the other ranks; that one of them is gone is said in one sentence."""
         try:
             return call()
+        except LostRankError:  # torchrun was faster
+            raise
         except RuntimeError as error:
             # Without the place in the sources of gloo or nccl that some begin with.
             told = re.sub(r"^\[\S*\]\s*", "", str(error).strip()).partition("\n")[0].partition(". ")[0]
@@ -258,7 +263,21 @@ def start(*, timeout: float = _LONGEST_WAIT) -> World:
             raise LostRankError(f"the {size} ranks could not find each other: {str(error).splitlines()[0]}") from error
         atexit.register(_leave)
     _world = World(dist.get_rank(), dist.get_world_size(), device, timeout=timeout)
+    _end_when_asked(_world)
     return _world
+
+
+def _end_when_asked(world: World) -> None:
+    """Let a process that torchrun ends say why, unless its user has decided what it does then."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if world.size == 1 or not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        who = f"rank {world.rank} of {world.size}"
+        raise LostRankError(f"{who} ends, since torchrun asked it to, as it does when another rank has failed")
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def current() -> World:

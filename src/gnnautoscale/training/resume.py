@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gnnautoscale._util import FolderLock, load_state, random_states, state_of, weights_of
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import check_labels
-from gnnautoscale.ranks import LostRankError, current
+from gnnautoscale.ranks import LostRankError
 from gnnautoscale.runs import Epoch, FitResult
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.checkpoint import (
@@ -208,20 +208,18 @@ def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.
 def stop_requests(enabled: bool, *, together: bool = False) -> Iterator[threading.Event]:
     """An event that Ctrl-C sets if enabled, so that a run can end cleanly; a second Ctrl-C ends it at once.
 
-    Of ranks that train ``together`` torchrun asks each to end once more, and by SIGTERM; so there is no second one. If
-    it is not enabled, SIGTERM ends a rank with an error that says so. Outside the main thread, and for a signal that
-    the process ignores (Ctrl-C in the background of a script), nothing changes.
+    Of ranks that train ``together`` torchrun asks each to end once more, and by SIGTERM; so there is no second one.
+    Outside the main thread, and for a signal that the process ignores (Ctrl-C in the background of a script), nothing
+    changes.
     """
     wanted = threading.Event()
 
     def request(number: int, frame: FrameType | None) -> None:
         wanted.set()
-        if not enabled:
-            raise LostRankError(f"rank {current().rank} ends, since torchrun asked it to: another rank has failed")
         if not together:
             signal.signal(number, handlers[signal.Signals(number)])
 
-    numbers = [signal.SIGINT] * enabled + [signal.SIGTERM] * together
+    numbers = [signal.SIGINT, *[signal.SIGTERM] * together] if enabled else []
     if threading.current_thread() is not threading.main_thread():
         numbers = []
     # None stands for a handler outside Python, which could not be restored.
