@@ -107,8 +107,7 @@ def test_equals_a_row_per_edge(device: str, name: str, heads: int, width: int) -
 
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("of", ["target", "source"])
-@pytest.mark.parametrize("degrees", ["several", "as long as a piece"])
+@pytest.mark.parametrize(("of", "degrees"), [("target", "several"), ("source", "as long as a piece")])
 def test_long_rows(device: str, name: str, of: str, degrees: str) -> None:
     graph, case = Hubs(device, DEGREES[degrees], weighted=False, of=of), CASES[name]
     given = case.given(graph, 2, 5)

@@ -692,8 +692,7 @@ def misuse(what: str) -> None:
         gas.predict(model, loader, torch.tensor([loader.num_own]))
     calls: dict[str, Callable[..., Any]] = {
         "grow": gas.grow,
-        "diagnose": partial(gas.diagnose, what="gradients"),
-        "exact": gas.exact_forward,
+        "diagnose": partial(gas.diagnose, what="lipschitz"),
     }
     if what == "capture":
         gas.capture(model, lambda batch: None, torch.optim.SGD(model.parameters()))
@@ -721,7 +720,7 @@ def misuse(what: str) -> None:
         ("ghost", "batches of its own nodes"),
         ("grow", "grow needs the whole graph"),
         ("capture", "capture needs the whole graph"),
-        ("diagnose", "diagnose but for 'staleness' needs the whole graph"),
+        ("diagnose", "diagnose 'lipschitz' needs the whole graph"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_on_each_of_them(what: str, message: str) -> None:

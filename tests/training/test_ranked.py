@@ -111,14 +111,19 @@ def stale_rows(data: Data) -> Any:
     with torch.no_grad():
         for weight in trained.parameters():
             weight.mul_(1.1)
-    return gas.diagnose(trained, loader, ages=loader.parts)["staleness"]["layers"]
+    found = gas.diagnose(trained, loader, ["staleness", "gradients"], ages=loader.parts)
+    return found["staleness"]["layers"], found["gradients"]
 
 
-def test_staleness_is_that_of_all_nodes() -> None:
-    data = community_graph()
+def test_staleness_and_gradients_are_those_of_all_nodes() -> None:
+    data = one_class_apart(community_graph())
     data.x = data.x.double()
-    alone = stale_rows(data)
-    for found in run_ranks(3, stale_rows, data):
+    alone, gradients = stale_rows(data)
+    for found, of_steps in run_ranks(3, stale_rows, data):
+        assert of_steps["why_not"] is not None
+        for name in ("cosine", "norm_ratio", "relative_error"):
+            assert of_steps[name] == pytest.approx(gradients[name], rel=1e-6)
+        assert len(of_steps["layers"]) == len(gradients["layers"])
         for mine, wanted in zip(found, alone, strict=True):
             for what in ("staleness", "closeness", "history"):
                 assert (mine[what] is None) == (wanted[what] is None)
@@ -276,7 +281,7 @@ def test_evaluation_in_other_batches_gives_the_same_scores() -> None:
     [
         ({"mode": "cluster"}, "mode 'gas', 'history' or 'exact'"),
         ({"refresh": 2, "batch_size": 3}, "refresh must be at most the number of batches of a rank, 1"),
-        ({"diagnose": ("gradients",)}, "ranks diagnose staleness only"),
+        ({"diagnose": ("lipschitz",)}, "ranks diagnose gradients and staleness"),
         ({"num_parts": 1, "batch_size": 1}, "a part of its own"),
     ],
 )

@@ -70,7 +70,8 @@ def diagnose(
     amplifies a small change of its inputs on the whole graph, and the constants of its messages and its update if
     these are known.
 
-    Several ranks measure ``"staleness"`` together, and each gets that of all nodes; there is no bound.
+    Several ranks measure ``"staleness"`` and ``"gradients"`` together, and each gets those of all nodes; there are no
+    bound and no compensated gradients.
 
     On a heterogeneous graph each slot has rows of one type of nodes, and so has its staleness. There is no bound, and
     no ``"lipschitz"``.
@@ -117,8 +118,8 @@ def diagnose(
         "lipschitz": _lipschitz,
     }
     found: dict[str, dict[str, Any]] = {}
-    if names != ["staleness"]:
-        attached_alone(model, "diagnose but for 'staleness'")
+    if "lipschitz" in names:
+        attached_alone(model, "diagnose 'lipschitz'")
     with _nothing_changed(model):
         for name in names:
             start = time.perf_counter()

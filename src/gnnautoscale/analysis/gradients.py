@@ -23,7 +23,8 @@ from gnnautoscale.exact import ExactPasses, Loss, exact_forward
 from gnnautoscale.forward import GraphMemory, HistoryStore, Plan, StoreExchange, TypedMemory, TypedPlan
 from gnnautoscale.graph import BatchInfo, HaloLoader
 from gnnautoscale.history import History
-from gnnautoscale.tasks import LinkPrediction, Task, task_for, trained_rows
+from gnnautoscale.tasks import LinkPrediction, NodeTask, Task, task_for, trained_rows
+from gnnautoscale.transfer import Sharing
 
 # Kept gradients are as they will be once a sweep changes the sum of all batches by less than this share. A model with
 # many layers takes many sweeps; it is measured after the last of these.
@@ -91,8 +92,14 @@ def gradient_agreement(
     if isinstance(task, LinkPrediction) and not task.is_bound:
         learned = copy.copy(task).bound_to(posed, metric=None, class_weight="none")
     data = loader.data if dataset is None else dataset.train
-    learned.check(data, ["train"])
-    loss = _mean_loss(learned, data, device_of(model), dataset)
+    sharing: Sharing | None = scaler.memory.sharing
+    if sharing is None:
+        learned.check(data, ["train"])
+    elif not isinstance(learned, NodeTask):
+        fix = "Leave gradients out, or measure them in one process."
+        raise InputError("ranks diagnose gradients for tasks of nodes", got=f"a {type(learned).__name__}", fix=fix)
+    whole = sum(loader.everyone(learned.weight_of(data)))
+    loss = _mean_loss(learned, whole, device_of(model), dataset)
     exchange = StoreExchange(HistoryStore(writes=False))
     with learned.measuring():
         plain = _Sweep(model, list(weights.values()), loader, loss, call).run(lambda _: scaler.running(exchange))
@@ -102,9 +109,14 @@ def gradient_agreement(
             torch.zeros_like(total) if piece is None else piece.double()
             for total, piece in zip(plain, found, strict=True)
         ]
+        if sharing is not None:
+            plain, full = sharing.add_up(*plain), sharing.add_up(*full)
         owners = [_owner(model, name) for name in weights]
         compensated, why_not, sweeps = None, None, 0
         try:
+            if sharing is not None:
+                fix = "Measure them in one process."
+                raise InputError("compensated gradients need the whole graph", got="a rank's share of it", fix=fix)
             gradient, sweeps = _compensated(model, list(weights), loader, loss, call)
             compensated = _compared(owners, gradient, full)
         except (InputError, UnsupportedModelError) as error:
@@ -128,9 +140,11 @@ def _typed_dataset(scaler: Autoscaler, loader: HaloLoader, target: str | None, t
     )
 
 
-def _mean_loss(task: Task, data: Data, device: torch.device, dataset: TypedDataset | None) -> Loss:
-    """The mean loss over all targets of a graph, as a sum over batches; a data set has those of one type of nodes."""
-    whole = task.weight_of(data)
+def _mean_loss(task: Task, whole: float, device: torch.device, dataset: TypedDataset | None) -> Loss:
+    """The mean loss over all targets of a graph, as a sum over batches; a data set has those of one type of nodes.
+
+    The targets count ``whole`` together.
+    """
 
     def inputs(batch: Data) -> dict[str, Tensor]:
         batch = batch if dataset is None else dataset.seen(batch)

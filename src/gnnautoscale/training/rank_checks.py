@@ -35,9 +35,10 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if dataset.targets and options.sync_norms and (options.lipschitz or options.compensate != "none"):
         fix = "Leave one of them out."
         raise InputError("sync_norms needs plain steps", got="it with a penalty or compensation", fix=fix)
-    if set(options.diagnose) - {"staleness"}:
+    able = {"staleness", "gradients"} if isinstance(task, NodeTask) else {"staleness"}
+    if set(options.diagnose) - able:
         fix = "Leave the others out, or train in one process."
-        raise InputError("ranks diagnose staleness only", got=f"diagnose={options.diagnose}", fix=fix)
+        raise InputError(f"ranks diagnose {' and '.join(sorted(able))}", got=f"diagnose={options.diagnose}", fix=fix)
     shapes = {name: tuple(value.shape) for name, value in state_of(model).items()}
     given = {name: getattr(options, name) for name in OPTIONS if name not in _PLACES}
     about = type(task).__name__, task.metric, repr(task.module)
