@@ -91,6 +91,17 @@ def test_all_ranks_know_what_each_of_them_computed() -> None:
     assert all(torch.equal(known, expected) for known, _ in found)
 
 
+def between_halves(parts: Splits) -> Splits:
+    """The same with pairs from the first half of the nodes to the second one only, as between two types."""
+    found = [part.clone() for part in parts]
+    for part in found:
+        source, target = part.edge_label_index
+        fits = (source < 24) & (target >= 24)
+        part.edge_label_index, part.edge_label = part.edge_label_index[:, fits], part.edge_label[fits]
+        part.between = ((0, 24), (24, 48))
+    return found[0], found[1], found[2]
+
+
 def negatives_of_a_rank(parts: Splits) -> tuple[Tensor, Tensor, float, Tensor]:
     """Many drawn pairs without an edge, with weights, and the nodes of the rank's batch."""
     torch.manual_seed(ranks.current().rank)
@@ -103,14 +114,16 @@ def negatives_of_a_rank(parts: Splits) -> tuple[Tensor, Tensor, float, Tensor]:
     return torch.stack([first, second]), weight, 20 * float(label.sum()), own
 
 
-def test_negatives_lie_between_all_nodes_of_a_step() -> None:
-    parts = splits(negatives=False)
+@pytest.mark.parametrize("typed", [False, True])
+def test_negatives_lie_between_all_nodes_of_a_step(typed: bool) -> None:
+    parts = between_halves(splits(negatives=False)) if typed else splits(negatives=False)
     known = torch.cat([parts[0].edge_index, parts[0].edge_label_index, parts[0].edge_label_index.flip(0)], dim=1)
     edges = set(map(tuple, known.t().tolist()))
     found = run_ranks(2, negatives_of_a_rank, parts)
     for rank, (ends, weight, total, own) in enumerate(found):
         others, real = found[1 - rank][3], weight > 0
         here = torch.isin(ends, own)
+        assert not typed or bool(((ends[0] < 24) & (ends[1] >= 24)).all())
         assert bool(here.any(dim=0).all())
         assert bool((here | torch.isin(ends, others)).all())
         for end in (0, 1):  # of a pair between ranks, either end may be the other rank's

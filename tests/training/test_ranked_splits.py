@@ -142,7 +142,9 @@ class OneOf:
 
     def __init__(self, rank: int, met: list[Any]) -> None:
         self.rank, self.met, self.outs = rank, met, list[tuple[Tensor, Tensor]]()
-        self.loader: Any = SimpleNamespace(world=self, nodes=met[rank][0], parts_in_batches=met[rank][1], shuffle=True)
+        self.loader: Any = SimpleNamespace(
+            world=self, joined_nodes=met[rank][0], parts_in_batches=met[rank][1], shuffle=True
+        )
         self.loader.labels_of_all = lambda: met[rank][2]
 
     def gather(self, value: Any) -> list[Any]:
@@ -476,6 +478,12 @@ def test_a_task_of_ones_own_sees_numbers_of_the_whole_graph_and_scores_with_all_
     model.load_state_dict({name.removeprefix("model."): value for name, value in given[0].weights.items()})
     out = whole(model, data)
     assert given[0].result.scores == pytest.approx({each: Closeness().score(out, data, each) for each in SPLITS})
+    looked_up, alone = run_ranks(2, fit_exactly, data), fit_exactly(data)
+    assert [run.result.epochs[-1].loss for run in looked_up] == pytest.approx([alone.result.epochs[-1].loss] * 2)
+
+
+def fit_exactly(data: Data) -> Run:
+    return fit_nodes(data, task=Closeness(data.x[:, 0].clone()), mode="exact")
 
 
 def test_classes_are_balanced_over_shards_in_files(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.models import build_model
 from gnnautoscale.tasks import LinkPrediction
 from gnnautoscale.tasks.pairs import Pairs
-from support.ranks import outcomes
+from support.ranks import run_ranks
 
 LIKES, LIKED = ("user", "likes", "item"), ("item", "rev_likes", "user")
 
@@ -53,10 +53,59 @@ def trained(data: Any = None, **options: Any) -> tuple[gas.FitResult, nn.Module,
     return gas.fit(model, data, task=task, **{**defaults, **options}), model, task
 
 
-def test_ranks_refuse_them_by_name() -> None:
-    for error in outcomes(2, trained):
-        assert isinstance(error, InputError), error
-        assert "ranks predict links between nodes of one type" in str(error)
+Trained = tuple[gas.FitResult, dict[str, Tensor]]
+
+
+def trained_on_a_rank(data: list[HeteroData], folder: Path | None = None, **options: Any) -> Trained:
+    saved = {} if folder is None else {"checkpoint_dir": str(folder), "resume": str(folder)}
+    result, model, _ = trained(data, evaluate_every=1, **saved, **options)
+    return result, gas.detach(model).state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:.*holds no checkpoint yet")
+def test_ranks_share_them_and_resume_with_the_same_bits(tmp_path: Path) -> None:
+    data = splits()
+    options: dict[str, Any] = {"compensate": "gradient", "drawings": 2}
+    found = run_ranks(2, trained_on_a_rank, data, epochs=2, **options)
+    run_ranks(2, trained_on_a_rank, data, tmp_path, epochs=1, **options)
+    resumed = run_ranks(2, trained_on_a_rank, data, tmp_path, epochs=2, **options)
+    result, weights = found[0]
+    for other, others in (*found, *resumed):
+        assert other.scores == result.scores
+        assert [epoch.loss for epoch in other.epochs] == [epoch.loss for epoch in result.epochs]
+        assert all(torch.equal(value, others[name]) for name, value in weights.items())
+    links = TypedLinks.of_splits(data)
+    model = build_model("hetero-sage", data[0], 8, ["user", "item"], hidden=8, dropout=0.0)
+    model.load_state_dict(weights)
+    task, numbers = (
+        LinkPrediction(width=8),
+        {kind: torch.arange(data[0][kind].num_nodes) for kind in data[0].node_types},
+    )
+    task.bound_to(links, metric=None, class_weight="none")
+    for split, graph, view in zip(("train", "val", "test"), data, (links.train, links.val, links.test), strict=True):
+        with torch.no_grad():
+            out = links.all_rows(model.eval()(graph.edge_index_dict, numbers, graph.x_dict))
+        assert result.scores[split] == pytest.approx(task.score(out, view, split), abs=1e-3)
+
+
+def test_batches_without_nodes_of_one_end_score_the_edges_to_others() -> None:
+    data = splits()
+    parts = {"item": torch.arange(40) % 2, "user": 2 + torch.arange(30) % 2, "shop": torch.zeros(3, dtype=torch.long)}
+    loader = gas.HaloLoader(data[0], partition=parts, batch_size=2, shuffle=True)
+    links = TypedLinks.of_splits(data)
+    task = LinkPrediction()
+    task.bound_to(links, metric=None, class_weight="none")
+    task.prepare(loader)
+    count = links.train.edge_label_index.size(1)
+    for group, drawn in (([0, 1], 0), ([2, 3], 0), ([0, 2], 5)):
+        seen = links.seen(loader.batch_of(group))
+        out = torch.zeros(seen.num_nodes, 2)
+        task.see(out, seen.n_id)
+        _, targets = task.targets(seen)
+        assert targets.size(0) == count if not drawn else targets.size(0) < count
+        assert float(task.loss(out, targets)) == pytest.approx(0.6931, abs=1e-4)
+        source, target, label, relation = targets.unbind(dim=1)
+        assert task._draw(source, target, relation, label.float())[0].numel() == drawn * targets.size(0)
 
 
 @pytest.mark.parametrize("mode", ["gas", "full", "cluster", "sage"])

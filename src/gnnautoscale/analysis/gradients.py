@@ -23,7 +23,7 @@ from gnnautoscale.exact import ExactPasses, Loss, exact_forward
 from gnnautoscale.forward import GraphMemory, HistoryStore, Plan, StoreExchange, TypedMemory, TypedPlan
 from gnnautoscale.graph import BatchInfo, HaloLoader
 from gnnautoscale.history import History
-from gnnautoscale.tasks import LinkPrediction, NodeTask, Task, task_for, trained_rows
+from gnnautoscale.tasks import LinkPrediction, Task, task_for, trained_rows
 from gnnautoscale.transfer import Sharing
 
 # Kept gradients are as they will be once a sweep changes the sum of all batches by less than this share. A model with
@@ -95,9 +95,9 @@ def gradient_agreement(
     sharing: Sharing | None = scaler.memory.sharing
     if sharing is None:
         learned.check(data, ["train"])
-    elif not isinstance(learned, NodeTask):
+    elif not learned.knows_rows_only:
         fix = "Leave gradients out, or measure them in one process."
-        raise InputError("ranks diagnose gradients for tasks of nodes", got=f"a {type(learned).__name__}", fix=fix)
+        raise InputError("ranks diagnose gradients for the library's tasks of nodes", got=f"a {type(learned).__name__}", fix=fix)
     whole = sum(loader.everyone(learned.weight_of(data)))
     loss = _mean_loss(learned, whole, device_of(model), dataset)
     exchange = StoreExchange(HistoryStore(writes=False))

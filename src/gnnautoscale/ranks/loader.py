@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph, HaloLoader, PartGroup, TypedGraph, fingerprint, is_label, labels_for, rows_of
 from gnnautoscale.kernels import Runs
 from gnnautoscale.ranks.assignment import assign
-from gnnautoscale.ranks.cutting import cut, facts_of, graph_of, training_nodes
+from gnnautoscale.ranks.cutting import COUNTS, cut, facts_of, graph_of, training_nodes
 from gnnautoscale.ranks.exchange import Ghosts
 from gnnautoscale.ranks.files import read_shard
 from gnnautoscale.ranks.shard import Layout, Shard, check_shardable
@@ -186,6 +187,16 @@ class RankLoader(HaloLoader):
             counts = self.own_counts if self.is_typed else {"": self.num_own}
             found = {kind: torch.arange(count) for kind, count in counts.items()}
         return found if self.is_typed else found[""]
+
+    @property
+    def joined_nodes(self) -> Tensor:
+        """The same, ``[num_own]``, with the nodes of all types of the whole graph numbered type after type."""
+        if not self.is_typed:
+            rows: Tensor = self.nodes
+            return rows
+        counts = self.own_counts if self.shard is None else self.shard.whole[COUNTS]
+        firsts = accumulate(counts.values(), initial=0)
+        return torch.cat([first + self.nodes[kind] for kind, first in zip(counts, firsts, strict=False)])
 
     @property
     def is_typed(self) -> bool:

@@ -287,12 +287,13 @@ class LinkPrediction(Task):
         rows, total = self._rows_of_step, weight.sum() * self._draws
         draws = self._draws if rows.is_whole else _DRAWN_MORE * self._draws
         source, target, relation, weight = (each.repeat(draws) for each in (source, target, relation, weight))
-        pools = self._pools(rows)
-        first, second = (pool[torch.randint(pool.numel(), source.shape, device=source.device)] for pool in pools)
-        if self._num_relations is None and rows.others.numel():
-            backwards = torch.rand(source.shape, device=source.device) < 0.5
-            first, second = torch.where(backwards, second, first), torch.where(backwards, first, second)
-        if self._num_relations is not None:
+        if self._num_relations is None:
+            first, second = rows.draw(source.numel())
+            if not first.numel():  # all nodes of this step are of the type at one end
+                return first, second, first, weight[:0]
+        else:
+            # An end in another rank's batch would not do: that rank does not know the edge, and could not do its half.
+            first, second = rows.own[torch.randint(rows.own.numel(), (2, source.numel()), device=source.device)]
             backwards = torch.rand(source.shape, device=source.device) < 0.5
             source_in, target_in = rows.inside(source), rows.inside(target)
             backwards = torch.where(source_in & target_in, backwards, target_in)
@@ -304,18 +305,6 @@ class LinkPrediction(Task):
             drawn = drawn * weight  # an edge that two batches see has one negative, not two
         drawn = drawn * (total / drawn.sum().clamp(min=1e-12))
         return first, second, relation, drawn
-
-    def _pools(self, rows: PairRows) -> tuple[Tensor, Tensor]:
-        """The nodes that both ends are drawn from: of the batch, and of their types if these differ.
-
-        An end may be in another rank's batch of the same step, unless an edge has one end replaced: that rank does not
-        know the edge, and could not do its half.
-        """
-        own, between = rows.own, self._training_pairs.between
-        if between is None:
-            return own, torch.cat([own, rows.others]) if self._num_relations is None else own
-        source, target = (own[(own >= low) & (own < high)] for low, high in between)
-        return source, target
 
     def _scores(
         self, out: Tensor, source: Tensor, target: Tensor, relation: Tensor, across: Tensor | None = None

@@ -31,7 +31,7 @@ class PairRows:
     """
 
     def __init__(self, pairs: Pairs, meetings: Meetings, *, alone: bool = False) -> None:
-        self._num_nodes, self._num_ends = pairs.num_nodes, pairs.num_ends
+        self._num_nodes, self._num_ends, self._between = pairs.num_nodes, pairs.num_ends, pairs.between
         self._meetings, self.alone = meetings, alone
         #: The last known output of each node, ``[num_nodes, width]``.
         self.known = torch.empty(0, 0)
@@ -77,6 +77,34 @@ class PairRows:
     def inside(self, nodes: Tensor) -> Tensor:
         """Whether nodes are in the batch, ``[count]``."""
         return self._placed[nodes] >= 0
+
+    def draw(self, count: int) -> Tensor:
+        """Random pairs of nodes of this step, ``[2, count]``; ``[2, 0]`` if it has no sources or no targets.
+
+        At least one end is in the batch, and each pair is as likely as any other over all ranks: one between two ranks
+        may be drawn by both, one inside a batch in either role.
+        """
+        own, every = self.own, torch.cat([self.own, self.others])
+        ways = [(own, every), (every, own)] if self.others.numel() else [(own, own)]
+        pools = [(self._able(source, 0), self._able(target, 1)) for source, target in ways]
+        pools = [(sources, targets) for sources, targets in pools if sources.numel() and targets.numel()]
+        if not pools:
+            return own.new_empty(2, 0)
+        found = [
+            torch.stack([pool[torch.randint(pool.numel(), (count,), device=own.device)] for pool in both])
+            for both in pools
+        ]
+        if len(found) == 1:
+            return found[0]
+        ahead, back = (sources.numel() * targets.numel() for sources, targets in pools)
+        return torch.where(torch.rand(count, device=own.device) < back / (ahead + back), found[1], found[0])
+
+    def _able(self, nodes: Tensor, end: int) -> Tensor:
+        """Those of some nodes that can be at an end of a pair: at its source for 0, at its target for 1."""
+        if self._between is None:
+            return nodes
+        low, high = self._between[end]
+        return nodes[(nodes >= low) & (nodes < high)]
 
     def stand_for(self, source: Tensor, target: Tensor) -> Tensor:
         """What pairs without an edge stand for, ``[num_pairs]``.
@@ -136,7 +164,7 @@ class RankMeetings(Meetings):
     def of_ranks(loader: RankLoader) -> RankMeetings:
         """See :meth:`Meetings.of`; every rank calls it."""
         world, here = loader.world, loader.parts_in_batches
-        everyone = world.gather((loader.nodes, here))
+        everyone = world.gather((loader.joined_nodes, here))
         labels = loader.labels_of_all()
         ranks = torch.empty_like(labels)
         for rank, (nodes, _) in enumerate(everyone):

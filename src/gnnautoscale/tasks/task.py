@@ -60,6 +60,11 @@ class Task(ABC):
     #: Whether :meth:`score` also takes outputs on a GPU, which saves the time to copy them.
     scores_anywhere: bool = False
 
+    @property
+    def knows_rows_only(self) -> bool:
+        """Whether it looks at nothing but ``y`` and masks of the nodes at hand, whatever their numbers."""
+        return False
+
     @abstractmethod
     def targets(self, batch: Data) -> tuple[Tensor | None, Tensor]:
         """Select what to train on.

@@ -137,31 +137,31 @@ class Engine(Steps):
         with self._autocast():
             refresh(self._model, item.batch, loss=loss)
 
-    def exact_epoch(self, loader: HaloLoader, after_step: Callable[[None], None], *, done: bool) -> float:
-        """Train for one step with the gradient of the whole graph; returns the mean loss over all targets.
+    def exact_epoch(
+        self, loader: HaloLoader, num_targets: float, after_step: Callable[[None], None], *, done: bool
+    ) -> float:
+        """Train for one step with the gradient of the whole graph; returns the mean loss over all its targets.
 
         If it was ``done`` before a checkpoint, only its loss is left to return.
         """
         try:
             if not done:
-                self._exact_step(loader)
+                self._exact_step(loader, num_targets)
                 after_step(None)
             return float(self._total) / max(self._count, 1)
         finally:
             self._total.zero_()
             self._count = 0
 
-    def _exact_step(self, loader: HaloLoader) -> None:
+    def _exact_step(self, loader: HaloLoader, num_targets: float) -> None:
         self._replayer.forget()
         self._feed.clear()
         self._forget_whole()
         if not self.task.separable:
             self._exact_step_at_once(loader)
             return
-        _, targets = self.task.targets_of_graph(self._of_whole(loader)[0])
         # Ranks add up their shares by the mean of their gradients.
         size = 1 if self.together is None else self.together.world.size
-        count = targets.size(0) if self.together is None else self.together.world.add_up(targets.size(0))[0]
 
         def inputs(batch: Data) -> dict[str, Tensor]:
             rows, targets = self.task.targets(self._feed.nodes(batch))
@@ -174,7 +174,7 @@ class Engine(Steps):
                 return [], []
             out, targets = self._rows(out), given["targets"]
             chosen = trained_rows(out, given.get("rows"))
-            loss = self.task.loss(chosen, targets) * (targets.size(0) / count)
+            loss = self.task.loss(chosen, targets) * (targets.size(0) / num_targets)
             self._total += loss.detach()
             return [size * loss], [None]
 
@@ -318,11 +318,7 @@ def engine_for(
         together = average_gradients(model, loader, *([] if task.module is None else [task.module]))
     if options.compensate == "gradient":
         # On average over the batches, the loss is that of the whole graph.
-        batches, targets = float(len(loader)), task.weight_of(dataset.train)
-        if together is not None:
-            is_share = dataset.passing() is loader.data
-            batches, targets = together.world.add_up(batches, targets if is_share else targets / together.world.size)
-        per_target = batches / targets
+        per_target = sum(loader.everyone(len(loader))) / num_targets_of(task, dataset, loader)
     return Engine(
         model,
         optimizer,
@@ -340,6 +336,12 @@ def engine_for(
         always_backward=options.sync_norms and together is not None,
         **further,
     )
+
+
+def num_targets_of(task: Task, dataset: Dataset, loader: HaloLoader) -> float:
+    """What the targets of all batches count together; a rank's data set is its share of the graph, or all of it."""
+    here = task.weight_of(dataset.train)
+    return sum(loader.everyone(here)) if dataset.passing() is loader.data else here
 
 
 def history_dtype(options: FitOptions) -> torch.dtype | None:

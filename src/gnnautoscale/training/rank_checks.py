@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from gnnautoscale._util import state_of
-from gnnautoscale.data import Dataset, TypedLinks
+from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
 from gnnautoscale.ranks import current
-from gnnautoscale.tasks import GraphPrediction, LinkPrediction, NodeTask, Task
+from gnnautoscale.tasks import GraphPrediction, LinkPrediction, Task
 from gnnautoscale.training.options import OPTIONS, FitOptions
 
 # What may differ between ranks.
@@ -17,12 +17,6 @@ _PLACES = ("device", "run_dir", "checkpoint_dir", "resume", "history_dir", "cach
 
 def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOptions) -> None:
     """Refuse what ranks cannot do, and ranks that were started with different options or models."""
-    if isinstance(dataset, TypedLinks):
-        rule, fix = "ranks predict links between nodes of one type", "Train in one process."
-        raise InputError(rule, got="links of a heterogeneous graph", fix=fix)
-    if dataset.targets and not isinstance(task, NodeTask):
-        rule, fix = "ranks know tasks of nodes on heterogeneous graphs", "Train in one process."
-        raise InputError(rule, got=f"a {type(task).__name__}", fix=fix)
     if options.mode not in ("gas", "history", "exact"):
         rule, fix = "ranks train with mode 'gas', 'history' or 'exact'", "Train in one process."
         raise InputError(rule, got=repr(options.mode), fix=fix)
@@ -35,7 +29,7 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if dataset.targets and options.sync_norms and (options.lipschitz or options.compensate != "none"):
         fix = "Leave one of them out."
         raise InputError("sync_norms needs plain steps", got="it with a penalty or compensation", fix=fix)
-    able = {"staleness", "gradients"} if isinstance(task, NodeTask) else {"staleness"}
+    able = {"staleness", "gradients"} if task.knows_rows_only else {"staleness"}
     if set(options.diagnose) - able:
         fix = "Leave the others out, or train in one process."
         raise InputError(f"ranks diagnose {' and '.join(sorted(able))}", got=f"diagnose={options.diagnose}", fix=fix)
@@ -47,7 +41,7 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
 
 def check_from_files(task: object) -> None:
     """Refuse a task whose targets shards in files do not have."""
-    if task in ("link", "graph") or (isinstance(task, Task) and not isinstance(task, NodeTask)):
+    if task in ("link", "graph") or (isinstance(task, Task) and not task.knows_rows_only):
         name = task if isinstance(task, str) else type(task).__name__
         fix = "Pass the whole graph on each rank, which keeps its share of it."
         raise InputError("folders of shards serve the library's tasks of nodes", got=f"the task {name}", fix=fix)

@@ -7,17 +7,18 @@ those of a task of the user's own, know nodes by their numbers in the whole grap
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.data import Data  # type: ignore[import-untyped]
+from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale.data import Dataset, TypedDataset
 from gnnautoscale.graph import fingerprint, is_target
 from gnnautoscale.ranks import RankLoader
-from gnnautoscale.tasks import NodeTask, Task
+from gnnautoscale.tasks import Task
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.ranked import RankStrategy, rank_loader, share_of
 from gnnautoscale.training.typed_ranked import TypedRankStrategy
@@ -39,27 +40,30 @@ def strategy_on_ranks(
     ``shards`` is a folder of them, or the training graph of the data set. ``labels`` holds the part of each node of
     that graph, ``[num_nodes]``, if it is already cut.
     """
-    from_rows = not dataset.inductive and _scores_rows(task)
-    if isinstance(shards, Path) or isinstance(dataset, TypedDataset) or from_rows:
+    typed = isinstance(dataset, TypedDataset)
+    if isinstance(shards, Path) or (task.knows_rows_only and not dataset.inductive):
         loader = rank_loader(shards, options, labels)
         share = share_of(dataset, loader)
         whole = None if isinstance(shards, Path) else dataset
         loaders = dict.fromkeys(_SPLITS, loader)
-        kind = TypedRankStrategy if isinstance(share, TypedDataset) else RankStrategy
+        kind = TypedRankStrategy if typed else RankStrategy
         return kind(model, share, loaders, optimizer, task, options, whole=whole), share
     loaders = _loaders(dataset, task, options, labels)
-    return SplitStrategy(model, dataset, loaders, optimizer, task, options), dataset
+    of_splits = TypedSplitStrategy if typed else SplitStrategy
+    return of_splits(model, dataset, loaders, optimizer, task, options), dataset
 
 
 def _loaders(dataset: Dataset, task: Task, options: FitOptions, labels: Tensor | None) -> dict[str, RankLoader]:
     """A loader of this rank for each split."""
     how: dict[str, Any] = {"method": options.partition, "seed": options.seed, "cache_dir": options.cache_dir}
-    train = dataset.train
+    train = dataset.passing()
     if labels is None:
         labels = task.cut(train, options.num_parts, options.batch_size, **how)
     loader = rank_loader(_without_targets(train), options, labels)
     made = {id(train): loader}
-    for graph, _ in dataset.graphs()[1:]:
+    for graph in (dataset.passing(split) for split in _SPLITS):
+        if id(graph) in made:
+            continue
         # Batches have about as many nodes as those of the training graph, and each rank has one at least.
         share = graph.num_nodes / train.num_nodes
         count = min(max(round(options.num_parts / options.batch_size * share), loader.world.size), graph.num_nodes)
@@ -78,17 +82,13 @@ def _loaders(dataset: Dataset, task: Task, options: FitOptions, labels: Tensor |
     return {split: made[id(dataset.passing(split))] for split in _SPLITS}
 
 
-def _without_targets(data: Data) -> Data:
+def _without_targets(data: Data | HeteroData) -> Any:
     """A graph without targets of links and graphs, which are no rows of nodes or edges that a rank could take."""
     plain = copy.copy(data)
-    for name in [name for name in data.keys() if is_target(data, name)]:  # noqa: SIM118
-        del plain[name]
+    for store in plain.stores:
+        for name in [name for name in store.keys() if is_target(store, name)]:  # noqa: SIM118
+            del store[name]
     return plain
-
-
-def _scores_rows(task: Task) -> bool:
-    """Whether a task needs no more than targets and masks of nodes; one of the user's own may need anything."""
-    return isinstance(task, NodeTask) and type(task).__module__.startswith(NodeTask.__module__.partition(".")[0])
 
 
 class _Numbered:
@@ -122,16 +122,20 @@ class SplitStrategy(RankStrategy):
         targets = [each for graph, _ in dataset.graphs() for each in task.identity(graph)]
         loader.world.agree({"targets": fingerprint(*targets)})
         task.prepare(loader)
-        ends = {} if _scores_rows(task) else {"nodes": _Numbered(loader)}
-        super().__init__(model, dataset, loaders, optimizer, task, options, whole=dataset, **ends)
+        super().__init__(model, dataset, loaders, optimizer, task, options, whole=dataset, **self._ends(loader, task))
         self._of_splits = loaders
+
+    def _ends(self, loader: RankLoader, task: Task) -> dict[str, Any]:
+        """What the task sees of a batch, if it is not the batch as it is."""
+        return {} if task.knows_rows_only else {"nodes": _Numbered(loader)}
+
+    def _output_of_all(self, split: str, evaluation: HowToEvaluate) -> Any:
+        """The output for all nodes of a split's graph, on the first rank."""
+        return self._of_splits[split].gathered(self.output(split, evaluation).cpu())
 
     def scores(self, dataset: Dataset, evaluation: HowToEvaluate) -> dict[str, float]:
         """See :meth:`Strategy.scores`; the first rank has the outputs of all nodes of one graph at a time."""
-
-        def output(split: str) -> Any:
-            return self._of_splits[split].gathered(self.output(split, evaluation).cpu())
-
+        output = partial(self._output_of_all, evaluation=evaluation)
         scores: dict[str, float] = {}
         if self.world.is_first:
             scores = self._engine.task.evaluate(dataset, output)
@@ -145,3 +149,15 @@ class SplitStrategy(RankStrategy):
         """Numbers of nodes and edges of the training graph; the task tells the rest."""
         whole = self._shard.whole
         return {"nodes": whole["nodes"], "edges": whole["edges"], "ranks": self.world.size}
+
+
+class TypedSplitStrategy(SplitStrategy, TypedRankStrategy):
+    """The same on a heterogeneous graph, whose batches count the nodes of the whole graph anyway."""
+
+    def _ends(self, loader: RankLoader, task: Task) -> dict[str, Any]:
+        return {}
+
+    def _output_of_all(self, split: str, evaluation: HowToEvaluate) -> Any:
+        rows = {kind: out.cpu() for kind, out in self._rows_of_types(split, evaluation).items()}
+        gathered = self._of_splits[split].gathered(rows)
+        return None if gathered is None else self._typed.all_rows(gathered)

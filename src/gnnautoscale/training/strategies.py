@@ -35,7 +35,7 @@ from gnnautoscale.forward import GraphMemory, describe, evaluating
 from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader, fingerprint
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task
-from gnnautoscale.training.captured import engine_for
+from gnnautoscale.training.captured import engine_for, num_targets_of
 from gnnautoscale.training.checkpoint import Checkpoint, save_checkpoint
 from gnnautoscale.training.feed import Item, as_it_is, plain_item
 from gnnautoscale.training.flow import Flow
@@ -259,7 +259,8 @@ class HistoryStrategy(Strategy):
     def _train(self, number: int, most: int | None, after_step: Callable[[Item | None], None]) -> float:
         if number <= self._exact_after:
             return self._engine.epoch(self._loader, most, after_step, self._refresh_oldest)
-        return self._engine.exact_epoch(self._loader, after_step, done=self.done > 0)
+        targets = num_targets_of(self._engine.task, self._dataset, self._loader)
+        return self._engine.exact_epoch(self._loader, targets, after_step, done=self.done > 0)
 
     def _refresh_oldest(self) -> None:
         flow = self.flow

@@ -56,15 +56,16 @@ class TypedStrategy(HistoryStrategy):
 
     def output(self, split: str, evaluation: HowToEvaluate) -> Tensor:
         """See :meth:`Strategy.output`."""
+        return self._typed.all_rows(self._rows_of_types(split, evaluation))
+
+    def _rows_of_types(self, split: str, evaluation: HowToEvaluate) -> dict[str, Tensor]:
+        """The model's output for the types that have targets."""
         out: Any = super().output(split, evaluation)
         if self.at_once and evaluation != "histories" and self._exact_loaders[split].data is self._loader.data:
             counts = TypedGraph.of(self._typed.graph).counts
             of_kinds = out.split([counts[kind] for kind in self._typed.targets])  # already chosen
-            return self._typed.all_rows(dict(zip(self._typed.targets, of_kinds, strict=True)))
-        return self._all_rows(out)
-
-    def _all_rows(self, out: Any) -> Tensor:
-        return self._typed.all_rows(_of_targets(self._model, self._typed.targets, out))
+            return dict(zip(self._typed.targets, of_kinds, strict=True))
+        return _of_targets(self._model, self._typed.targets, out)
 
     def _saved_rows(self) -> dict[str, Any]:
         memory: TypedMemory = attached(self._model).memory

@@ -66,7 +66,7 @@ def time_epochs(
                 before_epoch()
             start = time.perf_counter()
             if exact:
-                engine.exact_epoch(loader, lambda _: None, done=False)
+                engine.exact_epoch(loader, task.weight_of(loader.data), lambda _: None, done=False)
             else:
                 engine.epoch(loader, count)
             seconds.append(time.perf_counter() - start)
