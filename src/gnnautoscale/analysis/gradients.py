@@ -97,7 +97,9 @@ def gradient_agreement(
         learned.check(data, ["train"])
     elif not learned.knows_rows_only:
         fix = "Leave gradients out, or measure them in one process."
-        raise InputError("ranks diagnose gradients for the library's tasks of nodes", got=f"a {type(learned).__name__}", fix=fix)
+        raise InputError(
+            "ranks diagnose gradients for the library's tasks of nodes", got=f"a {type(learned).__name__}", fix=fix
+        )
     whole = sum(loader.everyone(learned.weight_of(data)))
     loss = _mean_loss(learned, whole, device_of(model), dataset)
     exchange = StoreExchange(HistoryStore(writes=False))
