@@ -166,8 +166,13 @@ def wire(world: ranks.World) -> dict[str, float]:
     return found
 
 
-def run(options: argparse.Namespace, size: int, folder: Path | None, nodes: int) -> list[dict[str, Any]]:
-    """Start the ranks as torchrun does; returns what each found."""
+def run(
+    options: argparse.Namespace, size: int, folder: Path | None, nodes: int, *, apart: bool = False
+) -> list[dict[str, Any]]:
+    """Start the ranks as torchrun does, or ``apart`` as many processes that know nothing of each other.
+
+    Returns what each found.
+    """
     given = {name: value for name, value in vars(options).items() if name not in ("ranks", "output", "weak", "nodes")}
     given |= {"nodes": nodes, "folder": folder, "plain": folder is None, "as_rank": True}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value not in (None, True, False)]
@@ -175,7 +180,8 @@ def run(options: argparse.Namespace, size: int, folder: Path | None, nodes: int)
     port = 20000 + os.getpid() % 20000
     found = []
     for number in range(size):
-        world = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        place, count = (0, 1) if apart else (number, size)
+        world = {"RANK": place, "LOCAL_RANK": place, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         env = {**os.environ, **{name: str(value) for name, value in world.items()}}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(options.threads)}
         command = [sys.executable, __file__, *flags]
@@ -186,12 +192,15 @@ def run(options: argparse.Namespace, size: int, folder: Path | None, nodes: int)
     return [json.loads(text.splitlines()[-1]) for text in told]
 
 
-def measure(options: argparse.Namespace, size: int, nodes: int, alone: float | None, fixed: int) -> dict[str, Any]:
-    """Write shards, and train on so many ranks.
+def step_apart(options: argparse.Namespace, size: int, nodes: int) -> float:
+    """Seconds of a step of processes that share the machine, but not the graph: each has one of a rank's size."""
+    share = argparse.Namespace(**{**vars(options), "parts": options.parts * nodes // options.nodes // size})
+    found = run(share, size, None, nodes // size, apart=True)
+    return max(each["epoch"] / each["steps"] for each in found)
 
-    ``alone`` are the seconds of a step of one rank, if known; ``fixed`` is the memory of a step and of all but the
-    graph.
-    """
+
+def measure(options: argparse.Namespace, size: int, nodes: int, fixed: int) -> dict[str, Any]:
+    """Write shards, and train on so many ranks; ``fixed`` is the memory of a step and of all but the graph."""
     with tempfile.TemporaryDirectory(prefix="gnnautoscale-") as folder:
         arguments = argparse.Namespace(**{**vars(options), "parts": options.parts * nodes // options.nodes})
         manifest = make(arguments, nodes, size, Path(folder) / "shards")
@@ -209,10 +218,11 @@ def measure(options: argparse.Namespace, size: int, nodes: int, alone: float | N
         **worst,
         "expected memory": fixed + worst["expected memory"],
     }
-    if alone is not None and size > 1:
+    if size > 1:
         sums = 2 * (size - 1) / size * 4 * worst["weights"]
+        result["step apart"] = step_apart(options, size, nodes)
         result["expected step"] = (
-            alone
+            result["step apart"]
             + (worst["exchange latency"] + worst["sent bytes per step"] * worst["exchange per byte"])
             + (2 * worst["sum latency"] + sums * worst["sum per byte"])
         )
@@ -222,12 +232,13 @@ def measure(options: argparse.Namespace, size: int, nodes: int, alone: float | N
 def show(title: str, results: list[dict[str, Any]]) -> None:
     """Print a short table."""
     print(f"\n{title}")
-    print("ranks  epoch s  step ms  expected  inference s  sent kB/step  least  memory MB  expected  ghosts/own")
+    print("ranks  epoch s  step ms  apart  expected  inference s  sent kB/step  least  memory MB  expected  ghosts/own")
     for each in results:
         cells = (
             f"{each['ranks']:5d}",
             f"{each['epoch']:8.2f}",
             f"{1e3 * each['step']:8.1f}",
+            f"{1e3 * each.get('step apart', each['step']):6.1f}",
             f"{1e3 * each.get('expected step', each['step']):9.1f}",
             f"{each['inference']:12.2f}",
             f"{each['sent bytes per step'] / 1e3:13.1f}",
@@ -277,11 +288,10 @@ def main() -> None:
     found["no torchrun"] = {**plain, "step": plain["epoch"] / plain["steps"]}
     print(f"no torchrun: {1e3 * found['no torchrun']['step']:.1f} ms a step, {plain['memory'] / 2**20:.0f} MB")
     for kind in ("strong", *(["weak"] if options.weak else [])):
-        found[kind], alone = [], None
+        found[kind] = []
         for size in sizes:
             nodes = options.nodes * (size if kind == "weak" else 1)
-            found[kind].append(measure(options, size, nodes, alone, fixed))
-            alone = found[kind][-1]["step"] if size == 1 else alone
+            found[kind].append(measure(options, size, nodes, fixed))
         show(f"{kind} scaling", found[kind])
     if options.output is not None:
         options.output.write_text(json.dumps(found, indent=1) + "\n")

@@ -96,10 +96,8 @@ def gradient_agreement(
     if sharing is None:
         learned.check(data, ["train"])
     elif not learned.knows_rows_only:
-        fix = "Leave gradients out, or measure them in one process."
-        raise InputError(
-            "ranks diagnose gradients for the library's tasks of nodes", got=f"a {type(learned).__name__}", fix=fix
-        )
+        rule, fix = "ranks diagnose gradients for the library's tasks of nodes", "Measure them in one process."
+        raise InputError(rule, got=f"a {type(learned).__name__}", fix=fix)
     whole = sum(loader.everyone(learned.weight_of(data)))
     loss = _mean_loss(learned, whole, device_of(model), dataset)
     exchange = StoreExchange(HistoryStore(writes=False))
