@@ -13,7 +13,9 @@ from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GIN, global_add_pool, global_mean_pool  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
+from gnnautoscale import ranks
 from gnnautoscale.errors import InputError
+from support.ranks import run_ranks
 
 
 def graphs(count: int = 8) -> list[Data]:
@@ -114,3 +116,58 @@ def test_bad_input_is_refused() -> None:
         gas.GraphLoader([], num_parts=2)
     with pytest.raises(InputError, match="num_parts must be between 1"):
         gas.GraphLoader(graphs(), num_parts=1000)
+
+
+def on_a_rank(given: list[Data]) -> tuple[list[Tensor], list[Tensor], Tensor | None, list[Tensor]]:
+    """The head's gradients of this rank's batches with fixed weights, what is pooled, and weights after a step."""
+    model, head = parts()
+    labels = torch.arange(sum(graph.num_nodes for graph in given)) % 6
+    loader = gas.GraphLoader(given, partition=labels, readout="mean")
+    ranks.autoscale(model, loader, also=[head])
+    for _ in range(4):
+        sums, pooled = [torch.zeros_like(weight) for weight in head.parameters()], []
+        for batch in loader:
+            rows = loader.pool(batch, model(batch.x, batch.edge_index))
+            loss = weighted(head(rows), batch) * batch.graph_weight.sum() / 8
+            for total, each in zip(sums, torch.autograd.grad(loss, list(head.parameters())), strict=True):
+                total += each
+            pooled.append(torch.cat([batch.graphs.unsqueeze(1), rows.detach()], dim=1))
+    everything = loader.gathered(gas.infer(model, loader))
+    exact = None if everything is None else loader.pool_all(everything)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    for batch in loader:
+        weighted(head(loader.pool(batch, model(batch.x, batch.edge_index))), batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return sums, pooled, exact, [weight.detach() for weight in [*model.parameters(), *head.parameters()]]
+
+
+def test_ranks_share_graphs() -> None:
+    given = graphs()
+    model, head = parts()
+    whole = Batch.from_data_list(given)
+    pooled = global_mean_pool(model(whole.x, whole.edge_index), whole.batch)
+    wanted = torch.autograd.grad(F.cross_entropy(head(pooled), whole.y), list(head.parameters()))
+    found = run_ranks(2, on_a_rank, given)
+    sums = [sum(each) for each in zip(*(sums for sums, *_ in found), strict=True)]
+    torch.testing.assert_close(sums, list(wanted), rtol=1e-6, atol=1e-7)
+    for _, seen, exact, _ in found:
+        for rows in seen:
+            torch.testing.assert_close(rows[:, 1:], pooled.detach()[rows[:, 0].long()], rtol=1e-6, atol=1e-7)
+        if exact is not None:
+            torch.testing.assert_close(exact, pooled.detach(), rtol=1e-10, atol=1e-10)
+    assert all(torch.equal(first, second) for first, second in zip(*(weights for *_, weights in found), strict=True))
+
+
+def with_a_head_of_its_own(given: list[Data]) -> None:
+    model, head = parts()
+    loader = gas.GraphLoader(given, num_parts=4)
+    ranks.autoscale(model, loader)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    for batch in loader:
+        weighted(head(loader.pool(batch, model(batch.x, batch.edge_index))), batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def test_a_head_that_ranks_would_train_apart_is_refused() -> None:
+    with pytest.raises(InputError, match=r"also has 2 other weights, the first of shape \(2, 4\)"):
+        run_ranks(2, with_a_head_of_its_own, graphs())

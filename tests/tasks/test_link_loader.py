@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from torch_geometric.nn import GCN  # type: ignore[import-untyped]
 from torch_geometric.transforms import RandomLinkSplit  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
+from gnnautoscale import ranks
 from gnnautoscale.errors import InputError
+from gnnautoscale.tasks import Bilinear
 from support.communities import FEATURES, community_graph
+from support.ranks import run_ranks
 
 
 def links(**options: Any) -> Data:
@@ -175,3 +179,85 @@ def test_what_does_not_fit_is_refused() -> None:
     loader = gas.LinkLoader(links(), **FEW)
     with pytest.raises(InputError, match="one row for each of the batch's"):
         loader.rows(next(iter(loader)), torch.zeros(3, 2))
+
+
+PARTS = 8  # four of each rank, two in a batch
+
+
+def steps_of_a_rank(data: Data, options: dict[str, Any]) -> list[list[Tensor]]:
+    """Train on a rank: of each step the own nodes, their outputs, and of each pair ends, label, weight and rows."""
+    labels = torch.arange(data.num_nodes) % PARTS
+    loader = gas.LinkLoader(data, partition=labels, batch_size=2, shuffle=True, **options)
+    decoder = Bilinear(8)
+    model = ranks.autoscale(encoder(), loader, also=[decoder])
+    optimizer = torch.optim.Adam([*model.parameters(), *decoder.parameters()], lr=0.01)
+    found = []
+    for batch in chain(loader, loader):
+        optimizer.zero_grad()
+        out = model(batch.x, batch.edge_index)
+        rows = loader.rows(batch, out)
+        source, target = batch.edge_label_index
+        scores = decoder(rows[source], rows[target])
+        F.binary_cross_entropy_with_logits(scores, batch.edge_label, batch.edge_label_weight).backward()
+        optimizer.step()
+        own = loader.nodes[batch.n_id[: batch.batch_size].as_subclass(Tensor)]
+        ends = torch.cat([own, batch.outside])[batch.edge_label_index]
+        pairs = [ends, batch.edge_label, batch.edge_label_weight, rows[batch.edge_label_index].detach()]
+        found.append([own, out.detach(), *pairs])
+    found.append([weight.detach() for weight in [*model.parameters(), *decoder.parameters()]])
+    return found
+
+
+def chance_weights(ends: Tensor, own: Tensor) -> Tensor:
+    """What pairs stand for: two of four parts are in a rank's batch, so parts of one rank meet in a step of six."""
+    labels = ends % PARTS
+    inside = torch.isin(ends, own).all(dim=0)
+    return torch.where(labels[0] == labels[1], 1.0, torch.where(inside, 3.0, 2.0))
+
+
+def test_ranks_score_the_pairs_between_the_nodes_of_a_step() -> None:
+    data = links()
+    *steps, weights = zip(*run_ranks(2, steps_of_a_rank, data, {}), strict=True)
+    assert all(torch.equal(first, second) for first, second in zip(*weights, strict=True))
+    known = torch.zeros(data.num_nodes, 8)
+    for step in steps:
+        for own, out, *_ in step:
+            known[own] = out
+        there = torch.cat([own for own, *_ in step])
+        for own, _, ends, label, weight, rows in step:
+            touches, meets = (torch.isin(data.edge_label_index, nodes) for nodes in (own, there))
+            expected = torch.where(data.edge_label > 0, touches.any(0), touches.any(0) & meets.all(0))
+            assert torch.equal(ends, data.edge_label_index[:, expected])
+            torch.testing.assert_close(weight, torch.where(label > 0, 1.0, chance_weights(ends, own)))
+            assert torch.equal(rows, known[ends])
+
+
+def test_ranks_draw_pairs_between_the_nodes_of_a_step() -> None:
+    data = links(add_negative_train_samples=False)
+    *steps, _ = zip(*run_ranks(2, steps_of_a_rank, data, {"negatives": 9}), strict=True)
+    for step in steps:
+        there = torch.cat([own for own, *_ in step])
+        for own, _, ends, label, weight, _ in step:
+            drawn, stand_for = ends[:, label == 0], weight[label == 0]
+            here = torch.isin(drawn, own)
+            assert bool(torch.isin(drawn, there).all())
+            assert bool(here.any(dim=0).all())
+            assert 0.1 < float((~here[0]).float().mean()) < 0.4  # either end may be the other rank's
+            assert 0.1 < float((~here[1]).float().mean()) < 0.4
+            # A pair of two ranks is drawn by both, and each learns half of it.
+            expected = torch.where(here.all(dim=0), 1.0, 2.0) * chance_weights(drawn, own)
+            torch.testing.assert_close(stand_for / stand_for.sum(), expected / expected.sum())
+            assert float(stand_for.sum()) == pytest.approx(9 * float((label > 0).sum()))
+
+
+def forget_a_batch(data: Data, calls: int) -> None:
+    loader = gas.LinkLoader(data, num_parts=PARTS, batch_size=2, shuffle=True)
+    for batch in loader:
+        for _ in range(calls):
+            loader.rows(batch, batch.x[: batch.batch_size])
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_loops_of_ranks_that_do_not_answer_each_batch_once_are_refused(calls: int) -> None:
+    with pytest.raises(InputError, match=r"calls loader\.rows"):
+        run_ranks(2, forget_a_batch, links(), calls)

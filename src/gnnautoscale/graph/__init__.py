@@ -9,7 +9,7 @@ from gnnautoscale.graph.baselines import ClusterLoader, SampleLoader
 from gnnautoscale.graph.batch import BatchInfo, BatchTensor, assembly_stream, hand_over, untagged
 from gnnautoscale.graph.drawing import PartGroup
 from gnnautoscale.graph.edges import EdgeCut, EdgeTable, RowOrder
-from gnnautoscale.graph.graph import Graph, check_nodes, is_label, is_target, rows_of
+from gnnautoscale.graph.graph import Graph, check_nodes, is_label, is_target, rows_of, without_targets
 from gnnautoscale.graph.hashing import fingerprint
 from gnnautoscale.graph.loader import HaloLoader, labels_for
 from gnnautoscale.graph.partitioning import Partitioner, check_labels, connectivity, partition
@@ -60,5 +60,6 @@ __all__ = [
     "tagged_copies",
     "untagged",
     "whole_neighbourhood",
+    "without_targets",
     "without_tensors",
 ]

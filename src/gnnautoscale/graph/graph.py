@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 from weakref import finalize
 
 import torch
@@ -197,6 +197,15 @@ def is_target(data: Data, name: str) -> bool:
     """Whether an attribute holds targets of links or of whole graphs, by its name."""
     is_link = "edge_label_index" in name or (name.endswith("edge_label") and f"{name}_index" in data)
     return is_link or name in _LINK_TARGETS or name in _GRAPH_TARGETS
+
+
+def without_targets(data: Any) -> Any:
+    """A graph without targets of links and of whole graphs, which are no rows of nodes or edges; of any kind."""
+    plain = copy.copy(data)
+    for store in plain.stores:
+        for name in [name for name in store.keys() if is_target(store, name)]:  # noqa: SIM118
+            del store[name]
+    return plain
 
 
 def is_start(data: Data, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,15 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @checked(lag={"least": 0, "below": 2})
-def autoscale(model: M, loader: RankLoader, *, lag: int = 0, sync_norms: bool = False, **options: Any) -> M:
+def autoscale(
+    model: M,
+    loader: RankLoader,
+    *,
+    also: Sequence[nn.Module] = (),
+    lag: int = 0,
+    sync_norms: bool = False,
+    **options: Any,
+) -> M:
     """Train a model on all ranks together, in batches of a :class:`RankLoader`.
 
     It is :func:`gnnautoscale.autoscale`, and besides: weights become those of the first rank; every ``backward()`` ends
@@ -32,6 +41,7 @@ def autoscale(model: M, loader: RankLoader, *, lag: int = 0, sync_norms: bool = 
     Args:
         model: The model; it is returned.
         loader: The rank's loader.
+        also: Further modules that the loop trains, such as a head or a decoder; ranks share their gradients, too.
         lag: How many steps more the rows of other ranks may take to arrive: 0, so that a pull sees all pushes of the
             step before; or 1, so that it sees those of the one before that, and slow networks hide behind a whole step.
         sync_norms: Whether batch norms take their statistics over the batches of all ranks.
@@ -47,7 +57,11 @@ def autoscale(model: M, loader: RankLoader, *, lag: int = 0, sync_norms: bool = 
     if loader.world.size > 1:
         if any(is_lazy(weight) for weight in model.parameters()):
             plan_of(model, loader)  # gives them their shapes, so that ranks can have the same ones
-        average_gradients(model, loader)
+        lazy = [type(each).__name__ for each in also if any(is_lazy(weight) for weight in each.parameters())]
+        if lazy:
+            fix = "Give it its number of inputs."
+            raise InputError("modules that ranks train have weights with shapes", got=f"a lazy {lazy[0]}", fix=fix)
+        average_gradients(model, loader, *also)
     return model
 
 

@@ -81,6 +81,10 @@ class Ghosts:
         self._step_of = {tuple(tuple(each) for each in kinds.values()): step for step, kinds in enumerate(runs)}
         self._last = -1
 
+    def parts_in_step(self, step: int) -> list[Group]:
+        """The parts that each rank trains on in a step of the epoch under way."""
+        return self._steps[step]
+
     def begin(self, kind: str, rows: BatchRows) -> None:
         """Begin a step on a batch, which must be the next one of the loader, or the same once more.
 

@@ -60,6 +60,7 @@ class GradientMean:
         #: How many ranks had something to learn in the last step, and whether any rank wants to stop.
         self.learners, self.stop = 0, False
         self._waits = False
+        self._knows_optimizers = False
         # The size of each rank's weights in the last step.
         self._weight_sizes: _Later | None = None
         self._reset()
@@ -122,6 +123,20 @@ class GradientMean:
             self._optimizers = found
         return [optimizer for each in found if (optimizer := each()) is not None]
 
+    def _check_optimizers(self) -> None:
+        """Refuse, after the first step, optimizers that also train what would differ from rank to rank."""
+        if self._knows_optimizers:
+            return
+        self._knows_optimizers, mine = True, {id(weight) for weight in self._weights}
+        groups = [group for optimizer in self._find_optimizers() for group in optimizer.param_groups]
+        foreign = [tuple(each.shape) for group in groups for each in group["params"] if id(each) not in mine]
+        if foreign:
+            raise InputError(
+                "ranks train a model and the modules named beside it, so that all have the same weights",
+                got=f"an optimizer that also has {len(foreign)} other weights, the first of shape {foreign[0]}",
+                fix="Name the modules that have them: ranks.autoscale(model, loader, also=[head]).",
+            )
+
     def _reset(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]
         self._sums: list[tuple[list[Tensor], Tensor, Arrival]] = []
@@ -171,6 +186,7 @@ class GradientMean:
         if places:
             torch._foreach_copy_(places, means)
         self._reset()
+        self._check_optimizers()
         if self._after is not None:
             self._after()
 

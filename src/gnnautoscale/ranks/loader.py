@@ -188,6 +188,11 @@ class RankLoader(HaloLoader):
             found = {kind: torch.arange(count) for kind, count in counts.items()}
         return found if self.is_typed else found[""]
 
+    def _own_nodes(self, batch: Data) -> Tensor:
+        """The own nodes of a batch of a plain graph, by their numbers in the whole graph, ``[batch_size]``."""
+        rows: Tensor = batch.n_id[: batch["batch_size"]].as_subclass(Tensor)
+        return rows if self.shard is None else self.nodes[rows.cpu()].to(rows.device)
+
     @property
     def joined_nodes(self) -> Tensor:
         """The same, ``[num_own]``, with the nodes of all types of the whole graph numbered type after type."""

@@ -12,12 +12,14 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale._util import checked, shown
 from gnnautoscale.data import join_graphs
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import HaloLoader, partition_graphs
+from gnnautoscale.graph import fingerprint, partition_graphs, without_targets
+from gnnautoscale.ranks import RankLoader, current
+from gnnautoscale.tasks.in_turn import InTurn
 from gnnautoscale.tasks.pooling import PooledParts, pool_exactly
 from gnnautoscale.tasks.readouts import ReadoutName, make_readout
 
 
-class GraphLoader(HaloLoader):
+class GraphLoader(RankLoader):
     """A :class:`HaloLoader` of many graphs, whose batches know which graphs their nodes belong to.
 
     A batch has ``graphs``, ``[num_graphs]``, the numbers of the graphs that it has nodes of; ``y``, their targets; and
@@ -25,8 +27,11 @@ class GraphLoader(HaloLoader):
     ``graph_id`` is the graph of each node. :meth:`pool` makes a row for each of these graphs. Weigh their losses by
     ``graph_weight``; gradients of all batches then add up to that of whole graphs.
 
+    On several ranks it is a :class:`~gnnautoscale.ranks.RankLoader`, whose ranks may have parts of the same graph.
+    :meth:`pool` tells the others what a rank's batch pools, so every rank calls it once with each batch.
+
     Args:
-        graphs: A list of graphs, or joined ones; see :func:`gnnautoscale.data.join_graphs`.
+        graphs: A list of graphs, or joined ones, all of them on every rank; see :func:`gnnautoscale.data.join_graphs`.
         num_parts: Number of parts: groups of whole graphs, or pieces of large ones; see
             :func:`gnnautoscale.graph.partition_graphs`. As many as graphs make each graph a part.
         readout: As for :class:`~gnnautoscale.tasks.GraphPrediction`.
@@ -68,14 +73,19 @@ class GraphLoader(HaloLoader):
             how = {name: options[name] for name in ("batch_size", "seed", "cache_dir") if name in options}
             labels = partition_graphs(data.edge_index, data.graph_id, num_parts, method=method, **how)  # type: ignore[arg-type]
             num_parts, options = None, {**options, "partition": labels}
-        super().__init__(data, num_parts, **options)
+        alone = current().size == 1
+        super().__init__(data if alone else without_targets(data), num_parts, **options)
         #: What pools; train its weights, if it has some, with those of the model.
         self.readout = make_readout(readout, width)
-        self._pooled = PooledParts(self.readout, data.graph_id, self.labels, stale_dropout)
+        self._graph_id, self._y = data.graph_id, data.graph_y
+        world = None if alone else self.world
+        self._pooled = PooledParts(self.readout, data.graph_id, self.labels_of_all(), stale_dropout, world)
         self._sizes = torch.bincount(data.graph_id)
+        self._turn = InTurn("loader.pool(batch, out)", needed=not alone)
+        self.world.agree({"targets of graphs": fingerprint(data.graph_y)})
 
     def __iter__(self) -> Iterator[Data]:
-        return map(self._with_graphs, super().__iter__())
+        return self._turn.batches(map(self._with_graphs, super().__iter__()))
 
     @checked(out={"dims": 2})
     def pool(self, batch: Data, out: Tensor) -> Tensor:
@@ -91,19 +101,25 @@ class GraphLoader(HaloLoader):
         if "graph_pieces" not in batch:
             fix = "Pass a batch that iterating over this loader gave."
             raise InputError("batch must be one of this loader", got=shown(batch), fix=fix)
-        nodes = batch.n_id[: batch["batch_size"]].as_subclass(Tensor)
+        nodes = self._own_nodes(batch).to(out.device)
         if out.size(0) != nodes.numel():
             rule = f"the output must have one row for each of the batch's {nodes.numel()} own nodes"
             raise InputError(rule, got=f"shape {tuple(out.shape)}", fix="Pass what the model returns for this batch.")
+        self._turn.answer()
+        self._pooled.tell(out, nodes)
         return self._pooled.pool(out, nodes, batch.graph_pieces)[0]
 
     @checked(out={"dims": 2})
     def pool_all(self, out: Tensor) -> Tensor:
-        """Pool all graphs exactly, given the output for all nodes, ``[num_nodes, width]``."""
-        if out.size(0) != self.data.num_nodes:
-            rule = f"the output must have one row for each of the {self.data.num_nodes} nodes"
-            raise InputError(rule, got=f"shape {tuple(out.shape)}", fix="Pass what gas.infer returns.")
-        return pool_exactly(self.readout, out, self.data.graph_id)
+        """Pool all graphs exactly, given the output for all nodes, ``[num_nodes, width]``.
+
+        That is what ``gas.infer(model, loader)`` returns; on several ranks ``loader.gathered`` of it.
+        """
+        if out.size(0) != self._graph_id.numel():
+            rule = f"the output must have one row for each of the {self._graph_id.numel()} nodes"
+            fix = "Pass what gas.infer returns; on several ranks loader.gathered(...) of it."
+            raise InputError(rule, got=f"shape {tuple(out.shape)}", fix=fix)
+        return pool_exactly(self.readout, out, self._graph_id)
 
     def state_dict(self, done: int = 0) -> dict[str, Any]:
         """See :meth:`HaloLoader.state_dict`; with the last known pooled rows."""
@@ -116,12 +132,13 @@ class GraphLoader(HaloLoader):
         self._pooled.load_state_dict(state, self.device if known is None else known.device)
 
     def _with_graphs(self, batch: Data) -> Data:
-        nodes = batch.n_id[: batch["batch_size"]].cpu().as_subclass(Tensor)
+        nodes = self._own_nodes(batch).cpu()
         table = self._pooled.graphs_of(nodes)
         graphs, device = table[:, 0], batch.n_id.device
-        own = torch.bincount(self.data.graph_id[nodes], minlength=self._sizes.numel())[graphs]
+        own = torch.bincount(self._graph_id[nodes], minlength=self._sizes.numel())[graphs]
         batch.graphs, batch.graph_pieces = graphs.to(device), table.to(device)
         batch.graph_weight = (own / self._sizes[graphs]).to(device)
-        batch.y = self.data.graph_y[graphs].to(device)
-        del batch.graph_y
+        batch.y = self._y[graphs].to(device)
+        if "graph_y" in batch:
+            del batch.graph_y
         return batch

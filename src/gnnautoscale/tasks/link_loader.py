@@ -11,13 +11,19 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import checked, shown
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import HaloLoader
+from gnnautoscale.graph import fingerprint, without_targets
 from gnnautoscale.history import History, Medium, open_history
+from gnnautoscale.ranks import RankLoader, current
+from gnnautoscale.tasks.in_turn import InTurn
+from gnnautoscale.tasks.link_rows import RankMeetings
 from gnnautoscale.tasks.pairs import PAIR_NAMES, EdgeKind, Meetings, Pairs, check_messages, known_keys
 from gnnautoscale.tasks.ranking import KnownEdges
 
+# The place of nodes that are in no batch of the step, and of those in the batches of other ranks.
+_ABSENT, _ELSEWHERE = -1, -2
 
-class LinkLoader(HaloLoader):
+
+class LinkLoader(RankLoader):
     """A :class:`HaloLoader` whose batches hold the pairs that touch their nodes.
 
     A batch has ``edge_label_index``, ``[2, num_pairs]``, ``edge_label``, ``[num_pairs]``, 1.0 for an edge and 0.0 for
@@ -27,8 +33,13 @@ class LinkLoader(HaloLoader):
     batches that hold both ends; weights make up for nodes that meet rarely, so that they stand for all pairs of the
     graph. Batches must therefore consist of several parts, drawn anew in every epoch.
 
+    On several ranks it is a :class:`~gnnautoscale.ranks.RankLoader`: a rank's batch also has pairs between its nodes
+    and those of the other ranks' batches, whose outputs :meth:`rows` exchanges. So every rank calls it once with each
+    batch.
+
     Args:
-        data: The graph, with pairs in PyG's conventions; see :class:`~gnnautoscale.tasks.LinkPrediction`.
+        data: The graph, with pairs in PyG's conventions; see :class:`~gnnautoscale.tasks.LinkPrediction`. Every rank
+            has all of it.
         num_parts: Number of parts.
         negatives: Number of pairs without an edge to draw for each edge: two nodes of the batch, or for typed edges an
             edge with one end replaced. By default 0 if the data hold some, else 1.
@@ -64,22 +75,43 @@ class LinkLoader(HaloLoader):
         reconstruct: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(data, num_parts, **options)
+        super().__init__(data if current().size == 1 else without_targets(data), num_parts, **options)
         self._pairs = Pairs.of(data)
         edges = EdgeKind.of([data])
         if not reconstruct:
             check_messages("train", self._pairs, "train", data, edges)
         self._draws = negatives if negatives is not None else int(self._pairs.are_edges)
-        self._known = KnownEdges(known_keys(data, edges), self.graph.num_nodes)
-        needs_others = self._draws > 0 or not self._pairs.are_edges
-        self._meetings = Meetings.of(self) if needs_others else Meetings(self.labels, 1.0)
-        self._random = torch.Generator().manual_seed(self.seed)
-        self._place = torch.full((self.graph.num_nodes,), -1, dtype=torch.long)
+        self._known = KnownEdges(known_keys(data, edges), self._pairs.num_nodes)
+        self._meetings = self._meet()
+        self._random = torch.Generator().manual_seed(self._drawing_seed())
+        self._place = torch.full((self._pairs.num_nodes,), _ABSENT, dtype=torch.long)
         self._storage: Medium = storage
         self._outputs: History | None = None
+        self._turn = InTurn("loader.rows(batch, out)", needed=self.shard is not None)
+        self._parts_of_ranks: list[tuple[Tensor, ...]] = []
+        if self.shard is not None:
+            self.world.agree({"pairs": fingerprint(self._pairs.ends, self._pairs.label, self._pairs.relation)})
+            self._parts_of_ranks = [nodes.split(sizes) for nodes, sizes in self.everyone(self._own_parts())]
+
+    def _meet(self) -> Meetings:
+        if not self._draws and self._pairs.are_edges:  # then no two nodes have to meet
+            return Meetings(torch.zeros(self._pairs.num_nodes, dtype=torch.long), 1.0)
+        return Meetings.of(self) if self.shard is None else RankMeetings.of_ranks(self)
+
+    def _own_parts(self) -> tuple[Tensor, list[int]]:
+        """The nodes of this rank, part by part, and the sizes of its parts."""
+        return self.nodes, self.shard.starts.diff().tolist()
 
     def __iter__(self) -> Iterator[Data]:
-        return map(self._with_pairs, super().__iter__())
+        batches = enumerate(super().__iter__())
+        return self._turn.batches(self._with_pairs(batch, self._elsewhere(step)) for step, batch in batches)
+
+    def _elsewhere(self, step: int) -> Tensor:
+        """The nodes of the other ranks' batches in a step of this epoch, ``[count]``."""
+        found = [self._place.new_empty(0)]
+        for rank, parts in enumerate([] if self.ghosts is None else self.ghosts.parts_in_step(step)):
+            found += [self._parts_of_ranks[rank][part] for part in parts if rank != self.world.rank]
+        return torch.cat(found)
 
     @checked(out={"dims": 2})
     def rows(self, batch: Data, out: Tensor) -> Tensor:
@@ -90,19 +122,24 @@ class LinkLoader(HaloLoader):
             out: The model's output for the batch's own nodes, ``[batch_size, width]``.
 
         Returns:
-            These, and the last known outputs of the pairs' other ends, ``[num_rows, width]``.
+            These, and the last known outputs of the pairs' other ends, ``[num_rows, width]``; those in the batches of
+            other ranks are of this step.
         """
         if "outside" not in batch:
             fix = "Pass a batch that iterating over this loader gave."
             raise InputError("batch must be one of this loader", got=shown(batch), fix=fix)
-        own, outside = batch.n_id[: batch.batch_size].as_subclass(Tensor), batch.outside
+        own, outside = self._own_nodes(batch), batch.outside
         if out.dim() != 2 or out.size(0) != own.numel():
             rule = f"the output must have one row for each of the batch's {own.numel()} own nodes"
             raise InputError(rule, got=f"shape {tuple(out.shape)}", fix="Pass what the model returns for this batch.")
         if self._outputs is None:
-            size = self.graph.num_nodes
+            size = self._pairs.num_nodes
             self._outputs = open_history(self._storage, size, out.size(1), out.dtype, device=out.device)
-        self._outputs.push(out, own)
+        self._turn.answer()
+        self._outputs.push(out, own.to(out.device))
+        if self.shard is not None:
+            others, theirs = self.world.rows_of_others(own.to(out.device), out)
+            self._outputs.push(theirs, others)
         return torch.cat([out, self._outputs.pull(outside, device=out.device, dtype=out.dtype)])
 
     def state_dict(self, done: int = 0) -> dict[str, Any]:
@@ -119,25 +156,26 @@ class LinkLoader(HaloLoader):
             self._outputs = open_history(self._storage, raw.size(0), raw.size(1), raw.dtype, device=raw.device)
             self._outputs.raw.copy_(raw)
 
-    def _with_pairs(self, batch: Data) -> Data:
+    def _with_pairs(self, batch: Data, elsewhere: Tensor) -> Data:
         """Add the pairs of a batch, by rows of the batch and of the nodes outside that they need."""
-        nodes = batch.n_id[: batch.batch_size].cpu().as_subclass(Tensor)
-        self._place[nodes] = torch.arange(nodes.numel())
+        nodes = self._own_nodes(batch).cpu()
+        self._place[elsewhere], self._place[nodes] = _ELSEWHERE, torch.arange(nodes.numel())
         pairs, found = self._pairs, self._pairs.touching(nodes)
-        found = found[pairs.label[found] | (self._place[pairs.ends[:, found]] >= 0).all(dim=0)]
+        found = found[pairs.label[found] | (self._place[pairs.ends[:, found]] != _ABSENT).all(dim=0)]
         (source, target), edge = pairs.ends[:, found], pairs.label[found]
         weight = torch.where(edge, 1.0, self._meetings.weight(source, target))
         relation = torch.zeros_like(found) if pairs.relation is None else pairs.relation[found]
         given = [source, target, edge.float(), weight, relation]
         if self._draws:
-            drawn = self._draw(nodes, source[edge], target[edge], relation[edge])
+            drawn = self._draw(nodes, elsewhere, source[edge], target[edge], relation[edge])
             given = [torch.cat(both) for both in zip(given, drawn, strict=True)]
         source, target, label, weight, relation = given
         ends = torch.stack([source, target])
         outside: Tensor = torch.unique(ends[self._place[ends] < 0])
         self._place[outside] = nodes.numel() + torch.arange(outside.numel())
         local = self._place[ends]
-        self._place[nodes] = self._place[outside] = -1
+        for those in (elsewhere, nodes, outside):
+            self._place[those] = _ABSENT
         for name in PAIR_NAMES:
             if name in batch:
                 del batch[name]
@@ -148,12 +186,23 @@ class LinkLoader(HaloLoader):
             batch[name] = value.to(batch.n_id.device)
         return batch
 
-    def _draw(self, nodes: Tensor, source: Tensor, target: Tensor, relation: Tensor) -> list[Tensor]:
-        """Draw pairs without an edge for edges: sources, targets, labels, weights and relations."""
+    def _draw(self, nodes: Tensor, elsewhere: Tensor, source: Tensor, target: Tensor, relation: Tensor) -> list[Tensor]:
+        """Draw pairs without an edge for edges: sources, targets, labels, weights and relations.
+
+        Those with one end ``elsewhere`` are drawn by two ranks, each of which learns about its own end only. So they
+        count double, like edges, which are in two batches.
+        """
         source, target, relation = (each.repeat(self._draws) for each in (source, target, relation))
         total, shape = float(source.numel()), source.shape
-        first, second = (nodes[torch.randint(nodes.numel(), shape, generator=self._random)] for _ in range(2))
-        if self._pairs.relation is not None:
+        if self._pairs.relation is None:
+            pools = nodes, torch.cat([nodes, elsewhere])
+            first, second = (pool[torch.randint(pool.numel(), shape, generator=self._random)] for pool in pools)
+            if elsewhere.numel():
+                turned = torch.rand(shape, generator=self._random) < 0.5
+                first, second = torch.where(turned, second, first), torch.where(turned, first, second)
+        else:
+            # Another rank does not know the edge, and could not do its half for an end there.
+            first, second = (nodes[torch.randint(nodes.numel(), shape, generator=self._random)] for _ in range(2))
             backwards = torch.rand(shape, generator=self._random) < 0.5
             source_in, target_in = self._place[source] >= 0, self._place[target] >= 0
             backwards = torch.where(source_in & target_in, backwards, target_in)
@@ -162,5 +211,8 @@ class LinkLoader(HaloLoader):
         kept = ~self._known.contain(first, second, kind) & (first != second)
         first, second, relation = first[kept], second[kept], relation[kept]
         weight = self._meetings.weight(first, second)
+        across = (self._place[torch.stack([first, second])] < 0).any(dim=0)
+        if self._pairs.relation is None:
+            weight = torch.where(across, 2 * weight, weight)
         weight = weight * (total / weight.sum().clamp(min=1e-12))
         return [first, second, torch.zeros_like(weight), weight, relation]

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
+from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale.data import Dataset, TypedDataset
-from gnnautoscale.graph import fingerprint, is_target
+from gnnautoscale.graph import fingerprint, without_targets
 from gnnautoscale.ranks import RankLoader
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
@@ -59,7 +59,7 @@ def _loaders(dataset: Dataset, task: Task, options: FitOptions, labels: Tensor |
     train = dataset.passing()
     if labels is None:
         labels = task.cut(train, options.num_parts, options.batch_size, **how)
-    loader = rank_loader(_without_targets(train), options, labels)
+    loader = rank_loader(without_targets(train), options, labels)
     made = {id(train): loader}
     for graph in (dataset.passing(split) for split in _SPLITS):
         if id(graph) in made:
@@ -69,7 +69,7 @@ def _loaders(dataset: Dataset, task: Task, options: FitOptions, labels: Tensor |
         count = min(max(round(options.num_parts / options.batch_size * share), loader.world.size), graph.num_nodes)
         cut = task.cut(graph, count, 1, **how)
         made[id(graph)] = RankLoader(
-            _without_targets(graph),
+            without_targets(graph),
             count if cut is None else None,
             partition=options.partition if cut is None else cut,
             cache_dir=options.cache_dir,
@@ -80,15 +80,6 @@ def _loaders(dataset: Dataset, task: Task, options: FitOptions, labels: Tensor |
             num_workers=options.num_workers,
         )
     return {split: made[id(dataset.passing(split))] for split in _SPLITS}
-
-
-def _without_targets(data: Data | HeteroData) -> Any:
-    """A graph without targets of links and graphs, which are no rows of nodes or edges that a rank could take."""
-    plain = copy.copy(data)
-    for store in plain.stores:
-        for name in [name for name in store.keys() if is_target(store, name)]:  # noqa: SIM118
-            del store[name]
-    return plain
 
 
 class _Numbered:
