@@ -198,7 +198,7 @@ def steps_of_a_rank(data: Data, options: dict[str, Any]) -> list[list[Tensor]]:
         rows = loader.rows(batch, out)
         source, target = batch.edge_label_index
         scores = decoder(rows[source], rows[target])
-        F.binary_cross_entropy_with_logits(scores, batch.edge_label, batch.edge_label_weight).backward()
+        F.binary_cross_entropy_with_logits(scores, batch.edge_label, batch.edge_label_weight).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         own = loader.nodes[batch.n_id[: batch.batch_size].as_subclass(Tensor)]
         ends = torch.cat([own, batch.outside])[batch.edge_label_index]
