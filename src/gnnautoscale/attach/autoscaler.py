@@ -172,7 +172,10 @@ class Autoscaler:
         skipped = [] if isinstance(info, TypedInfo) else session.unseen_calls()
         if skipped and model.training and skips_at_random(plan, skipped, self._hooks, info, self._bound(arguments)):
             plan.optional.update(skipped)
-        return session.finish(out)
+        out = session.finish(out)
+        if passes.trains and memory.sharing is not None:
+            memory.sharing.finish(out)
+        return out
 
     def _compare_inputs(self, info: Any, arguments: Arguments) -> None:
         """Warn if the model runs twice on a batch with different inputs, since histories have room for one."""

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from gnnautoscale._util import lacks_memory
 from gnnautoscale.cli.display import say
 from gnnautoscale.errors import InputError
-from gnnautoscale.ranks import LostRankError
+from gnnautoscale.ranks import LostRankError, is_first_to_say
 
 #: If this variable is set, errors that nobody expected show where they happened.
 TRACEBACK = "GNNAUTOSCALE_TRACEBACK"
@@ -65,7 +65,8 @@ def _in_words(error: OSError) -> str:
 
 def _end(sentence: str, code: int) -> NoReturn:
     with contextlib.suppress(OSError):  # the error stream may be closed, too
-        say(f"error: {sentence}", style="bold red")
+        if is_first_to_say(sentence):
+            say(f"error: {sentence}", style="bold red")
     # What is left in the buffer cannot be written either, and the interpreter would try it again.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,4 +76,5 @@ def _end(sentence: str, code: int) -> NoReturn:
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:
     """Show a warning as a line for the user, without the place in the code that it comes from."""
     with contextlib.suppress(OSError):
-        say(f"note: {message}")
+        if is_first_to_say(f"note: {message}"):
+            say(f"note: {message}")

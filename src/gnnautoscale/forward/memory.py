@@ -146,8 +146,8 @@ class GraphMemory:
 
     def send_gradients(self) -> None:
         """Give other processes the gradients that were kept last, as far as they need them, and receive theirs."""
-        if self.sharing is not None and self.last_gradients:
-            self.sharing.send({self.kind: [self.last_gradients[slot] for slot in sorted(self.last_gradients)]})
+        if self.sharing is not None:
+            send_last_gradients(self.sharing, {self.kind: self})
 
     def release(self) -> None:
         """Free the threads that move rows, and let another run have the folder of histories on disk."""
@@ -212,8 +212,7 @@ class GraphMemory:
         self._order = order or self._order
         for slot, (width, dtype) in kept.items():
             self._open(slot, width, dtype, device)
-        for slot, (width, dtype) in (gradients or {}).items():
-            self.last_gradients[slot] = self._opened(_of_gradients(slot), width, dtype, device)
+        self.open_last_gradients(gradients or {}, device)
 
     @property
     def records(self) -> dict[str, list[EdgeRecord]]:
@@ -272,6 +271,17 @@ class GraphMemory:
             dtype = self.dtype if self.dtype in _ADDED else plan.rows[slot].dtype
             self.gradients[slot] = RowSums(self._opened(f"gradient of {slot}", history.width, dtype, device))
         return self.gradients[slot]
+
+    def open_last_gradients(
+        self, forms: Mapping[str, tuple[int, torch.dtype]], device: torch.device | None = None
+    ) -> None:
+        """Create last known gradients that are not there yet, with a width and type for each slot.
+
+        By default they are for steps on the device of the last one.
+        """
+        device = device or (torch.device("cpu") if self._transfer is None else self._transfer[0])
+        for slot in sorted(forms.keys() - self.last_gradients.keys()):
+            self.last_gradients[slot] = self._opened(_of_gradients(slot), *forms[slot], device)
 
     def last_gradient(self, slot: str, plan: Plan, device: torch.device, *, with_rows: bool) -> History:
         """The last known gradients of the slot's rows, created on first use, and anew for rows of another width.
@@ -379,6 +389,18 @@ class GraphMemory:
 def _forms(histories: Mapping[str, History]) -> dict[str, tuple[int, torch.dtype]]:
     """Width and type of each history."""
     return {slot: (history.width, history.dtype) for slot, history in histories.items()}
+
+
+def send_last_gradients(sharing: Sharing, memories: Mapping[str, GraphMemory]) -> None:
+    """Give other processes the gradients that were kept last, as far as they need them, and receive theirs, by type.
+
+    A process whose steps had no backward pass yet has none; then they are zero.
+    """
+    forms = sharing.all_forms({kind: _forms(memory.last_gradients) for kind, memory in memories.items()})
+    for kind, memory in memories.items():
+        memory.open_last_gradients(forms[kind])
+    kept = {kind: memory.last_gradients for kind, memory in memories.items()}
+    sharing.send({kind: [known[slot] for slot in sorted(known)] for kind, known in kept.items()})
 
 
 def _of_gradients(slot: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale.forward.memory import GraphMemory
+from gnnautoscale.forward.memory import GraphMemory, send_last_gradients
 from gnnautoscale.forward.plan import LayerCall, TypedPlan
 from gnnautoscale.forward.record import Arguments, EdgePreparer, EdgeRecord, OwnEdges, Recorder, prepare_edges
 from gnnautoscale.graph import BatchInfo, EdgeType, TypedGraph, TypedInfo
@@ -168,9 +168,8 @@ class TypedMemory:
 
     def send_gradients(self) -> None:
         """See :meth:`GraphMemory.send_gradients`; those of all types travel together."""
-        if self.sharing is not None and self.last_gradients:
-            kinds = ((kind, memory.last_gradients) for kind, memory in self.kinds.items())
-            self.sharing.send({kind: [known[slot] for slot in sorted(known)] for kind, known in kinds})
+        if self.sharing is not None:
+            send_last_gradients(self.sharing, self.kinds)
 
     def settle(self) -> None:
         """See :meth:`GraphMemory.settle`."""

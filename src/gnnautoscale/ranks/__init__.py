@@ -11,7 +11,7 @@ from gnnautoscale.ranks.gradients import GradientMean
 from gnnautoscale.ranks.loader import RankLoader
 from gnnautoscale.ranks.shard import Shard
 from gnnautoscale.ranks.typed_shard import TypedShard
-from gnnautoscale.ranks.world import LostRankError, World, current, start
+from gnnautoscale.ranks.world import LostRankError, World, current, is_first_to_say, start
 
 __all__ = [
     "COUNTS",
@@ -28,6 +28,7 @@ __all__ = [
     "autoscale",
     "average_gradients",
     "current",
+    "is_first_to_say",
     "last_gradients",
     "read_manifest",
     "read_shard",

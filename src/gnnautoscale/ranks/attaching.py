@@ -90,8 +90,9 @@ def attach_shared(
     if loader.ghosts is not None:
         loader.ghosts.lag = lag
         loader.ghosts.follow(lambda: memory.records_by_kind)
-    if sync_norms and loader.world.size > 1:
-        attached(model).normalize_by(RankNorms(loader.world))  # whose backward passes need all ranks
+    if sync_norms and loader.ghosts is not None:
+        attached(model).normalize_by(RankNorms(loader.world))
+        loader.ghosts.meets_within = True
 
 
 def last_gradients(memory: Any) -> dict[str, list[History]]:
@@ -116,12 +117,13 @@ def _check_no_table(model: nn.Module, num_nodes: int) -> None:
 @checked()
 def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module, **options: Any) -> GradientMean:
     """Let every backward pass end with the mean of all ranks' gradients, also those of ``further`` modules."""
-    memory, ghosts = attached(model).memory, loader.ghosts
+    scaler, ghosts = attached(model), loader.ghosts
 
     def after_backward() -> None:
         if ghosts is not None:
-            ghosts.unanswered = False
-            memory.send_gradients()
+            ghosts.answered()
+            if scaler.compensate == "gradient":
+                scaler.memory.send_gradients()
 
     made = GradientMean(loader.world, [model, *further], after=after_backward, **options)
     if ghosts is not None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gnnautoscale._util import is_capturing
+from gnnautoscale._util import is_capturing, tensors_in
 from gnnautoscale.errors import InputError
 from gnnautoscale.history import History, RowSums
 from gnnautoscale.kernels import Runs
@@ -33,6 +33,8 @@ from gnnautoscale.transfer import BatchRows, Times, Transfer
 Group = tuple[int, ...]
 #: The histories of each type of nodes; a plain graph has one type, without a name.
 Histories = Mapping[str, Sequence[History]]
+#: Width and type of the histories of each slot, by type of nodes.
+Forms = Mapping[str, Mapping[str, Any]]
 #: The records of each layer call, by type of nodes.
 Records = Mapping[str, Mapping[str, Sequence[Any]]]
 
@@ -47,7 +49,11 @@ class Ghosts:
         self.shard, self.world = shard, world
         #: Whether the last forward pass waits for a backward pass, or for :attr:`skip`, which takes part without one.
         self.unanswered = False
-        self.skip: Callable[[], None] | None = None
+        #: Called with outputs whose backward pass needs all ranks.
+        self.skip: Callable[[Sequence[Tensor]], None] | None = None
+        #: Whether backward passes need all ranks on the way, not only at their end.
+        self.meets_within = False
+        self._outputs: list[Tensor] = []
         #: A context in which no backward pass is one of all ranks; ``None`` if none is.
         self.alone: Callable[[], AbstractContextManager[None]] | None = None
         #: Called when the model is detached.
@@ -67,7 +73,10 @@ class Ghosts:
         self._begun: dict[str, object] = {}
         self._pushed: dict[str, Sequence[History]] = {}
         self._transfers: dict[str, Transfer] = {}
-        self._pending: deque[_Post] = deque()
+        # How many passes have begun, and what each of them has sent.
+        self._passes = 0
+        self._pending: deque[tuple[int, _Post]] = deque()
+        self._forms: Forms = {}
         self._records: Callable[[], Records] = dict
         self._seen: list[Any] = []
 
@@ -76,6 +85,7 @@ class Ghosts:
 
         ``runs`` are the rows of these batches, by type.
         """
+        self.answer()
         everyone = self.world.gather(list(groups))
         self._steps = [list(step) for step in zip(*everyone, strict=True)]
         self._step_of = {tuple(tuple(each) for each in kinds.values()): step for step, kinds in enumerate(runs)}
@@ -91,7 +101,8 @@ class Ghosts:
         It is called for each type of nodes, in their order.
         """
         if kind == self._first:
-            self._arrive(left=self.lag)
+            self._passes += 1
+            self._arrive(before=self._passes - self.lag)
             self._begun, self._pushed = {}, {}
         self._begun[kind] = tuple(rows.runs)
         if kind != self._final:
@@ -109,6 +120,7 @@ class Ghosts:
     @contextmanager
     def aside(self, rows: Mapping[str, BatchRows]) -> Iterator[None]:
         """See :meth:`Sharing.aside`."""
+        self.answer()
         groups = self.world.gather(self._parts_of(rows))
         if None in groups:
             got = f"another one on rank {groups.index(None)}"
@@ -146,10 +158,12 @@ class Ghosts:
             return sent, [border.ghosts(peer, part) for part in groups[peer]]
 
         if (posted := self._post(histories, pieces, transfers)) is not None:
-            self._pending.append(posted)
+            self._pending.append((self._passes, posted))
 
     def share(self, histories: Histories) -> None:
         """Send all rows that are ghosts elsewhere, and receive all ghosts."""
+
+        self.answer()
 
         def pieces(border: _Border, peer: int) -> tuple[list[slice], list[slice]]:
             return ([], []) if peer == self.shard.rank else ([border.all_sent(peer)], [border.all_ghosts(peer)])
@@ -175,18 +189,44 @@ class Ghosts:
 
     def settle(self) -> None:
         """Wait for all rows of other ranks, and write them into the rows of ghosts."""
-        self._arrive(left=0)
+        self._arrive(before=self._passes + 1)
 
-    def _arrive(self, left: int) -> None:
-        while len(self._pending) > left:
-            self._pending.popleft().open()
+    def _arrive(self, before: int) -> None:
+        """Write the rows of the passes before one."""
+        while self._pending and self._pending[0][0] < before:
+            self._pending.popleft()[1].open()
+
+    def answer(self) -> None:
+        """If the last forward pass had no backward pass, such as one without labels, take part in that of the others.
+
+        It is called before all ranks do something else together.
+        """
+        outputs, self._outputs = self._outputs, []
+        if self.unanswered and self.skip is not None:
+            self.skip(outputs)
+
+    def answered(self) -> None:
+        """Take note that the last forward pass has had its backward pass."""
+        self.unanswered, self._outputs = False, []
+
+    def finish(self, out: Any) -> None:
+        """See :meth:`Sharing.finish`."""
+        self._outputs = [each for each in tensors_in(out) if each.requires_grad] if self.meets_within else []
+
+    def all_forms(self, forms: Forms) -> Forms:
+        """See :meth:`Sharing.all_forms`; once there are some, nobody asks again."""
+        if not any(self._forms.values()):
+            everyone = self.world.gather(forms)
+            self._forms = {kind: {slot: form for each in everyone for slot, form in each[kind].items()} for kind in forms}
+        return self._forms
 
     def close(self) -> None:
         """Wait for rows on their way, which the other ranks have sent, and let the model go."""
         self.settle()
         if self.on_close is not None:
             self.on_close()
-        self.skip, self.alone, self.on_close, self.unanswered = None, None, None, False
+        self.skip, self.alone, self.on_close, self.meets_within, self._forms = None, None, None, False, {}
+        self.answered()
 
     def first_late(self, kind: str) -> int:
         """See :meth:`Sharing.first_late`: own rows come first."""

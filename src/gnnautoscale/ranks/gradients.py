@@ -103,11 +103,25 @@ class GradientMean:
         self.average([None] * len(self._weights), counts=False)
         return self.trained
 
-    def skip(self) -> None:
-        """Take part in a step whose loop went on without a backward pass: if other ranks step, so does this one."""
-        if self.join():
+    def skip(self, outputs: Sequence[Tensor] = ()) -> None:
+        """Take part in a step whose loop went on without a backward pass: if other ranks step, so does this one.
+
+        Backward passes of ``outputs`` need all ranks, so there is one of nothing.
+        """
+        before = self.gradients()
+        if outputs:
+            for weight in self._weights:
+                weight.grad = None
+            self.counts = False
+            torch.autograd.backward(list(outputs), [torch.zeros_like(each) for each in outputs])
+        else:
+            self.join()
+        if self.trained:
             for optimizer in self._find_optimizers():
                 optimizer.step()
+        else:  # what steps before have added up stays
+            for weight, gradient in zip(self._weights, before, strict=True):
+                weight.grad = gradient
 
     def _find_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers of the weights, which only the user's loop knows."""

@@ -129,9 +129,8 @@ class RankLoader(HaloLoader):
     def __iter__(self) -> Iterator[Data]:
         for batch in super().__iter__():
             yield batch
-            # The loop goes on, perhaps without a backward pass, since nothing in the batch has a label.
-            if self.ghosts is not None and self.ghosts.unanswered and self.ghosts.skip is not None:
-                self.ghosts.skip()
+            if self.ghosts is not None:
+                self.ghosts.answer()
 
     def _parts_to_draw(self) -> int:
         return super()._parts_to_draw() if self.shard is None else self.shard.num_parts

@@ -11,10 +11,11 @@ import os
 import pickle
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -87,12 +88,9 @@ class World:
         except LostRankError:  # torchrun was faster
             raise
         except RuntimeError as error:
-            # Without the place in the sources of gloo or nccl that some begin with.
-            told = re.sub(r"^\[\S*\]\s*", "", str(error).strip()).partition("\n")[0].partition(". ")[0]
-            reason = told[:200] or type(error).__name__
             raise LostRankError(
                 f"rank {self.rank} of {self.size} ends, because another rank has failed or did not answer in time "
-                f"({reason}). Look at the first error of the others; a run with checkpoints can be resumed."
+                f"({_reason(error)}). Look at the first error of the others; a run with checkpoints can be resumed."
             ) from error
 
     def gather(self, value: Any) -> list[Any]:
@@ -260,11 +258,30 @@ def start(*, timeout: float = _LONGEST_WAIT) -> World:
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         except (RuntimeError, ValueError) as error:
-            raise LostRankError(f"the {size} ranks could not find each other: {str(error).splitlines()[0]}") from error
+            raise LostRankError(
+                f"the {size} ranks could not find each other ({_reason(error)}). Look at the first error of the others."
+            ) from error
         atexit.register(_leave)
     _world = World(dist.get_rank(), dist.get_world_size(), device, timeout=timeout)
     _end_when_asked(_world)
+    _say_errors_once()
     return _world
+
+
+def is_first_to_say(text: str) -> bool:
+    """Whether no rank has said something yet; it asks no other rank, so that it also works when they are gone.
+
+    Example:
+        >>> is_first_to_say("without torchrun there is nobody else")
+        True
+    """
+    if not dist.is_initialized():
+        return True
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return bool(store.add(f"gnnautoscale: {text}", 1) == 1)
+    except (RuntimeError, ValueError):  # the process that keeps it is gone
+        return True
 
 
 def _end_when_asked(world: World) -> None:
@@ -280,6 +297,20 @@ def _end_when_asked(world: World) -> None:
     signal.signal(signal.SIGTERM, end)
 
 
+def _say_errors_once() -> None:
+    """Let an error that ends all ranks show where it happened once, and that of a rank that lost another nowhere."""
+    show = sys.excepthook
+
+    def say(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
+        sentence = f"{kind.__name__}: {error}"
+        if not issubclass(kind, LostRankError) and is_first_to_say(sentence):
+            show(kind, error, place)
+        else:
+            print(f"error: {error if isinstance(error, LostRankError) else sentence}", file=sys.stderr)
+
+    sys.excepthook = say
+
+
 def current() -> World:
     """The world that was started, or that of this process alone."""
     return World() if _world is None else _world
@@ -290,6 +321,12 @@ def _leave() -> None:
     _world = None
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _reason(error: Exception) -> str:
+    """What gloo or nccl say, in short, without places in their sources."""
+    told = re.sub(r"\[\S*/\S*\]\s*", "", str(error).strip()).partition("\n")[0].partition(". ")[0]
+    return told[:200] or type(error).__name__
 
 
 def _number(name: str, default: int) -> int:

@@ -31,6 +31,12 @@ class Sharing(Protocol):
     def send(self, histories: Mapping[str, Sequence[History]]) -> None:
         """Send those of the rows that were pushed last which others need, by type; every process must call it."""
 
+    def all_forms(self, forms: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+        """Width and type of the histories that any process has, by type and slot; every process must call it."""
+
+    def finish(self, out: Any) -> None:
+        """Take note of the output of a step, whose backward pass may need all processes."""
+
     def share(self, histories: Mapping[str, Sequence[History]]) -> None:
         """Send all rows that others need, and receive theirs, by type; every process must call it."""
 
