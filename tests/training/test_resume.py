@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -376,20 +377,9 @@ def test_another_graph_is_refused(saved: Path, data: Data, message: str) -> None
         Trained(data=data, epochs=2, resume=str(saved))
 
 
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [("gcn", {"hidden": 9}), ("gcn", {"layers": 2}), ("gcn", {"batch_norm": True}), ("gin", {})],
-    ids=str,
-)
-def test_another_model_is_refused(saved: Path, name: str, given: dict[str, Any]) -> None:
-    expected = f"{file_of(saved, 6)} must be of the same run, but got another model: its weights have other names"
-    with pytest.raises(gas.InputError, match=f"^{expected}"):
-        Trained(name, epochs=2, resume=str(saved), model_options=given)
-
-
 def test_a_model_of_another_type_is_refused(saved: Path) -> None:
     model = GCN(FEATURES, CLASSES, hidden=8, layers=3, dropout=0.3).double()
-    with pytest.raises(gas.InputError, match="its weights have other names, shapes or types"):
+    with pytest.raises(gas.InputError, match=r"another weights: convs.0.bias was '\[8\] torch.float32' and is"):
         gas.fit(model, community_graph(), num_parts=5, batch_size=2, epochs=2, resume=str(saved))
     assert not hasattr(model, "_autoscaler")
 
@@ -497,6 +487,9 @@ def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
         ({"model_options": {"dropout": 0.4}}, "another model: dropout was 0.3 and is 0.4"),
         ({"model_options": {"residual": True}}, "another model: residual was False and is True"),
         ({"model_options": {"drop_input": False}}, "another model: drop_input was True and is False"),
+        ({"model_options": {"hidden": 9}}, "another model: hidden was 8 and is 9"),
+        ({"model_options": {"batch_norm": True}}, "another model: batch_norm was False and is True"),
+        ({"name": "gin"}, "another model: its class was 'GCN' and is 'GIN'"),
         ({"data": gas.Dataset.of(community_graph())}, None),
     ],
 )
@@ -538,6 +531,33 @@ def test_a_plain_module_is_described_by_its_numbers_and_functions() -> None:
     assert difference(identity(), identity()) is None
     for option, value in {"alpha": 0.2, "theta": 1.0, "aggr": "max", "K": 4}.items():
         assert difference(identity(), identity(**{option: value})) is not None
+
+
+class Own(torch.nn.Module):
+    """A module whose settings are of many kinds, and one of which is read from the function around it."""
+
+    def __init__(self, factor: float, settings: Any, *, fixed: bool = False, shown: float = 1.0) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2).requires_grad_(not fixed)
+        self._settings, self.act = settings, lambda x: factor * x
+        self.register_buffer("shown", torch.tensor(shown), persistent=False)
+
+
+def test_what_is_the_users_own_is_described_to_the_last_setting() -> None:
+    def identity(model: torch.nn.Module) -> dict[str, Any]:
+        return identity_of(model, NodeClassification(3), gas.Dataset.of(community_graph()))
+
+    before = identity(Own(2.0, {"p": 0.5, "device": "cpu"}))
+    assert difference(before, identity(Own(2.0, SimpleNamespace(p=0.5, device="cuda")))) is None
+    for other, words in (
+        (Own(2.0, {"p": 0.4}), "model: _settings was {'p': 0.5} and is {'p': 0.4}"),
+        (Own(3.0, {"p": 0.5}), "factor of <lambda> was 2.0 and is 3.0"),
+        (Own(2.0, {"p": 0.5}, fixed=True), "model: linear.weight.requires_grad was True and is False"),
+        (Own(2.0, {"p": 0.5}, shown=2.0), "model: shown was 1.0 and is 2.0"),
+        (Own(2.0, torch.arange(3)), "model: _settings was {'p': 0.5} and is '[3] "),
+        (Own(2.0, partial(max, 1)), "model: _settings was {'p': 0.5} and is ['max', 1, {}]"),
+    ):
+        assert words in (difference(before, identity(other)) or "")
 
 
 # Ctrl-C ##############################################################################################################

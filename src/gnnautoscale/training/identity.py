@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import platform
+from argparse import Namespace
+from collections.abc import Mapping, Set
+from contextlib import suppress
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import partial
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
+from gnnautoscale._util import code_of, is_own
 from gnnautoscale.data import Dataset
+from gnnautoscale.graph import fingerprint
 from gnnautoscale.tasks import Task
+from gnnautoscale.training.options import OPTIONS
 
 # Attributes that every module has, or that a pass changes.
-_PASSING = ("training", "dump_patches", "call_super_init")
+_PASSING = {"training", "dump_patches", "call_super_init", "built_from"}
+_PASSING |= {name for each in (nn.Module(), MessagePassing()) for name in vars(each) if name.startswith("_")}
+# Settings of the user's may have the names of options of a run that may change.
+_FREE = {name for name, each in OPTIONS.items() if each.may_change}
+# Larger tensors are data or what a pass keeps, not settings.
+_LARGEST = 4096
 
 
 def identity_of(model: nn.Module, task: Task, dataset: Dataset) -> dict[str, dict[str, Any]]:
     """Describe a run before its first step, by plain values.
 
-    ``"model"`` has the class of every module, and its public attributes that are numbers, switches, words, functions or
-    lists of these: dropout rates, aggregations, numbers of layers. ``"task"`` has the same of the task, and ``"data"``
-    the options that the data set was made with, as far as it knows them.
+    ``"model"`` has the class of every module and its attributes that are numbers, switches, words, functions, small
+    tensors, or collections of these: dropout rates, aggregations, numbers of layers. ``"task"`` has the same of the
+    task, and ``"data"`` the options that the data set was made with, as far as it knows them. The last section has
+    digests of the functions of classes that are the user's own, which only the same version of Python gives again.
 
     Example:
         >>> from torch_geometric.data import Data
@@ -31,13 +49,22 @@ def identity_of(model: nn.Module, task: Task, dataset: Dataset) -> dict[str, dic
         ('Linear', 0.25)
     """
     described: dict[str, Any] = {}
+    code = code_of(type(task), _plain)
     for name, module in model.named_modules():
         described[name] = type(module).__name__
-        described |= {f"{name}.{key}".lstrip("."): value for key, value in _plain_attributes(module).items()}
+        described |= {f"{name}.{key}".lstrip("."): value for key, value in _settings(module).items()}
+        code |= code_of(type(module), _plain)
+        for each in filter(is_own, vars(module).values()):
+            if isinstance(each, FunctionType):
+                code |= code_of(each, _plain)
+    saved = model.state_dict().keys()
+    described |= _plain_items({name: value for name, value in model.named_buffers() if name not in saved})
+    described |= {f"{name}.requires_grad": value.requires_grad for name, value in model.named_parameters()}
     return {
         "model": described,
-        "task": {"": type(task).__name__, **_plain_attributes(task)},
+        "task": {"": type(task).__name__, **_settings(task)},
         "data": {name: _plain(value) for name, value in dataset.made_from.items()},
+        f"code in Python {'.'.join(platform.python_version_tuple()[:2])}": code,
     }
 
 
@@ -53,27 +80,43 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _plain_attributes(owner: object) -> dict[str, Any]:
+def _settings(owner: object) -> dict[str, Any]:
+    """The attributes of an object that are plain; private ones only of classes of the user's own."""
+    private = is_own(type(owner))
+    names = (name for name in vars(owner) if name not in _PASSING and (private or not name.startswith("_")))
+    return _plain_items({name: vars(owner)[name] for name in names})
+
+
+def _plain_items(values: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
-    for name, value in vars(owner).items():
-        if not name.startswith("_") and name not in _PASSING and _is_plain(value):
+    for name, value in values.items():
+        with suppress(TypeError):
             found[name] = _plain(value)
     return found
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(item) for item in value)
-    named = callable(value) and not isinstance(value, nn.Module) and hasattr(value, "__qualname__")
-    return value is None or named or isinstance(value, (bool, int, float, str, torch.dtype))
-
-
 def _plain(value: Any) -> Any:
-    """A value as a checkpoint can hold it."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+    """A value as a checkpoint can hold it, or a ``TypeError`` if it is more than numbers, words and functions."""
     if value is None or isinstance(value, (bool, int, float, str)):
-        # Plain values only: a checkpoint holds no classes of their own.
+        # A checkpoint holds no classes of their own.
         kinds = (bool, int, float, str)
         return next((kind(value) for kind in kinds if isinstance(value, kind)), None)
-    return getattr(value, "__qualname__", None) or str(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Set):
+        return sorted(map(str, value))
+    if isinstance(value, Mapping):
+        return _plain_items({str(key): item for key, item in value.items() if key not in _FREE})
+    if isinstance(value, (Namespace, SimpleNamespace)) or (is_dataclass(value) and not isinstance(value, type)):
+        return _plain(vars(value))
+    if isinstance(value, partial):
+        return [_plain(value.func), *map(_plain, value.args), _plain(value.keywords)]
+    if isinstance(value, (np.generic, np.ndarray)):
+        return _plain(torch.from_numpy(np.asarray(value)))
+    if type(value) is Tensor and value.layout is torch.strided and not value.is_meta and value.numel() <= _LARGEST:
+        return value.tolist() if value.numel() == 1 else f"{list(value.shape)} {fingerprint(value)[:8]}"
+    if isinstance(value, (torch.dtype, Enum)):
+        return str(value)
+    if callable(value) and not isinstance(value, nn.Module) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    raise TypeError
