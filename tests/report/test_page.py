@@ -297,8 +297,8 @@ def test_runs_are_found_in_folders(tmp_path: Path) -> None:
     for name in ("b", "a"):
         full(tmp_path / "runs" / "deep" / name, title=f"run {name}")
     page = report(tmp_path, tmp_path / "runs", tmp_path / "runs" / "deep" / "a")
-    assert "A · run a" in page.text
-    assert "B · run b" in page.text
+    assert "A · a" in page.text
+    assert "B · b" in page.text
     assert "C ·" not in page.text
 
 
@@ -375,7 +375,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_time_of_a_step_leaves_out_the_first_epoch(tmp_path: Path) -> None:
     slow = {**timed(1), "seconds": 50.0, "time": {"compute": 50.0}}
-    run = reported_run.ReportedRun(read_run(written(tmp_path / "run", [slow, timed(2), timed(3)])), 0)
+    run = reported_run.ReportedRun(read_run(written(tmp_path / "run", [slow, timed(2), timed(3)])), 0, "run")
     expected = {"compute": 0.1, "pull": 0.025, "push": 0.05, "loader": 0.025, "other": 0.05}
     assert training.step_times(run) == pytest.approx(expected)
     assert run.epoch_seconds == 1.0
@@ -383,7 +383,7 @@ def test_time_of_a_step_leaves_out_the_first_epoch(tmp_path: Path) -> None:
 
 def test_runs_have_letters(tmp_path: Path) -> None:
     record = read_run(written(tmp_path / "run"))
-    assert [reported_run.ReportedRun(record, number).tag for number in (0, 25, 26, 52)] == ["A", "Z", "AA", "BA"]
+    assert [reported_run.ReportedRun(record, number, "run").tag for number in (0, 25, 26, 52)] == ["A", "Z", "AA", "BA"]
 
 
 def test_values_in_words() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -272,6 +272,11 @@ def data(options: dict[str, Any], *, json: Json = False) -> None:
     show_facts(options["data"], facts, json)
 
 
+def _help(command: Callable[..., None]) -> str:
+    """A command's docstring without the line breaks of the source, which typer keeps after the first paragraph."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.__doc__ or "").split("\n\n"))
+
+
 app.callback()(about)
 # In the order of use.
 app.command()(demo)
@@ -283,8 +288,8 @@ app.command()(report)
 app.command()(with_options(INFER, infer))
 app.command()(with_options(PARTITION, partition))
 app.add_typer(bench.app, name="bench")
-app.command()(reproduce)
-app.command()(expressiveness)
+app.command(help=_help(reproduce))(reproduce)
+app.command(help=_help(expressiveness))(expressiveness)
 
 
 def main() -> None:

@@ -56,7 +56,8 @@ def write_predictions(path: Path, predicted: Mapping[str, Tensor], asked: Mappin
 
 def _archive(arrays: dict[str, Array], names: Names) -> dict[str, Array]:
     """The arrays by name, with the ids of nodes and the names of classes."""
-    ids = {} if names.nodes is None else {"id": names.nodes}
+    several = any(name.startswith("embeddings_") for name in arrays)
+    ids = {} if several and names.nodes is None else {"id": _ids(arrays, names)}
     if not names.classes or "classes" not in arrays:
         return {**ids, **arrays}
     words = np.array(names.classes)
@@ -68,8 +69,7 @@ def _columns(arrays: dict[str, Array], names: Names) -> dict[str, Array]:
     if any(name.startswith("embeddings_") for name in arrays):
         fix = "Write them as .npz, or ask for pairs or partners."
         raise InputError("a table holds nodes of one type", got="outputs of several", fix=fix)
-    count = len(next(iter(arrays.values())))
-    columns = {"id": np.arange(count) if names.nodes is None else names.nodes}
+    columns = {"id": _ids(arrays, names)}
     for name, value in arrays.items():
         if name == "logits":  # for an archive
             continue
@@ -85,6 +85,11 @@ def _columns(arrays: dict[str, Array], names: Names) -> dict[str, Array]:
             ends = names.classes if len(names.classes) == value.shape[1] else range(value.shape[1])
             columns |= {f"{name}_{end}": value[:, number] for number, end in enumerate(ends)}
     return columns
+
+
+def _ids(arrays: dict[str, Array], names: Names) -> Array:
+    """What the rows are called: by the table of nodes, or else by their numbers."""
+    return np.arange(len(next(iter(arrays.values())))) if names.nodes is None else names.nodes
 
 
 def _answers(asked: dict[str, Array]) -> dict[str, Array]:
@@ -105,7 +110,9 @@ def _write_csv(stream: IO[bytes], columns: dict[str, Array]) -> None:
     text = io.TextIOWrapper(stream, encoding="utf-8", newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
+    # As text, a number of single precision has no more digits than it knows.
+    cells = ((column.astype(str) if column.dtype.kind == "f" else column).tolist() for column in columns.values())
+    writer.writerows(zip(*cells, strict=True))
     text.detach()  # the stream is not ours to close
 
 

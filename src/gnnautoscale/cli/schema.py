@@ -80,7 +80,9 @@ class Links(OptionGroup):
         None, "Number of outputs per node that links and graphs are predicted from; 64 by default.", least=1
     )
     negatives: int | None = option(None, "Number of pairs without an edge drawn for each edge; 1 by default.", least=1)
-    candidates: int | None = option(None, "Number of nodes drawn for each rank; by default all nodes.", least=1)
+    candidates: int | None = option(
+        None, "Number of nodes drawn to rank a partner among; by default all nodes.", least=1
+    )
     reconstruct: bool | None = option(None, "Train on the edges that pass messages, as graph autoencoders do.")
 
 
@@ -186,7 +188,9 @@ def with_saved(options: Mapping[str, Any], saved: Mapping[str, Any], file: Path)
 def shown_flag(name: str, value: Any) -> str:
     """An option as it stands on a command line."""
     flag = name.replace("_", "-")
-    return (f"--{flag}" if value else f"--no-{flag}") if isinstance(value, bool) else f"--{flag} {value}"
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag} {','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
 
 
 def load_dataset(options: dict[str, Any]) -> Dataset:

@@ -80,7 +80,8 @@ def _about_column(path: Path, names: list[str], meanings: dict[str, tuple[str, .
     if told is None:
         return error
     rule = f"column {names[int(told[3]) - 1]!r} of {path} must hold numbers"
-    fix = f"Drop or encode it; words are read only in {', '.join(name for name in meanings if name != 'weight')}."
+    worded = ", ".join(name for name in meanings if name != "weight")
+    fix = f"If it holds one of {worded}, where words are read, name it so; else drop or encode it."
     return InputError(rule, got=f"{told[1]} in row {int(told[2]) + 1}", fix=fix)
 
 

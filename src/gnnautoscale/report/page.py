@@ -31,7 +31,7 @@ _SECTIONS = (
 def page(runs: Sequence[ReportedRun]) -> str:
     """The report as one HTML document."""
     sections = [section for make in _SECTIONS if (section := make(runs)) is not None]
-    title = runs[0].title if len(runs) == 1 else f"{len(runs)} training runs"
+    title = runs[0].label if len(runs) == 1 else f"{len(runs)} training runs"
     links = "".join(f'<li><a href="#{section.name}">{escape(section.title)}</a></li>' for section in sections)
     style = resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
     # These styles make the boxes of the chooser work.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -37,10 +38,14 @@ _UNITS = ("nodes", "edges", "features", "classes", "targets")
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run in the report; its number, from 0, determines colour and letter. A run that is alone needs no letter."""
+    """A run in the report; its number, from 0, determines colour and letter. A run that is alone needs no letter.
+
+    Its ``label`` is what sets its title apart from those of the other runs.
+    """
 
     record: RunRecord
     number: int
+    label: str
     alone: bool = False
 
     @property
@@ -51,13 +56,8 @@ class ReportedRun:
 
     @property
     def name(self) -> str:
-        """The tag and the title; only the title if the run is alone."""
-        return self.title if self.alone else f"{self.tag} · {self.title}"
-
-    @property
-    def title(self) -> str:
-        """The run's title, or else its folder."""
-        return str(self.record.run.get("title") or self.record.path.name)
+        """The tag and the label; only the label if the run is alone."""
+        return self.label if self.alone else f"{self.tag} · {self.label}"
 
     @property
     def group(self) -> str:
@@ -120,6 +120,12 @@ class ReportedRun:
         seconds = [y for _, y in self.settled_seconds()]
         return statistics.median(seconds) if seconds else None
 
+    @property
+    def total_seconds(self) -> float | None:
+        """The time of the whole run, if known."""
+        seconds = [finite(value) or 0.0 for value in (self.result.get("seconds") or {}).values()]
+        return sum(seconds) if seconds else None
+
     def curve(
         self, path: tuple[str, ...], records: Sequence[dict[str, Any]] | None = None, over: str = "epoch"
     ) -> list[Point]:
@@ -163,7 +169,6 @@ class ReportedRun:
         result = self.result
         peak, histories = finite(result.get("peak_memory")), finite(result.get("history_bytes"))
         halo = finite(result.get("connectivity"))
-        seconds = [finite(value) or 0.0 for value in (result.get("seconds") or {}).values()]
         scores = {
             f"{split} score": score_text(self.score(split), percent=self.percent) for split in ("test", "val", "train")
         }
@@ -172,7 +177,7 @@ class ReportedRun:
             "best epoch": f"{short(finite(result.get('best_epoch')))} of {len(self.record.epochs):,}",
             "steps": short(finite(result.get("steps"))),
             "time per epoch": seconds_text(self.epoch_seconds),
-            "total time": seconds_text(sum(seconds) if seconds else None),
+            "total time": seconds_text(self.total_seconds),
             "peak memory": bytes_text(peak),
             "histories": bytes_text(histories) if histories else "-",
             "halo per batch node": short(halo, 3) if halo else "-",
@@ -184,8 +189,8 @@ _MOST_FOLDERS = 10_000
 
 
 def find_runs(paths: Iterable[Path]) -> list[ReportedRun]:
-    """Read the given run folders, and all run folders inside the other given folders."""
-    folders: dict[Path, Path] = {}
+    """Read the given run folders, and all run folders inside the other given folders, the oldest run first."""
+    records: dict[Path, RunRecord] = {}
     for path in paths:
         found = _below(path)
         if not found:
@@ -194,11 +199,32 @@ def find_runs(paths: Iterable[Path]) -> list[ReportedRun]:
                 got=f"{path}, which {'has no run.json' if path.is_dir() else 'is not a folder'}",
                 fix="Pass a folder of gas train (--run-dir) or fit(run_dir=...).",
             )
-        folders |= {folder.resolve(): folder for folder in found}
-    if not folders:
+        read = sorted(map(read_run, found), key=lambda record: str(record.run.get("started") or ""))
+        records |= {record.path.resolve(): record for record in read}
+    if not records:
         raise InputError("a report needs at least one run", got="none", fix="Pass one or more run folders.")
-    alone = len(folders) == 1
-    return [ReportedRun(read_run(folder), number, alone) for number, folder in enumerate(folders.values())]
+    labels = told_apart([str(record.run.get("title") or record.path.name) for record in records.values()])
+    alone = len(records) == 1
+    return [
+        ReportedRun(record, number, label, alone)
+        for number, (record, label) in enumerate(zip(records.values(), labels, strict=True))
+    ]
+
+
+def told_apart(titles: Sequence[str]) -> list[str]:
+    """Titles without the words that all of them begin or end with, if something is left of each.
+
+    Example:
+        >>> told_apart(["cora gcn gas seed 0", "cora gcn full seed 0"])
+        ['gas', 'full']
+    """
+    split = [re.findall(r"seed \d+|\S+", title) for title in titles]
+    for at in (0, -1):
+        while all(len(words) > 1 for words in split) and len({words[at] for words in split}) == 1:
+            for words in split:
+                del words[at]
+    labels = [" ".join(words) for words in split]
+    return labels if len(set(labels)) > 1 else list(titles)
 
 
 def _below(path: Path) -> list[Path]:

@@ -57,7 +57,7 @@ def comparison_section(runs: Sequence[ReportedRun]) -> Section | None:
     first = next((run for run in runs if run.options.get("mode") == "full"), runs[0])  # the yardstick, if there is one
     changed = differing([run.options for run in runs])
     columns = [(run.name, [*_pick(changed, run.options).values(), *_results(run, first)]) for run in runs]
-    names = [*changed, "test score", "val score", "time per epoch", "peak memory", "histories"]
+    names = [*changed, "test score", "val score", "time per epoch", "total time", "peak memory", "histories"]
     known = [at for at in range(len(names)) if at < len(changed) or any(its[at] != "-" for _, its in columns)]
     columns = [(name, [its[at] for at in known]) for name, its in columns]
     how = (
@@ -124,6 +124,7 @@ def _results(run: ReportedRun, first: ReportedRun) -> list[str]:
 
 
 def _amounts(run: ReportedRun) -> list[tuple[float | None, Callable[[float | None], str]]]:
-    """Time of an epoch, peak memory and size of the histories, each with its format."""
+    """Time of an epoch and of all of it, peak memory and size of the histories, each with its format."""
     sizes = (finite(run.result.get(name)) for name in ("peak_memory", "history_bytes"))
-    return [(run.epoch_seconds, seconds_text), *((size, bytes_text) for size in sizes)]
+    times = (run.epoch_seconds, run.total_seconds)
+    return [*((time, seconds_text) for time in times), *((size, bytes_text) for size in sizes)]

@@ -7,11 +7,14 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, RenderableColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
 
 from gnnautoscale.runs.result import Epoch
 
@@ -93,9 +96,13 @@ def epochs_shown(
         finally:
             phases("")
     else:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        # On a narrow terminal the bar and the title give way to numbers, which are never cut.
+        whole = partial(Column, no_wrap=True)
+        name = RenderableColumn(Text(title, overflow="ellipsis", no_wrap=True))
+        numbers = (MofNCompleteColumn(table_column=whole()), TimeRemainingColumn(table_column=whole()))
         fields = (TextColumn("{task.fields[state]}"), TextColumn("{task.fields[phase]}", style="dim"))
-        with Progress(*columns, *fields, console=terminal) as progress:
+        bar = BarColumn(bar_width=40 if terminal.width >= 120 else 6)
+        with Progress(name, bar, *numbers, *fields, console=terminal) as progress:
             task = progress.add_task(title, total=epochs, state="", phase="")
             state = ""
 
