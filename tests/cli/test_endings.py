@@ -56,8 +56,8 @@ def test_no_output_at_all_is_fine(monkeypatch: pytest.MonkeyPatch, capfd: pytest
     assert ending(app(flush=False), capfd) == (0, "")
 
 
-def test_a_file_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert ending(lambda: Path("/nonexistent/x").read_text(), capfd) == (
-        2,
-        "error: /nonexistent/x: No such file or directory\n",
-    )
+def test_a_file_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ending(lambda: Path("none/x").read_text(), capfd) == (2, "error: none/x: No such file or directory\n")

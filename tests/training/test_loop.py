@@ -584,12 +584,13 @@ def test_baselines_stop_and_return_to_the_best_epoch(monkeypatch: pytest.MonkeyP
 
 def test_cluster_takes_no_step_without_training_nodes() -> None:
     data = two_cliques()
-    got = run(gcn(dropout=0.0, batch_norm=True), data, mode="cluster", num_parts=2, batch_size=1, epochs=3)
+    data.x = data.x.double()  # Adam takes whole steps along gradients that are rounding errors
+    got = run(gcn(dropout=0.0, batch_norm=True).double(), data, mode="cluster", num_parts=2, batch_size=1, epochs=3)
     assert got.result.steps == 3
     # What the two parts learn from is what the first clique alone gives.
     alone = data.subgraph(data.train_mask)
     alone.val_mask = alone.train_mask
-    expected = run(gcn(dropout=0.0, batch_norm=True), alone, mode="full", epochs=3)
+    expected = run(gcn(dropout=0.0, batch_norm=True).double(), alone, mode="full", epochs=3)
     assert got.losses == pytest.approx(expected.losses, abs=1e-5)
     assert int(got.weights[-1]["norms.0.num_batches_tracked"]) == 3
 
