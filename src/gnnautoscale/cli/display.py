@@ -22,8 +22,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 
 
 def say(line: str, **style: Any) -> None:
-    """Print a line for the user on the error stream."""
-    errors.print(line, soft_wrap=True, markup=False, highlight=False, **style)
+    """Print a line for the user on the error stream; a terminal breaks it between words."""
+    errors.print(line, soft_wrap=not errors.is_terminal, markup=False, highlight=False, **style)
+
+
+def tell(text: str) -> None:
+    """Print sentences that are a result, as :func:`say` does, but on the output."""
+    console = Console()
+    console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
 
 
 def print_json(value: Any) -> None:

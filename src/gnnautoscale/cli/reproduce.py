@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gnnautoscale.cli.display import Json, print_json, print_table, say
+from gnnautoscale.cli.display import Json, print_json, print_table, say, tell
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import reproduce as paper
 from gnnautoscale.training import OPTIONS, describe_machine, pick_device
@@ -56,7 +56,7 @@ def reproduce(
             print_json(report.values)
         else:
             print_table(report.title, report.columns, report.rows)
-            print("\n".join(report.notes))
+            tell("\n".join(report.notes))
         say("written: " + ", ".join(map(str, files)))
     if failed:
         raise InputError(
