@@ -49,7 +49,14 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console = Console()
     broken = [column.replace(" ", "\n") for column in columns]
     for heads, style in ((columns, HEAVY_HEAD), (broken, HEAVY_HEAD), (broken, SIMPLE_HEAD)):
-        table = Table(title=title, title_justify="left", title_style="bold", box=style)
+        narrow = style is SIMPLE_HEAD
+        shape: dict[str, Any] = {
+            "box": style,
+            "collapse_padding": narrow,
+            "show_edge": not narrow,
+            "pad_edge": not narrow,
+        }
+        table = Table(title=title, title_justify="left", title_style="bold", **shape)
         for number, column in enumerate(heads):
             table.add_column(column, justify="right" if number else "left", no_wrap=True)
         for row in rows:
