@@ -602,7 +602,7 @@ def test_flags_of_generated_data_are_refused_with_files(tmp_path: Path) -> None:
         (["--data", "communities", "--graphs", "3"], "graphs"),
         (["--data", "cluster", "--nodes", "30"], "nodes"),
         (["--data", "cora", "--nodes", "30"], "nodes"),
-        (["--data", "crra"], "Did you mean cora"),
+        (["--data", "crra"], "Did you mean 'cora'"),
         (["--data", "nowhere.npz"], "nowhere.npz"),
         (["--data", "communities", "--nodes", "0"], "nodes"),
         (["--data", "communities", "--split", "-1"], "split"),

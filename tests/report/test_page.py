@@ -506,3 +506,12 @@ def test_dark_mode_has_other_colours(tmp_path: Path, compared: str) -> None:
 def test_runs_can_be_hidden(tmp_path: Path, compared: str) -> None:
     found, _ = browse(tmp_path, compared, 800)
     assert (found["before"], found["after"], found["other"]) == ("visible", "hidden", "visible")
+
+
+def test_runs_with_another_score_are_not_compared(tmp_path: Path) -> None:
+    same = [full(tmp_path / name, mode=mode) for name, mode in (("a", "full"), ("b", "gas"))]
+    other = written(tmp_path / "c", everything(), result={**RESULT, "metric": "ROC-AUC"})
+    page = report(tmp_path, *same, other)
+    assert page.text.split("Settings and results that differ")[1].count("+0.00") == 2  # test and validation of b
+    assert "have their own numbers" in page.text
+    assert "have their own numbers" not in report(tmp_path, *same).text

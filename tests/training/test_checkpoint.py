@@ -172,7 +172,7 @@ def test_no_checkpoint_is_none_and_a_file_is_no_folder(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"must be writable, but got .*part"):
         save_checkpoint(file, 1, {})
     assert f"{tmp_path / 'gone'} (it does not exist)" in refusal(tmp_path / "gone")
-    assert "(it cannot be read: [Errno 21] Is a directory" in refusal(tmp_path)
+    assert "(it cannot be read: is a directory" in refusal(tmp_path)
 
 
 def test_a_file_cut_anywhere_is_refused_and_a_changed_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:

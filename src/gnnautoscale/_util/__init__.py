@@ -22,6 +22,7 @@ from gnnautoscale._util.options import Option, OptionGroup, check_names, check_p
 from gnnautoscale._util.peak_memory import PeakMemory, resident_memory
 from gnnautoscale._util.pinned import Pinned, arriving_numbers, copy_staged, copy_staged_together, pinned_zeros
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
+from gnnautoscale._util.reasons import did_you_mean, reason_of
 from gnnautoscale._util.versions import versions
 from gnnautoscale._util.weights import load_state, state_of, weights_of
 
@@ -48,6 +49,7 @@ __all__ = [
     "damage_in",
     "damaged_file",
     "describe_arguments",
+    "did_you_mean",
     "for_later",
     "html_table",
     "is_capturing",
@@ -64,6 +66,7 @@ __all__ = [
     "others_in",
     "pinned_zeros",
     "random_states",
+    "reason_of",
     "resident_memory",
     "set_random_states",
     "shown",

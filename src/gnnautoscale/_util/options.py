@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import numbers
 import os
 import types
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnnautoscale._util.reasons import did_you_mean
 from gnnautoscale.errors import InputError
 
 # Whatever computes with integers takes 64 bits.
@@ -92,6 +92,10 @@ class Option:
                     check_path(self.name, converted)
                 if self._within(converted):
                     return converted
+        if isinstance(given, str):
+            fix = did_you_mean(
+                given, [word for kind in self.kinds if get_origin(kind) is Literal for word in get_args(kind)], fix
+            )
         large = int in self.kinds and isinstance(value, int) and not -_LARGEST <= value < _LARGEST
         raise InputError(f"{self.name} must be {self.rule}{' in 64 bits' * large}", got=shown(given), fix=fix)
 
@@ -142,8 +146,7 @@ def check_names(given: Iterable[str], known: Iterable[str], rule: str, otherwise
     known = list(known)
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise InputError(rule, got=repr(name), fix=f"Did you mean '{close[0]}'?" if close else otherwise)
+            raise InputError(rule, got=repr(name), fix=did_you_mean(name, known, otherwise))
 
 
 def check_path(name: str, path: str | os.PathLike[str]) -> None:

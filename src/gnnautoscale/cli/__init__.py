@@ -18,7 +18,7 @@ import typer
 from torch import nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import check_writable, checked
+from gnnautoscale._util import check_writable, checked, did_you_mean
 from gnnautoscale.attach import autoscale
 from gnnautoscale.attach import infer as run_inference
 from gnnautoscale.cli import bench
@@ -88,8 +88,8 @@ def train(
         check_writable(save, rule="--save names a file in an existing folder")
     for each in log or ():
         if each not in LOGGERS:
-            rule, fix = f"--log is one of {', '.join(LOGGERS)}", "For TensorBoard, use --tensorboard."
-            raise InputError(rule, got=repr(each), fix=fix)
+            fix = did_you_mean(each, LOGGERS, "For TensorBoard, use --tensorboard.")
+            raise InputError(f"--log is one of {', '.join(LOGGERS)}", got=repr(each), fix=fix)
         check_package(each)
     given = {name: options[name] for name in OPTIONS}
     training = FitOptions.of({**given, "run_dir": None if options["run_dir"] == "none" else "runs"})

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gnnautoscale.cli.display import Json, print_json, print_table, say
+from gnnautoscale.cli.display import Json, print_json, print_table, say, tell
 from gnnautoscale.cli.links import load_task
 from gnnautoscale.cli.schema import DATA, MODEL, TASK, chosen
 from gnnautoscale.errors import InputError
@@ -64,9 +64,9 @@ def explain(
         print_json({"run": str(run), "findings": [finding.to_dict() for finding in findings]})
         return
     for number, finding in enumerate(findings, start=1):
-        print(f"{number}. {finding.sentence} {finding.consequence} {finding.change}")
+        tell(f"{number}. {finding.sentence} {finding.consequence} {finding.change}")
     if not findings:
-        print("Nothing stands out.")
+        tell("Nothing stands out.")
     if not record.staleness:
         say("note: this run did not measure staleness")
 
@@ -112,7 +112,7 @@ def _show(advice: Advice, title: str) -> None:
     if not all(each.measured for each in advice.candidates):
         say("~: estimated from what was measured")
     for name, value in advice.options.items():
-        print(f"{' '.join(_flag(name, value))}: {advice.reasons[name]}.")
+        tell(f"{' '.join(_flag(name, value))}: {advice.reasons[name]}.")
 
 
 def _histories(candidate: Candidate) -> str:

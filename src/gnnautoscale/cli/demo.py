@@ -71,7 +71,8 @@ def demo(
             for name, row in rows.items()
         ],
     )
-    say(f"{target:.0f} % is {_ENOUGH:.0%} of full batch's best validation accuracy. Seconds include partitioning.")
+    of_full = f"{target:.0f} % is {100 * _ENOUGH:.0f} % of full batch's best validation accuracy."
+    say(f"{of_full} Seconds include partitioning.")
     say("Sampling and Cluster-GCN leave edges out of training; here these are the ones that say most about a node.")
     say(f"more about these runs: {page} (open it in a browser)")
 

@@ -22,8 +22,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 
 
 def say(line: str, **style: Any) -> None:
-    """Print a line for the user on the error stream."""
-    errors.print(line, soft_wrap=True, markup=False, highlight=False, **style)
+    """Print a line for the user on the error stream; a terminal breaks it between words."""
+    errors.print(line, soft_wrap=not errors.is_terminal, markup=False, highlight=False, **style)
+
+
+def tell(text: str) -> None:
+    """Print sentences that are a result, as :func:`say` does, but on the output."""
+    console = Console()
+    console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
 
 
 def print_json(value: Any) -> None:
@@ -43,7 +49,14 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console = Console()
     broken = [column.replace(" ", "\n") for column in columns]
     for heads, style in ((columns, HEAVY_HEAD), (broken, HEAVY_HEAD), (broken, SIMPLE_HEAD)):
-        table = Table(title=title, title_justify="left", title_style="bold", box=style)
+        narrow = style is SIMPLE_HEAD
+        shape: dict[str, Any] = {
+            "box": style,
+            "collapse_padding": narrow,
+            "show_edge": not narrow,
+            "pad_edge": not narrow,
+        }
+        table = Table(title=title, title_justify="left", title_style="bold", **shape)
         for number, column in enumerate(heads):
             table.add_column(column, justify="right" if number else "left", no_wrap=True)
         for row in rows:

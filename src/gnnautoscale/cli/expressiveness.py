@@ -50,8 +50,10 @@ def expressiveness(
     else:
         heads = ["graph", "nodes", "layers", "kinds of nodes", *rows[0]["methods"]]
         print_table("Are nodes of the same kind given the same outputs, and of other kinds others?", heads, table)
-        say("yes: in all draws of weights, parts and neighbours. 3/10: in 3 of 10 draws; on average so many kinds are")
-        say("split (nodes that are alike get different outputs) or mixed up (different nodes get the same output).")
+        say(
+            "yes: in all draws of weights, parts and neighbours. 3/10: in 3 of 10 draws; on average so many kinds are "
+            "split (nodes that are alike get different outputs) or mixed up (different nodes get the same output)."
+        )
 
 
 def _cell(results: Sequence[experiment.Comparison]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnautoscale._util import options_of
+from gnnautoscale._util import options_of, reason_of
 from gnnautoscale.cli.schema import Files, Graphs, Links, chosen, file_of, load_dataset, made_from
 from gnnautoscale.data import Dataset, TypedLinks, is_typed_file, read_typed_graph
 from gnnautoscale.errors import InputError
@@ -141,7 +141,7 @@ def _read_pairs(path: Path) -> tuple[Tensor, Tensor | None]:
         raise InputError(
             "--pairs needs a .csv file with source and target, and relation if edges are typed, or a .npy file of "
             "integers, [pairs, 2] or [pairs, 3] (source, relation, target)",
-            got=f"{path} ({error})",
+            got=f"{path} ({reason_of(error)})",
             fix="Write one of these; nodes are numbered from 0.",
         ) from None
     triples = torch.from_numpy(array.astype(np.int64))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gnnautoscale.cli.display import Json, print_json, print_table, say
+from gnnautoscale.cli.display import Json, print_json, print_table, say, tell
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import reproduce as paper
 from gnnautoscale.training import OPTIONS, describe_machine, pick_device
@@ -39,11 +39,13 @@ def reproduce(
         if count is not None and count < 1:
             raise InputError(f"{flag} must be at least 1", got=str(count), fix="Increase it.")
     device = pick_device(device)
+    machine = describe_machine(device)
+    names = paper.experiment_names() if experiment == "all" else [experiment]
+    experiments = [paper.load_experiment(name) for name in names]
+    planned = [each.jobs(only=only or (), seeds=seeds, steps=steps, device=machine) for each in experiments]
     store = paper.Store(output / "runs.jsonl")
     failed = []
-    for name in paper.experiment_names() if experiment == "all" else [experiment]:
-        described = paper.load_experiment(name)
-        listed = described.jobs(only=only or (), seeds=seeds, steps=steps, device=describe_machine(device))
+    for name, described, listed in zip(names, experiments, planned, strict=True):
         folder = output / "runs"
         failed += paper.run_all(listed, store, root=root, device=device, processes=jobs, runs_dir=folder, show=say)
         if not any(store.get(job) for job in listed):
@@ -54,7 +56,7 @@ def reproduce(
             print_json(report.values)
         else:
             print_table(report.title, report.columns, report.rows)
-            print("\n".join(report.notes))
+            tell("\n".join(report.notes))
         say("written: " + ", ".join(map(str, files)))
     if failed:
         raise InputError(

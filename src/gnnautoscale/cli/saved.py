@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import damage_in, load_state, state_of, write_atomically
+from gnnautoscale._util import damage_in, load_state, reason_of, state_of, write_atomically
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import build_model
 
@@ -101,7 +101,6 @@ def read_model(path: Path) -> SavedModel:
         except pickle.UnpicklingError:
             reason = "it holds more than values and tensors"
         except Exception as error:  # PyTorch raises many types for damaged and foreign files
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    raise InputError(
-        "a saved model must be a file that `gas train --save` wrote", got=f"{path} ({reason})", fix="Train it again."
-    )
+            reason = reason_of(error)
+    rule, got = "a saved model must be a file that `gas train --save` wrote", f"{path} ({reason})"
+    raise InputError(rule, got=got, fix="Train it again." if path.exists() else "Check the path.")

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from gnnautoscale._util import Option, OptionGroup, check_names, option, options_of
+from gnnautoscale._util import Option, OptionGroup, check_names, option, options_of, reason_of
 from gnnautoscale.data import Dataset, datasets, open_file
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import MODELS, TYPED_MODELS, model_options
@@ -285,7 +285,7 @@ def _read(file: Path, known: Iterable[str]) -> dict[str, Any]:
             read = tomllib.load(stream)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(
-            "--config needs a readable TOML file", got=f"{file} ({error})", fix="Check the file."
+            "--config needs a readable TOML file", got=f"{file} ({reason_of(error)})", fix="Check the file."
         ) from None
     values = {name.replace("-", "_"): value for name, value in read.items()}
     if len(values) < len(read):

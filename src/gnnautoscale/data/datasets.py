@@ -7,7 +7,6 @@ user's file may lack ``y``, or hold other targets in it; many graphs have ``grap
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import Option, checked
+from gnnautoscale._util import Option, checked, did_you_mean
 from gnnautoscale.data import files, links
 from gnnautoscale.data.many_graphs import split_graphs
 from gnnautoscale.data.sources import SOURCES
@@ -199,8 +198,7 @@ def load(name: str, root: str | Path = "data", *, split: int = 0, seed: int = 0,
     """
     key = name.lower()
     if key not in SOURCES:
-        close = difflib.get_close_matches(key, SOURCES, n=1)
-        fix = f"Did you mean {close[0]}?" if close else "Use from_file for a graph of your own."
+        fix = did_you_mean(key, SOURCES, "Use from_file for a graph of your own.")
         raise InputError(f"a data set is one of {', '.join(SOURCES)}", got=name, fix=fix)
     known = getattr(SOURCES[key], "__kwdefaults__", None) or {}  # those of generators
     unknown = [option for option in options if option not in known]

@@ -22,7 +22,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr  # type: ignore[import-untyped]
 from torch_geometric.data.storage import AttrType, GlobalStorage  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked, damage_in
+from gnnautoscale._util import checked, damage_in, reason_of
 from gnnautoscale.data.columns import Array, class_names, floats, integers, need, numbers, splits
 from gnnautoscale.data.tables import OF_EDGES, OF_NODES, TABLES, join_tables, read_table
 from gnnautoscale.errors import InputError
@@ -99,7 +99,7 @@ def read_arrays(path: Path, meanings: dict[str, tuple[str, ...]] = OF_NODES) -> 
         raise
     except Exception as error:  # a damaged file can make its reader raise almost anything
         # The first sentence: NumPy goes on to advise unsafe loading.
-        reason = (str(error) or type(error).__name__).splitlines()[0].partition(". ")[0].rstrip(".")
+        reason = reason_of(error).partition(". ")[0].rstrip(".")
         fix = "Check the path, or write the file again."
         raise InputError(f"{path} must be a readable {kind} file", got=reason, fix=fix) from error
 
@@ -109,7 +109,7 @@ def _mapped(path: Path) -> Array:
     try:
         array: Array = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
-        got, fix = f"{path} ({error})", "Write it with numpy.save."
+        got, fix = f"{path} ({reason_of(error)})", "Write it with numpy.save."
         raise InputError("features_file must be a readable .npy file", got=got, fix=fix) from None
     need(array.dtype == np.float32, "features_file must hold float32", str(array.dtype), "Convert it once.")
     return array

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 from torch_geometric.data.storage import BaseStorage, EdgeStorage, NodeStorage  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked
+from gnnautoscale._util import checked, reason_of
 from gnnautoscale.data import columns, files, tables
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import EdgeType
@@ -103,7 +103,7 @@ def read_typed_names(
     except (InputError, MemoryError):
         raise
     except Exception as error:  # a damaged file can make its reader raise almost anything
-        reason = (str(error) or type(error).__name__).splitlines()[0].partition(". ")[0]
+        reason = reason_of(error).partition(". ")[0]
         fix = "Check the path, or write the file again."
         raise InputError(f"{path} must be a readable heterogeneous graph", got=reason, fix=fix) from error
     _need(bool(graph.edge_types), f"{path} must have a type of edges", "none")

@@ -9,7 +9,7 @@ import pymetis
 import torch
 from torch import Tensor
 
-from gnnautoscale._util import checked, write_atomically
+from gnnautoscale._util import checked, reason_of, write_atomically
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.balancing import balanced
 from gnnautoscale.graph.hashing import fingerprint
@@ -294,5 +294,5 @@ def _save(path: Path, labels: Tensor) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(rule, got=f"{path.parent} ({error})", fix="Choose another.") from None
+        raise InputError(rule, got=f"{path.parent} ({reason_of(error)})", fix="Choose another.") from None
     write_atomically(path, lambda stream: np.savez(stream, labels=labels.numpy()), rule=rule)

@@ -6,7 +6,6 @@ heterogeneous graphs.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import Option, checked, describe_arguments, options_of
+from gnnautoscale._util import Option, checked, describe_arguments, did_you_mean, options_of
 from gnnautoscale.errors import InputError
 from gnnautoscale.models.hetero import HAN, HGT, HeteroRGCN, HeteroSAGE, TypedStack, Types
 from gnnautoscale.models.operators import APPNP, GAT, GCN, GCNII, GIN, PNA, GraphSAGE
@@ -74,8 +73,7 @@ def model_name(name: str) -> str:
     known = list(dict.fromkeys([*MODELS, *TYPED_MODELS]))
     found = ALIASES.get(name.lower(), name.lower()) if isinstance(name, str) else None
     if found not in known:
-        close = difflib.get_close_matches(str(name).lower(), [*known, *ALIASES], n=1)
-        fix = f"Did you mean {close[0]}?" if close else "Choose one of these."
+        fix = did_you_mean(str(name), [*known, *ALIASES], "Choose one of these.")
         raise InputError(f"a model is one of {', '.join(known)}", got=repr(name), fix=fix)
     return found
 

@@ -93,7 +93,12 @@ class ReportedRun:
     @property
     def metric(self) -> str:
         """The name of the score."""
-        return str(self.result.get("metric") or "score")
+        return str(self.result.get("metric") or self._about_score.get("metric") or "score")
+
+    @property
+    def data(self) -> str:
+        """The name of the data set."""
+        return words((self.record.run.get("data") or {}).get("name"))
 
     @property
     def percent(self) -> bool:
@@ -152,9 +157,10 @@ class ReportedRun:
         sizes = [f"{short(finite(data[unit]))} {unit}" for unit in _UNITS if finite(data.get(unit)) is not None]
         count = finite(model.get("parameters"))
         return {
-            "data set": ", ".join([words(data.get("name")), *sizes]),
+            "data set": ", ".join([self.data, *sizes]),
             "model": words(model.get("name")) + (f", {short(count)} parameters" if count is not None else ""),
             "mode": self.options.get("mode", "-"),
+            "score": self.metric,
             "machine": words(run.get("machine")),
             "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
             "steps": words(self.result.get("how") or None),

@@ -65,6 +65,8 @@ def comparison_section(runs: Sequence[ReportedRun]) -> Section | None:
         f"differences{' in percentage points' if first.percent else ''}, times and memory as ratios. Runs also differ "
         "by chance: compare several seeds before you trust a small difference."
     )
+    if len({(run.data, run.metric) for run in runs}) > 1:
+        how += " Runs on other data, or with another score, have their own numbers."
     body = [paragraph(how)]
     groups = _groups(runs)
     if len(groups) < len(runs):
@@ -107,11 +109,15 @@ def _mean_score(runs: Sequence[ReportedRun], split: str) -> str:
 
 
 def _results(run: ReportedRun, first: ReportedRun) -> list[str]:
-    """Scores as differences to the first run and amounts as ratios; for the first run itself, the values."""
+    """Scores as differences to the first run and amounts as ratios.
+
+    For the first run itself, and for those on other data or with another score, the values.
+    """
     found = []
+    by_itself = run is first or run.data != first.data or run.metric != first.metric
     for split in ("test", "val"):
         score, base = run.score(split), first.score(split)
-        if run is first or score is None or base is None:
+        if by_itself or score is None or base is None:
             found.append(score_text(score, percent=run.percent))
         else:
             found.append(score_text(score - base, percent=run.percent, sign="+"))
@@ -119,7 +125,7 @@ def _results(run: ReportedRun, first: ReportedRun) -> list[str]:
         if amount == 0:
             found.append("none")
         else:
-            found.append(text(amount) if run is first or amount is None or not base else f"× {amount / base:.2f}")  # noqa: RUF001
+            found.append(text(amount) if by_itself or amount is None or not base else f"× {amount / base:.2f}")  # noqa: RUF001
     return found
 
 

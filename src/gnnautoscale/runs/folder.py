@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from gnnautoscale._util import FolderLock, checked, write_atomically
+from gnnautoscale._util import FolderLock, checked, reason_of, write_atomically
 from gnnautoscale.errors import InputError
 from gnnautoscale.runs.result import jsonable
 
@@ -191,7 +191,7 @@ def check_run_dir(path: Path) -> None:
         taken = any(each.name != _LOCK for each in path.iterdir())
         writable = os.access(path, os.W_OK)
     except OSError as error:
-        raise InputError("run_dir must be a writable folder", got=f"{path} ({error})", fix=_FIX) from None
+        raise InputError("run_dir must be a writable folder", got=f"{path} ({reason_of(error)})", fix=_FIX) from None
     if taken or not writable:
         got = f"{path}, which {'is not empty' if taken else 'cannot be written to'}"
         raise InputError("run_dir must be a new or empty folder", got=got, fix=_FIX)
@@ -329,7 +329,7 @@ def _open(path: Path, mode: Literal["w", "a"]) -> TextIO:
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:
-    return InputError("run_dir must be a writable folder", got=f"{path} ({error})", fix=_FIX)
+    return InputError("run_dir must be a writable folder", got=f"{path} ({reason_of(error)})", fix=_FIX)
 
 
 def _now() -> str:

@@ -124,8 +124,8 @@ def score_text(value: float, *, percent: bool = True) -> str:
 
 
 def print_line(line: str) -> None:
-    """Print a line on the error stream at once."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a line at once: on the error stream, which a notebook paints red, so there on the output."""
+    print(line, file=sys.stdout if terminal.is_jupyter else sys.stderr, flush=True)
 
 
 def _state(epoch: Epoch, percent: bool) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.serialization import config
 
-from gnnautoscale._util import damage_in, write_atomically
+from gnnautoscale._util import damage_in, reason_of, write_atomically
 from gnnautoscale.errors import InputError
 
 _FORMAT = "gnnautoscale checkpoint 1"
@@ -77,7 +77,7 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], *, keep: int
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(rule, got=f"{folder} ({error})", fix="Check the path.") from None
+        raise InputError(rule, got=f"{folder} ({reason_of(error)})", fix="Check the path.") from None
     shard, path = path, path or folder / f"checkpoint-{step:09d}.pt"
     with config.patch(_SETTINGS):  # type: ignore[attr-defined]
         write_atomically(path, lambda stream: torch.save(content, stream), rule=rule)
@@ -181,7 +181,7 @@ def _read(path: Path) -> Checkpoint | str:
     except FileNotFoundError:
         return "it does not exist"
     except OSError as error:
-        return f"it cannot be read: {error}"
+        return f"it cannot be read: {reason_of(error)}"
     except pickle.UnpicklingError:
         return "it holds more than values and tensors"
     except Exception as error:  # zipfile and PyTorch raise many types for damaged and foreign archives
@@ -203,4 +203,6 @@ def _checkpoints(folder: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise InputError("checkpoints must be in a folder", got=f"{folder} ({error})", fix="Check the path.") from None
+        raise InputError(
+            "checkpoints must be in a folder", got=f"{folder} ({reason_of(error)})", fix="Check the path."
+        ) from None

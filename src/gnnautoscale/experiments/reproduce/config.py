@@ -12,6 +12,7 @@ from functools import cached_property
 from importlib import resources
 from typing import Any
 
+from gnnautoscale._util import did_you_mean
 from gnnautoscale.errors import InputError
 
 if sys.version_info >= (3, 11):
@@ -162,9 +163,9 @@ def experiment_names() -> tuple[str, ...]:
 def load_experiment(name: str) -> Experiment:
     """Read an experiment's configuration."""
     if name not in experiment_names():
-        raise InputError(
-            f"an experiment is one of {', '.join(experiment_names())}", got=name, fix="Choose one of these."
-        )
+        names = experiment_names()
+        fix = did_you_mean(name, names, "Choose one of these.")
+        raise InputError(f"an experiment is one of {', '.join(names)}", got=name, fix=fix)
     read = _read(name)
     unknown = sorted(read.keys() - _KEYS)
     if unknown:

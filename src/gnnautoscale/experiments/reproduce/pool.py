@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from gnnautoscale._util import lacks_memory, reason_of
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments.reproduce.config import Job
 from gnnautoscale.experiments.reproduce.store import Result, Store
@@ -84,8 +85,8 @@ def _attempt(job: Job, *, root: str, device: str, runs_dir: Path | None) -> Outc
         result: Result | str = perform(job.work, root=root, device=device, **given)
     except InputError as error:  # such as missing data: the sentence says it all
         result = str(error)
-    except Exception:  # whatever it is, the other jobs are still done
-        result = traceback.format_exc()
+    except Exception as error:  # whatever it is, the other jobs are still done
+        result = f"not enough memory: {reason_of(error)}" if lacks_memory(error) else traceback.format_exc()
     return result, time.perf_counter() - start
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gnnautoscale._util import versions
+from gnnautoscale._util import reason_of, versions
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments.reproduce.config import Job
 
@@ -27,7 +27,9 @@ class Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text() if path.exists() else ""
         except OSError as error:
-            raise InputError("results must be readable and writable", got=str(error), fix="Check --output.") from None
+            raise InputError(
+                "results must be readable and writable", got=f"{path} ({reason_of(error)})", fix="Check --output."
+            ) from None
         *lines, cut = text.split("\n")
         for number, line in enumerate(lines, start=1):
             try:

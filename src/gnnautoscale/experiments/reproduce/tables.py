@@ -383,7 +383,7 @@ def _results(found: Results, paper: _Published) -> Report:
             tests, memory = found.test_scores(cell, variant), found.values(cell, variant, "peak_memory")
             values.setdefault(cell, {})[variant] = {"test": tests, "target": target, "seconds": times, "bytes": memory}
             seconds, size = statistics.mean(times), statistics.mean(memory) / 2**30 if memory else math.nan
-            told = "not reached" if math.isinf(seconds) else number(seconds, 1)
+            told = "-" if math.isnan(target) else "not reached" if math.isinf(seconds) else number(seconds, 1)
             steps = number(found.mean(cell, variant, "steps"), 0)
             rows.append([f"{graph}, {model}", name, spread(tests), number(target, 1), told, number(size), steps])
     heads = ["graph, model", "", "test accuracy (%)", "goal (%)", "seconds to the goal", "memory (GB)", "steps in all"]
