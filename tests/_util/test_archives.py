@@ -37,7 +37,7 @@ def test_a_flipped_bit_in_the_list_of_an_archive_is_noticed(tmp_path: Path, read
     assert read(file) == values
     noticed = 0
     for place in range(first, len(whole)):
-        for bit in (0, 4, 5):
+        for bit in (0, 4):
             file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
             try:
                 assert read(file) == values, (place, bit)

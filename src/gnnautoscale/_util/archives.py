@@ -16,6 +16,8 @@ _PIECE = 1 << 20
 # number of records; larger numbers stand elsewhere.
 _END, _SHORTEST, _LONGEST, _COUNT, _MANY = b"PK\5\6", 22, 22 + 0xFFFF, 10, 0xFFFF
 
+_FOLDER = 0x10  # attribute of a record
+
 
 @contextmanager
 def open_npz(path: Path) -> Iterator[Any]:
@@ -65,10 +67,10 @@ def damage_in(path: Path) -> str | None:
 
 def _is_whole(archive: zipfile.ZipFile, name: str) -> bool:
     about = archive.getinfo(name)
-    # Of an empty record zipfile does not check anything.
-    if about.file_size == 0 != about.CRC or (
-        about.compress_type == zipfile.ZIP_STORED and about.file_size != about.compress_size
-    ):
+    # Of an empty record zipfile does not check anything, and a folder's record PyTorch takes for empty.
+    is_empty = about.file_size == 0 or bool(about.external_attr & _FOLDER)
+    is_longer = about.compress_type == zipfile.ZIP_STORED and about.file_size != about.compress_size
+    if (is_empty and about.CRC) or is_longer:
         return False
     try:
         with archive.open(name) as record:
