@@ -17,6 +17,7 @@ from gnnautoscale.cli.endings import run_to_the_end
 @pytest.fixture(autouse=True)
 def _warnings_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
 
 
 def ending(command: Callable[[], object], capfd: pytest.CaptureFixture[str]) -> tuple[object, str]:
@@ -47,7 +48,10 @@ def test_a_full_output_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
     monkeypatch.setattr(sys, "argv", ["gas"])
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert ending(app(flush=False), capfd) == (2, "error: No space left on device\n")
+        assert ending(app(flush=False), capfd) == (
+            2,
+            "error: the output must be writable, but got no space left there. Send it elsewhere.\n",
+        )
 
 
 def test_no_output_at_all_is_fine(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,19 @@ def test_another_file_in_its_place_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "convs.0.rows").read_text() == "another run's"
 
 
+def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    history = DiskHistory(4, 2, torch.float32, path=tmp_path / "rows")
+    os.truncate(tmp_path / "rows", 12)
+    for use in (
+        lambda: history.raw,
+        lambda: history.pull(torch.tensor([3]), device=torch.device("cpu"), dtype=torch.float32),
+        lambda: history.push(torch.ones(1, 2), torch.tensor([3])),
+        lambda: history.push(torch.ones(1, 2), torch.tensor([3]), [(3, 0, 1)]),
+    ):
+        with pytest.raises(InputError, match="rows, cut off after 12 bytes"):
+            use()
+
+
 def test_a_fork_does_not_remove_the_file(tmp_path: Path) -> None:
     path = tmp_path / "convs.0.rows"
     for owner, left in ((os.getpid() + 1, True), (os.getpid(), False)):

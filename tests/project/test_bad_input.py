@@ -351,8 +351,10 @@ def test_values_of_other_types_in_files() -> None:
         file = Path("run") / name
         good = file.read_text()
         first, *rest = good.splitlines() if name.endswith("l") else [good]
-        for place in places(json.loads(first)):
-            changed = json.dumps(with_other(json.loads(first), place, draw.choice(others)))
+        content = json.loads(first)
+        del content["checksum"]  # which would tell
+        for place in places(content):
+            changed = json.dumps(with_other(content, place, draw.choice(others)))
             file.write_text("\n".join([changed, *rest, ""]) if rest else changed)
             for use in (lambda: explain(read_run("run")), lambda: write_report(["run"], "report.html")):
                 try:

@@ -89,6 +89,38 @@ def test_a_defect_before_the_last_line_is_refused(tmp_path: Path) -> None:
             read_run(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("run.json", '"nodes": 4', '"nodes": 5'),
+        ("result.json", '"steps": 12', '"steps": 13'),
+        ("metrics.jsonl", '"loss": 0.5', '"loss": 0.4'),
+        ("verification.json", "false", "true"),
+    ],
+)
+def test_a_changed_number_is_noticed_and_no_other_line_is_lost(
+    tmp_path: Path, name: str, before: str, after: str
+) -> None:
+    path = written(tmp_path / "run")
+    text = (path / name).read_text()
+    assert before in text
+    (path / name).write_text(text.replace(before, after))
+    with pytest.raises(InputError, match="other values than its checksum was made of"):
+        read_run(path)
+    RunFolder.reopen(path, RUN, [{"kind": "epoch", "epoch": epoch, "loss": 0.5} for epoch in (1, 2, 3)]).close()
+    read = read_run(path)
+    assert [epoch["loss"] for epoch in read.epochs] == [1.0, 0.5, 1 / 3]
+    assert [probe["epoch"] for probe in read.staleness] == [1, 2, 3]
+
+
+def test_lines_that_are_missing_from_a_finished_run_are_noticed(tmp_path: Path) -> None:
+    path = written(tmp_path / "run")
+    text = (path / "metrics.jsonl").read_text()
+    (path / "metrics.jsonl").write_text("\n".join(text.split("\n")[:4]) + "\n")
+    with pytest.raises(InputError, match="4 lines instead of 6"):
+        read_run(path)
+
+
 def test_other_defects_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"run\.json"):
         read_run(tmp_path)
@@ -176,5 +208,5 @@ def test_a_folder_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
     assert sorted(each.name for each in path.iterdir()) == ["metrics.jsonl", "run.json"]
     assert len(read_run(path).epochs) == 2
     (path / ".lock").touch()  # what a run that was killed leaves
-    RunFolder.reopen(path, RUN, [{}, {}]).close()
+    RunFolder.reopen(path, RUN, [{"epoch": 1}, {"epoch": 2}]).close()
     assert is_run_dir(path)

@@ -4,7 +4,7 @@ Atomic files, options, the user's code, random states, available cores, availabl
 tensors. It knows nothing about graphs or models.
 """
 
-from gnnautoscale._util.archives import damage_in
+from gnnautoscale._util.archives import damage_in, open_npz
 from gnnautoscale._util.arguments import check_argument, checked
 from gnnautoscale._util.atomic import check_writable, no_empty_folders, write_atomically
 from gnnautoscale._util.checksums import checksums_of, damaged_file, is_unchanged, with_checksum
@@ -61,6 +61,7 @@ __all__ = [
     "map_others",
     "map_tensors",
     "no_empty_folders",
+    "open_npz",
     "option",
     "options_of",
     "others_in",

@@ -63,15 +63,21 @@ class FolderLock:
 
 
 def _close(file: int) -> None:
+    """Unlock first: a process that was forked a moment ago may still have to let go of its copy."""
     if file in _HELD:
         _HELD.discard(file)
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_UN)
         os.close(file)
 
 
 def _let_go() -> None:
-    for file in list(_HELD):
+    for file in _HELD:  # without unlocking, which would be for the parent, too
         with contextlib.suppress(OSError):
-            _close(file)
+            os.close(file)
+    _HELD.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -14,6 +14,8 @@ _NO_MEMORY = (
     "Storage size calculation overflowed",
     "integer multiplication overflow",
     "unable to mmap",
+    "can't start new thread",
+    "std::bad_alloc",
 )
 # Where Linux says so.
 _ROOT = Path("/")

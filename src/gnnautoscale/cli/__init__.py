@@ -235,13 +235,15 @@ def infer(
     splits = ("test",) if dataset.inductive else ("train", "val", "test")
     for split in splits:
         facts[f"{task.metric} {split}"] = task.score(out, dataset.test, split)
-    if output is not None:
-        asked = asked_pairs(dataset, task, out, pairs, partners_of, top, relation)
-        predicted = task.predictions(out, dataset.test)
-        if isinstance(dataset, TypedLinks):  # by type, as nodes are numbered in the file
-            predicted = {f"embeddings_{kind}": rows for kind, rows in by_type.items()}
-        say(f"written: {write_predictions(output, predicted, asked, dataset.names)}")
-    show_facts(f"{options['data']} · {model.name}", facts, json)
+    try:
+        if output is not None:
+            asked = asked_pairs(dataset, task, out, pairs, partners_of, top, relation)
+            predicted = task.predictions(out, dataset.test)
+            if isinstance(dataset, TypedLinks):  # by type, as nodes are numbered in the file
+                predicted = {f"embeddings_{kind}": rows for kind, rows in by_type.items()}
+            say(f"written: {write_predictions(output, predicted, asked, dataset.names)}")
+    finally:  # whatever happened, nothing that was computed is lost
+        show_facts(f"{options['data']} · {model.name}", facts, json)
 
 
 def data(options: dict[str, Any], *, json: Json = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import warnings
@@ -24,6 +25,8 @@ _CLOSED = "the output was closed before all of it was written"
 def run_to_the_end(command: Callable[[], object]) -> None:
     """Run a command; whatever ends it early is said in one sentence."""
     warnings.showwarning = _note
+    if not os.environ.get(TRACEBACK):
+        sys.unraisablehook = _ignored
     try:
         try:
             command()
@@ -58,6 +61,8 @@ def run_to_the_end(command: Callable[[], object]) -> None:
 
 
 def _in_words(error: OSError) -> str:
+    if error.errno == errno.ENOSPC and not error.filename:
+        return "the output must be writable, but got no space left there. Send it elsewhere."
     reason = error.strerror or str(error)
     text = " ".join((f"{error.filename}: {reason}" if error.filename else reason).split())
     return text if len(text) < 400 else f"{text[:200]} and so on"
@@ -78,3 +83,9 @@ def _note(message: Warning | str, *_: Any, **__: Any) -> None:
     with contextlib.suppress(OSError):
         if is_first_to_say(f"note: {message}"):
             say(f"note: {message}")
+
+
+def _ignored(unraisable: Any) -> None:
+    """Show an error that nobody can catch, such as that of a process that ends while it is put away."""
+    with contextlib.suppress(OSError):
+        say(f"note: {' '.join(str(unraisable.exc_value).split())[:300]}")

@@ -83,14 +83,16 @@ def partition(
     }
     if typed is not None:
         facts |= facts_of_parts(typed, labels)
-    if output is not None and ranks is not None:
-        with working("shards", long=graph.num_edges > LONG_TO_CUT):
-            told = {"name": Path(options["data"]).stem, **({TARGET: targets[0]} if targets else {})}
-            how: dict[str, Any] = {"bidirectional": bidirectional, "seed": options["seed"], "facts": told}
-            manifest = write_shards(output, loaded, labels, ranks, **how)
-        for title, key in (("own nodes", "own"), ("ghosts", "ghosts"), ("edges", "edges")):
-            counts = [shard[key] for shard in manifest["shards"]]
-            facts[f"{title} of a rank, most"], facts[f"{title} of a rank, least"] = max(counts), min(counts)
-    elif output is not None:
-        write_atomically(output, lambda stream: np.save(stream, labels.numpy()), rule="--output must be writable")
-    show_facts(f"{options['data']} · {options['partition']}", facts, json)
+    try:
+        if output is not None and ranks is not None:
+            with working("shards", long=graph.num_edges > LONG_TO_CUT):
+                told = {"name": Path(options["data"]).stem, **({TARGET: targets[0]} if targets else {})}
+                how: dict[str, Any] = {"bidirectional": bidirectional, "seed": options["seed"], "facts": told}
+                manifest = write_shards(output, loaded, labels, ranks, **how)
+            for title, key in (("own nodes", "own"), ("ghosts", "ghosts"), ("edges", "edges")):
+                counts = [shard[key] for shard in manifest["shards"]]
+                facts[f"{title} of a rank, most"], facts[f"{title} of a rank, least"] = max(counts), min(counts)
+        elif output is not None:
+            write_atomically(output, lambda stream: np.save(stream, labels.numpy()), rule="--output must be writable")
+    finally:  # whatever happened, nothing that was computed is lost
+        show_facts(f"{options['data']} · {options['partition']}", facts, json)

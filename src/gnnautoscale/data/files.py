@@ -22,7 +22,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr  # type: ignore[import-untyped]
 from torch_geometric.data.storage import AttrType, GlobalStorage  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked, damage_in, reason_of
+from gnnautoscale._util import checked, damage_in, open_npz, reason_of
 from gnnautoscale.data.columns import Array, class_names, floats, integers, need, numbers, splits
 from gnnautoscale.data.tables import OF_EDGES, OF_NODES, TABLES, join_tables, read_table
 from gnnautoscale.errors import InputError
@@ -116,7 +116,7 @@ def _mapped(path: Path) -> Array:
 
 
 def _archive(path: Path) -> dict[str, Array]:
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+    with open_npz(path) as archive:
         fix = "Read it with gnnautoscale.data.open_file."
         need("node_types" not in archive.files, f"{path} must hold a plain graph", "a heterogeneous one", fix)
         return {name: archive[name] for name in _known(path, archive.files, ARCHIVE)}

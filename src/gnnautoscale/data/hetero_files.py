@@ -18,7 +18,11 @@ from torch import Tensor
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 from torch_geometric.data.storage import BaseStorage, EdgeStorage, NodeStorage  # type: ignore[import-untyped]
 
+<<<<<<< HEAD
 from gnnautoscale._util import checked, reason_of
+=======
+from gnnautoscale._util import checked, open_npz
+>>>>>>> lost
 from gnnautoscale.data import columns, files, tables
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import EdgeType
@@ -117,7 +121,7 @@ def read_typed_names(
 
 
 def _archive(path: Path) -> tuple[HeteroData, dict[str, files.Names]]:
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+    with open_npz(path) as archive:
         arrays = {name: archive[name] for name in archive.files}
     for name in ("node_types", "num_nodes"):
         _need(name in arrays, f"{path} must have the array {name}", ", ".join(arrays) or "none")

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch_geometric.data import Batch, Data  # type: ignore[import-untyped]
 
-from gnnautoscale._util import Pinned, for_later
+from gnnautoscale._util import Pinned, for_later, lacks_memory
 from gnnautoscale.graph.batch import BatchInfo
 from gnnautoscale.graph.drawing import PartGroup
 from gnnautoscale.graph.edges import EdgeCutOnDevice, EdgeTable, RowOrder
@@ -280,8 +280,11 @@ def build_each(
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
+        reason = str(error).strip().splitlines()[-1]  # after the traceback of the process
+        if lacks_memory(error):
+            raise MemoryError(f"in a process that prepares batches: {reason}") from error
         raise ChildProcessError(
-            f"a process that prepares batches died ({error}). The system may have ended it for lack of memory: lower "
+            f"a process that prepares batches died ({reason}). The system may have ended it for lack of memory: lower "
             "num_workers."
         ) from error
 
@@ -291,7 +294,14 @@ class _Jobs(Dataset[T]):
         self._build = build
 
     def __getitem__(self, job: Any) -> T:
-        return self._build(job)
+        built = self._build(job)
+        if get_worker_info() is not None:
+            # What is sent must be in shared memory. If that failed later, nobody would be told, and the reader would
+            # wait forever.
+            parts: Any = built if isinstance(built, tuple) else (built,)
+            for each in parts:
+                each.share_memory_()
+        return built
 
 
 def _unchanged(batch: T) -> T:

@@ -9,7 +9,11 @@ import pymetis
 import torch
 from torch import Tensor
 
+<<<<<<< HEAD
 from gnnautoscale._util import checked, reason_of, write_atomically
+=======
+from gnnautoscale._util import checked, open_npz, write_atomically
+>>>>>>> lost
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.balancing import balanced
 from gnnautoscale.graph.hashing import fingerprint
@@ -276,7 +280,7 @@ def _fill(labels: Tensor, num_parts: int) -> Tensor:
 def _load(path: Path, num_nodes: int, num_parts: int) -> Tensor | None:
     """Labels from the cache, or ``None`` if the file is missing or wrong; the archive has a checksum."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+        with open_npz(path) as archive:
             labels = check_labels(torch.from_numpy(archive["labels"]), num_nodes)
         if int(labels.max()) == num_parts - 1:
             return labels

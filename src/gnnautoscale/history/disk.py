@@ -55,9 +55,22 @@ class DiskHistory(History):
         mapped.madvise(mmap.MADV_RANDOM)  # rows are announced here, more precisely
         size = num_nodes * self.codec.raw_width
         values = torch.frombuffer(mapped, dtype=self.codec.raw_dtype, count=size) if size else torch.empty(0)
-        self.raw = values.to(self.codec.raw_dtype).view(num_nodes, self.codec.raw_width)
+        self._raw = values.to(self.codec.raw_dtype).view(num_nodes, self.codec.raw_width)
         # The same bytes for NumPy, which lacks some types and starts no threads of its own.
-        self._bytes: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = self.raw.view(torch.uint8).numpy()
+        self._bytes: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = self._raw.view(torch.uint8).numpy()
+
+    @property
+    def raw(self) -> Tensor:  # type: ignore[override]
+        """See :attr:`History.raw`."""
+        self._check_length()
+        return self._raw
+
+    def _check_length(self) -> None:
+        """Refuse a file that somebody cut off: reading its mapped end would kill the process, writing leave a hole."""
+        length = os.fstat(self._file).st_size
+        if length < self.num_bytes:
+            rule, got = "histories on disk must stay as they are", f"{self._path}, cut off after {length} bytes"
+            raise InputError(rule, got=got, fix="Resume from a checkpoint, and let nobody else change that folder.")
 
     def read(self, index: Tensor, out: Tensor, *, skip: Tensor | None = None) -> None:
         """See :meth:`History.read`."""
@@ -107,6 +120,7 @@ class DiskHistory(History):
 
     def gather(self, index: Tensor, out: Tensor) -> None:
         """Read rows, ``[count]``, into ``[count, raw_width]`` in this thread alone, while others may run."""
+        self._check_length()
         if index.numel():  # "clip" lets NumPy write to `out` without a buffer; no index is out of range
             np.take(self._bytes, index.numpy(), axis=0, out=out.view(torch.uint8).numpy(), mode="clip")
 
@@ -117,6 +131,7 @@ class DiskHistory(History):
             self.raw.index_copy_(0, where.cpu(), raw)
 
     def _write_run(self, start: int, raw: Tensor) -> None:
+        self._check_length()
         view = raw.contiguous().view(torch.uint8).numpy().reshape(-1).data
         place = start * self._row_bytes
         with self._failures_named():

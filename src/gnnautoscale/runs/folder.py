@@ -1,8 +1,9 @@
 """The folder of a training run.
 
 ``run.json`` describes the run, ``metrics.jsonl`` has one line per measurement, a finished run adds ``result.json``, and
-one that was verified ``verification.json``. ``docs/diagnostics.md`` explains the numbers. While the run goes on, a lock
-keeps other runs out of its folder.
+one that was verified ``verification.json``. ``docs/diagnostics.md`` explains the numbers. Each object has a checksum,
+and a result the number of measurements, so that a damaged folder is noticed. While the run goes on, a lock keeps other
+runs out of its folder.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+<<<<<<< HEAD
 from gnnautoscale._util import FolderLock, checked, reason_of, write_atomically
+=======
+from gnnautoscale._util import FolderLock, checked, is_unchanged, with_checksum, write_atomically
+>>>>>>> lost
 from gnnautoscale.errors import InputError
 from gnnautoscale.runs.result import jsonable
 
 FORMAT = 1
 RUN, METRICS, RESULT, VERIFICATION = "run.json", "metrics.jsonl", "result.json", "verification.json"
-_LOCK = ".lock"
+_LOCK, _CHECKSUM, _RECORDS = ".lock", "checksum", "records"
 _KINDS = {"epoch": "epochs", "staleness": "staleness", "gradients": "gradients", "lipschitz": "lipschitz"}
 _FIX = "Choose another one, or write none (--run-dir none on the command line)."
 
@@ -85,9 +90,9 @@ class RunRecord:
 class RunFolder:
     """Writes the folder of a run while it trains."""
 
-    def __init__(self, path: Path, stream: TextIO, lock: FolderLock) -> None:
+    def __init__(self, path: Path, stream: TextIO, lock: FolderLock, records: int = 0) -> None:
         self.path = path
-        self._stream, self._lock = stream, lock
+        self._stream, self._lock, self._records = stream, lock, records
 
     @staticmethod
     def create(path: Path, run: Mapping[str, Any]) -> RunFolder:
@@ -108,32 +113,30 @@ class RunFolder:
         """
         with _only_writer(path) as lock:
             _continue_description(path, run, free)
+            lines = [line for line in _whole_lines(path / METRICS) if 0 < _number(line.get("epoch")) <= len(epochs)]
+            known = {line["epoch"] for line in lines if line.get("kind") == "epoch"}
+            lines += [dict(record) for record in epochs if record["epoch"] not in known]
+            lines.sort(key=lambda line: _number(line["epoch"]))
             try:
-                lines = _lines(path / METRICS)
-            except InputError:
-                lines = []
-            lines = [line for line in lines if _number(line.get("epoch")) <= len(epochs)]
-            if sum(line.get("kind") == "epoch" for line in lines) < len(epochs):
-                lines = [dict(record) for record in epochs]
-            try:
-                _write(path / METRICS, "".join(json.dumps(jsonable(line)) + "\n" for line in lines))
+                _write(path / METRICS, "".join(map(_as_line, lines)))
                 for name in (RESULT, VERIFICATION):
                     (path / name).unlink(missing_ok=True)
             except OSError as error:
                 raise _unwritable(path, error) from None
-            return RunFolder(path, _open(path, "a"), lock)
+            return RunFolder(path, _open(path, "a"), lock, len(lines))
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a record, and flush it to the file."""
         try:
-            self._stream.write(json.dumps(jsonable(dict(record)), allow_nan=False) + "\n")
+            self._stream.write(_as_line(record))
             self._stream.flush()
         except OSError as error:
             raise _unwritable(self.path, error) from None
+        self._records += 1
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Mark the run as finished, and write its result."""
-        _write_json(self.path / RESULT, {**result, "finished": _now()})
+        _write_json(self.path / RESULT, {**result, _RECORDS: self._records, "finished": _now()})
 
     def verified(self, found: Mapping[str, Any]) -> None:
         """Write whether the trained model is exact."""
@@ -249,13 +252,17 @@ def read_run(path: str | Path) -> RunRecord:
     path = Path(path)
     run = _described(path)
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in _KINDS.values()}
-    for line in _lines(path / METRICS):
+    lines = _lines(path / METRICS)
+    for line in lines:
         kind = line.get("kind")
         if isinstance(kind, str) and kind in _KINDS:
             records[_KINDS[kind]].append(line)
     result, verification = (
         _read_json(path / name) if (path / name).exists() else None for name in (RESULT, VERIFICATION)
     )
+    measured = len(lines) if result is None else result.pop(_RECORDS, len(lines))
+    if measured != len(lines):
+        raise _unreadable(path / METRICS, f"{len(lines)} lines instead of {measured}")
     return RunRecord(path, run, result=result, verification=verification, **records)
 
 
@@ -292,6 +299,23 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return read
 
 
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines that are not damaged."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    found = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        with suppress(InputError):
+            found.append(_parsed(line, path, number))
+    return found
+
+
+def _as_line(record: Mapping[str, Any]) -> str:
+    return json.dumps(with_checksum(jsonable(dict(record))), allow_nan=False) + "\n"
+
+
 def _parsed(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
         value = json.loads(line)
@@ -299,7 +323,9 @@ def _parsed(line: str, path: Path, number: int) -> dict[str, Any]:
         raise _unreadable(path, f"line {number}: {error}") from None
     if not isinstance(value, dict):
         raise _unreadable(path, f"line {number}: {type(value).__name__} instead of an object")
-    return value
+    if _CHECKSUM in value and not is_unchanged(value):
+        raise _unreadable(path, f"line {number}: other values than its checksum was made of")
+    return {name: each for name, each in value.items() if name != _CHECKSUM}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -310,11 +336,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _unreadable(path: Path, what: str) -> InputError:
-    return InputError(f"{path.name} must hold JSON objects", got=f"{path} ({what})", fix="Restore or remove it.")
+    return InputError(
+        f"{path.name} must hold JSON objects as the run wrote them", got=f"{path} ({what})", fix="Restore or remove it."
+    )
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    _write(path, json.dumps(jsonable(dict(value)), indent=1, allow_nan=False))
+    _write(path, json.dumps(with_checksum(jsonable(dict(value))), indent=1, allow_nan=False))
 
 
 def _write(path: Path, text: str) -> None:
