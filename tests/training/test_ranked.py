@@ -150,7 +150,7 @@ def ages_in_rows(data: Data, folder: Path, **options: Any) -> int:
         shard, ghosts = self._loader.shard, self._loader.ghosts
         assert shard is not None
         assert ghosts is not None
-        ghosts._arrive(left=options["lag"])
+        ghosts._arrive(before=ghosts._passes + 1 - options["lag"])
         known = shard.nodes.numel()
         written = next(iter(self._memory.histories.values())).raw[:known, 0]
         ages, seen = self.flow.ages()[:known], written > 1  # rows of the first step are not numbered yet
