@@ -745,6 +745,10 @@ def misuse(what: str) -> None:
         ranks.autoscale(gcn(), ranks.RankLoader(odd_graph(), num_parts=4), compensate="momentum")
     model = ranks.autoscale(gcn(), loader)
     second = list(loader)[1]
+    if what == "weights":
+        head = torch.optim.SGD([*model.parameters(), *nn.Linear(2, 2).parameters()])
+        loss_of(model, next(iter(loader))).backward()  # type: ignore[no-untyped-call]
+        head.step()
     if what == "order":
         model(second)
     if what == "ghost":
@@ -773,6 +777,7 @@ MISUSES = {
     "momentum": "ranks compensate with a bidirectional loader",
     "share": "'layers.0' must make the same of an edge on all ranks",
     "share in inference": "'layers.0' must make the same of an edge on all ranks",
+    "weights": "weights that a model has and that are not frozen when it is autoscaled, but got 2 others",
     "order": "every batch of its loader in turn",
     "ghost": "batches of its own nodes",
     "grow": "grow needs the whole graph",
