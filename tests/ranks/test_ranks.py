@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import os
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -15,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
-from torch_geometric.nn import GATConv, GCNConv, GINConv, MessagePassing, SAGEConv  # type: ignore[import-untyped]
+from torch_geometric.nn import GATConv, GCNConv, GINConv, MessagePassing, SAGEConv, TAGConv  # type: ignore[import-untyped]
 from torch_geometric.nn.conv import ChebConv  # type: ignore[import-untyped]
 from torch_geometric.utils import k_hop_subgraph  # type: ignore[import-untyped]
 
@@ -24,6 +27,7 @@ from conftest import Stack, assert_same, call_whole, history_rows, odd_graph, un
 from gnnautoscale import ranks
 from gnnautoscale.attach import regularize
 from gnnautoscale.attach.autoscaler import attached
+from gnnautoscale.ranks import is_first_to_say
 from support.ranks import outcomes, run_ranks
 
 Rows = dict[str, Tensor]
@@ -90,6 +94,34 @@ def test_inference_and_predictions_are_those_of_one_process(size: int, graph: Ca
         for _, predicted, nodes in (each[number] for each in found):
             assert_same(predicted, expected[nodes])
         assert all(each[number][0] is None for each in found[1:])
+
+
+def infer_labels(data: Data, labels: Tensor) -> Tensor | None:
+    loader = ranks.RankLoader(data, partition=labels)
+    torch.manual_seed(5)
+    model = ranks.autoscale(TAGConv(8, 4, K=2), loader)
+    found: Tensor | None = loader.gathered(gas.infer(model, loader))
+    return found
+
+
+def test_a_rank_without_edges_has_the_histories_of_the_others() -> None:
+    data = odd_graph()
+    found, *_ = run_ranks(2, infer_labels, data, (torch.arange(33) >= 30).long())
+    torch.manual_seed(5)
+    assert_same(found, whole(TAGConv(8, 4, K=2), data))
+
+
+def say_errors() -> tuple[bool, str]:
+    first, told = is_first_to_say("the same"), io.StringIO()
+    with contextlib.redirect_stderr(told):
+        sys.excepthook(ranks.LostRankError, ranks.LostRankError("another rank is gone"), None)
+    return first, told.getvalue()
+
+
+def test_what_all_ranks_say_is_said_once_and_a_lost_rank_in_one_sentence() -> None:
+    found = run_ranks(2, say_errors)
+    assert sorted(first for first, _ in found) == [False, True]
+    assert {told for _, told in found} == {"error: another rank is gone\n"}
 
 
 def is_faulty() -> bool:
@@ -453,6 +485,10 @@ def train_norms(data: Data, what: str) -> tuple[list[Tensor], dict[str, Tensor]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(regularize, "ball", lambda like, radius: radius * torch.linspace(-1, 1, like.size(1)))
         with gas.LocalLipschitz(model, 0.5) if what == "penalty" else nullcontext() as penalty:
+            if what == "unlabelled" and not ranks.current().is_first:
+                model(batch)
+                loader.ghosts.answer()
+                return [weight.grad for weight in model.parameters() if weight.grad is not None], model.state_dict()
             loss = loss_of(model, batch)
         loss = loss if penalty is None else loss + penalty.value()
     loss.backward()  # type: ignore[no-untyped-call]
@@ -466,14 +502,16 @@ def normed_inside() -> nn.Module:
     return Stack([GINConv(inner[0]), GINConv(inner[1]), GCNConv(6, 4)])
 
 
-@pytest.mark.parametrize("what", ["plain", "compensated", "penalty"])
+@pytest.mark.parametrize("what", ["plain", "compensated", "penalty", "unlabelled"])
 def test_norms_over_ranks_are_those_of_all_batches_together(what: str) -> None:
     data = two_rings()
     plain = normed().train()
     if what == "penalty":
         expected, state_after = train_norms(data, what)
     else:
-        F.cross_entropy(plain(data.x, data.edge_index), data.y).backward()  # type: ignore[no-untyped-call]
+        learns = slice(0, 12) if what == "unlabelled" else slice(0, 24)
+        out = plain(data.x, data.edge_index)[learns]
+        F.cross_entropy(out, data.y[learns]).backward()  # type: ignore[no-untyped-call]
         expected = [weight.grad for weight in plain.parameters() if weight.grad is not None]
         state_after = plain.state_dict()
     for gradients, state in run_ranks(2, train_norms, data, what):
@@ -483,11 +521,11 @@ def test_norms_over_ranks_are_those_of_all_batches_together(what: str) -> None:
             assert_same(state[name], wanted)
 
 
-def ghosts_seen(data: Data, lag: int) -> list[tuple[int, list[int]]]:
+def ghosts_seen(data: Data, lag: int, compensate: Any) -> list[tuple[int, list[int]]]:
     """After each step, which step the rows of ghosts come from that the next one would pull."""
-    loader = ranks.RankLoader(data, partition=torch.arange(40) % 2)
+    loader = ranks.RankLoader(data, partition=torch.arange(40) % 2, bidirectional=True)
     assert loader.shard is not None
-    model = ranks.autoscale(gcn(), loader, lag=lag)
+    model = ranks.autoscale(gcn(), loader, lag=lag, compensate=compensate)
     pushed, seen = [], []
     memory = attached(model).memory
     for step in range(5):
@@ -499,7 +537,7 @@ def ghosts_seen(data: Data, lag: int) -> list[tuple[int, list[int]]]:
                     weight.mul_(1.01)
         own = memory.histories["layers.0"].raw[: loader.num_own].clone()
         pushed.append(loader.world.gather((loader.nodes, own)))
-        loader.ghosts._arrive(left=lag)  # type: ignore[union-attr]
+        loader.ghosts._arrive(before=step + 2 - lag)  # type: ignore[union-attr]
         ghosts = memory.histories["layers.0"].raw[loader.num_own : loader.shard.nodes.numel()]
         known = []
         for number, everyone in enumerate(pushed):
@@ -512,16 +550,18 @@ def ghosts_seen(data: Data, lag: int) -> list[tuple[int, list[int]]]:
     return seen
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_pull_sees_the_pushes_of_the_step_before_or_with_a_lag_of_the_one_before_that(lag: int) -> None:
-    for seen in run_ranks(2, ghosts_seen, undirected_graph(), lag):
+@pytest.mark.parametrize(("lag", "compensate"), [(0, "none"), (1, "gradient")])
+def test_a_pull_sees_the_pushes_of_the_step_before_or_with_a_lag_of_the_one_before_that(
+    lag: int, compensate: str
+) -> None:
+    for seen in run_ranks(2, ghosts_seen, undirected_graph(), lag, compensate):
         assert seen == [(step, [step - lag] if step >= lag else []) for step in range(5)]
 
 
-def train_some(data: Data, clips: bool) -> tuple[list[bool], dict[str, Tensor]]:
+def train_some(data: Data, how: Any) -> tuple[list[bool], dict[str, Tensor]]:
     """A loop that leaves out batches without training nodes."""
-    loader = ranks.RankLoader(data, num_parts=6)
-    model = ranks.autoscale(gcn(), loader)
+    loader = ranks.RankLoader(data, num_parts=6, bidirectional=True)
+    model = ranks.autoscale(gcn(), loader, compensate="gradient" if how == "gradient" else "none")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     stepped = []
     for _ in range(3):
@@ -532,7 +572,7 @@ def train_some(data: Data, clips: bool) -> tuple[list[bool], dict[str, Tensor]]:
                 continue
             optimizer.zero_grad()
             F.cross_entropy(out[mask], batch.y[: batch.batch_size][mask]).backward()  # type: ignore[no-untyped-call]
-            if clips:
+            if how == "clipping":
                 nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             optimizer.step()
     gas.infer(model, loader)
@@ -542,12 +582,13 @@ def train_some(data: Data, clips: bool) -> tuple[list[bool], dict[str, Tensor]]:
 def test_a_loop_may_leave_out_batches_without_labels() -> None:
     data = undirected_graph()
     data.train_mask = torch.arange(40) < 8
-    found = run_ranks(2, train_some, data, False)
+    run_ranks(2, train_some, data, "gradient")
+    found = run_ranks(2, train_some, data, "plain")
     assert any(one != other for one, other in zip(*(stepped for stepped, _ in found), strict=True)), "one rank skips"
     assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
     initial = gcn().state_dict()
     assert any(not torch.equal(found[0][1][name], initial[name]) for name in initial)
-    for error in outcomes(2, train_some, data, True):
+    for error in outcomes(2, train_some, data, "clipping"):
         assert "all ranks must make the same steps" in str(error)
 
 
@@ -560,13 +601,17 @@ def accumulate(data: Data) -> list[list[Tensor]]:
         for _ in range(passes):
             loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
         found.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
+    for each in loader:
+        model(each)  # without labels on any rank
+    found.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
     return found
 
 
-def test_gradients_of_several_backward_passes_add_up() -> None:
-    for _, once, twice in run_ranks(2, accumulate, undirected_graph()):
-        for one, two in zip(once, twice, strict=True):
+def test_gradients_of_several_backward_passes_add_up_and_steps_without_labels_leave_them_alone() -> None:
+    for _, once, twice, after in run_ranks(2, accumulate, undirected_graph()):
+        for one, two, still in zip(once, twice, after, strict=True):
             assert_same(two, 2 * one)
+            assert torch.equal(two, still)
 
 
 def test_same_seed_same_bits_and_one_rank_is_no_torchrun() -> None:
@@ -653,6 +698,17 @@ class Share(MessagePassing):  # type: ignore[misc]
         return x_j * weight.view(-1, 1)
 
 
+def misuses() -> list[Exception | None]:
+    errors: list[Exception | None] = []
+    for what in MISUSES:
+        try:
+            misuse(what)
+            errors.append(None)
+        except gas.InputError as error:
+            errors.append(error)
+    return errors
+
+
 def misuse(what: str) -> None:
     data = undirected_graph()
     if what == "options":
@@ -679,12 +735,20 @@ def misuse(what: str) -> None:
         gas.infer(shares, loader)
     if what == "table":
         ranks.autoscale(nn.Sequential(nn.Linear(8, 40), nn.Embedding(40, 8)), loader)
+    if what == "model":
+        ranks.autoscale(GCNConv(8, 4 + ranks.current().rank), loader)
+    if what == "sync_norms":
+        ranks.autoscale(normed(), loader, sync_norms=ranks.current().is_first)
     if what == "lag":
         ranks.autoscale(gcn(), loader, lag=2)
     if what == "momentum":
         ranks.autoscale(gcn(), ranks.RankLoader(odd_graph(), num_parts=4), compensate="momentum")
     model = ranks.autoscale(gcn(), loader)
     second = list(loader)[1]
+    if what == "weights":
+        head = torch.optim.SGD([*model.parameters(), *nn.Linear(2, 2).parameters()])
+        loss_of(model, next(iter(loader))).backward()  # type: ignore[no-untyped-call]
+        head.step()
     if what == "order":
         model(second)
     if what == "ghost":
@@ -699,31 +763,31 @@ def misuse(what: str) -> None:
     calls[what](model, loader, *([data] if what == "grow" else []))
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("options", "all ranks must have the same num_parts"),
-        ("data", "all ranks must have the same graph"),
-        ("targets", "all ranks must have the same targets and masks"),
-        ("ranks", "each rank needs a part of its own"),
-        ("batches", "batch_size must be at most"),
-        ("links", "has targets of nodes"),
-        (
-            "table",
-            "no rows of its own for all nodes, since ranks number nodes anew, but got '1.weight'",
-        ),
-        ("lag", "lag must be an integer of at least 0 and below 2"),
-        ("momentum", "ranks compensate with a bidirectional loader"),
-        ("share", "'layers.0' must make the same of an edge on all ranks"),
-        ("share in inference", "'layers.0' must make the same of an edge on all ranks"),
-        ("order", "every batch of its loader in turn"),
-        ("ghost", "batches of its own nodes"),
-        ("grow", "grow needs the whole graph"),
-        ("capture", "capture needs the whole graph"),
-        ("diagnose", "diagnose 'lipschitz' needs the whole graph"),
-    ],
-)
-def test_what_ranks_cannot_do_is_refused_on_each_of_them(what: str, message: str) -> None:
-    for error in outcomes(2, misuse, what):
-        assert isinstance(error, gas.InputError), error
-        assert message in str(error)
+MISUSES = {
+    "options": "all ranks must have the same num_parts",
+    "data": "all ranks must have the same graph",
+    "targets": "all ranks must have the same targets and masks",
+    "model": "all ranks must have the same model",
+    "sync_norms": "all ranks must have the same sync_norms",
+    "ranks": "each rank needs a part of its own",
+    "batches": "batch_size must be at most",
+    "links": "has targets of nodes",
+    "table": "no rows of its own for all nodes, since ranks number nodes anew, but got '1.weight'",
+    "lag": "lag must be an integer of at least 0 and below 2",
+    "momentum": "ranks compensate with a bidirectional loader",
+    "share": "'layers.0' must make the same of an edge on all ranks",
+    "share in inference": "'layers.0' must make the same of an edge on all ranks",
+    "weights": "weights that a model has and that are not frozen when it is autoscaled, but got 2 others",
+    "order": "every batch of its loader in turn",
+    "ghost": "batches of its own nodes",
+    "grow": "grow needs the whole graph",
+    "capture": "capture needs the whole graph",
+    "diagnose": "diagnose 'lipschitz' needs the whole graph",
+}
+
+
+def test_what_ranks_cannot_do_is_refused_on_each_of_them() -> None:
+    for errors in run_ranks(2, misuses):
+        for (what, message), error in zip(MISUSES.items(), errors, strict=True):
+            assert isinstance(error, gas.InputError), (what, error)
+            assert message in str(error), what

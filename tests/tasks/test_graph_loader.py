@@ -169,5 +169,5 @@ def with_a_head_of_its_own(given: list[Data]) -> None:
 
 
 def test_a_head_that_ranks_would_train_apart_is_refused() -> None:
-    with pytest.raises(InputError, match=r"also has 2 other weights, the first of shape \(2, 4\)"):
+    with pytest.raises(InputError, match="2 others that an optimizer steps"):
         run_ranks(2, with_a_head_of_its_own, graphs())

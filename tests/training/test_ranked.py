@@ -150,7 +150,7 @@ def ages_in_rows(data: Data, folder: Path, **options: Any) -> int:
         shard, ghosts = self._loader.shard, self._loader.ghosts
         assert shard is not None
         assert ghosts is not None
-        ghosts._arrive(left=options["lag"])
+        ghosts._arrive(before=ghosts._passes + 1 - options["lag"])
         known = shard.nodes.numel()
         written = next(iter(self._memory.histories.values())).raw[:known, 0]
         ages, seen = self.flow.ages()[:known], written > 1  # rows of the first step are not numbered yet
@@ -166,7 +166,7 @@ def ages_in_rows(data: Data, folder: Path, **options: Any) -> int:
     return sum(checked)
 
 
-@pytest.mark.parametrize("options", [{"lag": 0, "refresh": 0}, {"lag": 1, "refresh": 0}, {"lag": 1, "refresh": 1}])
+@pytest.mark.parametrize("options", [{"lag": 0, "refresh": 0}, {"lag": 1, "refresh": 1}])
 def test_the_ages_of_own_rows_and_of_those_of_other_ranks_are_known(options: dict[str, Any], tmp_path: Path) -> None:
     assert min(run_ranks(2, ages_in_rows, community_graph(), tmp_path / "run", **options)) > 0
 

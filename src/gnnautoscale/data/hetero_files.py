@@ -18,11 +18,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 from torch_geometric.data.storage import BaseStorage, EdgeStorage, NodeStorage  # type: ignore[import-untyped]
 
-<<<<<<< HEAD
-from gnnautoscale._util import checked, reason_of
-=======
-from gnnautoscale._util import checked, open_npz
->>>>>>> lost
+from gnnautoscale._util import checked, open_npz, reason_of
 from gnnautoscale.data import columns, files, tables
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import EdgeType

@@ -9,11 +9,7 @@ import pymetis
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
-from gnnautoscale._util import checked, reason_of, write_atomically
-=======
-from gnnautoscale._util import checked, open_npz, write_atomically
->>>>>>> lost
+from gnnautoscale._util import checked, open_npz, reason_of, write_atomically
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.balancing import balanced
 from gnnautoscale.graph.hashing import fingerprint

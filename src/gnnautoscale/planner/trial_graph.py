@@ -154,8 +154,8 @@ class TrialGraph:
         """Rows like the given ones, ``[num_rows, ...]``."""
         value, setup = value.detach(), self._setup
         shape = (num_rows, *value.shape[1:])
-        if not value.size(0):
-            return value.new_zeros(shape)
+        if not value.size(0):  # zeros would hide what an edge's weight or features do
+            return (torch.rand(shape) + 0.5).to(value) if value.is_floating_point() else value.new_zeros(shape)
         if not value.is_floating_point():
             rows = value[torch.arange(num_rows, device=value.device) % value.size(0)]
             if edge_level and setup.lopsided:

@@ -4,7 +4,7 @@ Starts from torchrun's environment, assigns parts to ranks, cuts a graph into sh
 the rows that ranks share up to date with collectives of ``torch.distributed``. It knows nothing about training loops.
 """
 
-from gnnautoscale.ranks.attaching import attach_shared, autoscale, average_gradients, last_gradients
+from gnnautoscale.ranks.attaching import attach_shared, autoscale, average_gradients, form_of, last_gradients
 from gnnautoscale.ranks.cutting import COUNTS, RELATIONS, TARGET
 from gnnautoscale.ranks.files import MANIFEST, read_manifest, read_shard, write_shards
 from gnnautoscale.ranks.gradients import GradientMean
@@ -28,6 +28,7 @@ __all__ = [
     "autoscale",
     "average_gradients",
     "current",
+    "form_of",
     "is_first_to_say",
     "last_gradients",
     "read_manifest",

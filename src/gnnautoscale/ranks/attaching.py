@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn import Linear  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked
+from gnnautoscale._util import checked, state_of
 from gnnautoscale.attach import attached, plan_of
 from gnnautoscale.attach import autoscale as attach_histories
 from gnnautoscale.errors import InputError
@@ -61,6 +62,7 @@ def autoscale(
         if lazy:
             fix = "Give it its number of inputs."
             raise InputError("modules that ranks train have weights with shapes", got=f"a lazy {lazy[0]}", fix=fix)
+        loader.world.agree({"modules beside the model": [form_of(each) for each in also]})
         average_gradients(model, loader, *also)
     return model
 
@@ -84,6 +86,8 @@ def attach_shared(
         raise InputError("ranks compensate with a bidirectional loader", got="another one", fix=fix)
     if options.get("history_dir") is not None:
         options["history_dir"] = Path(options["history_dir"]) / f"rank-{loader.shard.rank}"
+    told = {name: options.get(name) for name in ("dtype", "edge_dropout", "compensate")}
+    loader.world.agree({"model": form_of(model), **told, "lag": lag, "sync_norms": sync_norms})
     attach_histories(model, loader.data, **options)
     memory = attached(model).memory
     memory.sharing = loader.ghosts
@@ -93,6 +97,17 @@ def attach_shared(
     if sync_norms and loader.ghosts is not None:
         attached(model).normalize_by(RankNorms(loader.world))
         loader.ghosts.meets_within = True
+
+
+def form_of(model: nn.Module) -> tuple[str, dict[str, tuple[int, ...]]]:
+    """What ranks compare of a model: how it was made, but for where functions are in memory, and its shapes.
+
+    Example:
+        >>> form_of(nn.Linear(2, 1))
+        ('Linear(in_features=2, out_features=1, bias=True)', {'weight': (1, 2), 'bias': (1,)})
+    """
+    made = re.sub(r" at 0x[0-9a-f]+", "", repr(model))
+    return made, {name: tuple(value.shape) for name, value in state_of(model).items()}
 
 
 def last_gradients(memory: Any) -> dict[str, list[History]]:

@@ -9,6 +9,7 @@ ranks up to the step before that.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -79,6 +80,7 @@ class Ghosts:
         self._forms: Forms = {}
         self._records: Callable[[], Records] = dict
         self._seen: list[Any] = []
+        self._stepped = False
 
     def announce(self, groups: Sequence[Group], runs: Sequence[Mapping[str, Runs]]) -> None:
         """Tell all ranks which parts this one trains on in each step of an epoch, and learn theirs.
@@ -86,6 +88,7 @@ class Ghosts:
         ``runs`` are the rows of these batches, by type.
         """
         self.answer()
+        self._check_records()
         everyone = self.world.gather(list(groups))
         self._steps = [list(step) for step in zip(*everyone, strict=True)]
         self._step_of = {tuple(tuple(each) for each in kinds.values()): step for step, kinds in enumerate(runs)}
@@ -157,13 +160,16 @@ class Ghosts:
             sent = [border.sent(peer, part) for part in groups[self.shard.rank]]
             return sent, [border.ghosts(peer, part) for part in groups[peer]]
 
+        if not self._stepped:
+            self._stepped = True
+            self._check_records()
         if (posted := self._post(histories, pieces, transfers)) is not None:
             self._pending.append((self._passes, posted))
 
     def share(self, histories: Histories) -> None:
         """Send all rows that are ghosts elsewhere, and receive all ghosts."""
-
         self.answer()
+        self._check_records()
 
         def pieces(border: _Border, peer: int) -> tuple[list[slice], list[slice]]:
             return ([], []) if peer == self.shard.rank else ([border.all_sent(peer)], [border.all_ghosts(peer)])
@@ -217,7 +223,9 @@ class Ghosts:
         """See :meth:`Sharing.all_forms`; once there are some, nobody asks again."""
         if not any(self._forms.values()):
             everyone = self.world.gather(forms)
-            self._forms = {kind: {slot: form for each in everyone for slot, form in each[kind].items()} for kind in forms}
+            self._forms = {
+                kind: {slot: form for each in everyone for slot, form in each[kind].items()} for kind in forms
+            }
         return self._forms
 
     def close(self) -> None:
@@ -237,13 +245,19 @@ class Ghosts:
         return RankTransfer(transfer, self, kind)
 
     def follow(self, records: Callable[[], Records]) -> None:
-        """Compare what layers make of edges, the ``records`` of each call, with other ranks whenever it changes."""
-        self._records = records
+        """Compare what layers make of edges, the ``records`` of each call, with other ranks when it changes.
+
+        A change may be one of this rank alone, so all ask each other: in the first step, whenever an epoch begins, and
+        when all rows are shared.
+        """
+        self._records, self._seen, self._stepped = records, [], False
 
     def _check_records(self) -> None:
         records = self._records()
         seen = [record for calls in records.values() for made in calls.values() for record in made]
-        if len(seen) != len(self._seen) or any(one is not other for one, other in zip(seen, self._seen, strict=True)):
+        known = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
+        (changes,) = self.world.add_up(float(not known))
+        if changes:
             self._seen = seen
             check_agreement(self.world, self.shard, records)
 
@@ -259,7 +273,6 @@ class Ghosts:
         """
         if not any(histories.values()):
             return None
-        self._check_records()
         with _after_pushes(transfers):
             letters = []
             for kind, of_kind in histories.items():

@@ -16,6 +16,8 @@ from gnnautoscale.ranks.world import Arrival, World
 
 # Values that are added up at once; a backward pass finds the gradients of the last layers first.
 _BUCKET = 1 << 20
+# All weights whose gradients are those of all ranks, by identity.
+_shared: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
 class GradientMean:
@@ -45,6 +47,9 @@ class GradientMean:
         self.world, self._after, self.wish = world, after, wish
         weights = weights_of(*modules)
         self._weights: list[Tensor] = [weight for weight in weights if weight.requires_grad]
+        self._frozen: list[Tensor] = [weight for weight in weights if not weight.requires_grad]
+        _shared.update({id(weight): weight for weight in self._weights})
+        self._knows_optimizers = False
         buffers = [buffer for module in modules for buffer in module.buffers()]
         world.same([*weights, *buffers])
         self._averages = [buffer for buffer in buffers if buffer.is_floating_point()]
@@ -60,7 +65,6 @@ class GradientMean:
         #: How many ranks had something to learn in the last step, and whether any rank wants to stop.
         self.learners, self.stop = 0, False
         self._waits = False
-        self._knows_optimizers = False
         # The size of each rank's weights in the last step.
         self._weight_sizes: _Later | None = None
         self._reset()
@@ -123,12 +127,28 @@ class GradientMean:
             for weight, gradient in zip(self._weights, before, strict=True):
                 weight.grad = gradient
 
+    def _check_weights(self) -> None:
+        """Refuse to train weights whose gradients would be those of one rank."""
+        optimizers = [] if self._knows_optimizers else self._find_optimizers()
+        self._knows_optimizers = True
+        optimized = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+        own = sum(weight.requires_grad and _shared.get(id(weight)) is not weight for weight in optimized)
+        own += sum(weight.requires_grad for weight in self._frozen)
+        if own:
+            self._reset()
+            raise InputError(
+                "ranks train together the weights of a model and of modules named beside it, unless they begin frozen",
+                got=f"{own} others that an optimizer steps, or that were unfrozen since",
+                fix="Name other modules, ranks.autoscale(model, loader, also=[head]), and unfreeze weights before.",
+            )
+
     def _find_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers of the weights, which only the user's loop knows."""
         mine = {id(weight) for weight in self._weights}
         found = [each for each in self._optimizers if each() is not None]
         if not found:
-            objects = [each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer)]
+            # By type, since some of PyTorch's objects warn when they are asked for their class.
+            objects = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
             found = [
                 weakref.ref(each)
                 for each in objects
@@ -136,20 +156,6 @@ class GradientMean:
             ]
             self._optimizers = found
         return [optimizer for each in found if (optimizer := each()) is not None]
-
-    def _check_optimizers(self) -> None:
-        """Refuse, after the first step, optimizers that also train what would differ from rank to rank."""
-        if self._knows_optimizers:
-            return
-        self._knows_optimizers, mine = True, {id(weight) for weight in self._weights}
-        groups = [group for optimizer in self._find_optimizers() for group in optimizer.param_groups]
-        foreign = [tuple(each.shape) for group in groups for each in group["params"] if id(each) not in mine]
-        if foreign:
-            raise InputError(
-                "ranks train a model and the modules named beside it, so that all have the same weights",
-                got=f"an optimizer that also has {len(foreign)} other weights, the first of shape {foreign[0]}",
-                fix="Name the modules that have them: ranks.autoscale(model, loader, also=[head]).",
-            )
 
     def _reset(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]
@@ -177,6 +183,7 @@ class GradientMean:
 
         The host waits for the other ranks' hosts, but not for a GPU.
         """
+        self._check_weights()
         for bucket in self._buckets[len(self._sums) :]:
             self._send(bucket)
         facts = self._send_facts()
@@ -200,7 +207,6 @@ class GradientMean:
         if places:
             torch._foreach_copy_(places, means)
         self._reset()
-        self._check_optimizers()
         if self._after is not None:
             self._after()
 

@@ -83,10 +83,13 @@ class RankLoader(HaloLoader):
         given = {name: value for name, value in options.items() if name not in ("partition", "balance", "cache_dir")}
         if isinstance(given.get("batch_size"), int):
             given["batch_size"] = min(given["batch_size"], shard.num_parts)
-        if given.get("bidirectional", False) and isinstance(shard, Shard):
-            # Halos of a symmetric graph are the same without, and take less memory.
-            given["bidirectional"] = not Graph.of(shard.data).is_symmetric
+        # Models are tried on graphs like the rank's, and have to get the same histories on all ranks.
+        symmetric = isinstance(shard, Shard) and all(self.everyone(Graph.of(shard.data).is_symmetric))
+        # Halos of a symmetric graph are the same without, and take less memory.
+        given["bidirectional"] = bool(given.get("bidirectional", False)) and not symmetric
         super().__init__(shard.data, partition=shard.labels, **given)
+        if isinstance(shard, Shard):
+            self.graph.is_symmetric = symmetric
 
     def _cut(self, data: Data | HeteroData, num_parts: int | None, options: dict[str, Any]) -> Shard | TypedShard:
         """This rank's share of a graph that all ranks have; the first one decides about parts and ranks."""

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from itertools import takewhile
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -215,9 +216,10 @@ class World:
             values = [each.get(name) for each in everyone]
             for rank, value in enumerate(values):
                 if value != values[0]:
+                    first, other = _apart(repr(values[0]), repr(value))
                     raise InputError(
                         f"all ranks must have the same {name}",
-                        got=f"{values[0]!r:.80} on rank 0 and {value!r:.80} on rank {rank}",
+                        got=f"{first} on rank 0 and {other} on rank {rank}",
                         fix="Start every rank with the same command, data and environment.",
                     )
 
@@ -321,6 +323,13 @@ def _leave() -> None:
     _world = None
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _apart(first: str, other: str, length: int = 80) -> list[str]:
+    """Where two texts differ, in pieces of some length."""
+    alike = takewhile(lambda both: both[0] == both[1], zip(first, other, strict=False))
+    start = max(len([*alike]) - length // 4, 0) if len(first + other) > 2 * length else 0
+    return [("..." if start else "") + text[start : start + length] for text in (first, other)]
 
 
 def _reason(error: Exception) -> str:

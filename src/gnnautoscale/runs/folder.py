@@ -18,11 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-<<<<<<< HEAD
-from gnnautoscale._util import FolderLock, checked, reason_of, write_atomically
-=======
-from gnnautoscale._util import FolderLock, checked, is_unchanged, with_checksum, write_atomically
->>>>>>> lost
+from gnnautoscale._util import FolderLock, checked, is_unchanged, reason_of, with_checksum, write_atomically
 from gnnautoscale.errors import InputError
 from gnnautoscale.runs.result import jsonable
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from gnnautoscale._util import state_of
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.ranks import current
+from gnnautoscale.ranks import current, form_of
 from gnnautoscale.tasks import GraphPrediction, LinkPrediction, Task
 from gnnautoscale.training.options import OPTIONS, FitOptions
 
@@ -33,10 +32,9 @@ def check_ranked(dataset: Dataset, task: Task, model: nn.Module, options: FitOpt
     if set(options.diagnose) - able:
         fix = "Leave the others out, or train in one process."
         raise InputError(f"ranks diagnose {' and '.join(sorted(able))}", got=f"diagnose={options.diagnose}", fix=fix)
-    shapes = {name: tuple(value.shape) for name, value in state_of(model).items()}
     given = {name: getattr(options, name) for name in OPTIONS if name not in _PLACES}
     about = type(task).__name__, task.metric, repr(task.module)
-    current().agree({**given, "model": (repr(model), shapes), "task": about})
+    current().agree({**given, "model": form_of(model), "task": about})
 
 
 def check_from_files(task: object) -> None:
