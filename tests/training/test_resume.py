@@ -534,12 +534,12 @@ def test_a_plain_module_is_described_by_its_numbers_and_functions() -> None:
 
 
 class Own(torch.nn.Module):
-    """A module whose settings are of many kinds, and one of which is read from the function around it."""
+    """A module whose settings are of many kinds."""
 
-    def __init__(self, factor: float, settings: Any, *, fixed: bool = False, shown: float = 1.0) -> None:
+    def __init__(self, settings: Any, *, fixed: bool = False, shown: float = 1.0) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(2, 2).requires_grad_(not fixed)
-        self._settings, self.act = settings, lambda x: factor * x
+        self._settings = settings
         self.register_buffer("shown", torch.tensor(shown), persistent=False)
 
 
@@ -547,15 +547,14 @@ def test_what_is_the_users_own_is_described_to_the_last_setting() -> None:
     def identity(model: torch.nn.Module) -> dict[str, Any]:
         return identity_of(model, NodeClassification(3), gas.Dataset.of(community_graph()))
 
-    before = identity(Own(2.0, {"p": 0.5, "device": "cpu"}))
-    assert difference(before, identity(Own(2.0, SimpleNamespace(p=0.5, device="cuda")))) is None
+    before = identity(Own({"p": 0.5, "device": "cpu"}))
+    assert difference(before, identity(Own(SimpleNamespace(p=0.5, device="cuda")))) is None
     for other, words in (
-        (Own(2.0, {"p": 0.4}), "model: _settings was {'p': 0.5} and is {'p': 0.4}"),
-        (Own(3.0, {"p": 0.5}), "factor of <lambda> was 2.0 and is 3.0"),
-        (Own(2.0, {"p": 0.5}, fixed=True), "model: linear.weight.requires_grad was True and is False"),
-        (Own(2.0, {"p": 0.5}, shown=2.0), "model: shown was 1.0 and is 2.0"),
-        (Own(2.0, torch.arange(3)), "model: _settings was {'p': 0.5} and is '[3] "),
-        (Own(2.0, partial(max, 1)), "model: _settings was {'p': 0.5} and is ['max', 1, {}]"),
+        (Own({"p": 0.4}), "model: _settings was {'p': 0.5} and is {'p': 0.4}"),
+        (Own({"p": 0.5}, fixed=True), "model: linear.weight.requires_grad was True and is False"),
+        (Own({"p": 0.5}, shown=2.0), "model: shown was 1.0 and is 2.0"),
+        (Own(torch.arange(3)), "model: _settings was {'p': 0.5} and is '[3] "),
+        (Own(partial(max, 1)), "model: _settings was {'p': 0.5} and is ['max', 1, {}]"),
     ):
         assert words in (difference(before, identity(other)) or "")
 

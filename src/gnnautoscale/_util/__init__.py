@@ -1,6 +1,6 @@
 """Helpers for every package, none of them for users.
 
-Atomic files, options, the user's code, random states, available cores, available, peak and page-locked memory, nested
+Atomic files, options, random states, available cores, available, peak and page-locked memory, nested
 tensors. It knows nothing about graphs or models.
 """
 
@@ -8,7 +8,6 @@ from gnnautoscale._util.archives import damage_in, open_npz
 from gnnautoscale._util.arguments import check_argument, checked
 from gnnautoscale._util.atomic import check_writable, no_empty_folders, write_atomically
 from gnnautoscale._util.checksums import checksums_of, damaged_file, is_unchanged, with_checksum
-from gnnautoscale._util.code import code_of, is_own
 from gnnautoscale._util.cores import available_cores
 from gnnautoscale._util.devices import as_if_captured, is_capturing, usable_device
 from gnnautoscale._util.docstrings import describe_arguments
@@ -43,7 +42,6 @@ __all__ = [
     "check_writable",
     "checked",
     "checksums_of",
-    "code_of",
     "copy_staged",
     "copy_staged_together",
     "damage_in",
@@ -53,7 +51,6 @@ __all__ = [
     "for_later",
     "html_table",
     "is_capturing",
-    "is_own",
     "is_unchanged",
     "lacks_memory",
     "leaves_of",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 from argparse import Namespace
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
-from gnnautoscale._util import code_of, is_own
 from gnnautoscale.data import Dataset
 from gnnautoscale.graph import fingerprint
 from gnnautoscale.tasks import Task
@@ -28,6 +26,8 @@ _PASSING = {"training", "dump_patches", "call_super_init", "built_from"}
 _PASSING |= {name for each in (nn.Module(), MessagePassing()) for name in vars(each) if name.startswith("_")}
 # Settings of the user's may have the names of options of a run that may change.
 _FREE = {name for name, each in OPTIONS.items() if each.may_change}
+# Their private attributes may differ from version to version.
+_LIBRARIES = ("builtins", "torch", "torch_geometric", "gnnautoscale")
 # Larger tensors are data or what a pass keeps, not settings.
 _LARGEST = 4096
 
@@ -37,8 +37,8 @@ def identity_of(model: nn.Module, task: Task, dataset: Dataset) -> dict[str, dic
 
     ``"model"`` has the class of every module and its attributes that are numbers, switches, words, functions, small
     tensors, or collections of these: dropout rates, aggregations, numbers of layers. ``"task"`` has the same of the
-    task, and ``"data"`` the options that the data set was made with, as far as it knows them. The last section has
-    digests of the functions of classes that are the user's own, which only the same version of Python gives again.
+    task, and ``"data"`` the options that the data set was made with, as far as it knows them. Code is not compared: a
+    run that ended with an error may go on with what was mended.
 
     Example:
         >>> from torch_geometric.data import Data
@@ -49,14 +49,9 @@ def identity_of(model: nn.Module, task: Task, dataset: Dataset) -> dict[str, dic
         ('Linear', 0.25)
     """
     described: dict[str, Any] = {}
-    code = code_of(type(task), _plain)
     for name, module in model.named_modules():
         described[name] = type(module).__name__
         described |= {f"{name}.{key}".lstrip("."): value for key, value in _settings(module).items()}
-        code |= code_of(type(module), _plain)
-        for each in filter(is_own, vars(module).values()):
-            if isinstance(each, FunctionType):
-                code |= code_of(each, _plain)
     saved = model.state_dict().keys()
     described |= _plain_items({name: value for name, value in model.named_buffers() if name not in saved})
     described |= {f"{name}.requires_grad": value.requires_grad for name, value in model.named_parameters()}
@@ -64,7 +59,6 @@ def identity_of(model: nn.Module, task: Task, dataset: Dataset) -> dict[str, dic
         "model": described,
         "task": {"": type(task).__name__, **_settings(task)},
         "data": {name: _plain(value) for name, value in dataset.made_from.items()},
-        f"code in Python {'.'.join(platform.python_version_tuple()[:2])}": code,
     }
 
 
@@ -82,7 +76,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 def _settings(owner: object) -> dict[str, Any]:
     """The attributes of an object that are plain; private ones only of classes of the user's own."""
-    private = is_own(type(owner))
+    private = type(owner).__module__.partition(".")[0] not in _LIBRARIES
     names = (name for name in vars(owner) if name not in _PASSING and (private or not name.startswith("_")))
     return _plain_items({name: vars(owner)[name] for name in names})
 
