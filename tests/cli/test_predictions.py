@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from gnnautoscale.cli import app
 from gnnautoscale.cli.predictions import check_ending, write_predictions
+from gnnautoscale.cli.schema import INFER, with_saved
 from gnnautoscale.data import Names
 from gnnautoscale.errors import InputError
 
@@ -108,3 +109,23 @@ def test_tables_with_words_go_in_and_come_out(tmp_path: Path, monkeypatch: pytes
     found = rows(tmp_path / "out.csv")
     assert [row["id"] for row in found] == people
     assert {row["class"] for row in found} <= {"cat", "dog"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "split", "flags"),
+    [
+        ({"split": 1, "split_ratio": (50, 25, 25)}, None, 1, ["--split 1", "--split-ratio 50,25,25"]),
+        ({"split": 1}, 1, 1, []),
+        ({"split": 0}, None, 0, []),
+        ({}, None, 0, []),
+    ],
+)
+def test_predictions_are_scored_on_the_split_of_training(
+    saved: dict[str, Any], given: int | None, split: int, flags: list[str]
+) -> None:
+    options = {**{each.name: each.default for each in INFER}, "data": "graph.npz", "split": given}
+    found, added = with_saved(options, saved, Path("model.pt"))
+    assert (found["split"], added) == (split, flags)
+    if given is not None:
+        with pytest.raises(InputError, match="trained with --split 1, but got --split 2"):
+            with_saved({**options, "split": 2}, saved, Path("model.pt"))

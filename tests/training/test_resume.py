@@ -501,6 +501,17 @@ def test_how_the_model_was_built_must_be_the_same(saved: Path, change: dict[str,
         Trained(resume=str(saved), **change)
 
 
+def test_graphs_for_validation_and_tests_must_be_the_same(tmp_path: Path) -> None:
+    def made(far: float) -> gas.Dataset:
+        other = community_graph()
+        other.x = other.x + far
+        return gas.Dataset("graphs", community_graph(), other, other)
+
+    Trained(data=made(0.0), epochs=1, checkpoint_dir=str(tmp_path))
+    with pytest.raises(gas.InputError, match="another graph: its edges, features"):
+        Trained(data=made(1.0), resume=str(tmp_path))
+
+
 def test_options_of_the_data_are_named(tmp_path: Path) -> None:
     def made(**options: Any) -> gas.Dataset:
         return replace(gas.Dataset.of(community_graph()), made_from=options)

@@ -235,9 +235,9 @@ def infer(
     splits = ("test",) if dataset.inductive else ("train", "val", "test")
     for split in splits:
         facts[f"{task.metric} {split}"] = task.score(out, dataset.test, split)
+    asked = asked_pairs(dataset, task, out, pairs, partners_of, top, relation)
     try:
         if output is not None:
-            asked = asked_pairs(dataset, task, out, pairs, partners_of, top, relation)
             predicted = task.predictions(out, dataset.test)
             if isinstance(dataset, TypedLinks):  # by type, as nodes are numbered in the file
                 predicted = {f"embeddings_{kind}": rows for kind, rows in by_type.items()}

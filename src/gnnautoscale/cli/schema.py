@@ -122,7 +122,12 @@ TRAIN = [
 ]
 # What another graph than that of training may have of its own, and what only training or scores depend on.
 _OF_THE_GRAPH_ALONE = (*options_of(Generators), "negatives", "candidates")
-INFER = [*DATA, *TASK, OPTIONS["metric"]]
+_SPLIT = options_of(Data)["split"]
+INFER = [
+    *(replace(each, type=int | None, default=None) if each == _SPLIT else each for each in DATA),
+    *TASK,
+    OPTIONS["metric"],
+]
 PARTITION = [*DATA, *(OPTIONS[name] for name in ("num_parts", "partition", "balance", "seed", "cache_dir"))]
 
 
@@ -170,18 +175,20 @@ def with_saved(options: Mapping[str, Any], saved: Mapping[str, Any], file: Path)
     found, added = dict(options), []
     for name, value in saved.items():
         misplaced = name in (of_generators if is_file else of_files)
-        if name not in known or name == "split" or misplaced or value is None:
+        if name not in known or misplaced or value is None:
             continue
         value = known[name].check(value, fix=f"{file} holds a wrong value; train the model again.")
         if found[name] is None:
             found[name] = value
-            added.append(shown_flag(name, value))
+            if value != known[name].default:
+                added.append(shown_flag(name, value))
         elif found[name] != value and name not in _OF_THE_GRAPH_ALONE:
             raise InputError(
                 f"{file.name} was trained with {shown_flag(name, value)}",
                 got=shown_flag(name, found[name]),
                 fix="Leave it out.",
             )
+    found["split"] = _SPLIT.default if found["split"] is None else found["split"]
     return found, added
 
 

@@ -243,7 +243,9 @@ class HistoryStrategy(Strategy):
     @cached_property
     def key(self) -> str:
         """See :attr:`Strategy.key`: the graph, and what the task reads from its data."""
-        return fingerprint(*self._engine.task.identity(self._dataset.train), graph=self._loader.graph.key)
+        targets = [each for graph, _ in self._dataset.graphs() for each in self._engine.task.identity(graph)]
+        keys = dict.fromkeys(loader.graph.key for loader in self._loaders.values())
+        return fingerprint(*targets, graph=" ".join(keys))
 
     def describe(self, result: FitResult) -> None:
         """See :meth:`Strategy.describe`."""
