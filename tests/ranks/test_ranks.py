@@ -777,7 +777,7 @@ MISUSES = {
     "momentum": "ranks compensate with a bidirectional loader",
     "share": "'layers.0' must make the same of an edge on all ranks",
     "share in inference": "'layers.0' must make the same of an edge on all ranks",
-    "weights": "weights that a model has and that are not frozen when it is autoscaled, but got 2 others",
+    "weights": "but got 2 others that an optimizer steps",
     "order": "every batch of its loader in turn",
     "ghost": "batches of its own nodes",
     "grow": "grow needs the whole graph",

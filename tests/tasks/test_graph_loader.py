@@ -158,16 +158,20 @@ def test_ranks_share_graphs() -> None:
     assert all(torch.equal(first, second) for first, second in zip(*(weights for *_, weights in found), strict=True))
 
 
-def with_a_head_of_its_own(given: list[Data]) -> None:
+def with_a_head_of_its_own(given: list[Data], apart: bool) -> None:
     model, head = parts()
     loader = gas.GraphLoader(given, num_parts=4)
     ranks.autoscale(model, loader)
-    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    weights = [*model.parameters(), *head.parameters()]
+    _other = torch.optim.SGD(head.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters() if apart else weights, lr=0.1)
     for batch in loader:
         weighted(head(loader.pool(batch, model(batch.x, batch.edge_index))), batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
-def test_a_head_that_ranks_would_train_apart_is_refused() -> None:
+def test_a_head_that_ranks_would_train_apart_is_noticed() -> None:
     with pytest.raises(InputError, match="2 others that an optimizer steps"):
-        run_ranks(2, with_a_head_of_its_own, graphs())
+        run_ranks(2, with_a_head_of_its_own, graphs(), False)
+    with pytest.raises(UserWarning, match="each rank trains 2 weights apart"):
+        run_ranks(2, with_a_head_of_its_own, graphs(), True)

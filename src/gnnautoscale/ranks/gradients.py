@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -130,9 +131,7 @@ class GradientMean:
     def _check_weights(self) -> None:
         """Refuse to train weights whose gradients would be those of one rank."""
         optimizers = [] if self._knows_optimizers else self._find_optimizers()
-        self._knows_optimizers = True
-        optimized = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
-        own = sum(weight.requires_grad and _shared.get(id(weight)) is not weight for weight in optimized)
+        own = sum(_is_apart(weight) for optimizer in optimizers for weight in _stepped(optimizer))
         own += sum(weight.requires_grad for weight in self._frozen)
         if own:
             self._reset()
@@ -141,19 +140,23 @@ class GradientMean:
                 got=f"{own} others that an optimizer steps, or that were unfrozen since",
                 fix="Name other modules, ranks.autoscale(model, loader, also=[head]), and unfreeze weights before.",
             )
+        others = [] if self._knows_optimizers else [each for each in _optimizers() if each not in optimizers]
+        self._knows_optimizers = True
+        learning = (weight for other in others for weight in _stepped(other) if weight.grad is not None)
+        if count := sum(map(_is_apart, learning)):
+            warnings.warn(
+                f"each rank trains {count} weights apart, which another optimizer steps; if they belong to a head of "
+                "this model, name it: ranks.autoscale(model, loader, also=[head])",
+                stacklevel=2,
+            )
 
     def _find_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers of the weights, which only the user's loop knows."""
         mine = {id(weight) for weight in self._weights}
         found = [each for each in self._optimizers if each() is not None]
         if not found:
-            # By type, since some of PyTorch's objects warn when they are asked for their class.
-            objects = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-            found = [
-                weakref.ref(each)
-                for each in objects
-                if any(id(weight) in mine for group in each.param_groups for weight in group["params"])
-            ]
+            ours = (each for each in _optimizers() if any(id(weight) in mine for weight in _stepped(each)))
+            found = [weakref.ref(each) for each in ours]
             self._optimizers = found
         return [optimizer for each in found if (optimizer := each()) is not None]
 
@@ -231,6 +234,22 @@ class GradientMean:
             rule = "all ranks must make the same steps with the same weights"
             fix = "Let every rank do the same between backward() and step(), such as clipping, also without labels."
             raise InputError(rule, got=f"weights that differ, of sizes {told}", fix=fix)
+
+
+def _optimizers() -> list[torch.optim.Optimizer]:
+    """All optimizers of this process."""
+    # By type, since some of PyTorch's objects warn when they are asked for their class.
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The weights that an optimizer steps."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _is_apart(weight: Tensor) -> bool:
+    """Whether a weight learns, but not together with other ranks."""
+    return weight.requires_grad and _shared.get(id(weight)) is not weight
 
 
 class _Later:

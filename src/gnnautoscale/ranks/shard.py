@@ -205,7 +205,7 @@ def check_shardable(data: Any) -> Data | HeteroData:
         raise InputError("ranks share one graph", got=got, fix=fix)
     foreign = [name for name in data.keys() if is_target(data, name)]  # noqa: SIM118
     if foreign:
-        fix = "Remove it, or train on the whole data set with gas.fit, which takes care of it."
+        fix = "Remove it, or use gas.LinkLoader, gas.GraphLoader or gas.fit, which take the whole data set."
         got = f"targets of links or graphs, {foreign[0]}"
         raise InputError("a rank's share of a graph has targets of nodes", got=got, fix=fix)
     return data
