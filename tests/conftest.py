@@ -17,6 +17,7 @@ from torch_geometric.nn import MessagePassing  # type: ignore[import-untyped]
 
 from gnnautoscale.attach.autoscaler import attached, is_autoscaled
 from gnnautoscale.planner.trial_graph import setups_for
+from support import plans
 from support.plans import plan_once
 
 CHANNELS = 8
@@ -37,10 +38,19 @@ def _one_trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("gnnautoscale.planner.planning.setups_for", lambda graph: setups_for(graph)[:1])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _folder_of_plans(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let the processes that run tests side by side share their plans."""
+    base = tmp_path_factory.getbasetemp()
+    plans.folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "plans"
+    plans.folder.mkdir(exist_ok=True)
+
+
 @pytest.fixture(autouse=True)
 def _known_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take plans of equal models from tests before, unless plans are what the test is about."""
-    if request.path.parent.name not in ("planner", "forward", "attach", "models", "graph"):
+    about_plans = {"planner", "forward", "models", "graph", "test_autoscaler", "test_exactness", "test_typed_models"}
+    if not about_plans & {request.path.parent.name, request.path.stem}:
         monkeypatch.setattr("gnnautoscale.attach.autoscaler.make_plan", plan_once)
 
 

@@ -1,10 +1,17 @@
-"""Plans that tests have in common: where a test is about something else, an equal model is not tried again."""
+"""Plans that tests have in common: where a test is about something else, an equal model is not tried again.
+
+Processes that run tests side by side, and ranks, find each other's plans in a folder.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import os
+import pickle
 from collections.abc import Hashable
 from inspect import BoundArguments
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -18,6 +25,8 @@ from gnnautoscale.planner import graph_form, make_plan
 
 _LIBRARIES = ("torch", "torch_geometric", "gnnautoscale", "support")
 _PLANS: dict[Hashable, Plan] = {}
+#: The folder of all processes; ``None`` for none.
+folder: Path | None = None
 
 
 def plan_once(hooks: Hooks, info: BatchInfo | TypedInfo, arguments: BoundArguments, **options: bool) -> Plan:
@@ -29,9 +38,28 @@ def plan_once(hooks: Hooks, info: BatchInfo | TypedInfo, arguments: BoundArgumen
         key = (_described(model, {}), form, graph, *options.items()) if known else None
     if key is None:
         return make_plan(hooks, info, arguments, **options)
+    path = _path_of(key)
+    if key not in _PLANS and path is not None and path.exists():
+        _PLANS[key] = pickle.loads(path.read_bytes())  # noqa: S301
     if key not in _PLANS:
         _PLANS[key] = make_plan(hooks, info, arguments, **options)
+        if path is not None:
+            _write(path, _PLANS[key])
     return copy.deepcopy(_PLANS[key])  # passes note something in their plan
+
+
+def _path_of(key: Hashable) -> Path | None:
+    """The file of a plan; ``None`` for models of functions that only one process knows."""
+    try:
+        return None if folder is None else folder / hashlib.sha256(pickle.dumps(key)).hexdigest()
+    except (AttributeError, TypeError, pickle.PicklingError):
+        return None
+
+
+def _write(path: Path, plan: Plan) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_bytes(pickle.dumps(plan))
+    temporary.rename(path)  # at once for others
 
 
 def _is_known(module: nn.Module) -> bool:
