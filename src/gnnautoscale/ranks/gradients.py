@@ -140,15 +140,16 @@ class GradientMean:
                 got=f"{own} others that an optimizer steps, or that were unfrozen since",
                 fix="Name other modules, ranks.autoscale(model, loader, also=[head]), and unfreeze weights before.",
             )
-        others = [] if self._knows_optimizers else [each for each in _optimizers() if each not in optimizers]
-        self._knows_optimizers = True
-        learning = (weight for other in others for weight in _stepped(other) if weight.grad is not None)
-        if count := sum(map(_is_apart, learning)):
+        if not self._knows_optimizers:
+            others = (weight for each in _optimizers() if each not in optimizers for weight in _stepped(each))
+            self._beside = _Beside(filter(_is_apart, others))
+        elif self._running and (count := self._beside.leave(self._pass)):
             warnings.warn(
                 f"each rank trains {count} weights apart, which another optimizer steps; if they belong to a head of "
                 "this model, name it: ranks.autoscale(model, loader, also=[head])",
                 stacklevel=2,
             )
+        self._knows_optimizers = True
 
     def _find_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers of the weights, which only the user's loop knows."""
@@ -170,7 +171,7 @@ class GradientMean:
         if self._waits:
             return
         if not self._running:
-            self._running = True
+            self._running, self._pass = True, torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket = self._bucket_of[id(weight)]
         self._missing[bucket] -= 1
@@ -250,6 +251,27 @@ def _stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def _is_apart(weight: Tensor) -> bool:
     """Whether a weight learns, but not together with other ranks."""
     return weight.requires_grad and _shared.get(id(weight)) is not weight
+
+
+class _Beside:
+    """Weights that are not the model's, and which of them learn in a backward pass of the model."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._passes: dict[int, int] = {}
+        self._hooks = [
+            weight.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            for weight in weights
+        ]
+
+    def _note(self, weight: Tensor) -> None:
+        self._passes[id(weight)] = torch._C._current_graph_task_id()
+
+    def leave(self, number: int) -> int:
+        """How many of them learned in a pass; they are not looked at any more."""
+        for hook in self._hooks:
+            hook.remove()
+        found, self._passes = self._passes, {}
+        return sum(each == number for each in found.values())
 
 
 class _Later:

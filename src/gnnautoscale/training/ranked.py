@@ -16,7 +16,6 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale._util import set_random_states
 from gnnautoscale.data import Dataset, TypedDataset
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph import fingerprint
 from gnnautoscale.ranks import COUNTS, RankLoader, Shard, TypedShard, World, current, last_gradients
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task
@@ -25,7 +24,7 @@ from gnnautoscale.training.feed import Item
 from gnnautoscale.training.flow import Flow
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.resharding import pieces_of, read_shards, save_shards, take_rows
-from gnnautoscale.training.strategies import HistoryStrategy
+from gnnautoscale.training.strategies import HistoryStrategy, key_of, targets_of
 
 _SPLITS = ("train", "val", "test")
 
@@ -85,12 +84,13 @@ class RankStrategy(HistoryStrategy):
         whole: Dataset | None,
         **ends: Any,
     ) -> None:
+        self._of_splits = loaders
         self._lag, self._moves_ghosts = options.lag, options.compensate == "momentum"
         super().__init__(model, dataset, {**loaders}, optimizer, task, options, **ends)
         if self._refreshes > len(self._loader):
             rule, fix = f"refresh must be at most the number of batches of a rank, {len(self._loader)}", "Lower it."
             raise InputError(rule, got=str(self._refreshes), fix=fix)
-        self._identity = self._identity_of_shards() if whole is None else tuple(task.identity(whole.train))
+        self._targets = self._targets_of_shards() if whole is None else targets_of(task, whole)
 
     @property
     def _shard(self) -> Shard | TypedShard:
@@ -104,7 +104,7 @@ class RankStrategy(HistoryStrategy):
         """What the task sees of this rank's share, and which nodes of the whole graph its first ones are, its own."""
         return self._loader.data, self._loader.nodes
 
-    def _identity_of_shards(self) -> tuple[Tensor]:
+    def _targets_of_shards(self) -> list[Tensor | None]:
         """A number that depends on the targets of all nodes, whatever rank has them."""
         data, nodes = self._seen
         own, total = nodes.numel(), 0
@@ -113,12 +113,13 @@ class RankStrategy(HistoryStrategy):
                 values = each[:own].unsqueeze(-1).flatten(1).double().nan_to_num(-0.125).contiguous().view(torch.long)
                 columns = 2 * torch.arange(values.size(1)) + 2 * place + 1
                 total += int(((values >> 7) * columns * (2 * nodes.unsqueeze(1) + 1)).sum())
-        return (torch.tensor([sum(self.world.gather(total)) % 2**63]),)
+        return [torch.tensor([sum(self.world.gather(total)) % 2**63])]
 
     @cached_property
     def key(self) -> str:
-        """See :attr:`Strategy.key`: that of the whole graph."""
-        return fingerprint(*self._identity, graph=self._shard.whole["key"])
+        """See :attr:`Strategy.key`: that of whole graphs."""
+        shards = (loader.shard for loader in self._of_splits.values())
+        return key_of(self._targets, (shard.whole["key"] for shard in shards if shard is not None))
 
     def save(self, folder: Path, step: int, state: dict[str, Any], random: dict[str, Any]) -> Path:
         """See :meth:`Strategy.save`: each rank writes its own rows."""

@@ -21,6 +21,7 @@ from gnnautoscale.ranks import RankLoader
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.ranked import RankStrategy, rank_loader, share_of
+from gnnautoscale.training.strategies import targets_of
 from gnnautoscale.training.typed_ranked import TypedRankStrategy
 
 _SPLITS = ("train", "val", "test")
@@ -110,11 +111,9 @@ class SplitStrategy(RankStrategy):
         options: FitOptions,
     ) -> None:
         loader = loaders["train"]
-        targets = [each for graph, _ in dataset.graphs() for each in task.identity(graph)]
-        loader.world.agree({"targets": fingerprint(*targets)})
+        loader.world.agree({"targets": fingerprint(*targets_of(task, dataset))})
         task.prepare(loader)
         super().__init__(model, dataset, loaders, optimizer, task, options, whole=dataset, **self._ends(loader, task))
-        self._of_splits = loaders
 
     def _ends(self, loader: RankLoader, task: Task) -> dict[str, Any]:
         """What the task sees of a batch, if it is not the batch as it is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from itertools import islice
@@ -163,6 +163,16 @@ class Strategy(ABC):
         set_random_states(checkpoint.state["random"], device)
 
 
+def targets_of(task: Task, dataset: Dataset) -> list[Tensor | None]:
+    """What a task reads from the graphs of a data set."""
+    return [each for graph, _ in dataset.graphs() for each in task.identity(graph)]
+
+
+def key_of(targets: Iterable[Tensor | None], graphs: Iterable[str]) -> str:
+    """What a run has to resume with: the targets, and the graphs of all splits, by their keys."""
+    return fingerprint(*targets, graph=" ".join(dict.fromkeys(graphs)))
+
+
 class HistoryStrategy(Strategy):
     """Attaches histories to a model and trains it on batches with their halo: GAS, full batch and naive histories.
 
@@ -243,9 +253,8 @@ class HistoryStrategy(Strategy):
     @cached_property
     def key(self) -> str:
         """See :attr:`Strategy.key`: the graph, and what the task reads from its data."""
-        targets = [each for graph, _ in self._dataset.graphs() for each in self._engine.task.identity(graph)]
-        keys = dict.fromkeys(loader.graph.key for loader in self._loaders.values())
-        return fingerprint(*targets, graph=" ".join(keys))
+        keys = (loader.graph.key for loader in self._loaders.values())
+        return key_of(targets_of(self._engine.task, self._dataset), keys)
 
     def describe(self, result: FitResult) -> None:
         """See :meth:`Strategy.describe`."""
