@@ -2,14 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types format docs figures package
+.PHONY: demo test lint types tests format docs figures package
 
 demo: .venv/installed
 	$(BIN)/gas demo
 
+test: lint types tests
+
 # Several processes of one thread each: these graphs are too small to gain from threads. One more than there are cores,
 # since some tests wait for processes that they have started.
-test: lint types
+tests: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $$(($$($(BIN)/python -c 'import os; print(os.cpu_count())') + 1))
 
 lint: .venv/installed
