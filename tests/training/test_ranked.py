@@ -17,7 +17,7 @@ import gnnautoscale as gas
 from conftest import whole
 from gnnautoscale import ranks
 from gnnautoscale.models import GCN
-from gnnautoscale.ranks.exchange import RankTransfer
+from gnnautoscale.ranks.exchange import Ghosts, RankTransfer
 from gnnautoscale.runs import read_run
 from gnnautoscale.tasks import NodeClassification, NodeRegression
 from gnnautoscale.training.checkpoint import load_latest
@@ -138,7 +138,7 @@ def ages_in_rows(data: Data, folder: Path, **options: Any) -> int:
 
     def numbered(self: Any, slot: str, history: Any, rows: Tensor, *, push: bool = True) -> Tensor:
         flow = strategies[0].flow if strategies else None
-        beside = self._ghosts._aside is not None  # a refresh, after the last step
+        beside = self._ghosts.steps.is_aside  # a refresh, after the last step
         step = 0 if flow is None else flow.steps + (not beside)
         return exchange(self, slot, history, rows * 0 + step, push=push)
 
@@ -147,9 +147,9 @@ def ages_in_rows(data: Data, folder: Path, **options: Any) -> int:
             strategies.append(self)
         follow(self, item)
         assert self.flow is not None
-        shard, ghosts = self._loader.shard, self._loader.ghosts
+        shard, ghosts = self._loader.shard, self._memory.sharing
+        assert isinstance(ghosts, Ghosts)
         assert shard is not None
-        assert ghosts is not None
         ghosts._arrive(before=ghosts._passes + 1 - options["lag"])
         known = shard.nodes.numel()
         written = next(iter(self._memory.histories.values())).raw[:known, 0]

@@ -164,6 +164,8 @@ class Autoscaler:
             how["input_gradients"] = passes.input_gradients or (passes.trains and needs_input_gradients(arguments))
             session = Session(info, plan, memory, device, passes.exchange, **how)
         self.num_passes += 1
+        if passes.trains and memory.sharing is not None:
+            memory.sharing.start()
         if passes.trains:
             self._step_plan = session.plan  # which computes the halo's rows too in some steps
             self._compare_inputs(info, arguments)
@@ -336,14 +338,18 @@ class Autoscaler:
         Those of the training graph are temporary too if ``apart``. Other processes are ``sharing`` another graph.
         """
         self._identify(graph)
+        mine: Sharing | None = self.memory.sharing
+        if mine is not None:
+            mine.answer()
         # Other processes may see another graph where this one sees the same, so what they share decides.
-        is_own = graph.key == self.key and (sharing is None or sharing is self.memory.sharing)
+        alike = sharing is None or (mine is not None and sharing.shared is mine.shared)
+        is_own = graph.key == self.key and alike
         if is_own:
             memory = self.memory.apart(graph, device_of(self._model)) if apart else self.memory
         else:
             known = self._others.pop(graph.key, None)
-            mine = self.memory
-            known = known or memory_for(graph, mine.medium or mine.storage, mine.dtype, mine.folder)
+            own = self.memory
+            known = known or memory_for(graph, own.medium or own.storage, own.dtype, own.folder)
             if sharing is not None:
                 known.sharing = sharing
                 sharing.follow(lambda: known.records_by_kind)

@@ -191,6 +191,8 @@ def refresh(
         raise InputError("loss belongs to a batch", got="one with a loader or a graph", fix="Leave it out.")
     loader = loader_for(model, loader)
     memory = attached(model).memory_of(loader.follow())
+    if memory.sharing is not None:
+        memory.sharing.answer()
     with evaluating(model):
         if loader.is_whole:
             collect(model, loader, call, StepExchange(push_all=True))

@@ -17,6 +17,7 @@ from gnnautoscale.attach import autoscale as attach_histories
 from gnnautoscale.errors import InputError
 from gnnautoscale.forward import TypedMemory
 from gnnautoscale.history import History
+from gnnautoscale.ranks.exchange import Ghosts
 from gnnautoscale.ranks.gradients import GradientMean
 from gnnautoscale.ranks.loader import RankLoader
 from gnnautoscale.ranks.norms import RankNorms
@@ -90,13 +91,14 @@ def attach_shared(
     loader.world.agree({"model": form_of(model), **told, "lag": lag, "sync_norms": sync_norms})
     attach_histories(model, loader.data, **options)
     memory = attached(model).memory
-    memory.sharing = loader.ghosts
-    if loader.ghosts is not None:
-        loader.ghosts.lag = lag
-        loader.ghosts.follow(lambda: memory.records_by_kind)
-    if sync_norms and loader.ghosts is not None:
+    if loader.steps is None:
+        return
+    memory.sharing = ghosts = Ghosts(loader.steps)
+    ghosts.lag = lag
+    ghosts.follow(lambda: memory.records_by_kind)
+    if sync_norms:
         attached(model).normalize_by(RankNorms(loader.world))
-        loader.ghosts.meets_within = True
+        ghosts.meets_within = True
 
 
 def form_of(model: nn.Module) -> tuple[str, dict[str, tuple[int, ...]]]:
@@ -132,15 +134,13 @@ def _check_no_table(model: nn.Module, num_nodes: int) -> None:
 @checked()
 def average_gradients(model: nn.Module, loader: RankLoader, *further: nn.Module, **options: Any) -> GradientMean:
     """Let every backward pass end with the mean of all ranks' gradients, also those of ``further`` modules."""
-    scaler, ghosts = attached(model), loader.ghosts
+    scaler = attached(model)
 
     def after_backward() -> None:
-        if ghosts is not None:
-            ghosts.answered()
-            if scaler.compensate == "gradient":
-                scaler.memory.send_gradients()
+        if scaler.compensate == "gradient":
+            scaler.memory.send_gradients()
 
     made = GradientMean(loader.world, [model, *further], after=after_backward, **options)
-    if ghosts is not None:
-        ghosts.skip, ghosts.alone, ghosts.on_close = made.skip, made.later, made.remove
+    if isinstance(ghosts := scaler.memory.sharing, Ghosts):
+        ghosts.mean, made.meets_within = made, ghosts.meets_within
     return made

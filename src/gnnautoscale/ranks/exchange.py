@@ -1,37 +1,33 @@
 """Keeps ghosts up to date: after each step, the rows that it pushed go to the ranks where they are ghosts.
 
-Which parts every rank trains on in every step of an epoch is exchanged once, when they are drawn. So both sides know
-the rows of a step in advance, and nothing but rows is sent, those of all slots together, as histories keep them. They
-travel while the step goes on with its backward pass, and are in place before the next one pulls: **a pull sees all
-pushes of all ranks up to the step before.** With a *lag* they have a step more to travel: then it sees those of other
-ranks up to the step before that.
+Both sides know the rows of a step in advance, so nothing but rows is sent, those of all slots together, as histories
+keep them. They travel while the step goes on with its backward pass, and are in place before the next one pulls: **a
+pull sees all pushes of all ranks up to the step before.** With a *lag* they have a step more to travel: then it sees
+those of other ranks up to the step before that.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gnnautoscale._util import is_capturing, tensors_in
-from gnnautoscale.errors import InputError
 from gnnautoscale.history import History, RowSums
-from gnnautoscale.kernels import Runs
 from gnnautoscale.ranks.agreement import check_agreement
+from gnnautoscale.ranks.gradients import GradientMean
+from gnnautoscale.ranks.letters import Border, Letter
 from gnnautoscale.ranks.parcel import packed, sizes, unpacked
-from gnnautoscale.ranks.shard import Shard
-from gnnautoscale.ranks.typed_shard import TypedShard
-from gnnautoscale.ranks.world import Arrival, World
+from gnnautoscale.ranks.steps import Steps
+from gnnautoscale.ranks.world import Arrival
 from gnnautoscale.transfer import BatchRows, Times, Transfer
 
-#: The parts of one batch, as its rank numbers them.
-Group = tuple[int, ...]
 #: The histories of each type of nodes; a plain graph has one type, without a name.
 Histories = Mapping[str, Sequence[History]]
 #: Width and type of the histories of each slot, by type of nodes.
@@ -41,35 +37,21 @@ Records = Mapping[str, Mapping[str, Sequence[Any]]]
 
 
 class Ghosts:
-    """The rows that a rank shares with others: which ones, in which step, and how they get there.
+    """The rows of one model that a rank shares with others: which ones, in which step, and how they get there.
 
     Of a heterogeneous graph each type of nodes has its rows; those of all types travel together.
     """
 
-    def __init__(self, shard: Shard | TypedShard, world: World) -> None:
-        self.shard, self.world = shard, world
-        #: Whether the last forward pass waits for a backward pass, or for :attr:`skip`, which takes part without one.
-        self.unanswered = False
-        #: Called with outputs whose backward pass needs all ranks.
-        self.skip: Callable[[Sequence[Tensor]], None] | None = None
+    def __init__(self, steps: Steps) -> None:
+        self.steps, self.shard, self.world = steps, steps.shard, steps.world
+        #: Makes the backward passes of the model those of all ranks; ``None`` if none is.
+        self.mean: GradientMean | None = None
         #: Whether backward passes need all ranks on the way, not only at their end.
         self.meets_within = False
-        self._outputs: list[Tensor] = []
-        #: A context in which no backward pass is one of all ranks; ``None`` if none is.
-        self.alone: Callable[[], AbstractContextManager[None]] | None = None
-        #: Called when the model is detached.
-        self.on_close: Callable[[], None] | None = None
         #: How many steps the rows of other ranks may lag behind those of the step before, 0 or 1.
         self.lag = 0
-        self._borders = {kind: _Border(each) for kind, each in shard.kinds.items()}
+        self._borders = {kind: Border(each) for kind, each in self.shard.kinds.items()}
         self._first, self._final = next(iter(self._borders)), next(reversed(self._borders))
-        # The groups of all ranks in each step of the epoch, and the step of each of this rank's batches.
-        self._steps: list[list[Group]] = []
-        self._step_of: dict[tuple[object, ...], int] = {}
-        self._last = -1
-        #: The parts of all ranks in the last step, or pass beside the steps.
-        self.groups: list[Group] = []
-        self._aside: list[Group] | None = None
         # Of the present step: the rows of each type so far, and the histories that got them.
         self._begun: dict[str, object] = {}
         self._pushed: dict[str, Sequence[History]] = {}
@@ -80,23 +62,17 @@ class Ghosts:
         self._forms: Forms = {}
         self._records: Callable[[], Records] = dict
         self._seen: list[Any] = []
-        self._stepped = False
+        # The epoch in which ranks have compared records last.
+        self._compared = -1
 
-    def announce(self, groups: Sequence[Group], runs: Sequence[Mapping[str, Runs]]) -> None:
-        """Tell all ranks which parts this one trains on in each step of an epoch, and learn theirs.
+    @property
+    def shared(self) -> object:
+        """See :attr:`Sharing.shared`."""
+        return self.steps
 
-        ``runs`` are the rows of these batches, by type.
-        """
-        self.answer()
-        self._check_records()
-        everyone = self.world.gather(list(groups))
-        self._steps = [list(step) for step in zip(*everyone, strict=True)]
-        self._step_of = {tuple(tuple(each) for each in kinds.values()): step for step, kinds in enumerate(runs)}
-        self._last = -1
-
-    def parts_in_step(self, step: int) -> list[Group]:
-        """The parts that each rank trains on in a step of the epoch under way."""
-        return self._steps[step]
+    def start(self) -> None:
+        """See :meth:`Sharing.start`."""
+        self.world.open.answer(but=self.mean)
 
     def begin(self, kind: str, rows: BatchRows) -> None:
         """Begin a step on a batch, which must be the next one of the loader, or the same once more.
@@ -108,43 +84,12 @@ class Ghosts:
             self._arrive(before=self._passes - self.lag)
             self._begun, self._pushed = {}, {}
         self._begun[kind] = tuple(rows.runs)
-        if kind != self._final:
-            return
-        if self._aside is not None:
-            self.groups = self._aside
-            return
-        step = self._step_of.get(tuple(self._begun.values()))
-        if step is None or not self._last <= step <= self._last + 1:
-            got = "another batch" if step is None else f"batch {step + 1} after batch {self._last + 1}"
-            rule = "ranks step together, each on every batch of its loader in turn"
-            raise InputError(rule, got=got, fix="Call the model once with each batch that the loader yields.")
-        self._last, self.groups = step, self._steps[step]
+        if kind == self._final:
+            self.steps.begin(tuple(self._begun.values()))
 
-    @contextmanager
-    def aside(self, rows: Mapping[str, BatchRows]) -> Iterator[None]:
+    def aside(self, rows: Mapping[str, BatchRows]) -> AbstractContextManager[None]:
         """See :meth:`Sharing.aside`."""
-        self.answer()
-        groups = self.world.gather(self._parts_of(rows))
-        if None in groups:
-            got = f"another one on rank {groups.index(None)}"
-            fix = "Pass each rank one of its batches, such as loader.batch_of([0])."
-            raise InputError("ranks refresh batches of whole parts of their own", got=got, fix=fix)
-        self._aside, before = groups, self.unanswered
-        try:
-            yield
-        finally:
-            self._aside, self.unanswered = None, before
-
-    def _parts_of(self, rows: Mapping[str, BatchRows]) -> Group | None:
-        """The parts that a batch consists of; ``None`` if these are not whole ones of this rank."""
-        own = {kind: each.on_host[: each.batch_size] for kind, each in rows.items()}
-        shards = self.shard.kinds
-        found = [torch.searchsorted(shards[kind].starts, each, right=True) - 1 for kind, each in own.items()]
-        parts = torch.unique(torch.cat(found))
-        if not parts.numel() or int(parts[-1]) >= self.shard.num_parts:
-            return None
-        whole = all(int(shards[kind].starts.diff()[parts].sum()) == each.numel() for kind, each in own.items())
-        return tuple(parts.tolist()) if whole else None
+        return self.steps.aside(rows)
 
     def end(self, kind: str, pushed: Sequence[History], transfer: Transfer) -> None:
         """Send what a step has pushed to some histories of a type with a transfer; called like `begin`."""
@@ -154,24 +99,21 @@ class Ghosts:
 
     def send(self, histories: Histories, transfers: Sequence[Transfer] = ()) -> None:
         """Start to send the rows that the present pass pushed, and to receive those of the other ranks."""
-        groups = self.groups
+        groups = self.steps.groups
 
-        def pieces(border: _Border, peer: int) -> tuple[list[slice], list[slice]]:
+        def pieces(border: Border, peer: int) -> tuple[list[slice], list[slice]]:
             sent = [border.sent(peer, part) for part in groups[self.shard.rank]]
             return sent, [border.ghosts(peer, part) for part in groups[peer]]
 
-        if not self._stepped:
-            self._stepped = True
-            self._check_records()
+        self._compare_records()
         if (posted := self._post(histories, pieces, transfers)) is not None:
             self._pending.append((self._passes, posted))
 
     def share(self, histories: Histories) -> None:
         """Send all rows that are ghosts elsewhere, and receive all ghosts."""
-        self.answer()
         self._check_records()
 
-        def pieces(border: _Border, peer: int) -> tuple[list[slice], list[slice]]:
+        def pieces(border: Border, peer: int) -> tuple[list[slice], list[slice]]:
             return ([], []) if peer == self.shard.rank else ([border.all_sent(peer)], [border.all_ghosts(peer)])
 
         if (posted := self._post(histories, pieces)) is not None:
@@ -191,7 +133,7 @@ class Ghosts:
 
     def quietly(self) -> AbstractContextManager[None]:
         """See :meth:`Sharing.quietly`."""
-        return nullcontext() if self.alone is None else self.alone()
+        return nullcontext() if self.mean is None else self.mean.later()
 
     def settle(self) -> None:
         """Wait for all rows of other ranks, and write them into the rows of ghosts."""
@@ -203,21 +145,15 @@ class Ghosts:
             self._pending.popleft()[1].open()
 
     def answer(self) -> None:
-        """If the last forward pass had no backward pass, such as one without labels, take part in that of the others.
-
-        It is called before all ranks do something else together.
-        """
-        outputs, self._outputs = self._outputs, []
-        if self.unanswered and self.skip is not None:
-            self.skip(outputs)
-
-    def answered(self) -> None:
-        """Take note that the last forward pass has had its backward pass."""
-        self.unanswered, self._outputs = False, []
+        """See :meth:`Sharing.answer`."""
+        self.world.open.answer()
 
     def finish(self, out: Any) -> None:
         """See :meth:`Sharing.finish`."""
-        self._outputs = [each for each in tensors_in(out) if each.requires_grad] if self.meets_within else []
+        if not is_capturing():
+            self._compare_records()  # also of a model without rows to send
+        if self.mean is not None and not self.mean.waits and torch.is_grad_enabled():
+            self.world.open.add(self.mean, [each for each in tensors_in(out) if each.requires_grad])
 
     def all_forms(self, forms: Forms) -> Forms:
         """See :meth:`Sharing.all_forms`; once there are some, nobody asks again."""
@@ -230,11 +166,13 @@ class Ghosts:
 
     def close(self) -> None:
         """Wait for rows on their way, which the other ranks have sent, and let the model go."""
+        if sys.exc_info()[0] is None:  # otherwise others may not come this far
+            self.answer()
         self.settle()
-        if self.on_close is not None:
-            self.on_close()
-        self.skip, self.alone, self.on_close, self.meets_within, self._forms = None, None, None, False, {}
-        self.answered()
+        if self.mean is not None:
+            self.world.open.remove(self.mean)
+            self.mean.remove()
+        self.mean, self._forms = None, {}
 
     def first_late(self, kind: str) -> int:
         """See :meth:`Sharing.first_late`: own rows come first."""
@@ -247,10 +185,15 @@ class Ghosts:
     def follow(self, records: Callable[[], Records]) -> None:
         """Compare what layers make of edges, the ``records`` of each call, with other ranks when it changes.
 
-        A change may be one of this rank alone, so all ask each other: in the first step, whenever an epoch begins, and
-        when all rows are shared.
+        A change may be one of this rank alone, so all ask each other: in the first step of every epoch, and when all
+        rows are shared.
         """
-        self._records, self._seen, self._stepped = records, [], False
+        self._records, self._seen, self._compared = records, [], -1
+
+    def _compare_records(self) -> None:
+        if self._compared != self.steps.epoch:
+            self._compared = self.steps.epoch
+            self._check_records()
 
     def _check_records(self) -> None:
         records = self._records()
@@ -264,7 +207,7 @@ class Ghosts:
     def _post(
         self,
         histories: Histories,
-        pieces: Callable[[_Border, int], tuple[list[slice], list[slice]]],
+        pieces: Callable[[Border, int], tuple[list[slice], list[slice]]],
         transfers: Sequence[Transfer] = (),
     ) -> _Post | None:
         """Start to exchange rows of all types together; returns what is on its way, ``None`` without histories.
@@ -287,105 +230,11 @@ class Ghosts:
         return _Post(arrival, letters, transfers)
 
 
-class _Border:
-    """Which rows of one type of nodes a rank sends, and which of its ghosts it receives, part by part."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        # The rows that are sent, wherever they were looked up.
-        self._sent = {shard.sent.device: shard.sent}
-        self._sent_starts, self._ghost_starts = shard.sent_starts.tolist(), shard.ghost_starts.tolist()
-        self._first_part = shard.first_part.tolist()
-
-    def sent(self, peer: int, part: int) -> slice:
-        """Where the rows of an own part lie that a peer gets."""
-        return slice(self._sent_starts[peer][part], self._sent_starts[peer][part + 1])
-
-    def all_sent(self, peer: int) -> slice:
-        """Where all rows lie that a peer gets."""
-        return slice(self._sent_starts[peer][0], self._sent_starts[peer][-1])
-
-    def ghosts(self, peer: int, part: int) -> slice:
-        """Which ghosts are those of a peer's part."""
-        first = self._first_part[peer] + part
-        return slice(self._ghost_starts[first], self._ghost_starts[first + 1])
-
-    def all_ghosts(self, peer: int) -> slice:
-        """Which ghosts are those of a peer."""
-        return slice(*(self._ghost_starts[self._first_part[end]] for end in (peer, peer + 1)))
-
-    def letter(
-        self,
-        histories: Sequence[History],
-        sent: Sequence[list[slice]],
-        received: Sequence[list[slice]],
-        *,
-        wire: torch.device,
-    ) -> _Letter:
-        """The rows of histories to send to each rank, and where those that each rank sends belong."""
-        device, own = self._sent_from(histories[0], wire)
-        rows = torch.cat([own[:0], *(own[piece] for pieces in sent for piece in pieces)])
-        arriving = [torch.arange(piece.start, piece.stop, device=device) for pieces in received for piece in pieces]
-        places = self._shard.num_own + torch.cat([own[:0], *arriving])
-        raw = [_raw_rows(history, rows).view(torch.uint8) for history in histories]
-        together = raw[0] if len(raw) == 1 else torch.cat(raw, dim=1)
-        return _Letter(histories, together, _counts(sent), places, _counts(received))
-
-    def collect(self, sums: RowSums, world: World) -> None:
-        """Add what was added to rows of ghosts to those of the ranks that own them."""
-        device, own = self._sent_from(sums.history, world.wire)
-        peers = [peer for peer in range(self._shard.size) if peer != self._shard.rank]
-        ghosts, rows = ({peer: of(peer) for peer in peers} for of in (self.all_ghosts, self.all_sent))
-        places = [torch.arange(piece.start, piece.stop, device=device) for piece in ghosts.values()]
-        given = sums.read(self._shard.num_own + torch.cat(places), dtype=sums.history.dtype)
-        sent, received = (
-            [each[peer].stop - each[peer].start if peer in each else 0 for peer in range(self._shard.size)]
-            for each in (ghosts, rows)
-        )
-        arrived = torch.split(world.exchange(given, sent, received).wait().to(device), received)
-        for peer, piece in rows.items():
-            sums.add(arrived[peer], own[piece])
-
-    def _sent_from(self, history: History, wire: torch.device) -> tuple[torch.device, Tensor]:
-        """Where rows of a history are read and written, and which own rows are sent, there."""
-        # A GPU may be the wire of ranks that compute on the host; it cannot read their histories.
-        device = history.raw.device if history.raw.is_cuda or not history.serves(wire) else wire
-        return device, self._sent.setdefault(device, self._shard.sent.to(device))
-
-
-@dataclass(frozen=True)
-class _Letter:
-    """Rows of all histories of one type of nodes, side by side as bytes.
-
-    Attributes:
-        histories: The histories.
-        rows: Those to send, to the first rank first, ``[num_sent, width]``.
-        sent: How many each rank gets.
-        places: The rows of those to receive, ``[num_received]``.
-        received: How many of them come from each rank.
-    """
-
-    histories: Sequence[History]
-    rows: Tensor
-    sent: list[int]
-    places: Tensor
-    received: list[int]
-
-    def write(self, raw: Tensor) -> None:
-        """Write what has arrived, ``[num_received, width]``."""
-        first = 0
-        for history in self.histories:
-            width = history.codec.raw_width * history.codec.raw_dtype.itemsize
-            rows = raw[:, first : first + width].to(self.rows.device).contiguous().view(history.codec.raw_dtype)
-            history.write(rows, self.places)
-            first += width
-
-
 class _Post(NamedTuple):
     """Rows of other ranks on their way, of each type, and the transfers that move rows of these histories."""
 
     arrival: Arrival
-    letters: list[_Letter]
+    letters: list[Letter]
     transfers: Sequence[Transfer]
 
     def open(self) -> None:
@@ -443,7 +292,6 @@ class RankTransfer(Transfer):
     def end(self) -> None:
         """See :meth:`Transfer.end`."""
         self._inner.end()
-        self._ghosts.unanswered = torch.is_grad_enabled()
         if self._current.key is not None:
             self._pushed_before[self._current.key] = self._pushed
         if not is_capturing() and not self._inner.pushes_late:
@@ -490,14 +338,3 @@ class RankTransfer(Transfer):
     def skips_shared(self) -> bool:  # type: ignore[override]
         """Whether the step that has begun found the rows that it shares with the step before on the device."""
         return self._inner.skips_shared
-
-
-def _raw_rows(history: History, rows: Tensor) -> Tensor:
-    """Raw rows of a history, ``[count, raw_width]``, on the device of their index."""
-    raw = torch.empty(rows.numel(), history.codec.raw_width, dtype=history.codec.raw_dtype, device=rows.device)
-    history.read(rows, raw)
-    return raw
-
-
-def _counts(pieces: Sequence[list[slice]]) -> list[int]:
-    return [sum(piece.stop - piece.start for piece in each) for each in pieces]

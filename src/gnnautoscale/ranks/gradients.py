@@ -26,7 +26,7 @@ class GradientMean:
 
     So a step is that of one process that adds up the gradients of all ranks' batches and divides by their number. What
     modules keep besides weights, such as the running averages of batch norms, becomes the mean as well. A rank without
-    anything to learn in a step calls :meth:`join` or :meth:`skip` instead of a backward pass, and does not count in the
+    anything to learn in a step calls :meth:`join` instead of a backward pass, and does not count in the
     mean.
 
     Args:
@@ -63,9 +63,12 @@ class GradientMean:
         ]
         #: Whether this rank counts in the mean of the present step.
         self.counts = True
+        #: Whether backward passes need all ranks on the way, not only at their end.
+        self.meets_within = False
         #: How many ranks had something to learn in the last step, and whether any rank wants to stop.
         self.learners, self.stop = 0, False
-        self._waits = False
+        #: Whether backward passes leave gradients as they are for now.
+        self.waits = False
         # The size of each rank's weights in the last step.
         self._weight_sizes: _Later | None = None
         self._reset()
@@ -73,11 +76,16 @@ class GradientMean:
     @contextmanager
     def later(self) -> Iterator[None]:
         """Within, backward passes leave gradients as they are, until :meth:`average` is called."""
-        self._waits = True
+        self.waits = True
         try:
             yield
         finally:
-            self._waits = False
+            self.waits = False
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """See :attr:`Learner.weights`."""
+        return self._weights
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients of all weights as they are."""
@@ -108,25 +116,20 @@ class GradientMean:
         self.average([None] * len(self._weights), counts=False)
         return self.trained
 
-    def skip(self, outputs: Sequence[Tensor] = ()) -> None:
-        """Take part in a step whose loop went on without a backward pass: if other ranks step, so does this one.
+    def leave_out(self) -> Callable[[], Sequence[torch.optim.Optimizer] | None]:
+        """See :meth:`Learner.leave_out`."""
+        before, self.counts = self.gradients(), False
+        for weight in self._weights:
+            weight.grad = None
 
-        Backward passes of ``outputs`` need all ranks, so there is one of nothing.
-        """
-        before = self.gradients()
-        if outputs:
-            for weight in self._weights:
-                weight.grad = None
-            self.counts = False
-            torch.autograd.backward(list(outputs), [torch.zeros_like(each) for each in outputs])
-        else:
-            self.join()
-        if self.trained:
-            for optimizer in self._find_optimizers():
-                optimizer.step()
-        else:  # what steps before have added up stays
+        def end() -> Sequence[torch.optim.Optimizer] | None:
+            if self.trained:
+                return self._find_optimizers()
             for weight, gradient in zip(self._weights, before, strict=True):
-                weight.grad = gradient
+                weight.grad = gradient  # what steps before have added up stays
+            return None
+
+        return end
 
     def _check_weights(self) -> None:
         """Refuse to train weights whose gradients would be those of one rank."""
@@ -168,7 +171,7 @@ class GradientMean:
 
     def _arrived(self, weight: Tensor) -> None:
         """The gradient of a weight is known: send it off with those of its bucket, once all before it are gone."""
-        if self._waits:
+        if self.waits:
             return
         if not self._running:
             self._running, self._pass = True, torch._C._current_graph_task_id()
@@ -187,6 +190,7 @@ class GradientMean:
 
         The host waits for the other ranks' hosts, but not for a GPU.
         """
+        self.world.open.remove(self)
         self._check_weights()
         for bucket in self._buckets[len(self._sums) :]:
             self._send(bucket)
@@ -233,7 +237,10 @@ class GradientMean:
         if len({repr(size) for size in told}) > 1:
             self._reset()
             rule = "all ranks must make the same steps with the same weights"
-            fix = "Let every rank do the same between backward() and step(), such as clipping, also without labels."
+            fix = (
+                "Let every rank do the same between backward() and step(), such as clipping; without labels let it "
+                "do so with a loss of zero, out.sum() * 0."
+            )
             raise InputError(rule, got=f"weights that differ, of sizes {told}", fix=fix)
 
 

@@ -20,6 +20,7 @@ from gnnautoscale.ranks.cutting import COUNTS, cut, facts_of, graph_of, training
 from gnnautoscale.ranks.exchange import Ghosts
 from gnnautoscale.ranks.files import read_shard
 from gnnautoscale.ranks.shard import Layout, Shard, check_shardable
+from gnnautoscale.ranks.steps import Steps
 from gnnautoscale.ranks.surroundings import surroundings
 from gnnautoscale.ranks.typed_shard import TypedShard
 from gnnautoscale.ranks.world import World, current
@@ -56,8 +57,10 @@ class RankLoader(HaloLoader):
     shard: Any = None
     #: The part of each node of the whole graph, ``[num_nodes]``, on the first rank, if it was cut here.
     whole_labels: Tensor | None = None
-    #: What keeps ghosts up to date; ``None`` if there is only one rank.
-    ghosts: Ghosts | None = None
+    #: The steps that ranks make together; ``None`` if there is only one rank.
+    steps: Steps | None = None
+    # Shares rows when models visit the graph that they are not trained on.
+    _visits: Ghosts | None = None
 
     def __init__(
         self, data: Data | HeteroData | str | Path, num_parts: int | None = None, *, batch_size: int = 1, **options: Any
@@ -118,7 +121,10 @@ class RankLoader(HaloLoader):
         return cut(graph, layout, world.rank, bidirectional=bidirectional, whole=facts_of(graph))
 
     def _share(self, shard: Shard | TypedShard, batch_size: int) -> None:
-        self.shard, self.ghosts = shard, Ghosts(shard, self.world) if self.world.size > 1 else None
+        self.shard = shard
+        if self.world.size > 1:
+            self.steps = Steps(shard, self.world)
+            self._visits = Ghosts(self.steps)
         sizes = shard.first_part.diff().tolist()
         if isinstance(batch_size, int) and batch_size > sum(sizes):
             rule = f"batch_size must be at most the number of parts, {sum(sizes)}"
@@ -132,8 +138,8 @@ class RankLoader(HaloLoader):
     def __iter__(self) -> Iterator[Data]:
         for batch in super().__iter__():
             yield batch
-            if self.ghosts is not None:
-                self.ghosts.answer()
+            self.world.open.answer()
+            self.world.open.clear()
 
     def _parts_to_draw(self) -> int:
         return super()._parts_to_draw() if self.shard is None else self.shard.num_parts
@@ -143,9 +149,9 @@ class RankLoader(HaloLoader):
 
     def _next_groups(self) -> list[PartGroup]:
         groups = super()._next_groups()
-        if self.ghosts is not None:
+        if self.steps is not None:
             builder = self._source.builder
-            self.ghosts.announce(groups, [_runs(builder.own_rows(group)) for group in groups])
+            self.steps.announce(groups, [_runs(builder.own_rows(group)) for group in groups])
         return groups
 
     @property
@@ -170,7 +176,7 @@ class RankLoader(HaloLoader):
     @property
     def sharing(self) -> Ghosts | None:
         """See :attr:`HaloLoader.sharing`."""
-        return self.ghosts
+        return self._visits
 
     @property
     def is_whole(self) -> bool:

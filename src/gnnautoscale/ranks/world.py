@@ -25,6 +25,7 @@ from torch import Tensor
 
 from gnnautoscale._util import checked, versions
 from gnnautoscale.errors import InputError
+from gnnautoscale.ranks.open_passes import OpenPasses
 
 T = TypeVar("T")
 _HOST = torch.device("cpu")
@@ -74,6 +75,8 @@ class World:
         self.wire = device if nccl else _HOST
         # What the host says itself has a way of its own, on which nobody waits for a GPU.
         self._talk = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if nccl else None
+        #: Forward passes whose backward pass may be one of other ranks alone.
+        self.open = OpenPasses()
         #: How many bytes of rows this rank has sent to others so far.
         self.sent_bytes = 0
 
@@ -98,6 +101,7 @@ class World:
         """The values of all ranks, by rank."""
         if self.size == 1:
             return [value]
+        self.open.answer()
         found: list[Any] = [None] * self.size
         self.guarded(lambda: dist.all_gather_object(found, value, group=self._talk))
         return found
@@ -152,6 +156,7 @@ class World:
         """The value of the first rank."""
         if self.size == 1:
             return value
+        self.open.answer()
         box = [value]
         self.guarded(lambda: dist.broadcast_object_list(box, src=0, group=self._talk))
         return box[0]
@@ -255,6 +260,7 @@ def start(*, timeout: float = _LONGEST_WAIT) -> World:
     device = torch.device("cuda", local % gpus) if gpus else _HOST
     if gpus:
         torch.cuda.set_device(device)
+    _say_errors_once()
     if not dist.is_initialized():
         backend = "nccl" if gpus >= on_node else "gloo"
         try:
@@ -266,7 +272,6 @@ def start(*, timeout: float = _LONGEST_WAIT) -> World:
         atexit.register(_leave)
     _world = World(dist.get_rank(), dist.get_world_size(), device, timeout=timeout)
     _end_when_asked(_world)
-    _say_errors_once()
     return _world
 
 

@@ -109,7 +109,7 @@ class LinkLoader(RankLoader):
     def _elsewhere(self, step: int) -> Tensor:
         """The nodes of the other ranks' batches in a step of this epoch, ``[count]``."""
         found = [self._place.new_empty(0)]
-        for rank, parts in enumerate([] if self.ghosts is None else self.ghosts.parts_in_step(step)):
+        for rank, parts in enumerate([] if self.steps is None else self.steps.parts_in_step(step)):
             found += [self._parts_of_ranks[rank][part] for part in parts if rank != self.world.rank]
         return torch.cat(found)
 

@@ -156,8 +156,8 @@ class RankStrategy(HistoryStrategy):
             torch.manual_seed(torch.initial_seed() + 7919 * (1 + checkpoint.step))
         take_rows(self._memory, self._loader, pieces, device)
         self._memory.share(self._memory.histories)
-        if self._loader.ghosts is not None and self._memory.last_gradients:
-            self._loader.ghosts.share(last_gradients(self._memory))
+        if self._memory.sharing is not None and self._memory.last_gradients:
+            self._memory.sharing.share(last_gradients(self._memory))
         if same and self._moves_ghosts:
             ghosts = slice(self._loader.num_own, self._shard.kinds[""].nodes.numel())
             for slot, history in self._memory.histories.items():
@@ -180,8 +180,8 @@ class RankStrategy(HistoryStrategy):
         return Flow(self._loader.parts, own=range(first, end), lag=self._lag)
 
     def _elsewhere(self) -> list[int]:
-        shard, ghosts = self._shard, self._loader.ghosts
-        groups = [] if ghosts is None else ghosts.groups
+        shard, steps = self._shard, self._loader.steps
+        groups = [] if steps is None else steps.groups
         first = shard.first_part.tolist()
         others = (rank for rank in range(len(groups)) if rank != shard.rank)
         return [first[rank] + part for rank in others for part in groups[rank]]

@@ -16,6 +16,16 @@ from gnnautoscale.transfer.rows import BatchRows
 class Sharing(Protocol):
     """Keeps rows that other processes own up to date."""
 
+    @property
+    def shared(self) -> object:
+        """Stands for the graph whose rows are shared: the same object for all models on one loader."""
+
+    def start(self) -> None:
+        """Take note that a step's forward pass begins."""
+
+    def answer(self) -> None:
+        """Take part in backward passes of other processes, as before everything else that all of them do together."""
+
     def first_late(self, kind: str) -> int:
         """The first of those rows of a type that others write; all behind it are theirs, too."""
 
