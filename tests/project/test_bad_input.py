@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import math
+import os
 import pydoc
 import random
 import re
@@ -199,6 +200,22 @@ def test_arguments_of_public_functions() -> None:
                     pytest.fail(f"{name}({argument}={value!r}): {type(error).__name__}: {error}")
 
 
+def test_calls_that_do_not_run_the_model_are_refused() -> None:
+    scaled, loader = gas.autoscale(model(), graph()), gas.HaloLoader(graph(), 2)
+    for function in (gas.infer, gas.refresh, gas.verify, gas.diagnose, gas.exact_forward):
+        for call in (lambda *_: None, dict):
+            with pytest.raises(gas.InputError):
+                function(scaled, loader, call=call)
+
+
+def test_calls_with_other_arguments_name_those_that_there_are() -> None:
+    wrong: Any = gas.HaloLoader
+    with pytest.raises(gas.InputError, match="missing a required argument: 'data'"):
+        wrong(num_parts=2)
+    with pytest.raises(gas.InputError, match=re.escape("Did you mean 'num_parts'?")):
+        wrong(graph(), num_part=2)
+
+
 # Graphs ##############################################################################################################
 
 BAD_GRAPHS: dict[str, Callable[[Data], Any]] = {
@@ -216,6 +233,7 @@ BAD_GRAPHS: dict[str, Callable[[Data], Any]] = {
     "x as one number": lambda data: data.update({"x": torch.tensor(1.0)}),
     "x as a vector": lambda data: data.update({"x": torch.ones(NODES)}),
     "x of other features": lambda data: data.update({"x": torch.ones(NODES, 6)}),
+    "x of rows of different lengths": lambda data: data.update({"x": torch.nested.nested_tensor([torch.ones(5)] * 3)}),
     "x of doubles": lambda data: data.update({"x": data.x.double()}),
     "x of NumPy": lambda data: data.update({"x": data.x.numpy()}),
     "x without values": lambda data: data.update({"x": torch.ones(NODES, 5, device="meta")}),
@@ -249,11 +267,32 @@ class Returning(torch.nn.Module):
         return self.made(self.conv(x, edge_index))
 
 
-@pytest.mark.parametrize("made", [lambda out: None, lambda out: [out], lambda out: out.sum(), lambda out: out + 0j])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda out: None,
+        lambda out: [out],
+        lambda out: out.sum(),
+        lambda out: out + 0j,
+        lambda out: out.detach(),
+        lambda out: out.to_sparse(),
+    ],
+)
 def test_outputs_of_another_kind_are_refused(made: Callable[[torch.Tensor], Any]) -> None:
     for mode in ("gas", "cluster", "exact"):
         with pytest.raises(gas.InputError):
             gas.fit(Returning(made), graph(), epochs=1, num_parts=2, mode=mode, progress=False)
+
+
+def test_weights_that_cannot_be_trained_are_refused() -> None:
+    with torch.inference_mode():
+        made = model()
+    for each in (made, model().to("meta")):
+        for mode in ("gas", "cluster"):
+            with pytest.raises(gas.InputError, match="weights of a model must have values"):
+                gas.fit(each, graph(), epochs=1, num_parts=2, mode=mode)
+        with pytest.raises(gas.InputError, match="weights of a model must have values"):
+            gas.autoscale(each, graph())
 
 
 def test_graphs_of_another_kind_are_refused() -> None:
@@ -318,6 +357,41 @@ def test_damaged_files() -> None:
             if found and isinstance(expected, torch.Tensor):
                 assert torch.equal(found[0], expected), (name, what)
         Path(name).write_bytes(good)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes in folders")
+def test_pipes_and_devices_are_not_read() -> None:
+    """They may never end."""
+    for name in ("a.npz", "a.pt", "a.csv", "a.npy"):
+        os.mkfifo(name)
+    np.savez("plain.npz", edge_index=[[0], [1]], y=[0, 1])
+    reads: list[Callable[[], Any]] = [
+        lambda: open_file("a.npz"),
+        lambda: open_file("a.pt"),
+        lambda: open_file("a.csv", edges="a.csv"),
+        lambda: open_file("plain.npz", features_file="a.npy"),
+        lambda: read_model(Path("/dev/zero")),
+        lambda: gas.fit(model(), graph(), resume="a.pt"),
+        lambda: resolve(TRAIN, {}, Path("/dev/zero")),
+    ]
+    for read in reads:
+        with pytest.raises(gas.InputError, match="no ordinary file"):
+            read()
+
+
+def test_results_do_not_replace_what_they_are_made_of() -> None:
+    data = graph()
+    torch.save(data, "graph.pt")
+    good = Path("graph.pt").read_bytes()
+    assert (
+        CliRunner().invoke(cli.app, ["train", "--data", "graph.pt", "--epochs", "1", "--save", "m.pt"]).exit_code == 0
+    )
+    Path("same.npz").symlink_to("graph.pt")
+    for words in (["train", "--save"], ["partition", "--output"], ["infer", "m.pt", "--output"]):
+        for name in ("graph.pt", "same.npz"):
+            result = CliRunner().invoke(cli.app, [*words, name, "--data", "graph.pt"])
+            assert "which is read for it" in str(result.exception), words
+    assert Path("graph.pt").read_bytes() == good
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -18,12 +18,13 @@ from gnnautoscale._util.modes import for_later, untracked
 from gnnautoscale._util.nested import map_others, map_tensors, others_in, tensors_in
 from gnnautoscale._util.notebook import html_table
 from gnnautoscale._util.options import Option, OptionGroup, check_names, check_path, option, options_of, shown
+from gnnautoscale._util.ordinary import ordinary
 from gnnautoscale._util.peak_memory import PeakMemory, resident_memory
 from gnnautoscale._util.pinned import Pinned, arriving_numbers, copy_staged, copy_staged_together, pinned_zeros
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
 from gnnautoscale._util.reasons import did_you_mean, reason_of
 from gnnautoscale._util.versions import versions
-from gnnautoscale._util.weights import load_state, state_of, weights_of
+from gnnautoscale._util.weights import check_weights, load_state, state_of, weights_of
 
 __all__ = [
     "FolderLock",
@@ -39,6 +40,7 @@ __all__ = [
     "check_argument",
     "check_names",
     "check_path",
+    "check_weights",
     "check_writable",
     "checked",
     "checksums_of",
@@ -61,6 +63,7 @@ __all__ = [
     "open_npz",
     "option",
     "options_of",
+    "ordinary",
     "others_in",
     "pinned_zeros",
     "random_states",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from gnnautoscale._util.ordinary import ordinary
 
 _PIECE = 1 << 20
 # The record that ends an archive: its signature, the length without and with the longest comment, and where it has the
@@ -19,16 +21,18 @@ _END, _SHORTEST, _LONGEST, _COUNT, _MANY = b"PK\5\6", 22, 22 + 0xFFFF, 10, 0xFFF
 _FOLDER = 0x10  # attribute of a record
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_npz(path: Path) -> Iterator[Any]:
     """Open an archive of NumPy, without pickles; one whose list of arrays is damaged is a ``ValueError``.
 
     The arrays have checksums, which NumPy looks at when it reads them. But an array that is not on the list, or under
     another name there, would not be missed.
     """
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+    with ordinary(path).open("rb") as file, contextlib.ExitStack() as opened:
+        archive: Any = np.load(file, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise ValueError("it is a single array, and no archive")
+        opened.enter_context(archive)
         listed: Any = archive.zip
         records = listed.infolist()
         file.seek(max(file.seek(0, 2) - _LONGEST, 0))
@@ -49,7 +53,7 @@ def damage_in(path: Path) -> str | None:
     nothing can be said about them.
     """
     try:
-        if not zipfile.is_zipfile(path):
+        if not zipfile.is_zipfile(ordinary(path)):
             return None
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gnnautoscale._util.memory import lacks_memory
 from gnnautoscale._util.options import Option, check_path, shown
+from gnnautoscale._util.reasons import did_you_mean
 from gnnautoscale.errors import InputError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -66,7 +67,14 @@ def checked(**facts: Mapping[str, Any]) -> Callable[[F], F]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                known = [each for each in signature.parameters if each != "self"]
+                rule = f"{name} takes the arguments {', '.join(known)}"
+                unknown = next((each for each in kwargs if each not in signature.parameters), "")
+                fix = did_you_mean(unknown, known, "Pass what it needs, by name if in doubt.")
+                raise InputError(rule, got=f"another call ({error})", fix=fix) from None
             for each, check in checks().items():
                 if signature.parameters[each].kind is inspect.Parameter.VAR_POSITIONAL:
                     bound.arguments[each] = tuple(check(value) for value in bound.arguments.get(each, ()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
@@ -13,10 +13,11 @@ from gnnautoscale._util.options import check_path
 from gnnautoscale.errors import InputError
 
 
-def check_writable(path: Path, *, rule: str) -> None:
+def check_writable(path: Path, *, rule: str, read: Iterable[Path] = ()) -> None:
     """Refuse a file that could not be written, before any work is done for it; nothing is left behind.
 
-    ``rule`` is the rule of the error.
+    ``rule`` is the rule of the error, and ``read`` are files that are read for what is written, so that it cannot
+    replace them.
     """
     problem = ""
     try:
@@ -25,6 +26,8 @@ def check_writable(path: Path, *, rule: str) -> None:
             problem = "which is a folder"
         elif path.exists() and not path.is_file():
             problem = "which is no ordinary file"
+        elif path.exists() and any(each.exists() and path.samefile(each) for each in read):
+            problem = "which is read for it"
         else:
             temporary = path.with_name(f".{uuid4().hex}.part")
             temporary.open("wb").close()

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gnnautoscale._util.ordinary import ordinary
+
 _PIECE = 1 << 22
 _NAME = "checksum"
 
@@ -49,7 +51,7 @@ def _of_values(content: Mapping[str, Any]) -> int:
 
 def _checksum(path: Path) -> int:
     found = 0
-    with path.open("rb") as stream:
+    with ordinary(path).open("rb") as stream:
         while piece := stream.read(_PIECE):
             found = zlib.crc32(piece, found)
     return found

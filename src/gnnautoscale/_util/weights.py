@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gnnautoscale.errors import InputError
+
 
 def weights_of(*modules: nn.Module) -> list[nn.Parameter]:
     """The weights of modules, each once.
@@ -24,6 +26,17 @@ def weights_of(*modules: nn.Module) -> list[nn.Parameter]:
         if not any(map(is_lazy, own)):
             found |= {id(weight): weight for weight in own}
     return list(found.values())
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse a model with weights or buffers that have no values, or that autograd does not know."""
+    rule, values = "the weights of a model must have values", [*model.parameters(), *model.buffers()]
+    if any(value.is_meta for value in values):
+        fix = "Load its weights, or use to_empty() and initialize them."
+        raise InputError(rule, got="some on the device meta", fix=fix)
+    if any(not is_lazy(value) and value.is_inference() for value in values):
+        fix = "Build the model outside of that mode."
+        raise InputError(f"{rule} that can be trained", got="some made in torch.inference_mode()", fix=fix)
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:

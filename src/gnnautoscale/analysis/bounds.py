@@ -25,6 +25,7 @@ from gnnautoscale.attach import (
     call_with_batch,
     collect,
     info_of,
+    plan_of,
     sweep,
 )
 from gnnautoscale.errors import InputError
@@ -235,9 +236,9 @@ def measure(model: nn.Module, loader: HaloLoader, *, call: CallModel = call_with
     """
     kept, computed, zero = _histories(model, loader), dict[str, Tensor](), torch.zeros(())
     with evaluating(model):
+        plan = plan_of(model, loader, call)
         outputs = _outputs(model, loader, call, _steps(kept, computed))
         exact = _exact(model, loader, call)
-    plan = attached(model).plan
     kinds = {**plan.kinds, **_output_kinds(plan)} if isinstance(plan, TypedPlan) else {}
     found = []
     for name, now in (*computed.items(), *outputs.items()):

@@ -108,6 +108,8 @@ def diagnose(
     if ages is not None and ages.shape != (loader.graph.num_nodes,):
         rule = f"ages must have one number for each of the {loader.graph.num_nodes} nodes"
         raise InputError(rule, got=f"shape {tuple(ages.shape)}", fix="Leave them out, or pass [num_nodes].")
+    if target is not None and not isinstance(loader.graph, TypedGraph):
+        raise InputError("target is a type of nodes of a heterogeneous graph", got="a plain one", fix="Leave it out.")
     names = [what] if isinstance(what, str) else list(what)
     if not set(names) <= set(DIAGNOSTICS):
         rule = f"diagnose must be some of {', '.join(DIAGNOSTICS)}"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked
+from gnnautoscale._util import check_weights, checked
 from gnnautoscale.attach.autoscaler import Autoscaler, attached, memory_for
 from gnnautoscale.forward import Compensation, GraphMemory
 from gnnautoscale.graph import Graph, TypedGraph
@@ -66,6 +66,7 @@ def autoscale(
         >>> model(batch.x, batch.edge_index).size(0) == batch.batch_size
         True
     """
+    check_weights(model)
     if dtype is not None:
         codec_for(dtype, 1)  # refuses unsupported types
     # Rows that a step moves must not be pulled ahead of it.

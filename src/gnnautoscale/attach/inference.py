@@ -22,6 +22,7 @@ from gnnautoscale.attach.calling import (
     call_with_batch,
     device_of,
     info_of,
+    model_must_run,
     to_model_device,
     weighted_sum,
 )
@@ -308,8 +309,12 @@ def weights_checksum(model: nn.Module) -> list[float]:
 def plan_of(model: nn.Module, loader: HaloLoader, call: CallModel = call_with_batch) -> Plan:
     """The plan of an autoscaled model in its present mode on a loader's graph."""
     scaler = attached(model)
-    with scaler.running(PlanOnly()):
-        run_pass(partial(call, model, to_model_device(loader.any_batch(device_of(model)), model)))
+    before, batch = scaler.num_passes, to_model_device(loader.any_batch(device_of(model)), model)
+    with scaler.running(PlanOnly()), model_must_run(model):
+        run_pass(partial(call, model, batch))
+    if scaler.num_passes == before:
+        fix = "Pass one such as lambda model, batch: model(batch.x, batch.edge_index)."
+        raise InputError("call must be a function that runs the model on the batch", got="one that does not", fix=fix)
     return cast(Plan, scaler.plan)
 
 

@@ -34,7 +34,18 @@ from gnnautoscale.cli.predictions import check_ending, write_predictions
 from gnnautoscale.cli.report import report
 from gnnautoscale.cli.reproduce import reproduce
 from gnnautoscale.cli.saved import read_model, save_model
-from gnnautoscale.cli.schema import DATA, INFER, MODEL, PARTITION, TRAIN, chosen, load_dataset, with_options, with_saved
+from gnnautoscale.cli.schema import (
+    DATA,
+    INFER,
+    MODEL,
+    PARTITION,
+    TRAIN,
+    chosen,
+    files_read,
+    load_dataset,
+    with_options,
+    with_saved,
+)
 from gnnautoscale.cli.typed import graph_without_targets, typed_facts
 from gnnautoscale.data import TypedDataset, TypedLinks, datasets
 from gnnautoscale.errors import InputError
@@ -85,7 +96,7 @@ def train(
     model_name = options["model"] = resolve_name(built.pop("model"))
     check_model_options(model_name, built)
     if save is not None:
-        check_writable(save, rule="--save names a file in an existing folder")
+        check_writable(save, rule="--save names a file in an existing folder", read=files_read(options))
     for each in log or ():
         if each not in LOGGERS:
             fix = did_you_mean(each, LOGGERS, "For TensorBoard, use --tensorboard.")
@@ -206,7 +217,8 @@ def infer(
     """Run a trained model on all nodes of a graph, exactly, in batches."""
     device = pick_device(device)
     if output is not None:
-        check_writable(output, rule=OUTPUT)
+        inputs = [model, *files_read(options), *([] if pairs is None else [pairs])]
+        check_writable(output, rule=OUTPUT, read=inputs)
         check_ending(output)
     if output is None and not (pairs is None and partners_of is None):
         fix = "Add --output, a file to write them to."

@@ -11,12 +11,20 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from gnnautoscale._util import write_atomically
+from gnnautoscale._util import check_writable, write_atomically
 from gnnautoscale.cli.display import Json, megabytes, print_json, print_table
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import bench, figure
 from gnnautoscale.graph import Partitioner
 from gnnautoscale.training import describe_machine, pick_device
+
+
+def _writable(path: Path | None) -> Path | None:
+    """A file to write to, before anything is measured."""
+    if path is not None:
+        check_writable(path, rule="--output and --plot name files in existing folders")
+    return path
+
 
 app = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 Nodes = Annotated[int, typer.Option(help="Rows of a history.")]
@@ -31,7 +39,7 @@ Device = Annotated[str, typer.Option(help="Where to compute.")]
 Parts = Annotated[int, typer.Option(help="Number of parts, all of the same size.")]
 PartNodes = Annotated[int, typer.Option(help="Nodes per part.")]
 Hidden = Annotated[int, typer.Option(help="Width of hidden layers.")]
-Output = Annotated[Path | None, typer.Option(help="Where to write the numbers, as JSON.")]
+Output = Annotated[Path | None, typer.Option(help="Where to write the numbers, as JSON.", callback=_writable)]
 
 
 @app.command()
@@ -45,12 +53,16 @@ def step(
     layers: Layers = 4,
     epochs: Epochs = 5,
     device: Device = "cuda",
-    plot: Annotated[Path | None, typer.Option(help="Where to draw the numbers, as .svg or .png.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Where to draw the numbers, as .svg or .png.", callback=_writable)
+    ] = None,
     output: Output = None,
     json: Json = False,
 ) -> None:
     """Time a GIN's training step for growing halos, with histories on the GPU and in host memory (Figure 4)."""
     device = pick_device(device)
+    if plot is not None and plot.suffix not in (".svg", ".png"):
+        raise InputError("--plot ends in .svg or .png", got=str(plot), fix="Choose one of these endings.")
     graph = bench.BenchGraph(nodes, batch_nodes, batches, degree, degree, width, width)
     numbers = _numbers(ratios)
     graph.check(*numbers, layers=layers, epochs=epochs)
@@ -115,6 +127,8 @@ def storage(
     device = pick_device(device)
     graph = bench.BenchGraph(nodes, batch_nodes, batches, degree, degree, width, width)
     graph.check(ratio, layers=layers, epochs=epochs)
+    folder.mkdir(parents=True, exist_ok=True)
+    check_writable(folder / "rows", rule="histories on disk go to a folder that is writable")
     rows = bench.bench_storage(graph, ratio, torch.device(device), folder, layers=layers, epochs=epochs)
     table = [
         [
@@ -289,13 +303,13 @@ def _report(
 ) -> dict[str, Any]:
     """Print the numbers and write them to a file; returns what is written."""
     result = {"setup": setup, "machine": describe_machine(device), "torch": torch.__version__, "rows": rows}
-    if output is not None:
-        text = json_format.dumps(result, indent=1).encode()
-        write_atomically(output, lambda stream: stream.write(text), rule="--output must be writable")
     if json:
         print_json(result)
     else:
         print_table(title, heads, table)
+    if output is not None:
+        text = json_format.dumps(result, indent=1).encode()
+        write_atomically(output, lambda stream: stream.write(text), rule="--output must be writable")
     return result
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnautoscale._util import options_of, reason_of
+from gnnautoscale._util import options_of, ordinary, reason_of
 from gnnautoscale.cli.schema import Files, Graphs, Links, chosen, file_of, load_dataset, made_from
 from gnnautoscale.data import Dataset, TypedLinks, is_typed_file, read_typed_graph
 from gnnautoscale.errors import InputError
@@ -128,9 +128,9 @@ def _read_pairs(path: Path) -> tuple[Tensor, Tensor | None]:
     """Pairs ``[2, pairs]`` and, if there are any, their relations, from a table or an array ``[pairs, 2 or 3]``."""
     try:
         if path.suffix.lower() == ".npy":
-            array = np.load(path, allow_pickle=False)
+            array = np.load(ordinary(path), allow_pickle=False)
         else:
-            with path.open(encoding="utf-8-sig") as file:
+            with ordinary(path).open(encoding="utf-8-sig") as file:
                 names = file.readline().strip().split(",")
                 wanted = ("source", "relation", "target") if "relation" in names else ("source", "target")
                 columns = [names.index(name) for name in wanted]

@@ -13,7 +13,7 @@ from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale._util import check_writable, write_atomically
 from gnnautoscale.cli.display import Json, show_facts, working
-from gnnautoscale.cli.schema import load_dataset
+from gnnautoscale.cli.schema import files_read, load_dataset
 from gnnautoscale.cli.typed import facts_of_parts, graph_without_targets
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph, TypedGraph, connectivity, groups_to_balance
@@ -43,7 +43,7 @@ def partition(
         raise InputError("--ranks needs a folder to write to", got="no --output", fix="Add --output with a new folder.")
     if ranks is None:
         if output is not None:
-            check_writable(output, rule=OUTPUT)
+            check_writable(output, rule=OUTPUT, read=files_read(options))
         if bidirectional:
             raise InputError("--bidirectional belongs to --ranks", got="it alone", fix="Add --ranks, or leave it out.")
     with working(f"loading {options['data']}"):

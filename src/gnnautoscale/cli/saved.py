@@ -101,6 +101,6 @@ def read_model(path: Path) -> SavedModel:
         except pickle.UnpicklingError:
             reason = "it holds more than values and tensors"
         except Exception as error:  # PyTorch raises many types for damaged and foreign files
-            reason = reason_of(error)
+            reason = reason_of(error) if isinstance(error, OSError) else "it is no file of torch.save"
     rule, got = "a saved model must be a file that `gas train --save` wrote", f"{path} ({reason})"
     raise InputError(rule, got=got, fix="Train it again." if path.exists() else "Check the path.")

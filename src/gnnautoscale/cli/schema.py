@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from gnnautoscale._util import Option, OptionGroup, check_names, option, options_of, reason_of
+from gnnautoscale._util import Option, OptionGroup, check_names, option, options_of, ordinary, reason_of
 from gnnautoscale.data import Dataset, datasets, open_file
 from gnnautoscale.errors import InputError
 from gnnautoscale.models import MODELS, TYPED_MODELS, model_options
@@ -158,6 +158,11 @@ def file_of(options: dict[str, Any]) -> Path | None:
     return Path(source) if is_file else None
 
 
+def files_read(options: Mapping[str, Any]) -> list[Path]:
+    """The files that a command reads its graph from, which no result may replace."""
+    return [Path(options[name]) for name in ("data", "edges", "features_file") if options[name] is not None]
+
+
 def made_from(options: Mapping[str, Any], split: int) -> dict[str, Any]:
     """The options that a data set and its task are made with, without the places of files."""
     named = {each.name: options[each.name] for each in (*DATA, *TASK) if not each.path and each.name in options}
@@ -288,7 +293,7 @@ def _integers(text: str) -> list[int] | str:
 
 def _read(file: Path, known: Iterable[str]) -> dict[str, Any]:
     try:
-        with file.open("rb") as stream:
+        with ordinary(file).open("rb") as stream:
             read = tomllib.load(stream)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(

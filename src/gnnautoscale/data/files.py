@@ -22,7 +22,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr  # type: ignore[import-untyped]
 from torch_geometric.data.storage import AttrType, GlobalStorage  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked, damage_in, open_npz, reason_of
+from gnnautoscale._util import checked, damage_in, open_npz, ordinary, reason_of
 from gnnautoscale.data.columns import Array, class_names, floats, integers, need, numbers, splits
 from gnnautoscale.data.tables import OF_EDGES, OF_NODES, TABLES, join_tables, read_table
 from gnnautoscale.errors import InputError
@@ -94,7 +94,7 @@ def read_arrays(path: Path, meanings: dict[str, tuple[str, ...]] = OF_NODES) -> 
     kind = path.suffix.lower()
     need(kind in readers, f"a graph file ends in {', '.join(readers)}", str(path), "Save it as one of these.")
     try:
-        return readers[kind](path)
+        return readers[kind](ordinary(path))
     except (InputError, MemoryError):
         raise
     except Exception as error:  # a damaged file can make its reader raise almost anything
@@ -107,7 +107,7 @@ def read_arrays(path: Path, meanings: dict[str, tuple[str, ...]] = OF_NODES) -> 
 def _mapped(path: Path) -> Array:
     """Map an array on disk, copy-on-write: pages load as they are used, and writes never reach the file."""
     try:
-        array: Array = np.load(path, mmap_mode="c", allow_pickle=False)
+        array: Array = np.load(ordinary(path), mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
         got, fix = f"{path} ({reason_of(error)})", "Write it with numpy.save."
         raise InputError("features_file must be a readable .npy file", got=got, fix=fix) from None
@@ -139,7 +139,7 @@ def load_saved(path: Path, kind: type[Any], parts: list[Any]) -> Any:
     except pickle.UnpicklingError as error:
         needs = re.search(r"GLOBAL (\S+)", str(error))
         if needs is None:
-            raise
+            raise InputError(f"{path} must be as it was saved", got="no file of torch.save", fix=fix) from error
         raise InputError(f"{path} must open without running code", got=f"a pickled {needs[1]}", fix=fix) from error
     need(isinstance(saved, kind), f"{path} must hold a PyG {kind.__name__}", f"a {type(saved).__name__}", fix)
     return saved

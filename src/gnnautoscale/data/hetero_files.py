@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 from torch_geometric.data.storage import BaseStorage, EdgeStorage, NodeStorage  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked, open_npz, reason_of
+from gnnautoscale._util import checked, open_npz, ordinary, reason_of
 from gnnautoscale.data import columns, files, tables
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import EdgeType
@@ -44,10 +44,10 @@ def is_typed_file(path: str | Path) -> bool:
         if path.is_dir():
             return True
         if path.suffix.lower() == ".npz":
-            with zipfile.ZipFile(path) as archive:
+            with zipfile.ZipFile(ordinary(path)) as archive:
                 return "node_types.npy" in archive.namelist()
         if path.suffix.lower() == ".pt":
-            with zipfile.ZipFile(path) as archive:
+            with zipfile.ZipFile(ordinary(path)) as archive:
                 pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))
                 return b"torch_geometric.data.hetero_data" in archive.read(pickled)
     except Exception:  # zipfile raises many types; the reader of plain graphs says what is wrong

@@ -5,8 +5,8 @@ knows nothing about training loops.
 """
 
 from gnnautoscale.exact.kinds import forget_captured
-from gnnautoscale.exact.loss import Loss
+from gnnautoscale.exact.loss import Loss, check_gradient
 from gnnautoscale.exact.passes import ExactPasses
 from gnnautoscale.exact.whole_graph import exact_forward
 
-__all__ = ["ExactPasses", "Loss", "exact_forward", "forget_captured"]
+__all__ = ["ExactPasses", "Loss", "check_gradient", "exact_forward", "forget_captured"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 
 from gnnautoscale._util import tensors_in
+from gnnautoscale.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,16 @@ def given_gradients(inputs: Callable[[Data], dict[str, Tensor]]) -> Loss:
         return tensors_in(out), [given[str(place)] for place in range(len(given))]
 
     return Loss(inputs, seeds)
+
+
+def check_gradient(rows: list[Tensor]) -> None:
+    """Refuse to train on what depends on no weight, if there is anything to train on: nothing would be learned."""
+    if rows and not any(row.requires_grad for row in rows):
+        raise InputError(
+            "what a model is trained on depends on weights that need a gradient",
+            got="an output or a loss without one",
+            fix="Let forward neither detach what it returns nor run under torch.no_grad() or torch.inference_mode().",
+        )
 
 
 def differentiate(rows: list[Tensor], gradients: Sequence[Tensor | None]) -> None:

@@ -30,7 +30,7 @@ from gnnautoscale.attach import (
 from gnnautoscale.errors import UnsupportedModelError
 from gnnautoscale.exact.captured import CapturedSweeps
 from gnnautoscale.exact.kinds import KEPT, StepKind
-from gnnautoscale.exact.loss import Loss, differentiate, given_gradients
+from gnnautoscale.exact.loss import Loss, check_gradient, differentiate, given_gradients
 from gnnautoscale.exact.recipes import Recipes
 from gnnautoscale.forward import (
     Draws,
@@ -252,6 +252,7 @@ class ExactPasses:
             elif stage.level is None:
                 inputs = {name: value.to(self.device) for name, value in loss.inputs(batch).items()}
                 rows, gradients = loss.seeds(out, inputs)
+                check_gradient(rows)
             else:
                 rows, gradients = list(store.outputs.values()), []
                 for slot, value in store.outputs.items():

@@ -262,6 +262,9 @@ def _check_kinds(data: Data) -> None:
     for name, value in data:
         if isinstance(value, Tensor) and value.is_meta:
             raise InputError(f"{name} must have values", got="a tensor on the device meta", fix="Load them first.")
+        if isinstance(value, Tensor) and value.is_nested:
+            fix = "Use torch.nested.to_padded_tensor."
+            raise InputError(f"{name} must be a dense tensor", got="a nested one", fix=fix)
     weight = data.get("edge_weight")
     if weight is not None and (weight.dim() != 1 or weight.dtype == torch.bool or weight.is_complex()):
         got, fix = f"{weight.dtype} of shape {tuple(weight.shape)}", "Store several numbers per edge as edge_attr."

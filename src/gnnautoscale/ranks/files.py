@@ -25,6 +25,7 @@ from gnnautoscale._util import (
     checksums_of,
     damaged_file,
     is_unchanged,
+    ordinary,
     with_checksum,
     write_atomically,
 )
@@ -107,7 +108,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     rule, fix = f"{folder} must be a folder that write_shards or `gas partition --ranks` wrote", "Write it again."
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads(ordinary(folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise InputError(rule, got=f"no readable {MANIFEST} ({error})", fix=fix) from None
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
@@ -161,7 +162,7 @@ def _read_typed(folder: Path, rank: int, size: int, whole: dict[str, Any]) -> Ty
 
 def _read_data(folder: Path, whole: dict[str, Any]) -> tuple[dict[str, Any], Data]:
     """What :func:`_write_data` has written, and all that it noted."""
-    about = json.loads((folder / _ABOUT).read_text())
+    about = json.loads(ordinary(folder / _ABOUT).read_text())
     if about["made"] != whole["made"]:
         rule, fix = f"{folder} must be whole", "Write the shards again."
         raise InputError(rule, got="a shard of another folder", fix=fix)
@@ -246,5 +247,5 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _read(path: Path, kind: str) -> Tensor:
     """Map an array; pages load as they are used, and writes never reach the file."""
-    mapped = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
+    mapped = torch.from_numpy(np.load(ordinary(path), mmap_mode="c", allow_pickle=False))
     return mapped.view(torch.bfloat16) if kind == "bfloat16" else mapped

@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from gnnautoscale._util import FolderLock, checked, is_unchanged, reason_of, with_checksum, write_atomically
+from gnnautoscale._util import FolderLock, checked, is_unchanged, ordinary, reason_of, with_checksum, write_atomically
 from gnnautoscale.errors import InputError
 from gnnautoscale.runs.result import jsonable
 
@@ -285,7 +285,7 @@ def _identity(run: Mapping[str, Any], free: Collection[str]) -> dict[str, Any]:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        text = ordinary(path).read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     except OSError as error:
         raise _unreadable(path, str(error)) from None
     *lines, last = text.split("\n")
@@ -298,7 +298,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
     """The lines that are not damaged."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = ordinary(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
     found = []
@@ -326,7 +326,7 @@ def _parsed(line: str, path: Path, number: int) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return _parsed(path.read_text(encoding="utf-8"), path, 1)
+        return _parsed(ordinary(path).read_text(encoding="utf-8"), path, 1)
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, str(error)) from None
 

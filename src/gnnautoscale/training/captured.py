@@ -174,7 +174,9 @@ class Engine(Steps):
                 return [], []
             out, targets = self._rows(out), given["targets"]
             chosen = trained_rows(out, given.get("rows"))
-            loss = self.task.loss(chosen, targets) * (targets.size(0) / num_targets)
+            mean = self.task.loss(chosen, targets)
+            self._check_loss(mean)
+            loss = mean * (targets.size(0) / num_targets)
             self._total += loss.detach()
             return [size * loss], [None]
 
@@ -201,6 +203,7 @@ class Engine(Steps):
         out = self._rows(exact_forward(self._model, loader, device=self.device))
         self.task.see(out, nodes.to(self.device))
         loss = self.task.loss(out if rows is None else out[rows.to(self.device)], targets.to(self.device))
+        self._check_loss(loss)
         loss.backward()  # type: ignore[no-untyped-call]
         self._total += loss.detach()
         self.exact_how = "uncaptured, since the loss takes all outputs together"

@@ -15,7 +15,15 @@ import torch
 from torch import nn
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import PeakMemory, check_argument, describe_arguments, load_state, no_empty_folders, state_of
+from gnnautoscale._util import (
+    PeakMemory,
+    check_argument,
+    check_weights,
+    describe_arguments,
+    load_state,
+    no_empty_folders,
+    state_of,
+)
 from gnnautoscale.attach import detach, is_autoscaled
 from gnnautoscale.data import Dataset, TypedDataset, TypedLinks, holds_graphs, is_collection
 from gnnautoscale.errors import InputError
@@ -101,9 +109,7 @@ def fit(  # noqa: D417 - the options are filled in below
         5
     """
     check_argument("model", model, nn.Module, "Pass an instance of the model.")
-    if any(value.is_meta for value in (*model.parameters(), *model.buffers())):
-        fix = "Load its weights, or use to_empty() and initialize them."
-        raise InputError("the weights of a model must have values", got="some on the device meta", fix=fix)
+    check_weights(model)
     progress = check_argument("progress", progress, bool, "Pass True or False.")
     for name, function in (("callback", callback), ("on_phase", on_phase)):
         check_argument(name, function, Callable[[Any], Any] | None, "Pass a function, or leave it out.")

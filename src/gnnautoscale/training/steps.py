@@ -13,6 +13,7 @@ from torch_geometric.data import Data  # type: ignore[import-untyped]
 from gnnautoscale._util import weights_of
 from gnnautoscale.attach import LocalLipschitz
 from gnnautoscale.errors import InputError
+from gnnautoscale.exact import check_gradient
 from gnnautoscale.ranks import GradientMean
 from gnnautoscale.tasks import Task, trained_rows
 from gnnautoscale.training.feed import Item, as_it_is
@@ -202,6 +203,7 @@ class Steps:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             rule = f"{type(self.task).__name__}.loss must return a tensor of one number"
             raise InputError(rule, got=got, fix="Return the mean over the targets.")
+        check_gradient([loss])
 
     @property
     def _holds(self) -> bool:

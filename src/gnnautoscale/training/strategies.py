@@ -429,10 +429,11 @@ class SubgraphStrategy(Strategy):
         args, kwargs = unpack_batch(self._signature, type(self._model).__name__, (batch,), {})
         with model_must_run(self._model):
             out = self._model(*args, **kwargs)
-        if isinstance(out, Tensor) and (not out.dim() or out.size(0) != batch.num_nodes):
+        dense = isinstance(out, Tensor) and out.layout == torch.strided
+        if isinstance(out, Tensor) and (not dense or not out.dim() or out.size(0) != batch.num_nodes):
             raise InputError(
-                f"the model must return one row for each of the {batch.num_nodes} nodes",
-                got=f"shape {tuple(out.shape)}",
+                f"the model must return one dense row for each of the {batch.num_nodes} nodes",
+                got=f"{out.layout if not dense else 'shape'} {tuple(out.shape)}",
                 fix="Return the last layer's output as it is.",
             )
         # The item, because a graph made of several has a property of that name, its number of graphs.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gnnautoscale._util import reason_of, versions
+from gnnautoscale._util import ordinary, reason_of, versions
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments.reproduce.config import Job
 
@@ -25,7 +25,7 @@ class Store:
         self._lines: dict[str, dict[str, Any]] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            text = path.read_text() if path.exists() else ""
+            text = ordinary(path).read_text() if path.exists() else ""
         except OSError as error:
             raise InputError(
                 "results must be readable and writable", got=f"{path} ({reason_of(error)})", fix="Check --output."
