@@ -947,7 +947,7 @@ def test_the_chosen_storage_is_said(tmp_path: Path) -> None:
     result = done("train", *TINY, *FAST, "--storage", "auto", "--history-dir", tmp_path)
     assert "histories: device: histories take " in result.stderr
     run = answer("train", *TINY, *FAST, "--storage", "disk", "--history-dir", tmp_path)["runs"][0]
-    assert run["storage"] == "disk: this was asked for"
+    assert run["storage"] == "disk: set by storage"
 
 
 def test_features_come_from_a_file_of_their_own(tmp_path: Path) -> None:
