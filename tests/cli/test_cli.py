@@ -904,6 +904,13 @@ def test_help_is_there(command: str) -> None:
         assert flag.help, name
 
 
+@pytest.mark.parametrize("command", ["train", "tune", "partition"])
+def test_narrow_terminals_cut_nothing_of_the_help(command: str) -> None:
+    result = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "80"})
+    assert "…" not in result.stdout
+    assert "--[no-]undirected" in result.stdout
+
+
 # Checkpoints and storage #############################################################################################
 
 

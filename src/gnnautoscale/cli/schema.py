@@ -100,13 +100,25 @@ class Graphs(OptionGroup):
     )
 
 
+# So many names of models stand beside an option that only they take.
+_FEW = 4
+
+
 def _of_models() -> dict[str, Option]:
-    """The options of all models together; what is not given is left to the model."""
+    """The options of all models together, with the names of the models that take them if these are few.
+
+    What is not given is left to the model.
+    """
     help_text = f"One of {', '.join(MODELS)}; of heterogeneous graphs {', '.join(TYPED_MODELS)}."
     found = {"model": Option("model", str, "gcn", help_text, "Model")}
-    for model in (*MODELS, *TYPED_MODELS):
+    takers: dict[str, list[str]] = {}
+    for model in dict.fromkeys((*MODELS, *TYPED_MODELS)):
         for name, each in model_options(model).items():
             found.setdefault(name, replace(each, default=None, group="Model"))
+            takers.setdefault(name, []).append(model)
+    for name, models in takers.items():
+        if len(models) <= _FEW:
+            found[name] = replace(found[name], help=f"{found[name].help} ({', '.join(models)})")
     return found
 
 
