@@ -54,6 +54,16 @@ def test_a_full_output_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
         )
 
 
+def test_an_interruption_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["gas"])
+    made = typer.Typer()
+    made.command()(interrupted)
+    assert ending(made, capfd) == (130, "stopped\n")
+
+
 def test_no_output_at_all_is_fine(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["gas"])
     monkeypatch.setattr(sys, "stdout", None)
