@@ -47,8 +47,8 @@ class Dataset:
     train: Data
     val: Data
     test: Data
-    names: files.Names = field(default=files.Names(), kw_only=True)
-    note: str = field(default="", kw_only=True)
+    names: files.Names = field(default=files.Names(), kw_only=True, repr=False)
+    note: str = field(default="", kw_only=True, repr=False)
     made_from: Mapping[str, Any] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
     @staticmethod
