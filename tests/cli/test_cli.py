@@ -904,6 +904,13 @@ def test_help_is_there(command: str) -> None:
         assert flag.help, name
 
 
+@pytest.mark.parametrize("command", ["train", "tune", "partition"])
+def test_narrow_terminals_cut_nothing_of_the_help(command: str) -> None:
+    result = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "80"})
+    assert "…" not in result.stdout
+    assert "--[no-]undirected" in result.stdout
+
+
 # Checkpoints and storage #############################################################################################
 
 
@@ -947,7 +954,7 @@ def test_the_chosen_storage_is_said(tmp_path: Path) -> None:
     result = done("train", *TINY, *FAST, "--storage", "auto", "--history-dir", tmp_path)
     assert "histories: device: histories take " in result.stderr
     run = answer("train", *TINY, *FAST, "--storage", "disk", "--history-dir", tmp_path)["runs"][0]
-    assert run["storage"] == "disk: this was asked for"
+    assert run["storage"] == "disk: set by storage"
 
 
 def test_features_come_from_a_file_of_their_own(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
+import gas_command
+from gnnautoscale import cli
 from gnnautoscale.cli.endings import run_to_the_end
 
 
@@ -52,6 +54,28 @@ def test_a_full_output_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
             2,
             "error: the output must be writable, but got no space left there. Send it elsewhere.\n",
         )
+
+
+def test_an_interruption_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["gas"])
+    made = typer.Typer()
+    made.command()(interrupted)
+    assert ending(made, capfd) == (130, "stopped\n")
+
+
+def test_an_interruption_before_the_command_starts_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "main", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        gas_command.main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "stopped\n")
 
 
 def test_no_output_at_all_is_fine(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -99,11 +99,11 @@ def test_tables_with_words_go_in_and_come_out(tmp_path: Path, monkeypatch: pytes
     Path("edges.csv").write_text("src,dst\n" + "".join(f"p{i},p{(i + 2) % 30}\n" for i in range(30)))
     data = ["--data", "nodes.csv", "--edges", "edges.csv", "--undirected"]
     flags = ["--epochs", "1", "--num-parts", "2", "--hidden", "4", "--run-dir", "none", "--save", "model.pt"]
-    result = CliRunner().invoke(app, ["train", *data, "--split-ratio", "8,1,1", *flags], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["train", *data, "--split-ratio", "0.8,0.1,0.1", *flags], catch_exceptions=False)
     assert result.exit_code == 0
     drawn = "nodes.csv has no split: 24 nodes were drawn for training, 3 for validation and 3 for tests"
     assert drawn in result.stderr.replace("\n", " ")
-    inferred = ["infer", "model.pt", *data, "--split-ratio", "8,1,1", "--output", "out.csv"]
+    inferred = ["infer", "model.pt", *data, "--split-ratio", "0.8,.1,.1", "--output", "out.csv"]
     result = CliRunner().invoke(app, inferred, catch_exceptions=False)
     assert result.exit_code == 0
     found = rows(tmp_path / "out.csv")
@@ -114,7 +114,7 @@ def test_tables_with_words_go_in_and_come_out(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("saved", "given", "split", "flags"),
     [
-        ({"split": 1, "split_ratio": (50, 25, 25)}, None, 1, ["--split 1", "--split-ratio 50,25,25"]),
+        ({"split": 1, "split_ratio": (50.0, 25.0, 25.0)}, None, 1, ["--split 1", "--split-ratio 50,25,25"]),
         ({"split": 1}, 1, 1, []),
         ({"split": 0}, None, 0, []),
         ({}, None, 0, []),

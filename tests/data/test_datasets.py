@@ -89,6 +89,13 @@ def test_shares_of_a_split_that_cannot_be_are_refused(ratio: Any) -> None:
         datasets.split_at_random(Data(num_nodes=5), ratio=ratio)
 
 
+def test_shares_may_be_fractions() -> None:
+    for ratio in ((70, 20, 10), (0.7, 0.2, 0.1)):
+        data = Data(num_nodes=10)
+        datasets.split_at_random(data, ratio=ratio)
+        assert [int(data[name].sum()) for name in ("train_mask", "val_mask", "test_mask")] == [7, 2, 1]
+
+
 def test_shares_belong_to_files_without_a_split(tmp_path: Path) -> None:
     arrays: dict[str, Any] = {"edge_index": np.array([[0], [1]]), "x": np.ones((4, 1)), "y": np.array([0, 1, 0, 1])}
     np.savez(tmp_path / "a.npz", **arrays)

@@ -153,11 +153,11 @@ def test_damaged(tmp_path: Path, kind: str, damage: str) -> None:
 def test_kinds_and_pairs(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"ends in .npz, .pt, .csv, .parquet, but got graph.txt"):
         read_graph("graph.txt")
-    with pytest.raises(InputError, match=r"a node table .* comes with a table of edges"):
+    with pytest.raises(InputError, match=r"a table of nodes .* comes with a table of edges"):
         read_graph("nodes.csv")
-    with pytest.raises(InputError, match=r"a node table .* comes with a table of edges"):
+    with pytest.raises(InputError, match=r"a table of nodes .* comes with a table of edges"):
         read_graph(saved(tmp_path), edges="edges.csv")
-    with pytest.raises(InputError, match=r"a node table .* comes with a table of edges"):
+    with pytest.raises(InputError, match=r"a table of nodes .* comes with a table of edges"):
         read_graph("nodes.csv", edges="edges.npz")
     array = tmp_path / "array.npz"
     with array.open("wb") as file:

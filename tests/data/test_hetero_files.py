@@ -127,6 +127,13 @@ def test_a_folder_of_tables_is_read(tmp_path: Path) -> None:
     assert dataset.target == "paper"
 
 
+def test_a_folder_of_one_type_says_how_to_read_it(tmp_path: Path) -> None:
+    for name in ("nodes.csv", "edges.csv"):
+        (tmp_path / name).touch()
+    with pytest.raises(InputError, match=r"For one type of nodes, read .*nodes.csv with edges= or --edges .*edges.csv"):
+        read_typed_graph(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -114,7 +114,7 @@ def test_where_histories_live_is_decided_with_the_first_batch(
         gas.autoscale(model, data, storage=storage, history_dir=tmp_path / storage)
         models.append(model)
     memory = attached(models[1]).memory
-    assert (memory.medium, memory.why) == (None, "this was asked for")
+    assert (memory.medium, memory.why) == (None, "set by storage")
     memory_of(free)
     for batch in gas.HaloLoader(data, 4):
         assert torch.equal(*(model(batch) for model in models))

@@ -64,6 +64,30 @@ def test_a_failure_is_told() -> None:
     assert logger.told[-1] is None
 
 
+def test_a_logger_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Unreachable(Noted):
+        def start(self, about: Mapping[str, Any]) -> None:
+            raise ConnectionError("no such server")
+
+    first = Noted()
+    with pytest.raises(InputError, match="Unreachable must be able to start, but got no such server"):
+        gas.fit(gcn(), community_graph(), loggers=[first, Unreachable()], run_dir=str(tmp_path / "run"), **SMALL)
+    assert first.told == ["data gcn gas seed 0", None]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_logger_that_fails_later_ends_no_run() -> None:
+    class Lost(Noted):
+        def log(self, numbers: Mapping[str, float], epoch: int) -> None:
+            raise ConnectionError("the server is gone")
+
+    lost, kept = Lost(), Noted()
+    with pytest.warns(UserWarning, match="Lost gets no more numbers, since it failed: the server is gone"):
+        result = gas.fit(gcn(), community_graph(), loggers=[lost, kept], **SMALL)
+    assert len(lost.told) == 1
+    assert kept.told[-1] == result.scores
+
+
 class Recorder(ModuleType):
     """Stands for a package: writes down every call of its functions, and returns itself."""
 

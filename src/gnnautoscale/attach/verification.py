@@ -55,7 +55,7 @@ _SMALL_COLUMN = 1e-2
 _MOST_SEEDS = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
     """What :func:`verify` found.
 
@@ -82,6 +82,9 @@ class Verification:
     tolerance: float
     exact: bool
     note: str = ""
+
+    def __repr__(self) -> str:
+        return f"Verification({self})"
 
     def __str__(self) -> str:
         verdict = "NOT exact" if not self.exact else "exact" if self.training is not None else "exact in inference"

@@ -28,6 +28,7 @@ from gnnautoscale.cli.demo import demo
 from gnnautoscale.cli.display import Json, megabytes, print_json, print_table, say, show_facts, working
 from gnnautoscale.cli.endings import run_to_the_end
 from gnnautoscale.cli.expressiveness import expressiveness
+from gnnautoscale.cli.help import Command
 from gnnautoscale.cli.links import asked_pairs, load_task
 from gnnautoscale.cli.partition import LONG_TO_CUT, OUTPUT, partition
 from gnnautoscale.cli.predictions import check_ending, write_predictions
@@ -293,17 +294,17 @@ def _help(command: Callable[..., None]) -> str:
 
 app.callback()(about)
 # In the order of use.
-app.command()(demo)
-app.command()(with_options(DATA, data))
-app.command()(with_options(TUNE, tune))
-app.command()(with_options(TRAIN, train))
-app.command()(explain)
-app.command()(report)
-app.command()(with_options(INFER, infer))
-app.command()(with_options(PARTITION, partition))
+app.command(cls=Command)(demo)
+app.command(cls=Command)(with_options(DATA, data))
+app.command(cls=Command)(with_options(TUNE, tune))
+app.command(cls=Command)(with_options(TRAIN, train))
+app.command(cls=Command)(explain)
+app.command(cls=Command)(report)
+app.command(cls=Command)(with_options(INFER, infer))
+app.command(cls=Command)(with_options(PARTITION, partition))
 app.add_typer(bench.app, name="bench")
-app.command(help=_help(reproduce))(reproduce)
-app.command(help=_help(expressiveness))(expressiveness)
+app.command(cls=Command, help=_help(reproduce))(reproduce)
+app.command(cls=Command, help=_help(expressiveness))(expressiveness)
 
 
 def main() -> None:

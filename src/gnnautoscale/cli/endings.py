@@ -33,7 +33,12 @@ def run_to_the_end(command: Callable[[], object]) -> None:
         finally:
             if sys.stdout is not None:  # unless it was closed before
                 sys.stdout.flush()
-    except SystemExit:
+    except SystemExit as end:
+        # Ctrl-C: typer has put this in its place, unless the command has said what to do now.
+        if end.__context__ is not None and isinstance(end.__context__.__cause__, KeyboardInterrupt):
+            with contextlib.suppress(OSError):
+                if is_first_to_say("stopped"):
+                    say("stopped")
         # typer has met a closed output, and has put this in its place.
         if type(sys.stdout).__name__ == "PacifyFlushWrapper":
             _end(_CLOSED, 1)

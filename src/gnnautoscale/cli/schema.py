@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -47,8 +48,10 @@ class Files(OptionGroup):
         None, "Add the reverse of every edge of a file; of a heterogeneous graph, as types of their own."
     )
     max_features: int | None = option(None, "Keep only this many features of a file.", least=1)
-    split_ratio: tuple[int, ...] | None = option(
-        None, "Shares of training, validation and test nodes, like 60,20,20 (the default), if a file has no split."
+    split_ratio: tuple[float, ...] | None = option(
+        None,
+        "Shares of training, validation and test nodes, like 60,20,20 (the default) or 0.8,0.1,0.1, if a file has no "
+        "split.",
     )
     target: str | None = option(
         None,
@@ -97,13 +100,25 @@ class Graphs(OptionGroup):
     )
 
 
+# So many names of models stand beside an option that only they take.
+_FEW = 4
+
+
 def _of_models() -> dict[str, Option]:
-    """The options of all models together; what is not given is left to the model."""
+    """The options of all models together, with the names of the models that take them if these are few.
+
+    What is not given is left to the model.
+    """
     help_text = f"One of {', '.join(MODELS)}; of heterogeneous graphs {', '.join(TYPED_MODELS)}."
     found = {"model": Option("model", str, "gcn", help_text, "Model")}
-    for model in (*MODELS, *TYPED_MODELS):
+    takers: dict[str, list[str]] = {}
+    for model in dict.fromkeys((*MODELS, *TYPED_MODELS)):
         for name, each in model_options(model).items():
             found.setdefault(name, replace(each, default=None, group="Model"))
+            takers.setdefault(name, []).append(model)
+    for name, models in takers.items():
+        if len(models) <= _FEW:
+            found[name] = replace(found[name], help=f"{found[name].help} ({', '.join(models)})")
     return found
 
 
@@ -202,7 +217,9 @@ def shown_flag(name: str, value: Any) -> str:
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
-    return f"--{flag} {','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+    if isinstance(value, list | tuple):
+        value = ",".join(str(each).removesuffix(".0") for each in value)
+    return f"--{flag} {value}"
 
 
 def load_dataset(options: dict[str, Any]) -> Dataset:
@@ -250,7 +267,7 @@ def _flag(each: Option) -> Any:
     return typer.Option(
         None,
         help=each.help if default is None else f"{each.help} (default: {default})",
-        metavar="N,N,..." if _is_integers(each) else None,
+        metavar="N,N,..." if _is_numbers(each) else None,
         rich_help_panel=each.group,
         show_default=False,
     )
@@ -260,12 +277,12 @@ def _flag_type(each: Option) -> Any:
     """What typer makes of a flag: words with numbers beside them, choices and lists of numbers stay text."""
     (kind, *others) = each.kinds
     if get_origin(kind) in (tuple, Sequence):
-        return str if _is_integers(each) else list[str]
+        return str if _is_numbers(each) else list[str]
     return str if others or get_origin(kind) is Literal else kind
 
 
-def _is_integers(each: Option) -> bool:
-    return get_args(each.kinds[0])[:1] == (int,)
+def _is_numbers(each: Option) -> bool:
+    return get_args(each.kinds[0])[:1] in ((int,), (float,))
 
 
 def resolve(options: Iterable[Option], given: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
@@ -276,19 +293,19 @@ def resolve(options: Iterable[Option], given: Mapping[str, Any], file: Path | No
         for name, value in _read(file, known).items():
             values[name] = known[name].check(value, fix=f"Change it in {file.name}.")
     for name, value in given.items():
-        if _is_integers(known[name]) and isinstance(value, str):
-            values[name] = known[name].check(_integers(value), fix="Write them like 10,10.")
+        if _is_numbers(known[name]) and isinstance(value, str):
+            values[name] = known[name].check(_numbers(value), fix="Write them like 10,10.")
         elif value not in (None, []):
             values[name] = known[name].check(value)
     return values
 
 
-def _integers(text: str) -> list[int] | str:
-    """The integers between the commas of a text, or the text itself if these are none."""
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        return text
+def _numbers(text: str) -> list[int] | list[float] | str:
+    """The numbers between the commas of a text, or the text itself if these are none."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return [kind(word) for word in text.split(",")]
+    return text
 
 
 def _read(file: Path, known: Iterable[str]) -> dict[str, Any]:

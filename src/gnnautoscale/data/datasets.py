@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ class Dataset:
     train: Data
     val: Data
     test: Data
-    names: files.Names = field(default=files.Names(), kw_only=True)
-    note: str = field(default="", kw_only=True)
+    names: files.Names = field(default=files.Names(), kw_only=True, repr=False)
+    note: str = field(default="", kw_only=True, repr=False)
     made_from: Mapping[str, Any] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
     @staticmethod
@@ -312,9 +313,12 @@ def split_at_random(data: Data, seed: int = 0, ratio: Sequence[float] | None = N
     if len(shares) != 3 or not valid or not shares[0] > 0:
         rule = "split_ratio must be three numbers of at least 0, for training (more than 0), validation and test"
         raise InputError(rule, got=str(ratio), fix="Pass something like 60, 20, 20.")
-    n, training, tested = data.num_nodes, shares[0], shares[0] + shares[1]
-    place = torch.randperm(n, generator=torch.Generator().manual_seed(seed)) * sum(shares)
-    data.train_mask, data.test_mask = place < training * n, place >= tested * n
+    # Fractions, so that 0.7, 0.2 and 0.1 draw as many nodes as 70, 20 and 10.
+    training, validation, tests = (Fraction(str(float(share))) for share in shares)
+    unit = data.num_nodes / (training + validation + tests)
+    place = torch.randperm(data.num_nodes, generator=torch.Generator().manual_seed(seed))
+    data.train_mask = place < math.ceil(training * unit)
+    data.test_mask = place >= math.ceil((training + validation) * unit)
     data.val_mask = ~(data.train_mask | data.test_mask)
     sizes = [int(data[mask].sum()) for mask in files.MASKS]
     drawn = "{:,} nodes were drawn for training, {:,} for validation and {:,} for tests".format(*sizes)

@@ -70,8 +70,9 @@ def read_named_graph(
     some = max_features is None or max_features >= 1
     need(some, "max_features must be at least 1", str(max_features), "Leave it out to keep all.")
     paired = edges is None if kind not in TABLES else edges is not None and Path(edges).suffix.lower() in TABLES
-    rule = "a node table (.csv, .parquet) comes with a table of edges, and no other file does"
-    need(paired, rule, f"{path.name} and edges={edges}", "Pass edges= with a node table, and only then.")
+    rule = "a table of nodes (.csv, .parquet) comes with a table of edges, and no other file does"
+    got = f"{path.name} and {'no edges' if edges is None else edges}"
+    need(paired, rule, got, "Pass it as edges= or --edges; other files hold their edges.")
     arrays = read_arrays(path)
     if edges is not None:
         arrays = join_tables(arrays, read_arrays(Path(edges), OF_EDGES))

@@ -151,6 +151,9 @@ def _archive(path: Path) -> tuple[HeteroData, dict[str, files.Names]]:
 def _folder(path: Path) -> tuple[HeteroData, dict[str, files.Names]]:
     by_name = {file.stem: file for file in sorted(path.iterdir()) if file.suffix.lower() in tables.TABLES}
     rule = f"{path} must have tables nodes_T and edges_A__R__B, .csv or .parquet, one for each type"
+    if {"nodes", "edges"} <= by_name.keys():
+        fix = f"For one type of nodes, read {by_name['nodes']} with edges= or --edges {by_name['edges']}."
+        raise InputError(rule, got="nodes and edges without types", fix=fix)
     strange = [name for name in by_name if not name.startswith(("nodes_", "edges_"))]
     _need(bool(by_name) and not strange, rule, ", ".join(strange) or "none")
     twice = sum(file.suffix.lower() in tables.TABLES for file in path.iterdir()) > len(by_name)

@@ -81,7 +81,7 @@ def _about_column(path: Path, names: list[str], meanings: dict[str, tuple[str, .
         return error
     rule = f"column {names[int(told[3]) - 1]!r} of {path} must hold numbers"
     worded = ", ".join(name for name in meanings if name != "weight")
-    fix = f"If it holds one of {worded}, where words are read, name it so; else drop or encode it."
+    fix = f"Words are read in {worded}: rename it if it is one of them, else drop it or replace words by numbers."
     return InputError(rule, got=f"{told[1]} in row {int(told[2]) + 1}", fix=fix)
 
 

@@ -63,7 +63,7 @@ class GraphMemory:
             self.folder = Folder(Path(folder))
         #: Where histories live, once that is decided, and the reason in words.
         self.medium: Medium | None = None if storage == "auto" else storage
-        self.why = "this was asked for"
+        self.why = "set by storage"
         self.histories: dict[str, History] = {}
         #: The sums of all rows of slots, ``[width]``, as far as they are known and somebody needs them.
         self.totals: dict[str, Tensor] = {}

@@ -88,7 +88,7 @@ class GIN(Stack):
     )
     residual: bool = True
     jumping_knowledge: bool = option(False, "Whether the last linear layer reads the outputs of all layers.")
-    norm_between: bool = option(False, "Whether batch norm also follows each layer.")
+    norm_between: bool = option(False, "Whether batch norm follows each layer, besides that inside its MLP.")
 
     def _make_layer(self, width_in: int, width_out: int, number: int) -> pyg.MessagePassing:
         averages = self.track_running_stats

@@ -170,7 +170,8 @@ def parts_section(runs: Sequence[ReportedRun]) -> Section | None:
             tags.append(run.tag)
     several = len(runs) > 1
     drawn = [(parts, f" ({', '.join(tags)})" if several else "") for parts, tags in partitions[:_MOST_PARTITIONS]]
-    found = figures(_heat_maps(drawn)) + figures(_halo_sizes(drawn))
+    maps, sizes = _heat_maps(drawn), _halo_sizes(drawn)
+    found = figures(maps + sizes) if len(maps) == len(sizes) == 1 else figures(maps) + figures(sizes)
     if not found:
         return None
     how = (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnnautoscale._util import available_memory, versions, weights_of
+from gnnautoscale._util import available_memory, reason_of, versions, weights_of
 from gnnautoscale.analysis import Diagnostic, diagnose
 from gnnautoscale.attach import Verification, attached, verify
 from gnnautoscale.data import Dataset
@@ -134,7 +134,7 @@ class Journal:
         if self._folder is not None:
             self._folder.close()
         for logger in self._loggers:
-            logger.end(self._result)
+            self._tell(logger, partial(logger.end, self._result))
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._folder is not None:
@@ -142,7 +142,7 @@ class Journal:
         if self._loggers:
             numbers = numbers_of(record)
             for logger in self._loggers:
-                self._keep_going(partial(logger.log, numbers, record["epoch"]))
+                self._tell(logger, partial(logger.log, numbers, record["epoch"]))
 
     def _keep_going(self, write: Callable[[], None]) -> None:
         """Write something; a full disk is no reason to end a run of days, but nothing more is written then."""
@@ -150,7 +150,16 @@ class Journal:
             write()
         except (InputError, OSError) as error:
             warnings.warn(f"nothing more is written about this run, since that failed: {error}", stacklevel=3)
-            self._folder, self._loggers = None, ()
+            self._folder = None
+
+    def _tell(self, logger: Logger, say: Callable[[], None]) -> None:
+        """Tell a logger something; a server that fails is no reason to lose a run, but the logger hears no more."""
+        try:
+            say()
+        except Exception as error:  # of any package
+            failed = f"{type(logger).__name__} gets no more numbers, since it failed: {reason_of(error)}"
+            warnings.warn(failed, stacklevel=3)
+            self._loggers = [each for each in self._loggers if each is not logger]
 
     def _fits(self) -> bool:
         """Whether there is room for rows of all histories side by side, more than once."""

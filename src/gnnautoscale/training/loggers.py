@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from gnnautoscale._util import checked
+from gnnautoscale._util import checked, reason_of
 from gnnautoscale.errors import InputError
 from gnnautoscale.runs import FitResult
 
@@ -131,6 +131,15 @@ class MLflow:
 
 #: Those that need nothing to be made, by their names on the command line.
 BY_NAME = {"wandb": WandB, "mlflow": MLflow}
+
+
+def start_logger(logger: Logger, about: Mapping[str, Any]) -> None:
+    """Tell a logger that training begins; whatever keeps it from starting ends the run before it has trained."""
+    try:
+        logger.start(about)
+    except Exception as error:  # of any package
+        name, fix = type(logger).__name__, "Correct the settings of its package, or leave it out."
+        raise InputError(f"{name} must be able to start", got=reason_of(error).rstrip("."), fix=fix) from error
 
 
 def check_loggers(loggers: Any) -> list[Logger]:

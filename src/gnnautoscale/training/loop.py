@@ -36,7 +36,7 @@ from gnnautoscale.training.faults import explained
 from gnnautoscale.training.identity import identity_of
 from gnnautoscale.training.journal import Journal, describe_run, epoch_record, title_of
 from gnnautoscale.training.loaders import halo_loaders, subgraph_loader
-from gnnautoscale.training.loggers import Logger, TensorBoard, check_loggers, check_package
+from gnnautoscale.training.loggers import Logger, TensorBoard, check_loggers, check_package, start_logger
 from gnnautoscale.training.optimizer import LearningRate, make_optimizer
 from gnnautoscale.training.options import OPTIONS, FitOptions
 from gnnautoscale.training.rank_checks import check_from_files, check_ranked
@@ -421,19 +421,22 @@ def _open_journal(
     if run.strategy.agreed(options.run_dir is not None or bool(told)):
         about = describe_run(options.to_dict(), dataset, task, model, loader)
         about["data"] |= whole
-    if options.run_dir is not None:
-        path = Path(options.run_dir)
-        known = [epoch_record(epoch) for epoch in epochs]
-        if options.resume is not None and is_run_dir(path):
-            folder = RunFolder.reopen(path, about, known, free=options.may_change())
-        else:
-            folder = RunFolder.create(path, about)
-            for record in known:  # of a run that resumes with a new folder
-                folder.append(record)
-        if options.tensorboard:
-            told.append(TensorBoard(folder.path, len(epochs) + 1))
-    for logger in told:
-        logger.start(about)
+    with ExitStack() as started:  # before there is a folder, which a logger that cannot start would leave behind
+        for logger in loggers:
+            start_logger(logger, about)
+            started.callback(logger.end, None)
+        if options.run_dir is not None:
+            path = Path(options.run_dir)
+            known = [epoch_record(epoch) for epoch in epochs]
+            if options.resume is not None and is_run_dir(path):
+                folder = RunFolder.reopen(path, about, known, free=options.may_change())
+            else:
+                folder = RunFolder.create(path, about)
+                for record in known:  # of a run that resumes with a new folder
+                    folder.append(record)
+            if options.tensorboard:
+                told.append(TensorBoard(folder.path, len(epochs) + 1))
+        started.pop_all()
     target = dataset.target if isinstance(dataset, TypedDataset) else None
     what, every = options.diagnose, options.diagnose_every
     how: dict[str, Any] = {"measured": measured, "what": what, "every": every, "target": target, "loggers": told}

@@ -259,12 +259,14 @@ class HistoryStrategy(Strategy):
     def describe(self, result: FitResult) -> None:
         """See :meth:`Strategy.describe`."""
         memory = self._memory
-        result.how, result.storage = self._engine.how, f"{memory.medium or memory.storage}: {memory.why}"
+        result.how = self._engine.how
         if not self._exact_after:
             result.how = f"exact steps, {self._engine.exact_how}"
         kept = (*memory.histories.values(), *memory.last_gradients.values())
         kept = (*kept, *(sums.history for sums in memory.gradients.values()))
         result.history_bytes = sum(history.num_bytes for history in kept)
+        if result.history_bytes:
+            result.storage = f"{memory.medium or memory.storage}: {memory.why}"
         result.connectivity = self._loader.connectivity
 
     def _train(self, number: int, most: int | None, after_step: Callable[[Item | None], None]) -> float:
