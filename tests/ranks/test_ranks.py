@@ -111,17 +111,26 @@ def test_a_rank_without_edges_has_the_histories_of_the_others() -> None:
     assert_same(found, whole(TAGConv(8, 4, K=2), data))
 
 
-def say_errors() -> tuple[bool, str]:
-    first, told = is_first_to_say("the same"), io.StringIO()
-    with contextlib.redirect_stderr(told):
-        sys.excepthook(ranks.LostRankError, ranks.LostRankError("another rank is gone"), None)
-    return first, told.getvalue()
+def say_errors() -> tuple[bool, list[str]]:
+    first = is_first_to_say("the same")
+    lost = ranks.LostRankError("another rank is gone")
+    errors: list[BaseException] = [lost, KeyboardInterrupt("go on"), ValueError("no")]
+    told = []
+    for error in errors:
+        with contextlib.redirect_stderr(io.StringIO()) as stream:
+            sys.excepthook(type(error), error, None)
+        told.append(stream.getvalue())
+    return first, told
 
 
 def test_what_all_ranks_say_is_said_once_and_a_lost_rank_in_one_sentence() -> None:
     found = run_ranks(2, say_errors)
     assert sorted(first for first, _ in found) == [False, True]
-    assert {told for _, told in found} == {"error: another rank is gone\n"}
+    lost, stopped, other = (sorted(texts) for texts in zip(*(told for _, told in found), strict=True))
+    assert lost == ["error: another rank is gone\n"] * 2
+    assert stopped == ["", "stopped: go on\n"]
+    assert not other[0]
+    assert other[1].endswith("ValueError: no\n")
 
 
 def is_faulty() -> bool:

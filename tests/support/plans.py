@@ -1,15 +1,18 @@
 """Plans that tests have in common: where a test is about something else, an equal model is not tried again.
 
-Processes that run tests side by side, and ranks, find each other's plans in a folder.
+Processes that run tests side by side, and ranks, find each other's plans in a folder; one of them makes a plan, and the
+others wait for it.
 """
 
 from __future__ import annotations
 
 import copy
+import fcntl
 import hashlib
 import os
 import pickle
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from inspect import BoundArguments
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -34,18 +37,38 @@ def plan_once(hooks: Hooks, info: BatchInfo | TypedInfo, arguments: BoundArgumen
     with hooks.lifted() as model:
         known = all(_is_known(module) for module in model.modules())
         form = form_of_arguments(info, (arguments.args, arguments.kwargs))
-        graph = info.graph.key if isinstance(info, TypedInfo) else graph_form(info.graph)
+        graph = _form_of_types(info) if isinstance(info, TypedInfo) else graph_form(info.graph)
         key = (_described(model, {}), form, graph, *options.items()) if known else None
     if key is None:
         return make_plan(hooks, info, arguments, **options)
-    path = _path_of(key)
-    if key not in _PLANS and path is not None and path.exists():
-        _PLANS[key] = pickle.loads(path.read_bytes())  # noqa: S301
     if key not in _PLANS:
-        _PLANS[key] = make_plan(hooks, info, arguments, **options)
-        if path is not None:
-            _write(path, _PLANS[key])
+        path = _path_of(key)
+        with _only_here(path):
+            if path is not None and path.exists():
+                _PLANS[key] = pickle.loads(path.read_bytes())  # noqa: S301
+            else:
+                _PLANS[key] = make_plan(hooks, info, arguments, **options)
+                if path is not None:
+                    _write(path, _PLANS[key])
     return copy.deepcopy(_PLANS[key])  # passes note something in their plan
+
+
+@contextmanager
+def _only_here(path: Path | None) -> Iterator[None]:
+    """Within, no other process makes the plan of a file."""
+    if path is None:
+        yield
+        return
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _form_of_types(info: TypedInfo) -> Hashable:
+    """What trials depend on in a heterogeneous graph: its types, and what its edges have."""
+    edges = ((relation, each.graph.edge_attributes.items()) for relation, each in info.edges.items())
+    forms = ((relation, *((name, value.dtype, value.shape[1:]) for name, value in items)) for relation, items in edges)
+    return *info.nodes, *forms
 
 
 def _path_of(key: Hashable) -> Path | None:

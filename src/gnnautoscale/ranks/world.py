@@ -305,15 +305,18 @@ def _end_when_asked(world: World) -> None:
 
 
 def _say_errors_once() -> None:
-    """Let an error that ends all ranks show where it happened once, and that of a rank that lost another nowhere."""
+    """Let what ends all ranks be said once, and that of a rank that lost another, or was stopped, in one sentence."""
     show = sys.excepthook
 
     def say(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
-        sentence = f"{kind.__name__}: {error}"
-        if not issubclass(kind, LostRankError) and is_first_to_say(sentence):
-            show(kind, error, place)
+        if issubclass(kind, LostRankError):
+            print(f"error: {error}", file=sys.stderr)
+        elif not is_first_to_say(f"{kind.__name__}: {error}"):
+            return
+        elif issubclass(kind, KeyboardInterrupt):
+            print(f"stopped: {error}" if str(error) else "stopped", file=sys.stderr)
         else:
-            print(f"error: {error if isinstance(error, LostRankError) else sentence}", file=sys.stderr)
+            show(kind, error, place)
 
     sys.excepthook = say
 

@@ -319,7 +319,7 @@ def _train_alone(
                 with clock("checkpoint"):
                     run.save(folder)
                 if is_stopping():
-                    raise KeyboardInterrupt
+                    raise KeyboardInterrupt(f"go on from its last checkpoint with resume={str(folder)!r}")
 
         def is_due(every: str | int) -> bool:
             return isinstance(every, int) and run.batches % every == 0
