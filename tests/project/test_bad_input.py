@@ -209,6 +209,13 @@ def test_calls_that_do_not_run_the_model_are_refused() -> None:
                 function(scaled, loader, call=other)
 
 
+def test_an_autoscaled_model_is_saved_by_its_weights() -> None:
+    scaled = gas.autoscale(model(), graph())
+    with pytest.raises(gas.InputError, match=re.escape("Save model.state_dict()")):
+        torch.save(scaled, "model.pt")
+    torch.save(gas.detach(scaled), "model.pt")
+
+
 def test_parts_and_states_that_a_loader_does_not_have_are_refused() -> None:
     loader = gas.HaloLoader(graph(), 2)
     wrong: list[Any] = [[2], [-1], ["a"], "0", 1.5, None]
