@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -79,9 +80,16 @@ def test_an_interruption_before_the_command_starts_is_said(
 
 
 def test_no_output_at_all_is_fine(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["gas"])
     monkeypatch.setattr(sys, "stdout", None)
-    assert ending(app(flush=False), capfd) == (0, "")
+    run_to_the_end(lambda: print(sys.stdout.isatty()))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_output_of_few_letters_gets_all_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    run_to_the_end(lambda: print("an é"))
+    assert written.getvalue() == b"an \\xe9\n"
 
 
 def test_a_file_that_fails_is_named(

@@ -204,8 +204,29 @@ def test_calls_that_do_not_run_the_model_are_refused() -> None:
     scaled, loader = gas.autoscale(model(), graph()), gas.HaloLoader(graph(), 2)
     for function in (gas.infer, gas.refresh, gas.verify, gas.diagnose, gas.exact_forward):
         for call in (lambda *_: None, dict):
+            other: Any = call
             with pytest.raises(gas.InputError):
-                function(scaled, loader, call=call)
+                function(scaled, loader, call=other)
+
+
+def test_an_autoscaled_model_is_saved_by_its_weights() -> None:
+    scaled = gas.autoscale(model(), graph())
+    with pytest.raises(gas.InputError, match=re.escape("Save model.state_dict()")):
+        torch.save(scaled, "model.pt")
+    torch.save(gas.detach(scaled), "model.pt")
+
+
+def test_parts_and_states_that_a_loader_does_not_have_are_refused() -> None:
+    loader = gas.HaloLoader(graph(), 2)
+    wrong: list[Any] = [[2], [-1], ["a"], "0", 1.5, None]
+    for parts in wrong:
+        with pytest.raises(gas.InputError):
+            loader.batch_of(parts)
+    state = loader.state_dict()
+    for name in state:
+        for value in (None, "x", [1], torch.ones(2), 2**70):
+            with pytest.raises(gas.InputError, match="the state of a loader"):
+                loader.load_state_dict({**state, name: value})
 
 
 def test_calls_with_other_arguments_name_those_that_there_are() -> None:
@@ -301,7 +322,17 @@ def test_graphs_of_another_kind_are_refused() -> None:
     typed["a", "to", "a"].edge_index = torch.tensor([[0, 1], [1, 2]])
     for split, nodes in (("train", [0, 1]), ("val", [2]), ("test", [3])):
         typed["a"][f"{split}_mask"] = torch.zeros(4, dtype=torch.bool).index_fill(0, torch.tensor(nodes), True)
-    for data in (typed, HeteroData(), Data()):
+    changes: list[tuple[Any, str, Any]] = [
+        ("a", "x", torch.ones(4, 5).to_sparse()),
+        ("a", "x", torch.ones(4, 5, device="meta")),
+        ("a", "x", torch.nested.nested_tensor([torch.ones(5)] * 4)),
+        (("a", "to", "a"), "edge_weight", torch.ones(3)),
+    ]
+    others = []
+    for kind, name, value in changes:
+        others.append(typed.clone())
+        others[-1][kind][name] = value
+    for data in (typed, *others, HeteroData(), Data()):
         with pytest.raises(gas.InputError):
             gas.fit(model(), data, epochs=1, num_parts=1)
 

@@ -255,7 +255,9 @@ def test_a_state_that_was_changed_is_refused(tmp_path: Path) -> None:
     file = save_checkpoint(tmp_path, 3, {"epoch": 1, "rates": [0.5, math.nan], "weight": torch.ones(2)})
     assert load_checkpoint(file).state["epoch"] == 1
     content = torch.load(file, weights_only=True)
-    for name, value in {"epoch": 2, "rates": [0.5], "weight": torch.ones(3)}.items():
-        torch.save({**content, "state": {**content["state"], name: value}}, file)
+    others = [{**content["state"], **other} for other in ({"epoch": 2}, {"rates": [0.5]}, {"weight": torch.ones(3)})]
+    unsealed = {name: value for name, value in content.items() if name != "seal"}
+    for changed in [*({**content, "state": other} for other in others), unsealed]:
+        torch.save(changed, file)
         with pytest.raises(InputError, match="its values were changed after it was written"):
             load_checkpoint(file)

@@ -29,9 +29,10 @@ def open_npz(path: Path) -> Iterator[Any]:
     another name there, would not be missed.
     """
     with ordinary(path).open("rb") as file, contextlib.ExitStack() as opened:
+        if not zipfile.is_zipfile(file):
+            raise ValueError("it is no archive of numpy.savez, or only a part of one")
+        file.seek(0)
         archive: Any = np.load(file, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ValueError("it is a single array, and no archive")
         opened.enter_context(archive)
         listed: Any = archive.zip
         records = listed.infolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import warnings
@@ -111,6 +112,16 @@ class Autoscaler:
         self._model, self._signature = model, inspect.signature(model.forward)  # before hooks take its place
         self._hooked = HookedModel(model, self, partial(self._forward, model))
         self._hooks = self._hooked.hooks
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Autoscaler:
+        made = memo[id(self)] = object.__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __reduce__(self) -> Any:
+        # Histories belong to a process, and their files to a run.
+        fix = "Save model.state_dict(), or call gas.detach(model) first."
+        raise InputError("an autoscaled model is saved by its weights", got="a pickle of all of it", fix=fix)
 
     @property
     def version(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 import warnings
@@ -24,6 +25,7 @@ _CLOSED = "the output was closed before all of it was written"
 
 def run_to_the_end(command: Callable[[], object]) -> None:
     """Run a command; whatever ends it early is said in one sentence."""
+    _prepare_output()
     warnings.showwarning = _note
     if not os.environ.get(TRACEBACK):
         sys.unraisablehook = _ignored
@@ -31,8 +33,7 @@ def run_to_the_end(command: Callable[[], object]) -> None:
         try:
             command()
         finally:
-            if sys.stdout is not None:  # unless it was closed before
-                sys.stdout.flush()
+            sys.stdout.flush()
     except SystemExit as end:
         # Ctrl-C: typer has put this in its place, unless the command has said what to do now.
         if end.__context__ is not None and isinstance(end.__context__.__cause__, KeyboardInterrupt):
@@ -63,6 +64,14 @@ def run_to_the_end(command: Callable[[], object]) -> None:
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         _end(f"something unexpected went wrong ({reason}). With {TRACEBACK}=1 the command shows where.", 1)
+
+
+def _prepare_output() -> None:
+    """Let results be printed whatever the output is: closed before, or unable to write some letters."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - it stays open to the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _in_words(error: OSError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,4 +104,4 @@ def read_model(path: Path) -> SavedModel:
         except Exception as error:  # PyTorch raises many types for damaged and foreign files
             reason = reason_of(error) if isinstance(error, OSError) else "it is no file of torch.save"
     rule, got = "a saved model must be a file that `gas train --save` wrote", f"{path} ({reason})"
-    raise InputError(rule, got=got, fix="Train it again." if path.exists() else "Check the path.")
+    raise InputError(rule, got=got, fix="Train it again." if os.path.exists(path) else "Check the path.")

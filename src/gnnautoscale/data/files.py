@@ -132,16 +132,20 @@ def _saved(path: Path) -> dict[str, Array]:
 def load_saved(path: Path, kind: type[Any], parts: list[Any]) -> Any:
     """Open a saved PyG object of a class without running code; its pickle may hold ``parts`` besides tensors."""
     fix = f"Save a torch_geometric.data.{kind.__name__} with torch.save(data, path)."
-    damage = damage_in(path)
-    need(damage is None, f"{path} must be as it was saved", damage or "", fix)
+    rule, damage = f"{path} must be as it was saved", damage_in(path)
+    need(damage is None, rule, damage or "", fix)
     try:
         with _allowing(parts):
             saved = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         needs = re.search(r"GLOBAL (\S+)", str(error))
         if needs is None:
-            raise InputError(f"{path} must be as it was saved", got="no file of torch.save", fix=fix) from error
+            raise InputError(rule, got="no file of torch.save", fix=fix) from error
         raise InputError(f"{path} must open without running code", got=f"a pickled {needs[1]}", fix=fix) from error
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # what PyTorch raises for files of others says nothing to their owners
+        raise InputError(rule, got="no file of torch.save", fix=fix) from error
     need(isinstance(saved, kind), f"{path} must hold a PyG {kind.__name__}", f"a {type(saved).__name__}", fix)
     return saved
 

@@ -87,8 +87,11 @@ class PartDrawing:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the batches that would have come next when the state was taken."""
-        self._left_off = state["done"]
-        self._current = _groups(state["current"])
+        current = _groups(state["current"])
+        # In an epoch that is one exact step, none is drawn.
+        if type(state["done"]) is not int or not 0 <= state["done"] <= (len(current) or 1):
+            raise ValueError(f"{state['done']} of {len(current)} batches are done")
+        self._left_off, self._current = state["done"], current
         self._ahead = _groups(state["ahead"]) or None
         self._drawn = [_groups(flat) for flat in state["drawn"]]
         self._generator.set_state(state["generator"])

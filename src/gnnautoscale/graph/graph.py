@@ -175,7 +175,8 @@ _GRAPH_TARGETS = ("graph_y", "graph_split")
 # Further targets of link prediction: splits of edges, relations of pairs, and PyG's triplets.
 _LINK_TARGETS = ("edge_split", "edge_label_type", "src_index", "dst_pos_index", "dst_neg_index")
 # Attributes that must have one row per edge; any other is one of edges if it happens to.
-_EDGE_LEVEL = ("edge_weight", "edge_attr", "edge_type")
+#: Attributes that have a row for each edge, by their names.
+EDGE_LEVEL = ("edge_weight", "edge_attr", "edge_type")
 
 # The graph of each Data object in use, by its id, so that a loader, a model and a training run share it.
 _KNOWN: dict[int, Graph] = {}
@@ -254,7 +255,7 @@ def _number_of_nodes(data: Data) -> int:
 
 def _check_kinds(data: Data) -> None:
     """Refuse what cannot be rows of nodes or edges: other objects than tensors, single numbers, no values."""
-    for name in ("x", "edge_index", *_EDGE_LEVEL):
+    for name in ("x", "edge_index", *EDGE_LEVEL):
         value = data.get(name)
         if value is not None and (not isinstance(value, Tensor) or value.dim() == 0):
             got = "a single number" if isinstance(value, Tensor) else _describe(value)
@@ -300,7 +301,7 @@ def _check_attributes(data: Data, num_nodes: int, names: Iterable[str]) -> None:
             raise InputError("a graph must have one set of edges, edge_index", got=f"also {name}", fix=fix)
         if not isinstance(value, Tensor):
             continue
-        of_nodes, of_edges = name in ("x", "y") or name.endswith("_mask"), name in _EDGE_LEVEL
+        of_nodes, of_edges = name in ("x", "y") or name.endswith("_mask"), name in EDGE_LEVEL
         if (of_nodes or of_edges or rows_of(data, name)) and not dense:
             fix = f"Use data.{name} = data.{name}.to_dense()."
             raise InputError(f"{name} must be a dense tensor", got=str(value.layout), fix=fix)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
-from gnnautoscale._util import checked, html_table
+from gnnautoscale._util import checked, html_table, shown
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph.assemble import BatchBuilder
 from gnnautoscale.graph.batch_source import BatchSource
@@ -204,8 +204,12 @@ class HaloLoader:
     @checked()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the batches that would have come next when the state was taken."""
-        self._drawing.load_state_dict(state)
-        self._worker_seeds.set_state(state["worker_seeds"])
+        try:
+            self._drawing.load_state_dict(state)
+            self._worker_seeds.set_state(state["worker_seeds"])
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            rule, fix = "the state of a loader is what state_dict returns", "Pass it unchanged."
+            raise InputError(rule, got=f"another one ({type(error).__name__}: {error})", fix=fix) from error
 
     def draw(self) -> list[PartGroup]:
         """Draw the parts into an epoch's batches; returns the parts of each batch."""
@@ -328,6 +332,7 @@ class HaloLoader:
         first = self._drawing.in_order()[:1]
         return next(tagged_copies(self._source.batches(first, device or self.device, keep=self.keep)))
 
+    @checked()
     def batch_of(self, parts: Iterable[int]) -> Data:
         """The batch of some parts, with their halo.
 
@@ -341,6 +346,9 @@ class HaloLoader:
         # Parts that are batches of their own come back; other groups may not.
         keep = self.is_fixed and self.batch_size == 1
         group = tuple(sorted(parts))
+        if not all(0 <= part < self.num_parts for part in group):
+            rule = f"a batch is of parts from 0 to {self.num_parts - 1}"
+            raise InputError(rule, got=shown(parts), fix="Check the numbers of the parts.")
         return next(tagged_copies(self._source.batches([group], self.device, keep=keep)))
 
     @cached_property

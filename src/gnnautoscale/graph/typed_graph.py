@@ -15,7 +15,7 @@ from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped
 
 from gnnautoscale._util import for_later
 from gnnautoscale.errors import InputError
-from gnnautoscale.graph.graph import Graph, is_label
+from gnnautoscale.graph.graph import EDGE_LEVEL, Graph, is_label
 from gnnautoscale.graph.hashing import fingerprint
 
 #: A type of edges: the type of their sources, a relation, and the type of their targets.
@@ -38,6 +38,7 @@ class TypedGraph:
 
     @for_later
     def __init__(self, data: HeteroData) -> None:
+        _check_dense(data)
         self.data = copy.copy(data)
         self.counts: dict[str, int] = {kind: _count(data, kind) for kind in data.node_types}
         if not sum(self.counts.values()):
@@ -178,6 +179,13 @@ class TypedGraph:
         return Graph(data)
 
     def _check_rows(self) -> None:
+        for relation, rows in self.edge_rows.items():
+            for name in EDGE_LEVEL:
+                value = self.data[relation].get(name)
+                if value is not None and name not in rows:
+                    rule = f"{name} of {relation!r} must have one row for each of its edges"
+                    got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                    raise InputError(rule, got=got, fix="Give it one row per edge, in edge order.")
         for kind, rows in self.rows.items():
             for name in ("x", "y"):
                 value = self.data[kind].get(name)
@@ -205,6 +213,19 @@ def joined_labels(graph: TypedGraph, labels: Mapping[str, Tensor]) -> Tensor:
             rule = f"partition must give a part for each of the {count} nodes of {kind!r}"
             raise InputError(rule, got=got, fix="Pass a dictionary with a tensor for each type of nodes.")
     return torch.cat([labels[kind].long().cpu() for kind in graph.counts])
+
+
+def _check_dense(data: HeteroData) -> None:
+    """Refuse tensors without values or plain rows, which nothing can be read from."""
+    for kind, store in (*data.node_items(), *data.edge_items()):
+        for name, value in store.items():
+            if not isinstance(value, Tensor):
+                continue
+            sparse = value.layout != torch.strided and name in ("x", "y", *EDGE_LEVEL)
+            if value.is_meta or value.is_nested or sparse:
+                got = "one on the device meta" if value.is_meta else "a nested one" if value.is_nested else value.layout
+                rule, fix = f"{name} of {kind!r} must be a dense tensor with values", "Store it as one."
+                raise InputError(rule, got=str(got), fix=fix)
 
 
 def _count(data: HeteroData, kind: str) -> int:

@@ -26,7 +26,6 @@ from gnnautoscale._util import damage_in, reason_of, write_atomically
 from gnnautoscale.errors import InputError
 
 _FORMAT = "gnnautoscale checkpoint 1"
-_NO_SEAL = ""  # of checkpoints of earlier versions
 _NAME = re.compile(r"checkpoint-[0-9]{9}\.pt")
 # PyTorch's defaults, which a program may have changed: checksums, and MAP_PRIVATE, which keeps writes out of the file.
 _SETTINGS = {"save.compute_crc32": True, "load.mmap_flags": 2}
@@ -188,8 +187,8 @@ def _read(path: Path) -> Checkpoint | str:
         return f"it is cut off, damaged, or no checkpoint: {error!r:.200}"
     match content:
         case {"format": found, "step": int(step), "state": dict(state), **others} if found == _FORMAT:
-            if others.get("seal", _NO_SEAL) not in (_NO_SEAL, _seal(step, state)):
-                return "its values were changed after it was written"
+            if others.get("seal") != _seal(step, state):
+                return "its values were changed after it was written, or it has no seal"
             missing = [name for name in state.get("shards", ()) if not (path.parent / name).is_file()]
             return f"its shard {missing[0]} is missing" if missing else Checkpoint(path, step, state)
     found = content.get("format") if isinstance(content, dict) else None

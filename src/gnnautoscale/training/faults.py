@@ -41,7 +41,8 @@ def _place(strategy: Strategy, epoch: int) -> str:
 
 def _remedy(error: BaseException, strategy: Strategy, options: FitOptions) -> str:
     """What to change, and by how much, after an allocation failed."""
-    reason = (str(error) or type(error).__name__).splitlines()[0]
+    cause = error.__cause__ or error  # which says so in PyTorch's words
+    reason = (str(cause) or type(cause).__name__).splitlines()[0]
     problem, share = f"There is not enough memory ({reason})", _share(error)
     if strategy.between and strategy.evaluates_at_once:
         return f"{problem} to evaluate on the whole graph at once."

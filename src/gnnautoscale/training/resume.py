@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -96,7 +97,7 @@ class RunState:
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
     """Read a checkpoint from its file, or the newest one in a folder; ``None`` if the folder has none yet."""
-    if path.suffix == ".pt" or path.is_file():
+    if path.suffix == ".pt" or os.path.isfile(path):  # which is no error where folders are locked
         return load_checkpoint(path)
     return load_latest(path)
 

@@ -434,7 +434,7 @@ class SubgraphStrategy(Strategy):
         dense = isinstance(out, Tensor) and out.layout == torch.strided
         if isinstance(out, Tensor) and (not dense or not out.dim() or out.size(0) != batch.num_nodes):
             raise InputError(
-                f"the model must return one dense row for each of the {batch.num_nodes} nodes",
+                f"the model must return one row for each of the {batch.num_nodes} nodes",
                 got=f"{out.layout if not dense else 'shape'} {tuple(out.shape)}",
                 fix="Return the last layer's output as it is.",
             )
