@@ -111,7 +111,7 @@ def test_a_task_of_one_s_own(graph: Data) -> None:
 def test_gradients_need_labels(graph: Data) -> None:
     del graph.y
     model = gas.autoscale(gin(), graph)
-    with pytest.raises(InputError, match="training on nodes needs y, their targets, but got none"):
+    with pytest.raises(InputError, match="y must hold the targets of nodes, but got none"):
         diagnose(model, HaloLoader(graph, num_parts=2), ["gradients"])
 
 

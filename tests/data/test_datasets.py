@@ -27,7 +27,7 @@ def test_names() -> None:
 def test_unknown_name() -> None:
     with pytest.raises(InputError, match=r"one of cora, .*, but got corra. Did you mean 'cora'\?"):
         load("corra")
-    with pytest.raises(InputError, match="Use from_file"):
+    with pytest.raises(InputError, match="name its file"):
         load("zzzzzz")
 
 

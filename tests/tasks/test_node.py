@@ -319,7 +319,7 @@ def good() -> Data:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("y", None, "training on nodes needs y, their targets, but got none"),
+        ("y", None, "y must hold the targets of nodes, but got none"),
         ("y", torch.eye(3).to_sparse(), "y must be a dense tensor"),
         ("y", torch.tensor([0, 1]), r"integers from 0, \[3\].* but got int64 \[2\]"),
         ("y", torch.tensor(1), r"integers from 0, \[3\]"),

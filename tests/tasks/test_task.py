@@ -109,7 +109,7 @@ def test_a_named_model_gets_the_outputs_of_the_task() -> None:
 
 
 def test_without_a_task_the_data_must_fit_one() -> None:
-    with pytest.raises(InputError, match="training on nodes needs y, their targets, but got none"):
+    with pytest.raises(InputError, match="y must hold the targets of nodes, but got none"):
         gas.fit(regressor(), heights(), epochs=1)
 
 

@@ -265,5 +265,5 @@ def test_what_does_not_fit_is_refused() -> None:
     other["shop"].x = torch.ones(4, 4)
     with pytest.raises(InputError, match="have the same nodes"):
         trained([data[0], other, data[2]])
-    with pytest.raises(InputError, match="y must be a dense tensor"):
+    with pytest.raises(InputError, match="y must hold the targets of nodes"):
         gas.fit(nn.Identity(), data, task="classification")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,7 +48,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
             print("\t".join(row))
         return
     console = Console()
-    broken = [column.replace(" ", "\n") for column in columns]
+    broken = [re.sub(r" (?!%)", "\n", column) for column in columns]
     for heads, style in ((columns, HEAVY_HEAD), (broken, HEAVY_HEAD), (broken, SIMPLE_HEAD)):
         narrow = style is SIMPLE_HEAD
         shape: dict[str, Any] = {

@@ -199,7 +199,7 @@ def load(name: str, root: str | Path = "data", *, split: int = 0, seed: int = 0,
     """
     key = name.lower()
     if key not in SOURCES:
-        fix = did_you_mean(key, SOURCES, "Use from_file for a graph of your own.")
+        fix = did_you_mean(key, SOURCES, "For a graph of your own, name its file (--data graph.npz), or use from_file.")
         raise InputError(f"a data set is one of {', '.join(SOURCES)}", got=name, fix=fix)
     known = getattr(SOURCES[key], "__kwdefaults__", None) or {}  # those of generators
     unknown = [option for option in options if option not in known]

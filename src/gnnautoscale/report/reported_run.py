@@ -163,7 +163,7 @@ class ReportedRun:
             "score": self.metric,
             "machine": words(run.get("machine")),
             "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-            "steps": words(self.result.get("how") or None),
+            "how steps run": words(self.result.get("how") or None),
             "histories": words(self.result.get("storage") or None),
             "started": words(run.get("started")).replace("T", " ").replace("+00:00", " UTC"),
             "state": "running, or stopped early" if self.record.result is None else "finished",

@@ -421,7 +421,7 @@ def _as_column(y: Tensor) -> Tensor:
 def _check_dense(data: Data) -> Tensor:
     y: Tensor = data.get("y")
     fix = "Set data.y; in a table of nodes it is the column y, label, class or target."
-    need(y is not None, "training on nodes needs y, their targets", y, fix)
+    need(y is not None, "y must hold the targets of nodes", y, fix)
     dense = isinstance(y, Tensor) and y.layout == torch.strided and not y.is_complex()
     need(dense, "y must be a dense tensor", y, "Set data.y to one.")
     return y
