@@ -95,8 +95,10 @@ def _described(value: Any, seen: dict[int, int]) -> Hashable:
     """All that a value consists of, but not the entries of its tensors."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.device, value.requires_grad
-    if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType, type)):
+    if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
         return value
+    if isinstance(value, MethodType):
+        return value.__func__, _described(value.__self__, seen)
     if not isinstance(value, (dict, list, tuple, set, frozenset)) and not hasattr(value, "__dict__"):
         return type(value), repr(value)
     if id(value) in seen:
