@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from inspect import BoundArguments
 from typing import Any, Literal
 
@@ -76,7 +77,7 @@ class TrialGraph:
     ) -> None:
         self.info, self.call, self.device, self.dtype, self.num_nodes = info, arguments, device, dtype, setup.num_nodes
         self._setup, self._by_size, self._disturbed = setup, by_size, disturbed
-        edge_index = _edges(setup, symmetric=info.graph.is_symmetric)
+        edge_index = _edges(setup, symmetric=info.graph.is_symmetric).clone()
         parts = _parts(setup.num_nodes)
         self._in_first_part = parts[edge_index[1]] == 0
         data = _emptied(arguments)
@@ -191,6 +192,7 @@ def disturb(value: Tensor) -> Tensor:
     return disturbed
 
 
+@lru_cache(maxsize=64)
 def _edges(setup: TrialSetup, *, symmetric: bool) -> Tensor:
     """A ring with chords and self-loops, sorted by target, as some aggregations require; ``[2, num_edges]``.
 
