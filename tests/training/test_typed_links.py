@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch_geometric import seed_everything  # type: ignore[import-untyped]
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
 from torch_geometric.transforms import RandomLinkSplit, ToUndirected  # type: ignore[import-untyped]
 
@@ -37,7 +38,7 @@ def graph() -> HeteroData:
 
 
 def splits(**options: Any) -> list[HeteroData]:
-    torch.manual_seed(0)
+    seed_everything(0)  # PyG draws negatives by random numbers of Python's own
     given: dict[str, Any] = {"edge_types": [LIKES], "rev_edge_types": [LIKED], "disjoint_train_ratio": 0.3}
     given |= {"add_negative_train_samples": False, **options}
     made: list[HeteroData] = list(RandomLinkSplit(**given)(ToUndirected()(graph())))
