@@ -9,10 +9,9 @@ demo: .venv/installed
 
 test: lint types tests
 
-# Several processes of one thread each: these graphs are too small to gain from threads. One more than there are cores,
-# since some tests wait for processes that they have started.
+# Several processes of one thread each: these graphs are too small to gain from threads.
 tests: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $$(($$($(BIN)/python -c 'import os; print(os.cpu_count())') + 1))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical
 
 lint: .venv/installed
 	$(BIN)/ruff check .
