@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
@@ -73,6 +73,16 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
             if there.get(name) != here.get(name):
                 return f"{what}: {name or 'its class'} was {there.get(name)!r} and is {here.get(name)!r}"
     return None
+
+
+def targets_of(task: Task, dataset: Dataset) -> list[Tensor | None]:
+    """What a task reads from the graphs of a data set."""
+    return [each for graph, _ in dataset.graphs() for each in task.identity(graph)]
+
+
+def key_of(targets: Iterable[Tensor | None], graphs: Iterable[str]) -> str:
+    """What a run has to resume with: the targets, and the graphs of all splits, by their keys."""
+    return fingerprint(*targets, graph=" ".join(dict.fromkeys(graphs)))
 
 
 def _settings(owner: object) -> dict[str, Any]:

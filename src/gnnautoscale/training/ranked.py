@@ -22,9 +22,10 @@ from gnnautoscale.tasks import Task
 from gnnautoscale.training.checkpoint import Checkpoint
 from gnnautoscale.training.feed import Item
 from gnnautoscale.training.flow import Flow
+from gnnautoscale.training.identity import key_of, targets_of
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.resharding import pieces_of, read_shards, save_shards, take_rows
-from gnnautoscale.training.strategies import HistoryStrategy, key_of, targets_of
+from gnnautoscale.training.strategies import HistoryStrategy
 
 _SPLITS = ("train", "val", "test")
 

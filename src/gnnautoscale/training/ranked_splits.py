@@ -19,9 +19,9 @@ from gnnautoscale.data import Dataset, TypedDataset
 from gnnautoscale.graph import fingerprint, without_targets
 from gnnautoscale.ranks import RankLoader
 from gnnautoscale.tasks import Task
+from gnnautoscale.training.identity import targets_of
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.ranked import RankStrategy, rank_loader, share_of
-from gnnautoscale.training.strategies import targets_of
 from gnnautoscale.training.typed_ranked import TypedRankStrategy
 
 _SPLITS = ("train", "val", "test")

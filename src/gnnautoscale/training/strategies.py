@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from itertools import islice
@@ -32,13 +32,14 @@ from gnnautoscale.attach import (
 from gnnautoscale.data import Dataset
 from gnnautoscale.errors import InputError, UnsupportedModelError
 from gnnautoscale.forward import GraphMemory, describe, evaluating
-from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader, fingerprint
+from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader
 from gnnautoscale.runs import FitResult
 from gnnautoscale.tasks import Task
 from gnnautoscale.training.captured import engine_for, num_targets_of
 from gnnautoscale.training.checkpoint import Checkpoint, save_checkpoint
 from gnnautoscale.training.feed import Item, as_it_is, plain_item
 from gnnautoscale.training.flow import Flow
+from gnnautoscale.training.identity import key_of, targets_of
 from gnnautoscale.training.options import FitOptions, HowToEvaluate
 from gnnautoscale.training.resharding import load_rows, pieces_of, read_shards, saved_rows, take_rows
 from gnnautoscale.training.steps import Steps
@@ -161,16 +162,6 @@ class Strategy(ABC):
         """Continue from a checkpoint that :meth:`save` wrote, with the same random numbers."""
         self.load_state_dict(checkpoint.state["strategy"], device)
         set_random_states(checkpoint.state["random"], device)
-
-
-def targets_of(task: Task, dataset: Dataset) -> list[Tensor | None]:
-    """What a task reads from the graphs of a data set."""
-    return [each for graph, _ in dataset.graphs() for each in task.identity(graph)]
-
-
-def key_of(targets: Iterable[Tensor | None], graphs: Iterable[str]) -> str:
-    """What a run has to resume with: the targets, and the graphs of all splits, by their keys."""
-    return fingerprint(*targets, graph=" ".join(dict.fromkeys(graphs)))
 
 
 class HistoryStrategy(Strategy):
