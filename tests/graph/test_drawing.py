@@ -11,6 +11,12 @@ def test_without_shuffling_epochs_are_alike() -> None:
     assert drawing.in_order(together=2) == [(0, 1, 2, 3), (4,)]
 
 
+def test_parts_are_spread_evenly_over_a_number_of_batches() -> None:
+    assert [len(group) for group in PartDrawing(9, 4).epoch()] == [4, 4, 1]
+    for count, sizes in ((2, [5, 4]), (3, [3, 3, 3]), (4, [3, 2, 2, 2])):
+        assert [len(group) for group in PartDrawing(9, 4, count).epoch()] == sizes
+
+
 def test_drawings_recur_and_anew_ones_differ() -> None:
     anew, few = (PartDrawing(20, 4, shuffle=True, drawings=drawings) for drawings in (None, 2))
     epochs = [anew.epoch() for _ in range(6)]

@@ -17,6 +17,7 @@ from torch_geometric.nn import GCN  # type: ignore[import-untyped]
 import gnnautoscale as gas
 from conftest import assert_same, odd_graph, undirected_graph
 from gnnautoscale import ranks
+from gnnautoscale._util.pinned import _is_in_file
 from gnnautoscale.ranks.assignment import assign
 from gnnautoscale.ranks.files import read_shard
 from gnnautoscale.ranks.shard import Layout, cut_shard
@@ -79,7 +80,9 @@ def test_the_maker_takes_memory_mapped_tensors_and_looks_at_them_in_pieces(
     monkeypatch.setattr("gnnautoscale.ranks.assignment._CHUNK", 7)
     ranks.write_shards(tmp_path / "shards", mapped, labels, 2, bidirectional=True)
     for rank, one in enumerate(at_once):
-        read = read_shard(tmp_path / "shards", rank, 2)
+        read, in_memory = (read_shard(tmp_path / "shards", rank, 2, room=room) for room in (0, 1 << 20))
+        assert [_is_in_file(each.data.x.data_ptr()) for each in (read, in_memory)] == [True, False]
+        assert torch.equal(read.data.x, in_memory.data.x)
         assert torch.equal(one.data.edge_index, read.data.edge_index)
         assert torch.equal(one.sent, read.sent)
         assert read.bidirectional

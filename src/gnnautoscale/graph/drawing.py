@@ -17,8 +17,8 @@ class PartDrawing:
     Args:
         num_parts: Number of parts.
         batch_size: Number of parts in a batch.
-        num_batches: Number of batches of an epoch; by default as many as it takes. If they are more or less than that,
-            parts are spread over them as evenly as possible.
+        num_batches: Number of batches of an epoch, over which parts are spread as evenly as possible; by default all
+            batches but the last are full.
         shuffle: Draw at random, anew for each epoch.
         drawings: Draw this many times only, then reuse these drawings at random; ``None`` draws for every epoch.
         seed: Makes drawings reproducible.
@@ -98,10 +98,11 @@ class PartDrawing:
 
     def _grouped(self, order: Tensor, together: int = 1) -> list[PartGroup]:
         parts, size = order.tolist(), self._batch_size
-        count = -(-len(parts) // size)
         ends = [*range(size, len(parts), size), len(parts)]
-        if self._num_batches not in (None, count):
-            ends = [len(parts) * (number + 1) // self._num_batches for number in range(self._num_batches)]
+        if self._num_batches is not None:
+            # Larger ones first on all ranks, which wait for the largest batch of a step.
+            least, larger = divmod(len(parts), self._num_batches)
+            ends = [(number + 1) * least + min(number + 1, larger) for number in range(self._num_batches)]
         ends = [*ends[together - 1 : -1 : together], len(parts)]
         # Sorted within a batch, so that the same parts give the same batch whatever the order of drawing.
         return [tuple(sorted(parts[first:end])) for first, end in zip([0, *ends], ends, strict=False)]

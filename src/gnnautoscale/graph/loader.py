@@ -117,7 +117,7 @@ class HaloLoader:
         build: Any = TypedBuilder if typed else BatchBuilder
         builder = build(self.graph, RowOrder(order), starts, bidirectional)
         self._drawing = PartDrawing(
-            self.num_parts, batch_size, len(self), shuffle=shuffle, drawings=drawings, seed=self._drawing_seed()
+            self.num_parts, batch_size, self._spread, shuffle=shuffle, drawings=drawings, seed=self._drawing_seed()
         )
         # Seeds the workers, so that they do not touch the user's random state.
         self._worker_seeds = torch.Generator().manual_seed(seed)
@@ -147,6 +147,11 @@ class HaloLoader:
     def _parts_to_draw(self) -> int:
         """The number of parts that batches are made of, the first ones."""
         return int(self.labels.max()) + 1
+
+    @property
+    def _spread(self) -> int | None:
+        """The number of batches that parts are spread over evenly; ``None`` fills all but the last."""
+        return None
 
     def _drawing_seed(self) -> int:
         return self.seed

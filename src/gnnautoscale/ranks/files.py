@@ -1,7 +1,8 @@
 """Shards in files: a folder with one folder for each rank, and a manifest that is written last.
 
-Each tensor is an array in a ``.npy`` file, which a rank maps into its memory, so that pages are read when they are
-used; before, each file is read once and compared with the checksum that the manifest has. Of a heterogeneous graph a
+Each tensor is an array in a ``.npy`` file. A rank reads these into its memory if there is room, since a GPU reads rows
+there by itself; otherwise it maps them, so that pages are read when they are used. Before, each file is read once and
+compared with the checksum that the manifest has. Of a heterogeneous graph a
 rank has a folder for each type of nodes, which is a plain shard, and for each type of edges; they are numbered, since
 types may be called anything. The maker goes through the graph in pieces, one rank after the other: it holds one shard
 and a few numbers for each node, while the graph's own tensors may be in memory-mapped files that exceed the memory; of
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import numpy as np
@@ -118,9 +119,12 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     return manifest
 
 
-@checked(rank={"least": 0}, size={"least": 1})
-def read_shard(folder: str | Path, rank: int, size: int) -> Any:
-    """The shard of a rank, a :class:`Shard` or a :class:`TypedShard`, mapped into memory."""
+@checked(rank={"least": 0}, size={"least": 1}, room={"least": 0})
+def read_shard(folder: str | Path, rank: int, size: int, *, room: int = 0) -> Any:
+    """The shard of a rank, a :class:`Shard` or a :class:`TypedShard`.
+
+    It is mapped into memory, or read if it takes no more than ``room`` bytes.
+    """
     folder, manifest = Path(folder), read_manifest(folder)
     if manifest["ranks"] != size:
         fix = f"Start {manifest['ranks']} processes, or write shards for {size}."
@@ -133,34 +137,35 @@ def read_shard(folder: str | Path, rank: int, size: int) -> Any:
         damaged = damaged_file(inside, manifest["shards"][rank][_FILES])
         if damaged is not None:
             raise InputError(rule, got=f"{damaged}, which was damaged or changed", fix=fix)
+        mapped = sum(path.stat().st_size for path in inside.rglob("*.npy")) > room
         read = _read_typed if COUNTS in manifest["whole"] else _read_plain
-        return read(inside, rank, size, manifest["whole"])
+        return read(inside, rank, size, manifest["whole"], mapped)
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(rule, got=str(error) or type(error).__name__, fix=fix) from None
 
 
-def _read_plain(folder: Path, rank: int, size: int, whole: dict[str, Any]) -> Shard:
-    about, data = _read_data(folder, whole)
-    tensors = {name: _read(folder / f"{name}.npy", "long") for name in _TENSORS}
+def _read_plain(folder: Path, rank: int, size: int, whole: dict[str, Any], mapped: bool) -> Shard:
+    about, data = _read_data(folder, whole, mapped)
+    tensors = {name: _read(folder / f"{name}.npy", "long", mapped) for name in _TENSORS}
     data.num_nodes = about["rows"]
     return Shard(data=data, rank=rank, size=size, bidirectional=about["bidirectional"], whole=whole, **tensors)
 
 
-def _read_typed(folder: Path, rank: int, size: int, whole: dict[str, Any]) -> TypedShard:
+def _read_typed(folder: Path, rank: int, size: int, whole: dict[str, Any], mapped: bool) -> TypedShard:
     kinds = {
-        kind: _read_plain(folder / _NODES.format(number), rank, size, whole)
+        kind: _read_plain(folder / _NODES.format(number), rank, size, whole, mapped)
         for number, kind in enumerate(whole[COUNTS])
     }
     edges = {
-        (source, relation, target): _read_data(folder / _EDGES.format(number), whole)[1]
+        (source, relation, target): _read_data(folder / _EDGES.format(number), whole, mapped)[1]
         for number, (source, relation, target) in enumerate(whole[RELATIONS])
     }
-    return TypedShard(kinds, edges, _read_data(folder, whole)[1].to_dict(), whole)
+    return TypedShard(kinds, edges, _read_data(folder, whole, mapped)[1].to_dict(), whole)
 
 
-def _read_data(folder: Path, whole: dict[str, Any]) -> tuple[dict[str, Any], Data]:
+def _read_data(folder: Path, whole: dict[str, Any], mapped: bool) -> tuple[dict[str, Any], Data]:
     """What :func:`_write_data` has written, and all that it noted."""
     about = json.loads(ordinary(folder / _ABOUT).read_text())
     if about["made"] != whole["made"]:
@@ -168,7 +173,7 @@ def _read_data(folder: Path, whole: dict[str, Any]) -> tuple[dict[str, Any], Dat
         raise InputError(rule, got="a shard of another folder", fix=fix)
     data = Data.from_dict(about["values"])
     for name, kind in about["attributes"].items():
-        data[name] = _read(folder / f"data-{name}.npy", kind)
+        data[name] = _read(folder / f"data-{name}.npy", kind, mapped)
     return about, data
 
 
@@ -245,7 +250,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     write_atomically(path, lambda stream: stream.write(json.dumps(value, indent=1).encode()), rule=_RULE)
 
 
-def _read(path: Path, kind: str) -> Tensor:
-    """Map an array; pages load as they are used, and writes never reach the file."""
-    mapped = torch.from_numpy(np.load(ordinary(path), mmap_mode="c", allow_pickle=False))
-    return mapped.view(torch.bfloat16) if kind == "bfloat16" else mapped
+def _read(path: Path, kind: str, mapped: bool) -> Tensor:
+    """Read an array, or map it: then pages load as they are used, and writes never reach the file."""
+    mode: Literal["c"] | None = "c" if mapped else None
+    array = torch.from_numpy(np.load(ordinary(path), mmap_mode=mode, allow_pickle=False))
+    return array.view(torch.bfloat16) if kind == "bfloat16" else array

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
+from gnnautoscale._util import available_memory
 from gnnautoscale.errors import InputError
 from gnnautoscale.graph import Graph, HaloLoader, PartGroup, TypedGraph, fingerprint, is_label, labels_for, rows_of
 from gnnautoscale.kernels import Runs
@@ -68,7 +69,8 @@ class RankLoader(HaloLoader):
         self.world = current()
         options["batch_size"] = batch_size
         if isinstance(data, (str, Path)):
-            shard: Any = read_shard(Path(data), self.world.rank, self.world.size)
+            room = (available_memory() or 0) // (2 * self.world.on_machine)
+            shard: Any = read_shard(Path(data), self.world.rank, self.world.size, room=room)
             unfit = {"num_parts": num_parts, **options}.keys() & {"partition", "balance", "cache_dir"}
             if unfit or num_parts is not None:
                 got = ", ".join(sorted(unfit)) or f"num_parts={num_parts}"
@@ -143,6 +145,11 @@ class RankLoader(HaloLoader):
 
     def _parts_to_draw(self) -> int:
         return super()._parts_to_draw() if self.shard is None else self.shard.num_parts
+
+    @property
+    def _spread(self) -> int | None:
+        # Ranks wait for each other in every step, so a small last batch would save nothing.
+        return None if self.steps is None else self._length
 
     def _drawing_seed(self) -> int:
         return self.seed + _SEEDS_APART * self.world.rank

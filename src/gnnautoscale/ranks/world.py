@@ -75,6 +75,8 @@ class World:
         self.wire = device if nccl else _HOST
         # What the host says itself has a way of its own, on which nobody waits for a GPU.
         self._talk = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if nccl else None
+        #: How many ranks share this machine.
+        self.on_machine = size
         #: Forward passes whose backward pass may be one of other ranks alone.
         self.open = OpenPasses()
         #: How many bytes of rows this rank has sent to others so far.
@@ -271,6 +273,7 @@ def start(*, timeout: float = _LONGEST_WAIT) -> World:
             ) from error
         atexit.register(_leave)
     _world = World(dist.get_rank(), dist.get_world_size(), device, timeout=timeout)
+    _world.on_machine = max(on_node, 1)
     _end_when_asked(_world)
     return _world
 
