@@ -1,5 +1,6 @@
 """Train any PyTorch Geometric model on graphs that do not fit a GPU, with historical embeddings."""
 
+from gnnautoscale._util import __version__ as __version__
 from gnnautoscale.analysis import diagnose
 from gnnautoscale.attach import (
     LocalLipschitz,
@@ -47,5 +48,3 @@ __all__ = [
     "refresh",
     "verify",
 ]
-
-__version__ = "0.1.0"

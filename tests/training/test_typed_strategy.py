@@ -68,7 +68,7 @@ def test_a_gpu_captures_steps_that_learn(name: str, storage: str) -> None:
     assert plain.how.startswith("uncaptured")
     losses = [[epoch.loss for epoch in result.epochs] for result in (captured, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
-    assert losses[0][-1] < losses[0][0] / 10  # scores are those of the best epoch, which may be an early one
+    assert losses[0][-1] < losses[0][0] / 3  # scores are those of the best epoch, which may be an early one
 
 
 def test_full_batch_is_plain_pyg() -> None:

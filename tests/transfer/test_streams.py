@@ -79,7 +79,8 @@ def test_no_wait_can_be_left_out(waiting: str, for_what: str) -> None:
                 super()._wait(stream, other)
 
     device = torch.device("cuda", 0)
-    assert sum(disagreements(Hasty(device), device, steps=60, seed=seed) for seed in range(3)) > 0
+    # A busy GPU may let what is too early be in time after all.
+    assert any(disagreements(Hasty(device), device, steps=60, seed=seed) for seed in range(20))
 
 
 @pytest.mark.usefixtures("no_streams")

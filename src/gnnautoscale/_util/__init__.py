@@ -23,10 +23,11 @@ from gnnautoscale._util.peak_memory import PeakMemory, resident_memory
 from gnnautoscale._util.pinned import Pinned, arriving_numbers, copy_staged, copy_staged_together, pinned_zeros
 from gnnautoscale._util.random_state import RandomState, random_states, set_random_states, undisturbed
 from gnnautoscale._util.reasons import did_you_mean, reason_of
-from gnnautoscale._util.versions import versions
+from gnnautoscale._util.versions import __version__, versions
 from gnnautoscale._util.weights import check_weights, load_state, state_of, weights_of
 
 __all__ = [
+    "__version__",
     "FolderLock",
     "Option",
     "OptionGroup",

@@ -5,13 +5,10 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
+__version__ = "0.1.0"
+
 
 def versions() -> dict[str, str]:
     """The versions that results depend on."""
-    found = {"python": platform.python_version()}
-    for name in ("torch", "torch-geometric", "gnnautoscale"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # run from its sources
-            found[name] = "unknown"
-    return found
+    others = {name: metadata.version(name) for name in ("torch", "torch-geometric")}
+    return {"python": platform.python_version(), **others, "gnnautoscale": __version__}
