@@ -27,13 +27,13 @@ from gnnautoscale._util.versions import __version__, versions
 from gnnautoscale._util.weights import check_weights, load_state, state_of, weights_of
 
 __all__ = [
-    "__version__",
     "FolderLock",
     "Option",
     "OptionGroup",
     "PeakMemory",
     "Pinned",
     "RandomState",
+    "__version__",
     "arriving_numbers",
     "as_if_captured",
     "available_cores",
