@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GATConv, GCNConv, GINConv, MessagePassing, SAGEConv, TAGConv  # type: ignore[import-untyped]
-from torch_geometric.nn.conv import ChebConv  # type: ignore[import-untyped]
+from torch_geometric.nn.conv import ChebConv, EGConv  # type: ignore[import-untyped]
 from torch_geometric.utils import k_hop_subgraph  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
@@ -63,6 +63,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "GCN": gcn,
     "GAT": lambda: Stack([GATConv(8, 3, heads=2), GATConv(6, 4)]),
     "SAGE": lambda: Stack([SAGEConv(8, 6), SAGEConv(6, 4)]),
+    # Counts nodes by the largest number in its edges, and gives those a self-loop: not the last ones without edges.
+    "EG": lambda: Stack([EGConv(8, 6, ["mean"], 2, 2), EGConv(6, 4, ["mean"], 2, 2)]),
     # Its normalization divides by the number of edges out of a node, also of a ghost.
     "Chebyshev": lambda: Stack([ChebConv(8, 6, 3), ChebConv(6, 4, 2)]),
 }

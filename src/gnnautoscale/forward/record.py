@@ -302,11 +302,11 @@ class Recorder(EdgePreparer):
             if kind == "own":
                 name = cast(BatchTensor, value).attribute
                 if name == "edge_index":
-                    return self.graph.edge_index
+                    return self._shown(self.graph.edge_index)
                 if name == "reversed edge_index":
-                    return self.graph.edge_index.flip(0)
+                    return self._shown(self.graph.edge_index).flip(0)
                 if name == "n_id":
-                    return torch.arange(self.graph.num_nodes)
+                    return self._kept(torch.arange(self.graph.num_nodes))
                 whole = self.graph.edge_attributes[name]
                 return whole if edge_features else whole.to("meta")
             if kind != "other":
@@ -319,12 +319,24 @@ class Recorder(EdgePreparer):
 
         return map_others(resize, map_tensors(convert, arguments))
 
+    def _shown(self, nodes: Tensor) -> Tensor:
+        """What layers see instead of some nodes."""
+        return nodes if self.graph.shown is None else self.graph.shown[nodes]
+
+    def _kept(self, shown: Tensor) -> Tensor:
+        """The nodes of some numbers that layers saw."""
+        if self.graph.shown is None:
+            return shown
+        kept = self.graph.shown.argsort()[shown]
+        return self.graph.edge_index if torch.equal(kept, self.graph.edge_index) else kept
+
     def _shared(
         self, layer: MessagePassing, info: BatchInfo, edge_index: Tensor, constants: dict[str, Tensor]
     ) -> EdgeRecord:
         """A record in the order of rows of the loader that came first, or an equal one that is there already."""
         self._order = order = self._order or info.order
         row = 1 if layer.flow == "source_to_target" else 0
+        edge_index = self._kept(edge_index)
         own = edge_index is self.graph.edge_index and row == 1 and info.order is order
         extended = info.table.with_loops(edge_index) if row == 1 and info.order is order and not own else None
         edges = info.table if own else extended or EdgeTable(edge_index, order, row)

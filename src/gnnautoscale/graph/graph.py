@@ -41,6 +41,8 @@ class Graph:
         self.edge_index = edge_index.cpu().contiguous()
         #: The same object for graphs with the same edges.
         self.edges_id = object()
+        #: The numbers of nodes that layers see in edges, ``[num_nodes]``, if these are not the nodes' own.
+        self.shown: Tensor | None = None
         self._freeze(data)
         _check_attributes(self.data, self.num_nodes, dict(iter(self.data)))
         inputs: dict[str, Tensor] = {name: self.data[name] for name in _inputs(self.data)}
@@ -113,7 +115,7 @@ class Graph:
         made = Graph(data)
         if "edge_index" not in changed and made.num_nodes == self.num_nodes:
             made.edge_index, made.edges_id = self.edge_index, self.edges_id
-            known = ("node_order", "incoming", "outgoing", "is_symmetric")
+            known = ("node_order", "incoming", "outgoing", "is_symmetric", "shown")
             vars(made).update({name: value for name, value in vars(self).items() if name in known})
         return made
 

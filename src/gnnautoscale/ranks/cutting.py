@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 
 from gnnautoscale.graph import Graph, TypedGraph
-from gnnautoscale.ranks.shard import Layout, Shard, cut_shard
+from gnnautoscale.ranks.shard import LAST, Layout, Shard, cut_shard
 from gnnautoscale.ranks.typed_shard import TypedShard, cut_typed_shard
 
 #: In the facts about a whole graph: how many nodes there are of each type, and the types of edges.
@@ -45,7 +45,9 @@ def training_nodes(graph: Graph | TypedGraph) -> Tensor | None:
 def facts_of(graph: Graph | TypedGraph) -> dict[str, Any]:
     """Facts about a whole graph that its shards hand on."""
     facts = {"nodes": graph.num_nodes, "edges": graph.edge_index.size(1), "key": graph.key}
-    if isinstance(graph, TypedGraph):
+    if isinstance(graph, Graph):
+        facts[LAST] = int(graph.edge_index.max()) if graph.edge_index.numel() else -1
+    else:
         facts |= {COUNTS: graph.counts, RELATIONS: [list(relation) for relation in graph.relations]}
     return facts
 

@@ -94,7 +94,7 @@ class RankLoader(HaloLoader):
         given["bidirectional"] = bool(given.get("bidirectional", False)) and not symmetric
         super().__init__(shard.data, partition=shard.labels, **given)
         if isinstance(shard, Shard):
-            self.graph.is_symmetric = symmetric
+            self.graph.is_symmetric, self.graph.shown = symmetric, shard.shown
 
     def _cut(self, data: Data | HeteroData, num_parts: int | None, options: dict[str, Any]) -> Shard | TypedShard:
         """This rank's share of a graph that all ranks have; the first one decides about parts and ranks."""

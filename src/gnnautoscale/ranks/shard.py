@@ -24,6 +24,9 @@ from gnnautoscale.errors import InputError
 from gnnautoscale.graph import is_target, rows_of
 from gnnautoscale.ranks.assignment import edge_chunks
 
+#: The fact about a whole graph that says which node is the last with an edge.
+LAST = "last with edges"
+
 
 class Layout:
     """Where every node of the whole graph lives: all nodes in one order, rank by rank and part by part.
@@ -129,6 +132,25 @@ class Shard:
         ghosts = torch.repeat_interleave(self.ghost_starts.diff())
         others = torch.full((self.data.num_nodes - self.nodes.numel(),), self.ghost_starts.numel() - 1)
         return torch.cat([own, ghosts, others])
+
+    @property
+    def shown(self) -> Tensor | None:
+        """Numbers of all rows by which layers count as in the whole graph, ``[num_rows]``; ``None`` for the rows' own.
+
+        A layer may take the largest number in its edges for the last node, and give nodes up to that a self-loop. So
+        nodes without edges come first here, but those after the last one with edges of the whole graph come last.
+        """
+        if LAST not in self.whole:
+            return None
+        edge_index = self.data.edge_index
+        place = torch.zeros(self.data.num_nodes, dtype=torch.uint8)
+        place[: self.nodes.numel()][self.nodes > self.whole[LAST]] = 2
+        place[edge_index.flatten()] = 1
+        end = int(edge_index.max()) + 1 if edge_index.numel() else 0
+        if not bool((place[:end] == 2).any() or (place[end:] == 0).any()):
+            return None
+        order = place.argsort(stable=True)
+        return torch.empty_like(order).index_copy_(0, order, torch.arange(order.numel()))
 
     @property
     def labels(self) -> Tensor:
