@@ -351,8 +351,8 @@ class HaloLoader:
         # Parts that are batches of their own come back; other groups may not.
         keep = self.is_fixed and self.batch_size == 1
         group = tuple(sorted(parts))
-        if not all(0 <= part < self.num_parts for part in group):
-            rule = f"a batch is of parts from 0 to {self.num_parts - 1}"
+        if not group or len({*group}) < len(group) or not all(0 <= part < self.num_parts for part in group):
+            rule = f"a batch is of different parts from 0 to {self.num_parts - 1}, at least one"
             raise InputError(rule, got=shown(parts), fix="Check the numbers of the parts.")
         return next(tagged_copies(self._source.batches([group], self.device, keep=keep)))
 
