@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -185,6 +187,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_configure() -> None:
+    """Ctrl-C reaches the tests also where a shell has started them in the background, which ignores it."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
