@@ -210,3 +210,11 @@ def test_a_folder_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
     (path / ".lock").touch()  # what a run that was killed leaves
     RunFolder.reopen(path, RUN, [{"epoch": 1}, {"epoch": 2}]).close()
     assert is_run_dir(path)
+
+
+def test_a_run_goes_on_in_its_folder_on_any_number_of_ranks_but_with_its_own_data(tmp_path: Path) -> None:
+    path = written(tmp_path / "run")
+    for more in ({"ranks": 4}, {"ranks": 2}, {}):
+        RunFolder.reopen(path, {**RUN, "data": {"nodes": 4, **more}}, [{"epoch": 1}]).close()
+    with pytest.raises(InputError, match=r"own folder.* with other data"):
+        RunFolder.reopen(path, {**RUN, "data": {"nodes": 5}}, [{"epoch": 1}])

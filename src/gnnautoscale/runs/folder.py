@@ -280,7 +280,9 @@ def _number(value: Any) -> float:
 def _identity(run: Mapping[str, Any], free: Collection[str]) -> dict[str, Any]:
     """What must match for two runs to be the same."""
     options = {name: value for name, value in run.get("options", {}).items() if name not in free}
-    return {**{name: run.get(name) for name in ("title", "data", "model")}, "options": options}
+    # A run may go on on another number of ranks.
+    data = {name: value for name, value in (run.get("data") or {}).items() if name != "ranks"}
+    return {"title": run.get("title"), "data": data, "model": run.get("model"), "options": options}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
