@@ -261,3 +261,19 @@ def test_a_state_that_was_changed_is_refused(tmp_path: Path) -> None:
         torch.save(changed, file)
         with pytest.raises(InputError, match="its values were changed after it was written"):
             load_checkpoint(file)
+
+
+def test_shards_go_with_their_checkpoint_and_those_without_one_at_the_next(tmp_path: Path) -> None:
+    def save_with_shard(step: int) -> Path:
+        shard = tmp_path / f"checkpoint-{step:09d}.rank-0-of-1.pt"
+        save_checkpoint(tmp_path, step, {}, path=shard)
+        return shard
+
+    orphan, first, second = save_with_shard(1), save_with_shard(2), save_with_shard(3)
+    save_checkpoint(tmp_path, 2, {})
+    assert not orphan.exists()
+    assert first.exists()
+    assert second.exists()  # of a later step, whose checkpoint may be on its way
+    save_checkpoint(tmp_path, 3, {}, keep=1)
+    assert not first.exists()
+    assert second.exists()

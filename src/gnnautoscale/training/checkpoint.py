@@ -83,8 +83,12 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], *, keep: int
     if shard is not None:
         return path
     # Whatever cannot be removed waits for the next time.
-    old = [other for other in _checkpoints(folder) if other <= path][keep:]
-    shards = [each for other in old for each in folder.glob(f"{other.stem}.rank-*.pt")]
+    there = _checkpoints(folder)
+    old = [other for other in there if other <= path][keep:]
+    # Also those of a checkpoint that a full disk, say, kept some rank from writing.
+    kept = {other.stem for other in there} - {other.stem for other in old}
+    stems = {each: each.name.partition(".")[0] for each in folder.glob("checkpoint-*.rank-*.pt")}
+    shards = [each for each, stem in stems.items() if stem <= path.stem and stem not in kept]
     for remains in [*old, *shards, *folder.glob("checkpoint-*.pt.*.part")]:
         with contextlib.suppress(OSError):
             remains.unlink()
