@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from gnnautoscale._util import no_empty_folders
 from gnnautoscale.cli.display import Json, print_json, print_table, say, tell
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import reproduce as paper
@@ -43,21 +44,22 @@ def reproduce(
     names = paper.experiment_names() if experiment == "all" else [experiment]
     experiments = [paper.load_experiment(name) for name in names]
     planned = [each.jobs(only=only or (), seeds=seeds, steps=steps, device=machine) for each in experiments]
-    store = paper.Store(output / "runs.jsonl")
-    failed = []
-    for name, described, listed in zip(names, experiments, planned, strict=True):
-        folder = output / "runs"
-        failed += paper.run_all(listed, store, root=root, device=device, processes=jobs, runs_dir=folder, show=say)
-        if not any(store.get(job) for job in listed):
-            continue
-        report = paper.make_report(described, listed, store)
-        files = paper.write_files(report, output, name)
-        if json:
-            print_json(report.values)
-        else:
-            print_table(report.title, report.columns, report.rows)
-            tell("\n".join(report.notes))
-        say("written: " + ", ".join(map(str, files)))
+    with no_empty_folders(output):
+        store = paper.Store(output / "runs.jsonl")
+        failed = []
+        for name, described, listed in zip(names, experiments, planned, strict=True):
+            folder = output / "runs"
+            failed += paper.run_all(listed, store, root=root, device=device, processes=jobs, runs_dir=folder, show=say)
+            if not any(store.get(job) for job in listed):
+                continue
+            report = paper.make_report(described, listed, store)
+            files = paper.write_files(report, output, name)
+            if json:
+                print_json(report.values)
+            else:
+                print_table(report.title, report.columns, report.rows)
+                tell("\n".join(report.notes))
+            say("written: " + ", ".join(map(str, files)))
     if failed:
         raise InputError(
             "all runs should succeed",
