@@ -46,7 +46,7 @@ FLAGS = ["--device", "cpu", "--nodes", "300", "--batch-nodes", "20", "--batches"
 def call(*arguments: str) -> str:
     result = invoke(["bench", *arguments], catch_exceptions=False)
     assert result.exit_code == 0
-    return result.stdout
+    return str(result.stdout)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0, 2.5])
