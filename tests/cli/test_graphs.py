@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from gnnautoscale import cli
 from gnnautoscale.errors import InputError
+from support.command import invoke
 
 FAST = ["--model", "gin", "--epochs", "2", "--num-parts", "4", "--batch-size", "2"]
 TASK = ["--width", "8", "--readout", "mean", "--head", "mlp"]
@@ -23,7 +22,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def call(*arguments: str) -> Any:
-    return CliRunner().invoke(cli.app, list(arguments))
+    return invoke(list(arguments))
 
 
 def answer(*arguments: str) -> Any:

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from gnnautoscale.cli import app
 from gnnautoscale.cli.predictions import check_ending, write_predictions
 from gnnautoscale.cli.schema import INFER, with_saved
 from gnnautoscale.data import Names
 from gnnautoscale.errors import InputError
+from support.command import invoke
 
 LOGITS = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 3.0]])
 PREDICTED = {"classes": LOGITS.argmax(1), "probabilities": LOGITS.softmax(1), "logits": LOGITS}
@@ -99,12 +98,12 @@ def test_tables_with_words_go_in_and_come_out(tmp_path: Path, monkeypatch: pytes
     Path("edges.csv").write_text("src,dst\n" + "".join(f"p{i},p{(i + 2) % 30}\n" for i in range(30)))
     data = ["--data", "nodes.csv", "--edges", "edges.csv", "--undirected"]
     flags = ["--epochs", "1", "--num-parts", "2", "--hidden", "4", "--run-dir", "none", "--save", "model.pt"]
-    result = CliRunner().invoke(app, ["train", *data, "--split-ratio", "0.8,0.1,0.1", *flags], catch_exceptions=False)
+    result = invoke(["train", *data, "--split-ratio", "0.8,0.1,0.1", *flags], catch_exceptions=False)
     assert result.exit_code == 0
     drawn = "nodes.csv has no split: 24 nodes were drawn for training, 3 for validation and 3 for tests"
     assert drawn in result.stderr.replace("\n", " ")
     inferred = ["infer", "model.pt", *data, "--split-ratio", "0.8,.1,.1", "--output", "out.csv"]
-    result = CliRunner().invoke(app, inferred, catch_exceptions=False)
+    result = invoke(inferred, catch_exceptions=False)
     assert result.exit_code == 0
     found = rows(tmp_path / "out.csv")
     assert [row["id"] for row in found] == people

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch_geometric.nn import GCN  # type: ignore[import-untyped]
-from typer.testing import CliRunner
 
 from gnnautoscale.attach import autoscale
-from gnnautoscale.cli import app
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import bench, figure
 from gnnautoscale.experiments.bench import (
@@ -36,6 +34,7 @@ from gnnautoscale.experiments.bench import (
 from gnnautoscale.experiments.bench.measuring import if_it_fits
 from gnnautoscale.experiments.bench.own_loop import make_model, own_step, plain_batches, run_epoch
 from gnnautoscale.training.journal import describe_machine
+from support.command import invoke
 
 CPU = torch.device("cpu")
 SMALL = BenchGraph(nodes=300, batch_nodes=20, batches=3, degree=4, halo_degree=2, features=8, classes=5)
@@ -45,9 +44,9 @@ FLAGS = ["--device", "cpu", "--nodes", "300", "--batch-nodes", "20", "--batches"
 
 
 def call(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
+    result = invoke(["bench", *arguments], catch_exceptions=False)
     assert result.exit_code == 0
-    return result.stdout
+    return str(result.stdout)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0, 2.5])
@@ -294,4 +293,4 @@ def test_what_users_run_is_printed_and_written(
 )
 def test_odd_input_is_refused(flags: list[str], rule: str) -> None:
     with pytest.raises(InputError, match=rule):
-        CliRunner().invoke(app, ["bench", *flags], catch_exceptions=False)
+        invoke(["bench", *flags], catch_exceptions=False)

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch_geometric.data import Data  # type: ignore[import-untyped]
-from typer.testing import CliRunner
 
-import gnnautoscale.cli as cli
 from conftest import assert_same, odd_graph
 from gnnautoscale.errors import InputError
 from gnnautoscale.experiments import expressiveness
@@ -34,6 +32,7 @@ from gnnautoscale.experiments.expressiveness import (
 )
 from gnnautoscale.experiments.expressiveness.survey import counterexample, random_graph, two_stars
 from gnnautoscale.graph import ClusterLoader, HaloLoader, SampleLoader
+from support.command import invoke
 
 SMALL = [example for example in examples() if example.data.num_nodes < 1000]
 SEEDS = range(4)
@@ -301,7 +300,7 @@ def test_every_method_is_surveyed() -> None:
 
 @pytest.mark.usefixtures("_small")
 def test_the_table() -> None:
-    result = CliRunner().invoke(cli.app, ["expressiveness", "--draws", "2"])
+    result = invoke(["expressiveness", "--draws", "2"])
     lines = [line.split("\t") for line in result.stdout.splitlines()]
     assert [line[0] for line in lines] == ["graph", "counterexample", "two stars", "hexagon and triangles"]
     cells = {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[1:]}
@@ -312,7 +311,7 @@ def test_the_table() -> None:
 
 def test_the_table_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expressiveness, "examples", lambda: SMALL[:1])
-    found = json.loads(CliRunner().invoke(cli.app, ["expressiveness", "--draws", "1", "--json"]).stdout)
+    found = json.loads(invoke(["expressiveness", "--draws", "1", "--json"]).stdout)
     assert found["draws"] == 1
     (row,) = found["rows"]
     assert row["graph"] == "counterexample"
@@ -322,4 +321,4 @@ def test_the_table_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("flags", [["--draws", "0"], ["--partition", "best"], ["--lr", "-1"]])
 def test_bad_options_are_refused(flags: list[str]) -> None:
-    assert isinstance(CliRunner().invoke(cli.app, ["expressiveness", *flags]).exception, InputError)
+    assert isinstance(invoke(["expressiveness", *flags]).exception, InputError)

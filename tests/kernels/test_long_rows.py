@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,10 +31,13 @@ short_segments = support.short_segments
 
 
 @pytest.mark.usefixtures("short_segments")
-@pytest.mark.parametrize("of", ["target", "source"])
-@pytest.mark.parametrize("degrees", DEGREES.values(), ids=DEGREES)
-@pytest.mark.parametrize(("reduce", "weighted", "width"), [("mean", False, 1), ("sum", True, 48)])
-def test_long_rows(device: str, width: int, weighted: bool, reduce: str, degrees: list[int], of: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "of", "reduce"),
+    [(name, *ends) for name, ends in product(DEGREES, (("target", "mean"), ("source", "sum")))]
+    + [("several", "target", "sum"), ("several", "source", "mean")],
+)
+def test_long_rows(device: str, name: str, of: str, reduce: str) -> None:
+    degrees, weighted, width = DEGREES[name], reduce == "sum", 48 if reduce == "sum" else 1
     graph = Hubs(device, degrees, weighted=weighted, of=of)
     adjacency = graph.adjacency()
     segments = adjacency.segments if of == "target" else adjacency.segments_t

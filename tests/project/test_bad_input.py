@@ -23,7 +23,6 @@ import torch
 import typer
 from torch_geometric.data import Data, HeteroData  # type: ignore[import-untyped]
 from torch_geometric.nn import GCN  # type: ignore[import-untyped]
-from typer.testing import CliRunner
 
 import gnnautoscale as gas
 from gnnautoscale import cli
@@ -34,6 +33,7 @@ from gnnautoscale.data import open_file
 from gnnautoscale.graph import partition
 from gnnautoscale.report import write_report
 from gnnautoscale.runs import explain, read_run
+from support.command import invoke
 
 NODES = 24
 #: What the library and the command say.
@@ -362,7 +362,7 @@ def test_damaged_files() -> None:
     Path("edges.csv").write_text("source,target\n" + "".join(f"{i},{(i + 1) % 8}\n" for i in range(8)))
     Path("options.toml").write_text('data = "graph.npz"\nepochs = 1\nlr = 0.1\n')
     flags = ["--data", "graph.npz", "--epochs", "1", "--num-parts", "2", "--quiet"]
-    run = CliRunner().invoke(cli.app, ["train", *flags, "--save", "model.pt", "--run-dir", "run"])
+    run = invoke(["train", *flags, "--save", "model.pt", "--run-dir", "run"])
     assert run.exit_code == 0, run.output
     gas.fit(model(), data, checkpoint_dir="checkpoints", **common)
     (checkpoint,) = Path("checkpoints").iterdir()
@@ -414,13 +414,11 @@ def test_results_do_not_replace_what_they_are_made_of() -> None:
     data = graph()
     torch.save(data, "graph.pt")
     good = Path("graph.pt").read_bytes()
-    assert (
-        CliRunner().invoke(cli.app, ["train", "--data", "graph.pt", "--epochs", "1", "--save", "m.pt"]).exit_code == 0
-    )
+    assert invoke(["train", "--data", "graph.pt", "--epochs", "1", "--save", "m.pt"]).exit_code == 0
     Path("same.npz").symlink_to("graph.pt")
     for words in (["train", "--save"], ["partition", "--output"], ["infer", "m.pt", "--output"]):
         for name in ("graph.pt", "same.npz"):
-            result = CliRunner().invoke(cli.app, [*words, name, "--data", "graph.pt"])
+            result = invoke([*words, name, "--data", "graph.pt"])
             assert "which is read for it" in str(result.exception), words
     assert Path("graph.pt").read_bytes() == good
 
@@ -484,7 +482,8 @@ def test_flags_of_all_commands() -> None:
     """Every flag of every command; runs that are allowed take milliseconds, others end before they begin."""
     data, draw = graph(), random.Random(4)
     np.savez("graph.npz", edge_index=data.edge_index, x=data.x, y=data.y, split=np.arange(NODES) % 3)
-    usual = {"train": ["--epochs", "1", "--num-parts", "2"], "partition": ["--num-parts", "2"]}
+    train = ["--epochs", "1", "--num-parts", "2", "--diagnose-every", "never"]
+    usual = {"train": train, "partition": ["--num-parts", "2"]}
     commands: dict[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     for name in ("train", "partition", "infer", "data", "explain", "report"):
         command: click.Command = commands[name]
@@ -495,7 +494,7 @@ def test_flags_of_all_commands() -> None:
                 continue
             for word in draw.sample(WORDS, 1):
                 given = [f"{flag}={word}"] if flag.startswith("--") else [word]
-                result = CliRunner().invoke(cli.app, [name, *first, *usual.get(name, []), *given])
+                result = invoke([name, *first, *usual.get(name, []), *given])
                 ended = isinstance(result.exception, (*NAMED, OSError, SystemExit, type(None)))
                 assert ended, (name, flag, word[:20], result.exception)
 
