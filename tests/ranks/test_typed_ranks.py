@@ -217,7 +217,7 @@ def gradients_at_rest(data: HeteroData, name: str) -> list[list[Tensor]]:
     loader = ranks.RankLoader(data, partition=parts(data), batch_size=2, bidirectional=True)
     model = ranks.autoscale(made(name), loader, compensate="gradient")
     sweeps = []
-    for _ in range(6):
+    for _ in range(4):
         model.zero_grad()
         for batch in loader:
             loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
