@@ -490,7 +490,8 @@ def test_classes_are_balanced_over_shards_in_files(tmp_path: Path) -> None:
     data = community_graph()
     data.y[:30] = 0
     ranks.write_shards(tmp_path / "shards", data, gas.HaloLoader(data, 8).labels, 2)
-    given, read = (run_ranks(2, fit_nodes, each, class_weight="balanced", epochs=1) for each in (data, tmp_path / "shards"))
+    options: dict[str, Any] = {"class_weight": "balanced", "epochs": 1}
+    given, read = (run_ranks(2, fit_nodes, each, **options) for each in (data, tmp_path / "shards"))
     assert same_bits(given[0].weights, read[0].weights)
 
 
