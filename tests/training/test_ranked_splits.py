@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics.functional  # noqa: F401  # it takes long, and ranks inherit what is imported
 from torch import Tensor, nn
 from torch_geometric.data import Data  # type: ignore[import-untyped]
 from torch_geometric.nn import GCN, GIN  # type: ignore[import-untyped]

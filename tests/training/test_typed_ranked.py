@@ -204,7 +204,7 @@ def test_a_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2)])
 def test_a_run_resumes_on_other_ranks_with_the_rows_of_all_nodes(before: int, after: int, tmp_path: Path) -> None:
-    run_ranks(before, interrupted, tmp_path, 1)
+    run_ranks(before, interrupted, tmp_path, 2)
     written, read = rows_in(tmp_path), run_ranks(after, rows_found, tmp_path)[0]
     assert written.keys() == read.keys() != set()
     for slot, rows in written.items():
