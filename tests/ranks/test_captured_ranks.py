@@ -16,7 +16,7 @@ from support.tape import Tape, capture_on_tape
 
 def _deviations_on_tape() -> dict[str, float]:
     """How far each run on a tape is from the same run without."""
-    host = {"storage": "host", "epochs": 4}
+    host = {"storage": "host", "epochs": 3}
     cases = {
         "host, several batches a step": ("gat", {**host, "accumulate": 3, "grad_norm": 0.5, "batches_on": "host"}),
         "disk, a step late": ("gcn", {**host, "storage": "disk", "lag": 1}),

@@ -28,7 +28,7 @@ from gnnautoscale.ranks.files import read_shard
 from gnnautoscale.ranks.shard import Layout
 from gnnautoscale.ranks.typed_shard import TypedShard
 from gnnautoscale.ranks.world import World
-from support.ranks import outcomes, run_ranks
+from support.ranks import run_ranks
 from support.typed import ADDING, MODELS, typed_graph
 
 Rows = dict[str, Tensor]
@@ -98,9 +98,9 @@ def infer(data: HeteroData, names: tuple[str, ...]) -> list[tuple[Rows | None, l
 @pytest.mark.parametrize(("size", "names"), [(2, ("residual", "HGT")), (3, ("looping", "weighted", "GCN"))])
 def test_inference_and_predictions_are_those_of_one_process(size: int, names: tuple[str, ...]) -> None:
     data = graph()
+    wanted = [whole(made(name), data) for name in names]  # first, so that ranks inherit the code that PyG writes for it
     found = run_ranks(size, infer, data, names)
-    for number, name in enumerate(names):
-        expected = whole(made(name), data)
+    for number, expected in enumerate(wanted):
         (every, _), *others = (each[number] for each in found)
         assert every is not None
         for kind, rows in every.items():
@@ -217,7 +217,7 @@ def gradients_at_rest(data: HeteroData, name: str) -> list[list[Tensor]]:
     loader = ranks.RankLoader(data, partition=parts(data), batch_size=2, bidirectional=True)
     model = ranks.autoscale(made(name), loader, compensate="gradient")
     sweeps = []
-    for _ in range(6):
+    for _ in range(4):
         model.zero_grad()
         for batch in loader:
             loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
@@ -372,7 +372,7 @@ def verify(data: HeteroData, names: tuple[str, ...], labels: dict[str, Tensor]) 
 def test_each_rank_verifies_nodes_of_its_own_and_all_get_what_they_found(apart: bool) -> None:
     data = graph()
     one_type_each = {kind: torch.full((data[kind].num_nodes,), int(kind == "paper")) for kind in data.node_types}
-    names = ("looping",) if apart else ("residual", "HGT")
+    names = ("looping",) if apart else ("residual",)
     found = run_ranks(2, verify, data, names, one_type_each if apart else parts(data))
     assert found[0] == found[1]
     for each in found[0]:
@@ -460,7 +460,20 @@ class Shares(nn.Module):
         return x
 
 
-def add_up(data: HeteroData, name: str) -> None:
+def refusals(work: Callable[[str], None], names: list[str]) -> list[Exception | None]:
+    """How a rank is refused each of several things in turn."""
+    errors: list[Exception | None] = []
+    for name in names:
+        try:
+            work(name)
+            errors.append(None)
+        except gas.InputError as error:
+            errors.append(error)
+    return errors
+
+
+def add_up(name: str) -> None:
+    data = graph()
     loader = ranks.RankLoader(data, partition=parts(data))
     model = ranks.autoscale(made(name), loader)
     if name == "averages":
@@ -468,11 +481,11 @@ def add_up(data: HeteroData, name: str) -> None:
     gas.infer(model, loader)
 
 
-@pytest.mark.parametrize("name", ADDING)
-def test_models_that_add_up_rows_of_all_nodes_are_refused(name: str) -> None:
-    for error in outcomes(2, add_up, graph(), name):
-        assert isinstance(error, UnsupportedModelError), error
-        assert "models that add up rows of all nodes train in one process" in str(error)
+def test_models_that_add_up_rows_of_all_nodes_are_refused() -> None:
+    for errors in run_ranks(2, refusals, add_up, list(ADDING)):
+        for name, error in zip(ADDING, errors, strict=True):
+            assert isinstance(error, UnsupportedModelError), (name, error)
+            assert "models that add up rows of all nodes train in one process" in str(error), name
 
 
 def chain() -> ranks.RankLoader:
@@ -506,19 +519,19 @@ def misuse(what: str) -> None:
     calls[what](model, loader, *([data] if what == "grow" else []))
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("links", "something of nodes"),
-        ("compensate", "a bidirectional loader"),
-        ("share", "'layers.0' must make the same of an edge on all ranks"),
-        ("order", "every batch of its loader in turn"),
-        ("ghost", "batches of its own nodes"),
-        ("rows", "a dictionary by type (author, paper, term, venue)"),
-        ("grow", "grow needs the whole graph"),
-    ],
-)
-def test_what_ranks_cannot_do_is_refused_on_each_of_them(what: str, message: str) -> None:
-    for error in outcomes(2, misuse, what):
-        assert isinstance(error, gas.InputError), error
-        assert message in str(error)
+MISUSES = {
+    "links": "something of nodes",
+    "compensate": "a bidirectional loader",
+    "share": "'layers.0' must make the same of an edge on all ranks",
+    "order": "every batch of its loader in turn",
+    "ghost": "batches of its own nodes",
+    "rows": "a dictionary by type (author, paper, term, venue)",
+    "grow": "grow needs the whole graph",
+}
+
+
+def test_what_ranks_cannot_do_is_refused_on_each_of_them() -> None:
+    for errors in run_ranks(2, refusals, misuse, list(MISUSES)):
+        for (what, message), error in zip(MISUSES.items(), errors, strict=True):
+            assert isinstance(error, gas.InputError), (what, error)
+            assert message in str(error), what

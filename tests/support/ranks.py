@@ -17,11 +17,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+import conftest
 import gnnautoscale.ranks.world as world_module
 
 _LONGEST = 60.0
 _LONGEST_ON_GPU = 420.0
+
+
+class Stack(conftest.Stack):
+    """Layers one after another, defined here so that ranks have the plan of an equal model in common."""
+
+
+class Normed(nn.Module):
+    """Three layers, the first of which has a norm, defined here for the same reason."""
+
+    def __init__(self, layers: list[nn.Module], norm: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(layers), norm
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        first, second, last = self.layers
+        x = self.norm(first(x, edge_index)).relu()
+        out: Tensor = last(second(x, edge_index).tanh(), edge_index)
+        return out
 
 
 def run_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = 30.0, **options: Any) -> list[Any]:
