@@ -151,10 +151,10 @@ def test_the_bound_of_two_layers_by_hand(graph: Data) -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        lambda: GAT(CHANNELS, 4),
+        lambda: GAT(CHANNELS, 4, hidden=4, heads=2),
         lambda: gin(residual=True),
         lambda: GCN(CHANNELS, 4, layers=3, residual=True, hidden=CHANNELS),
-        lambda: APPNP(CHANNELS, 4),
+        lambda: APPNP(CHANNELS, 4, layers=3),
         lambda: models.GCN(CHANNELS, 8, 3, 4, jk="cat"),
         lambda: models.GCN(CHANNELS, 8, 3, 4, act="elu"),
         lambda: Stack([GCNConv(CHANNELS, 8), GCNConv(8, 4)]),
@@ -239,10 +239,10 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize(
     ("model", "storage"),
     [
-        (lambda: GCN(CHANNELS, 4, layers=3), "device"),
-        (lambda: GIN(CHANNELS, 4, dropout=0.3), "host"),
-        (lambda: GAT(CHANNELS, 4, dropout=0.5), "disk"),
-        (lambda: APPNP(CHANNELS, 4), "host"),
+        (lambda: GCN(CHANNELS, 4, layers=3, hidden=8), "device"),
+        (lambda: GIN(CHANNELS, 4, layers=3, hidden=8, dropout=0.3), "host"),
+        (lambda: GAT(CHANNELS, 4, hidden=4, heads=2, dropout=0.5), "disk"),
+        (lambda: APPNP(CHANNELS, 4, layers=3), "host"),
     ],
 )
 def test_nothing_is_changed(model: Any, storage: Any, graph: Data, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_one_type_of_edges_is_enough(name: str) -> None:
     data = HeteroData()
     data["a"].x, data["b"].x = torch.randn(12, 3), torch.randn(5, 2)
     data["a", "to", "a"].edge_index = torch.randint(12, (2, 30))
-    model = build_model(name, data, 3, ["a"], hidden=8, layers=3)
+    model = build_model(name, data, 3, ["a"], hidden=8, layers=2)
     wanted = at_once(model, data)
     gas.autoscale(model, data)
     loader = gas.HaloLoader(data, num_parts=3, partition="random")

@@ -9,9 +9,10 @@ compared:
   and then ``gas.infer`` with the detached model on the whole graph.
 
 Models that are equal in one comparison go on to the next, as a user's model is trained and evaluated in turn, and need
-no new plans for that. After any other outcome, and for models that are changed on the way, the next pair is fresh.
-Dropout is off wherever training mode is compared. Batch norms take the statistics of a batch, so that models with one
-are compared in training as one part only.
+no new plans for that; those that are changed on the way go on as they are after the changes, as do models that are
+refused after a change. After any other outcome the next pair is fresh. A model that is refused as one part, thus in
+training mode, and in evaluation, thus in parts, is not trained in parts too. Dropout is off wherever training mode is
+compared. Batch norms take the statistics of a batch, so that models with one are compared in training as one part only.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ class Outcome:
         """Whether the promise was kept."""
         return self.kind not in ("wrong", "raw error")
 
+    @property
+    def has_no_plan(self) -> bool:
+        """Whether the model was refused, not only warned about when it had run."""
+        return self.kind == "refused" and "warned: " not in self.detail
+
     @staticmethod
     def worst(outcomes: Sequence[Outcome]) -> Outcome:
         """The outcome of several checks."""
@@ -65,7 +71,7 @@ def outcome(
     data: Data,
     loader: Callable[[Data], gas.HaloLoader] | gas.HaloLoader | None = None,
     *,
-    mode: Check | Sequence[Check] = CHECKS,
+    mode: Check | Sequence[Check] | None = None,
     call: Call | None = None,
     changes: Sequence[Change] = (),
     then: Call | None = None,
@@ -79,7 +85,7 @@ def outcome(
         make_model: Makes the model; called under the same random state for each copy.
         data: The whole graph.
         loader: Makes the batches; by default four random parts.
-        mode: What to compare.
+        mode: What to compare; by default everything, but nothing as one part for models that are changed.
         call: Calls the model with a batch or with the whole graph; by default ``model(batch)``, and the plain model
             with the arguments of its forward that the data has.
         changes: What happens to the model between two comparisons; each is followed by a further comparison.
@@ -90,7 +96,12 @@ def outcome(
     """
     pair = _Pair(make_model, data, loader, call, list(changes), then, seed, dtype, tolerance)
     checks = {"one part": pair.one_part, "evaluation": pair.evaluation, "training": pair.training}
-    return Outcome.worst([judged(checks[name], name) for name in ([mode] if isinstance(mode, str) else mode)])
+    names = [mode] if isinstance(mode, str) else mode or (CHECKS[1:] if changes else CHECKS)
+    found: dict[Check, Outcome] = {}
+    for name in names:
+        if name != "training" or not all(other in found and found[other].has_no_plan for other in CHECKS[:2]):
+            found[name] = judged(checks[name], name)
+    return Outcome.worst([*found.values()])
 
 
 class NotComparableError(Exception):
@@ -141,27 +152,30 @@ class _Pair:
     seed: int
     dtype: torch.dtype | None
     tolerance: float
-    # The plain and the autoscaled model, if all comparisons so far have left them equal.
-    equal: tuple[nn.Module, nn.Module] | None = None
+    # The plain and the autoscaled model, if all comparisons so far have left them equal, and whether they were changed.
+    equal: tuple[nn.Module, nn.Module, bool] | None = None
 
     def evaluation(self) -> None:
-        plain, model = self._models()
+        plain, model, changed = self._models()
         try:
-            expected = self._plain_run(plain.eval(), after=False)
+            expected = self._plain_run(plain.eval(), after=changed)
         except RandomModelError:
-            self._inferred(model, self._loader(), after=False)  # may be refused
+            self._inferred(model, self._loader(), after=changed)  # may be refused
             raise
         loader = self._loader()
-        self._compare("output", self._inferred(model, loader, after=False), expected)
-        for number, change in enumerate(self.changes, start=1):
+        self._compare("output", self._inferred(model, loader, after=changed), expected)
+        for number, change in enumerate([] if changed else self.changes, start=1):
             self._changed(plain, change)
             expected = self._plain_run(plain.eval(), after=True)
             self._changed(model, change)
+            if number == len(self.changes):
+                self.equal = plain, model, True  # also if it is refused now
             self._compare(f"output after change {number}", self._inferred(model, loader, after=True), expected)
-        self._go_on_with(plain, model)
+        self.equal = plain, model, bool(self.changes)
 
     def one_part(self) -> None:
-        plain, model = self._models()
+        plain, model, changed = self._models()
+        assert not changed, "one part comes first"
         plain.train()
         with NoDropout():
             expected = self._plain_run(plain, after=False, grad=True)
@@ -182,17 +196,17 @@ class _Pair:
             self._seed(1)
             self._whole_call(after=False)(other, self.data.clone())
         _compare_state(plain, other, model, self._compare)
-        self._go_on_with(plain, model)
+        self.equal = plain, model, False
 
     def training(self) -> None:
-        plain, model = self._models()
+        plain, model, changed = self._models()
         if any(isinstance(module, _BatchNorm) and module.training for module in plain.train().modules()):
             raise NotComparableError("batch norm")
         with NoDropout():
-            expected = self._plain_run(plain, after=False)
+            expected = self._plain_run(plain, after=changed)
         loader = self._loader()
-        self._compare("output", self._settled(model.train(), loader, after=False), expected)
-        for number, change in enumerate(self.changes, start=1):
+        self._compare("output", self._settled(model.train(), loader, after=changed), expected)
+        for number, change in enumerate([] if changed else self.changes, start=1):
             self._changed(plain, change)
             with NoDropout():
                 expected = self._plain_run(plain.train(), after=True)
@@ -216,13 +230,10 @@ class _Pair:
         model = self.make_model()
         return model if self.dtype is None else model.to(self.dtype)
 
-    def _models(self) -> tuple[nn.Module, nn.Module]:
-        """The models of the comparison before, or fresh ones: a plain and an autoscaled one."""
+    def _models(self) -> tuple[nn.Module, nn.Module, bool]:
+        """A plain and an autoscaled model, of the comparison before or fresh, and whether they were changed."""
         models, self.equal = self.equal, None
-        return models or (self._made(), gas.autoscale(self._made(), self.data))
-
-    def _go_on_with(self, plain: nn.Module, model: nn.Module) -> None:
-        self.equal = None if self.changes else (plain, model)
+        return models or (self._made(), gas.autoscale(self._made(), self.data), False)
 
     def _loader(self) -> gas.HaloLoader:
         if isinstance(self.loader, gas.HaloLoader):

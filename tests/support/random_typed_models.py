@@ -139,12 +139,19 @@ class TypedRecipe:
         return data
 
     def outcome(self) -> Outcome:
-        """What becomes of the model: in inference, in training steps with exact histories, and as one part."""
+        """What becomes of the model: in steps until its histories are exact, in inference then, and as one part."""
         data = self.data()
         plain = self._made(data)
-        found = [judged(lambda: self._infers(data, plain), "evaluation")]
+        pairs: list[tuple[nn.Module, list[Tensor]]] = []  # one, so that the model is planned once
+
+        def settle() -> None:
+            pairs.append(self._pair(data, plain))
+            self._settles(data, *pairs[0])
+
+        found = [judged(settle, "steps")]
         if found[0].kind == "exact":
-            found += [judged(lambda: self._settles(data, plain), "steps"), judged(lambda: self._one(data), "one part")]
+            found += [judged(lambda: self._infers(data, *pairs[0]), "evaluation")]
+            found += [judged(lambda: self._one(data), "one part")]
         return Outcome.worst(found)
 
     def _made(self, data: HeteroData) -> nn.Module:
@@ -167,8 +174,7 @@ class TypedRecipe:
         how: dict[str, Any] = {"batch_size": min(self.batch_size, self.num_parts), "bidirectional": self.bidirectional}
         return gas.HaloLoader(data, self.num_parts, partition="random", seed=self.seed, **how)
 
-    def _infers(self, data: HeteroData, plain: nn.Module) -> None:
-        model, want = self._pair(data, plain)
+    def _infers(self, data: HeteroData, model: nn.Module, want: list[Tensor]) -> None:
         loader = self._loader(data)
         compare(gas.infer(model, loader, update_histories=False), want, "inference")
         gas.refresh(model, loader)
@@ -181,8 +187,7 @@ class TypedRecipe:
         if not gas.verify(model, loader, nodes=10).exact:
             compare([], want, "verification")
 
-    def _settles(self, data: HeteroData, plain: nn.Module) -> None:
-        model, want = self._pair(data, plain)
+    def _settles(self, data: HeteroData, model: nn.Module, want: list[Tensor]) -> None:
         loader, kinds = self._loader(data), [self.output] if self.output else list(self.counts)
         found = [torch.full_like(rows, torch.nan) for rows in want]
         with torch.no_grad():

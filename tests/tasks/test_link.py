@@ -92,16 +92,16 @@ def plain_training(data: Data, model: nn.Module, decoder: nn.Module, steps: int)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "decoder"),
     [
-        {"mode": "full"},
-        {"mode": "exact", "num_parts": 5},
-        {"num_parts": 1},
-        {"mode": "cluster", "num_parts": 1},
-        {"mode": "sage", "num_parts": 1, "fan_out": [-1, -1, -1]},  # the third for degrees
+        ({"mode": "full"}, "bilinear"),
+        ({"mode": "exact", "num_parts": 5}, "bilinear"),
+        ({"mode": "exact", "num_parts": 5}, "dot"),
+        ({"num_parts": 1}, "bilinear"),
+        ({"mode": "cluster", "num_parts": 1}, "dot"),
+        ({"mode": "sage", "num_parts": 1, "fan_out": [-1, -1, -1]}, "bilinear"),  # the third for degrees
     ],
 )
-@pytest.mark.parametrize("decoder", ["dot", "bilinear"])
 def test_one_part_and_exact_steps_are_plain_full_batch(options: dict[str, Any], decoder: str) -> None:
     parts = splits()
     torch.manual_seed(5)
@@ -201,17 +201,16 @@ def test_gradients_are_compared_with_full_batch(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "drawn"),
     [
-        {"compensate": "gradient"},
-        {"compensate": "gradient", "refresh": 1},
-        {"compensate": "momentum"},
-        {"lipschitz": 0.1},
-        {"accumulate": 2},
+        ({"compensate": "gradient"}, True),
+        ({"compensate": "gradient", "refresh": 1}, False),
+        ({"compensate": "momentum"}, True),
+        ({"lipschitz": 0.1}, False),
+        ({"accumulate": 2}, True),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("drawn", [False, True])
 def test_options_of_steps(options: dict[str, Any], drawn: bool) -> None:
     parts = splits(negatives=not drawn)
     result = gas.fit(encoder(), parts, task="link", num_parts=8, batch_size=4, epochs=12, lr=0.02, **options)
@@ -337,8 +336,10 @@ class Spy(MessagePassing):  # type: ignore[misc]
         return x_j
 
 
-@pytest.mark.parametrize("leaky", [False, True])
-@pytest.mark.parametrize("mode", ["gas", "exact", "full", "cluster", "sage"])
+@pytest.mark.parametrize(
+    ("mode", "leaky"),
+    [*((mode, False) for mode in ("gas", "exact", "full", "cluster", "sage")), ("gas", True), ("sage", True)],
+)
 def test_no_edge_that_is_asked_about_passes_a_message(leaky: bool, mode: str) -> None:
     parts = splits(disjoint=0.0 if leaky else 0.4)
     for data in parts:
@@ -533,8 +534,9 @@ def test_given_negatives_are_taken_and_none_is_drawn() -> None:
 # Training ############################################################################################################
 
 
-@pytest.mark.parametrize("negatives", [True, False])
-@pytest.mark.parametrize("options", [{"mode": "cluster"}, {"mode": "sage", "fan_out": [4, 4]}])
+@pytest.mark.parametrize(
+    ("options", "negatives"), [({"mode": "cluster"}, True), ({"mode": "sage", "fan_out": [4, 4]}, False)]
+)
 def test_the_baselines_learn_links(options: dict[str, Any], negatives: bool) -> None:
     losses = [epoch.loss for epoch in fit_links(splits(negatives=negatives), epochs=10, **options).epochs]
     assert sum(losses[-3:]) < sum(losses[:3])
@@ -557,10 +559,14 @@ def test_joined_parts_score_the_pairs_inside() -> None:
     torch.testing.assert_close(task.loss(rows, targets), F.binary_cross_entropy_with_logits(scores, label))
 
 
-@pytest.mark.parametrize("mode", ["binary", "triplet"])
 @pytest.mark.parametrize(
-    ("negatives", "metric"),  # each kind of metric with and without negatives
-    [(True, "ROC-AUC"), (False, "average-precision"), (True, "MRR"), (False, "Hits@3")],
+    ("mode", "negatives", "metric"),  # each kind of metric with and without negatives
+    [
+        ("binary", True, "ROC-AUC"),
+        ("triplet", False, "average-precision"),
+        ("triplet", True, "MRR"),
+        ("binary", False, "Hits@3"),
+    ],
 )
 def test_links_are_learned(mode: str, negatives: bool, metric: str) -> None:
     parts = splits(negatives=negatives)
@@ -586,7 +592,7 @@ def test_typed_edges_and_a_decoder_of_one_s_own() -> None:
     for decoder in ("distmult", Own()):
         torch.manual_seed(1)
         task = LinkPrediction(decoder, metric="MRR", negatives=4, width=8)
-        result = gas.fit(Relational(), typed_splits(), task=task, num_parts=4, batch_size=2, epochs=20, lr=0.02)
+        result = gas.fit(Relational(), typed_splits(), task=task, num_parts=4, batch_size=2, epochs=8, lr=0.03)
         assert result.epochs[-1].loss < result.epochs[0].loss
         assert 0 < result.scores["val"] <= 100
 

@@ -162,7 +162,7 @@ def test_exact_steps_have_the_loss_and_gradient_of_full_batch(kind: str) -> None
     torch.testing.assert_close(trained[0], trained[1], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["classes", "labels", "numbers"])  # the others are those with one column
 def test_runs_of_all_kinds_resume_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     data, outputs = posed(kind)
 

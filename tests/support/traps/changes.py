@@ -17,9 +17,9 @@ from torch_geometric.nn.resolver import aggregation_resolver  # type: ignore[imp
 
 import gnnautoscale as gas
 from conftest import EDGE_CHANNELS, Stack
-from support.oracle import Outcome, compare, judged, outcome
+from support.oracle import CHECKS, Outcome, compare, judged, outcome
 from support.traps.known import Annealed, gcn
-from support.traps.registry import C, Net, between, centred, directed, graph, later, sage, trap
+from support.traps.registry import C, Net, between, centred, directed, graph, later, sage, trap, while_training
 
 # State in unusual places #############################################################################################
 
@@ -177,7 +177,7 @@ def _() -> Outcome:
     def make() -> nn.Module:
         return Net(lambda model, x: centred(x) if model.config.center else x, config=Config())
 
-    return later(make, lambda model: setattr(model.config, "center", True))
+    return while_training(make, lambda model: setattr(model.config, "center", True))
 
 
 @trap("flags: entry of a dictionary in a configuration object")
@@ -193,7 +193,7 @@ def _() -> Outcome:
     def make() -> nn.Module:
         return Net(lambda model, x: x + model.mixes[1] * x.mean(0), mixes=[1.0, 0.0])
 
-    return later(make, lambda model: model.mixes.__setitem__(1, 0.5))
+    return while_training(make, lambda model: model.mixes.__setitem__(1, 0.5))
 
 
 @trap("flags: boolean buffer")
@@ -203,7 +203,7 @@ def _() -> Outcome:
         model.register_buffer("switch", torch.tensor(False))
         return model
 
-    return later(make, lambda model: model.switch.fill_(True))
+    return while_training(make, lambda model: model.switch.fill_(True))
 
 
 @trap("flags: buffer of zeros that scales a mean over all nodes")
@@ -227,7 +227,7 @@ def _() -> Outcome:
 @trap("flags: number of the epoch")
 def _() -> Outcome:
     make = lambda: Net(lambda model, x: centred(x) if model.epoch >= 5 else x, epoch=0)  # noqa: E731
-    return later(make, lambda model: setattr(model, "epoch", 3), lambda model: setattr(model, "epoch", 6))
+    return while_training(make, lambda model: setattr(model, "epoch", 3), lambda model: setattr(model, "epoch", 6))
 
 
 @trap("flags: flag of a submodule")
@@ -286,12 +286,12 @@ def _() -> Outcome:
 @trap("flags: activation replaced")
 def _() -> Outcome:
     make = lambda: Net(lambda model, x: model.act(x), act=torch.relu)  # noqa: E731
-    return later(make, lambda model: setattr(model, "act", torch.sigmoid))
+    return while_training(make, lambda model: setattr(model, "act", torch.sigmoid))
 
 
 @trap("flags: depth")
 def _() -> Outcome:
-    return later(Deep, lambda model: setattr(model, "depth", 3), lambda model: setattr(model, "depth", 1))
+    return while_training(Deep, lambda model: setattr(model, "depth", 3), lambda model: setattr(model, "depth", 1))
 
 
 class Deep(nn.Module):
@@ -307,14 +307,14 @@ class Deep(nn.Module):
 
 @trap("flags: number of propagations of a layer")
 def _() -> Outcome:
-    make = lambda: Net(layer=lambda: pyg.APPNP(3, 0.1))  # noqa: E731
-    return later(make, lambda model: setattr(model.convs[0], "K", 5), lambda model: setattr(model.convs[1], "K", 1))
+    make = lambda: Net(layer=lambda: pyg.APPNP(2, 0.1))  # noqa: E731
+    return later(make, lambda model: setattr(model.convs[0], "K", 3), lambda model: setattr(model.convs[1], "K", 1))
 
 
 @trap("flags: teleport probability of APPNP")
 def _() -> Outcome:
-    make = lambda: Net(layer=lambda: pyg.APPNP(3, 0.1))  # noqa: E731
-    return later(make, lambda model: setattr(model.convs[0], "alpha", 0.6))
+    make = lambda: Net(layer=lambda: pyg.APPNP(2, 0.1))  # noqa: E731
+    return while_training(make, lambda model: setattr(model.convs[0], "alpha", 0.6))
 
 
 @trap("hooks: forward hook on a layer")
@@ -326,7 +326,7 @@ def _() -> Outcome:
 @trap("hooks: forward hook over all nodes on a layer")
 def _() -> Outcome:
     hook = lambda module, inputs, out: centred(out)  # noqa: E731
-    return later(Net, lambda model: model.convs[0].register_forward_hook(hook))
+    return while_training(Net, lambda model: model.convs[0].register_forward_hook(hook))
 
 
 @trap("hooks: forward pre-hook over all nodes on a layer")
@@ -339,13 +339,13 @@ def _() -> Outcome:
 def _() -> Outcome:
     hook = lambda module, inputs, out: centred(out)  # noqa: E731
     make = lambda: Net(lambda model, x: model.lin(x), lin=nn.Linear(C, C))  # noqa: E731
-    return later(make, lambda model: model.lin.register_forward_hook(hook))
+    return while_training(make, lambda model: model.lin.register_forward_hook(hook))
 
 
 @trap("hooks: message hook of a layer")
 def _() -> Outcome:
     hook = lambda module, inputs, out: out * 0.5  # noqa: E731
-    return later(Net, lambda model: model.convs[1].register_message_forward_hook(hook))
+    return while_training(Net, lambda model: model.convs[1].register_message_forward_hook(hook))
 
 
 @trap("hooks: propagate hook that changes the rows")
@@ -366,7 +366,7 @@ def _() -> Outcome:
 @trap("layers: appended")
 def _() -> Outcome:
     make = lambda: Stack([sage(), sage()])  # noqa: E731
-    return later(make, lambda model: model.layers.append(sage().double()))
+    return while_training(make, lambda model: model.layers.append(sage().double()))
 
 
 @trap("layers: removed", says="layer|call")
@@ -387,13 +387,13 @@ def _() -> Outcome:
     def step(model: Any, x: Tensor) -> Any:
         return model.added(x) if hasattr(model, "added") else x
 
-    return later(lambda: Net(step), lambda model: setattr(model, "added", pyg.PairNorm()))
+    return while_training(lambda: Net(step), lambda model: setattr(model, "added", pyg.PairNorm()))
 
 
 @trap("layers: norm replaced by one over the graph")
 def _() -> Outcome:
     make = lambda: Net(lambda model, x: model.norm(x), norm=nn.LayerNorm(C))  # noqa: E731
-    return later(make, lambda model: setattr(model, "norm", pyg.GraphNorm(C).double()))
+    return while_training(make, lambda model: setattr(model, "norm", pyg.GraphNorm(C).double()))
 
 
 @trap("layers: norm replaced by a batch norm")
@@ -423,7 +423,7 @@ def _() -> Outcome:
     def change(model: Any) -> None:
         model.convs[0].lin_l.weight = nn.Parameter(torch.randn(C, C, dtype=torch.double))
 
-    return later(Net, change)
+    return while_training(Net, change)
 
 
 @trap("layers: weights loaded", exact=True)
@@ -436,7 +436,7 @@ def _() -> Outcome:
     def change(model: Any) -> None:
         model.convs[0].aggr, model.convs[0].aggr_module = "max", aggregation_resolver("max")
 
-    return later(Net, change)
+    return while_training(Net, change)
 
 
 @trap("layers: hidden in a list")
@@ -476,7 +476,9 @@ def setting(name: str, value: Any, layer: Callable[[], Any], *arguments: str) ->
 
     @trap(f"settings: {type(layer()).__name__}.{name}", says=type(layer()).__name__)
     def _() -> Outcome:
-        return later(lambda: Stack([layer(), layer()], arguments), change, data=directed())
+        return later(
+            lambda: Stack([layer(), layer()], arguments), change, data=directed() if name == "flow" else graph()
+        )
 
 
 setting("add_self_loops", False, gcn)
@@ -501,7 +503,8 @@ def _() -> Outcome:
         for layer in model.layers:
             layer.power.data.fill_(0.3)
 
-    return outcome(lambda: Stack([LearnedPower(), LearnedPower()], ("edge_weight",)), graph(), changes=[change])
+    make = lambda: Stack([LearnedPower(), LearnedPower()], ("edge_weight",))  # noqa: E731
+    return outcome(make, graph(), changes=[change], mode=CHECKS)  # as one part too: the power has a gradient
 
 
 @trap("record: weights of edges from a buffer of the layer")
@@ -535,7 +538,7 @@ def _() -> Outcome:
         model.config = config  # type: ignore[assignment]
         return model
 
-    return later(make, lambda model: setattr(model.config, "power", 0.2))
+    return while_training(make, lambda model: setattr(model.config, "power", 0.2))
 
 
 @trap("record: weights of edges from the number of the layer's calls")
@@ -555,7 +558,6 @@ def _() -> Outcome:
         call=lambda model, batch: model(batch.x, batch.edge_index),
         then=lambda model, batch: model(batch.x, batch.edge_index, batch.edge_weight),
         changes=[lambda model: None],
-        mode=("evaluation", "training"),
     )
 
 
@@ -567,7 +569,7 @@ def _() -> Outcome:
         call=lambda model, batch: model(batch.x, batch.edge_index, batch.edge_weight),
         then=lambda model, batch: model(batch.x, batch.edge_index),
         changes=[lambda model: None],
-        mode=("evaluation", "training"),
+        mode="training",
     )
 
 
@@ -582,7 +584,6 @@ def _() -> Outcome:
         call=lambda model, batch: model(batch.x, batch.edge_index, batch.edge_weight),
         then=lambda model, batch: model(batch.x, batch.edge_index, batch.edge_strength),
         changes=[lambda model: None],
-        mode=("evaluation", "training"),
     )
 
 

@@ -292,7 +292,6 @@ def _() -> Outcome:
             call=lambda model, batch: model(batch.x, batch.edge_index, value * 0),
             then=lambda model, batch: model(batch.x, batch.edge_index, value),
             changes=[lambda model: None],
-            mode=("evaluation", "training"),
         )
 
     return Outcome.worst([check(0.4), check(torch.tensor(0.4, dtype=torch.double))])
@@ -373,7 +372,6 @@ def converted(first: torch.dtype, second: torch.dtype, tolerance: float) -> Outc
         changes=[lambda model: model.to(second)],
         dtype=first,
         tolerance=tolerance,
-        mode=("evaluation", "training"),
     )
 
 

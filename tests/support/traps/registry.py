@@ -99,8 +99,13 @@ def centred(x: Tensor) -> Tensor:
 
 
 def later(make: Callable[[], nn.Module], *changes: Change, data: Data | None = None) -> Outcome:
-    """A model that is changed after its first calls."""
-    return outcome(make, graph() if data is None else data, changes=changes, mode=("evaluation", "training"))
+    """A model that is changed after it was evaluated; it is evaluated again, and then trained."""
+    return outcome(make, graph() if data is None else data, changes=changes)
+
+
+def while_training(make: Callable[[], nn.Module], *changes: Change, data: Data | None = None) -> Outcome:
+    """A model that is changed after some steps of training; it is trained on, and then evaluated."""
+    return outcome(make, graph() if data is None else data, changes=changes, mode="training")
 
 
 def between(step: Step, data: Data | None = None, **state: Any) -> Outcome:
