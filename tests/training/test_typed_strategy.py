@@ -161,7 +161,7 @@ def test_a_resumed_run_has_the_same_bits(name: str, compensate: str, storage: st
         }
 
     whole, model = trained(name, **options("a"), epochs=2, run_dir=str(tmp_path / "run"))
-    saved = {"checkpoint_dir": str(tmp_path / "saved")}
+    saved: dict[str, Any] = {"checkpoint_dir": str(tmp_path / "saved")}
     trained(name, **options("b"), epochs=1, **saved)
     resumed, other = trained(name, **options("c"), epochs=2, resume=saved["checkpoint_dir"], **saved)
     assert [epoch.loss for epoch in resumed.epochs] == [epoch.loss for epoch in whole.epochs]
@@ -182,7 +182,8 @@ def test_what_needs_a_plain_graph_is_refused(options: dict[str, Any], message: s
 
 
 def test_naive_histories_are_those_of_random_parts() -> None:
-    naive, random = (trained(epochs=2, **how)[0] for how in ({"mode": "history"}, {"partition": "random"}))
+    ways: list[dict[str, Any]] = [{"mode": "history"}, {"partition": "random"}]
+    naive, random = (trained(epochs=2, **how)[0] for how in ways)
     assert [epoch.loss for epoch in naive.epochs] == [epoch.loss for epoch in random.epochs]
 
 
