@@ -626,7 +626,7 @@ def _handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("where", "every", "step"),
-    [("step", "epoch", 4), ("step", 2, 4), ("step", 1, 4), ("evaluation", "epoch", 6), ("callback", 2, 3)],
+    [("step", "epoch", 4), ("step", 1, 4), ("evaluation", "epoch", 6), ("callback", 2, 3)],
 )
 def test_ctrl_c_ends_training_with_a_checkpoint(tmp_path: Path, where: str, every: Any, step: int) -> None:
     model = Interrupted()
