@@ -101,7 +101,7 @@ def _described(value: Any, seen: dict[int, int]) -> Hashable:
     if isinstance(value, MethodType):
         return value.__func__, _described(value.__self__, seen)
     if isinstance(value, Inspector):
-        return Inspector  # what it knows of a layer's class, of which the first layer reads more than others
+        return "Inspector"  # what it knows of a layer's class, of which the first layer reads more than others
     if not isinstance(value, (dict, list, tuple, set, frozenset)) and not hasattr(value, "__dict__"):
         return type(value), repr(value)
     if id(value) in seen:

@@ -149,6 +149,12 @@ def test_exact_steps_are_those_of_full_batch() -> None:
         assert torch.allclose(one, two, atol=1e-4)
 
 
+def after_one_epoch(saved: Path) -> str:
+    """The first of the two checkpoints of a run of two epochs."""
+    first, _ = sorted(saved.glob("checkpoint-*.pt"))
+    return str(first)
+
+
 @pytest.mark.parametrize(
     ("name", "compensate", "storage"), [("SAGE sum", "gradient", "device"), ("HAN", "none", "disk")]
 )
@@ -160,10 +166,10 @@ def test_a_resumed_run_has_the_same_bits(name: str, compensate: str, storage: st
             **({"history_dir": str(tmp_path / folder)} if storage == "disk" else {}),
         }
 
-    whole, model = trained(name, **options("a"), epochs=2, run_dir=str(tmp_path / "run"))
-    saved: dict[str, Any] = {"checkpoint_dir": str(tmp_path / "saved")}
-    trained(name, **options("b"), epochs=1, **saved)
-    resumed, other = trained(name, **options("c"), epochs=2, resume=saved["checkpoint_dir"], **saved)
+    kept: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "checkpoint_dir": str(tmp_path / "saved")}
+    whole, model = trained(name, **options("a"), epochs=2, **kept)
+    resumed, other = trained(name, **options("b"), epochs=2, resume=after_one_epoch(tmp_path / "saved"))
+    assert len(resumed.epochs) == 2
     assert [epoch.loss for epoch in resumed.epochs] == [epoch.loss for epoch in whole.epochs]
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
     gas.detach(model)
@@ -202,15 +208,13 @@ class HalfLazy(nn.Module):
 
 @pytest.mark.parametrize("mode", ["gas", "exact"])
 def test_weights_that_nothing_uses_may_stay_lazy(mode: str, tmp_path: Path) -> None:
-    def run(epochs: int, name: str, **more: Any) -> tuple[gas.FitResult, nn.Module]:
+    def run(**more: Any) -> tuple[gas.FitResult, nn.Module]:
         torch.manual_seed(0)
-        model, saved = HalfLazy(), str(tmp_path / name)
-        options: dict[str, Any] = {"num_parts": 4, "mode": mode, "device": "cpu", "checkpoint_dir": saved, "seed": 1}
-        return gas.fit(model, graph(), epochs=epochs, **options, **more), model
+        model = HalfLazy()
+        return gas.fit(model, graph(), num_parts=4, mode=mode, device="cpu", seed=1, epochs=2, **more), model
 
-    whole, model = run(2, "whole")
-    run(1, "part")
-    resumed, _ = run(2, "part", resume=str(tmp_path / "part"))
+    whole, model = run(checkpoint_dir=str(tmp_path))
+    resumed, _ = run(resume=after_one_epoch(tmp_path))
     assert [epoch.loss for epoch in resumed.epochs] == [epoch.loss for epoch in whole.epochs]
     assert is_lazy(model.unused["term"].weight)  # type: ignore[index, union-attr]
     loader = gas.HaloLoader(graph(), 4)
