@@ -21,7 +21,7 @@ def _losses(kind: Any, storage: Any, folder: Path) -> list[float]:
     torch.manual_seed(1)
     model = kind(FEATURES, 8, num_layers=3, out_channels=CLASSES).double()
     disk: dict[str, Any] = {"history_dir": str(folder)} if storage == "disk" else {}
-    return [each.loss for each in gas.fit(model, data, num_parts=6, epochs=5, storage=storage, **disk).epochs]
+    return [each.loss for each in gas.fit(model, data, num_parts=6, epochs=3, storage=storage, **disk).epochs]
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_replayed_steps_train_as_others_do(
     capture_on_tape(monkeypatch, resident=resident)
     monkeypatch.setattr(Tape, "played", 0)
     assert _losses(kind, storage, tmp_path / "taped") == pytest.approx(expected, abs=1e-12)
-    assert Tape.played == 5 * 6 - 2
+    assert Tape.played == 3 * 6 - 2

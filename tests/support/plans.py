@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch_geometric.inspector import Inspector  # type: ignore[import-untyped]
 
 from gnnautoscale.attach.calling import form_of_arguments
 from gnnautoscale.forward import Hooks, Plan
@@ -99,6 +100,8 @@ def _described(value: Any, seen: dict[int, int]) -> Hashable:
         return value
     if isinstance(value, MethodType):
         return value.__func__, _described(value.__self__, seen)
+    if isinstance(value, Inspector):
+        return "Inspector"  # what it knows of a layer's class, of which the first layer reads more than others
     if not isinstance(value, (dict, list, tuple, set, frozenset)) and not hasattr(value, "__dict__"):
         return type(value), repr(value)
     if id(value) in seen:

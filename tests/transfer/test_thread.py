@@ -340,13 +340,17 @@ def test_threads_end_when_the_model_is_detached(tmp_path: Path) -> None:
 # Training ############################################################################################################
 
 SCENARIOS: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("gcn", {"batch_size": 1}),
-    "shuffled and refreshed": ("gcn", {"batch_size": 2, "refresh_every": 3, "evaluation": "histories"}),
+    "shuffled and refreshed, penalty": (
+        "gcn",
+        {"batch_size": 2, "refresh_every": 3, "evaluation": "histories", "lipschitz": 0.1, "precision": "bfloat16"},
+    ),
     "drawings": ("gat", {"drawings": 2, "num_parts": 6, "batch_size": 2, "refresh_every": "epoch"}),
     "inner, bfloat16": ("appnp", {"batch_size": 1, "history_dtype": "bfloat16", "evaluation": "histories"}),
     "int8": ("gcnii", {"batch_size": 2, "history_dtype": "int8", "edge_dropout": 0.2}),
-    "float8": ("gin", {"batch_size": 3, "history_dtype": "float8", "evaluate_parts": 2, "refresh_every": 2}),
-    "penalty": ("gcn", {"batch_size": 2, "lipschitz": 0.1, "steps_per_epoch": 2, "precision": "bfloat16"}),
+    "float8": (
+        "gin",
+        {"batch_size": 2, "history_dtype": "float8", "evaluate_parts": 2, "refresh_every": 2, "steps_per_epoch": 2},
+    ),
     "one batch": ("gcn", {"num_parts": 1, "batch_size": 1, "refresh_every": "epoch", "evaluation": "histories"}),
 }
 
