@@ -27,7 +27,7 @@ from gnnautoscale.forward import Hooks, Plan
 from gnnautoscale.graph import BatchInfo, TypedInfo
 from gnnautoscale.planner import graph_form, make_plan
 
-_LIBRARIES = ("torch", "torch_geometric", "gnnautoscale", "support")
+_LIBRARIES = ("torch", "torch_geometric", "gnnautoscale", "support", "conftest")
 _PLANS: dict[Hashable, Plan] = {}
 #: The folder of all processes; ``None`` for none.
 folder: Path | None = None
