@@ -23,7 +23,7 @@ from gnnautoscale._util import tensors_in
 from gnnautoscale.exact.captured import CapturedSweeps
 from gnnautoscale.exact.kinds import KEPT
 from gnnautoscale.forward import RowStore, Session, WholeGraphNorms
-from support.layers import ALL_LAYERS, TWO_WAY_LAYERS, C, pna, three_layers
+from support.layers import ALL_LAYERS, TWO_WAY_LAYERS, C, alike, pna, stacked, three_layers
 from support.random_models import RandomModel, Recipe
 
 
@@ -67,10 +67,10 @@ def check_exact(model: nn.Module, data: Data, loader: gas.HaloLoader, tolerance:
         torch.testing.assert_close(dict(model.named_buffers())[name], value, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ALL_LAYERS)
-def test_layer_has_the_gradients_of_the_whole_graph(name: str) -> None:
-    data, both_ways = odd_graph(dtype=torch.float64), name in TWO_WAY_LAYERS
-    model = three_layers(name).double().train()
+@pytest.mark.parametrize("group", alike(ALL_LAYERS), ids=" + ".join)
+def test_layers_have_the_gradients_of_the_whole_graph(group: list[str]) -> None:
+    data, both_ways = odd_graph(dtype=torch.float64), group[0] in TWO_WAY_LAYERS
+    model = stacked(group).double().train()
     loader = gas.HaloLoader(data, 7, partition="random", batch_size=2, bidirectional=both_ways)
     check_exact(model, data, loader, 1e-10, storage="host")
 
