@@ -27,7 +27,7 @@ from conftest import (
     whole,
     with_attributes,
 )
-from support.layers import ALL_LAYERS, DEGREES, LAYERS, TWO_WAY_LAYERS, C, alike, stacked, three_layers
+from support.layers import ALL_LAYERS, DEGREES, LAYERS, TWO_WAY_LAYERS, C, alike, stacked
 
 
 def check_exact(
@@ -68,11 +68,13 @@ def test_layers_are_exact_on_an_odd_graph(group: list[str]) -> None:
     check_exact(model, data, 1, 7, batch_size=2, bidirectional=both_ways, storage="host", tolerance=1e-11)
 
 
-@pytest.mark.parametrize("name", ["GCN weighted", "GAT edge_attr", "PNA", "APPNP", "TAG", "GCN2"])
-def test_graphs_of_unusual_size(name: str) -> None:
+@pytest.mark.parametrize(
+    "group", alike(["GCN weighted", "GAT edge_attr", "PNA", "APPNP", "TAG", "GCN2"]), ids=" + ".join
+)
+def test_graphs_of_unusual_size(group: list[str]) -> None:
     """As many edges as nodes, in parts of one node each too; and no edges at all."""
-    check_exact(three_layers(name), directed_ring(), 4, 12)
-    check_exact(three_layers(name), with_attributes(torch.empty(2, 0, dtype=torch.long), 7), 4)
+    check_exact(stacked(group), directed_ring(), 4, 12)
+    check_exact(stacked(group), with_attributes(torch.empty(2, 0, dtype=torch.long), 7), 4)
 
 
 @pytest.mark.parametrize("seed", range(3))
