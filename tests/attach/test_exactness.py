@@ -27,7 +27,7 @@ from conftest import (
     whole,
     with_attributes,
 )
-from support.layers import ALL_LAYERS, DEGREES, LAYERS, TWO_WAY_LAYERS, C, three_layers
+from support.layers import ALL_LAYERS, DEGREES, LAYERS, TWO_WAY_LAYERS, C, alike, stacked
 
 
 def check_exact(
@@ -51,28 +51,30 @@ def check_exact(
 
 # Exact inference #####################################################################################################
 
-ONE_WAY = [name for name in ALL_LAYERS if name not in TWO_WAY_LAYERS]
+GROUPS = alike(name for name in ALL_LAYERS if name not in TWO_WAY_LAYERS)
 
 
-@pytest.mark.parametrize("name", [*ONE_WAY[::2], *TWO_WAY_LAYERS])
-def test_layer_is_exact(name: str) -> None:
+@pytest.mark.parametrize("group", [*GROUPS[::2], *alike(TWO_WAY_LAYERS)], ids=" + ".join)
+def test_layers_are_exact(group: list[str]) -> None:
     """In one part and in several."""
-    check_exact(three_layers(name), undirected_graph(), 1, 3, 9, batch_size=2)
+    check_exact(stacked(group), undirected_graph(), 1, 3, 9, batch_size=2)
 
 
-@pytest.mark.parametrize("name", [*ONE_WAY[1::2], *TWO_WAY_LAYERS])
-def test_layer_is_exact_on_an_odd_graph(name: str) -> None:
+@pytest.mark.parametrize("group", [*GROUPS[1::2], *alike(TWO_WAY_LAYERS)], ids=" + ".join)
+def test_layers_are_exact_on_an_odd_graph(group: list[str]) -> None:
     """In double precision, with histories in the host's memory."""
-    data, both_ways = odd_graph(dtype=torch.float64), name in TWO_WAY_LAYERS
-    model = three_layers(name).double()
+    data, both_ways = odd_graph(dtype=torch.float64), group[0] in TWO_WAY_LAYERS
+    model = stacked(group).double()
     check_exact(model, data, 1, 7, batch_size=2, bidirectional=both_ways, storage="host", tolerance=1e-11)
 
 
-@pytest.mark.parametrize("name", ["GCN weighted", "GAT edge_attr", "PNA", "APPNP", "TAG", "GCN2"])
-def test_graphs_of_unusual_size(name: str) -> None:
+@pytest.mark.parametrize(
+    "group", alike(["GCN weighted", "GAT edge_attr", "PNA", "APPNP", "TAG", "GCN2"]), ids=" + ".join
+)
+def test_graphs_of_unusual_size(group: list[str]) -> None:
     """As many edges as nodes, in parts of one node each too; and no edges at all."""
-    check_exact(three_layers(name), directed_ring(), 4, 12)
-    check_exact(three_layers(name), with_attributes(torch.empty(2, 0, dtype=torch.long), 7), 4)
+    check_exact(stacked(group), directed_ring(), 4, 12)
+    check_exact(stacked(group), with_attributes(torch.empty(2, 0, dtype=torch.long), 7), 4)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -556,20 +556,20 @@ def loss_of(model: nn.Module, loader: gas.HaloLoader) -> float:
     return total
 
 
-@pytest.mark.parametrize(("num_parts", "keep"), [(1, False), (5, True)])
 @pytest.mark.parametrize(
-    "change",
+    ("change", "num_parts", "keep"),
     [
-        lambda data: data.update({"x": data.x * 2 + 1}),
-        lambda data: data.x.mul_(3),
-        lambda data: data.update({"edge_weight": data.edge_weight.flip(0)}),
-        lambda data: data.edge_weight.mul_(2),
-        lambda data: data.edge_index.copy_(data.edge_index.roll(1, 1)),
+        (lambda data: data.update({"x": data.x * 2 + 1}), 5, True),
+        (lambda data: data.x.mul_(3), 5, True),
+        (lambda data: data.x.mul_(3), 1, False),
+        (lambda data: data.update({"edge_weight": data.edge_weight.flip(0)}), 5, True),
+        (lambda data: data.edge_weight.mul_(2), 5, True),
+        (lambda data: data.edge_index.copy_(data.edge_index.roll(1, 1)), 5, True),
     ],
-    ids=["new x", "written x", "new weights", "written weights", "written edges"],
+    ids=["new x", "written x", "written x, one part", "new weights", "written weights", "written edges"],
 )
 def test_changed_inputs_are_seen_by_infer_and_refused_in_training(
-    num_parts: int, keep: bool, change: Callable[[Data], Any]
+    change: Callable[[Data], Any], num_parts: int, keep: bool
 ) -> None:
     data = undirected_graph()
     plain = Stack([pyg.GraphConv(C, 6), pyg.GraphConv(6, 6), pyg.GraphConv(6, 4)], ("edge_weight",)).eval()

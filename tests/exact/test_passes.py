@@ -23,7 +23,7 @@ from gnnautoscale._util import tensors_in
 from gnnautoscale.exact.captured import CapturedSweeps
 from gnnautoscale.exact.kinds import KEPT
 from gnnautoscale.forward import RowStore, Session, WholeGraphNorms
-from support.layers import ALL_LAYERS, TWO_WAY_LAYERS, C, pna, three_layers
+from support.layers import ALL_LAYERS, TWO_WAY_LAYERS, C, alike, pna, stacked, three_layers
 from support.random_models import RandomModel, Recipe
 
 
@@ -67,10 +67,10 @@ def check_exact(model: nn.Module, data: Data, loader: gas.HaloLoader, tolerance:
         torch.testing.assert_close(dict(model.named_buffers())[name], value, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ALL_LAYERS)
-def test_layer_has_the_gradients_of_the_whole_graph(name: str) -> None:
-    data, both_ways = odd_graph(dtype=torch.float64), name in TWO_WAY_LAYERS
-    model = three_layers(name).double().train()
+@pytest.mark.parametrize("group", alike(ALL_LAYERS), ids=" + ".join)
+def test_layers_have_the_gradients_of_the_whole_graph(group: list[str]) -> None:
+    data, both_ways = odd_graph(dtype=torch.float64), group[0] in TWO_WAY_LAYERS
+    model = stacked(group).double().train()
     loader = gas.HaloLoader(data, 7, partition="random", batch_size=2, bidirectional=both_ways)
     check_exact(model, data, loader, 1e-10, storage="host")
 
@@ -107,8 +107,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("partition", ["metis", "random"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "partition"), [(name, ("metis", "random")[number % 2]) for number, name in enumerate(MODELS)]
+)
 def test_model_has_the_gradients_of_the_whole_graph(name: str, partition: Any) -> None:
     data, model = undirected_graph(dtype=torch.float64), MODELS[name]().double().train()
     check_exact(model, data, gas.HaloLoader(data, 5, partition=partition, batch_size=2, shuffle=True), 1e-10)
@@ -151,8 +152,9 @@ def test_random_models_have_the_gradients_of_the_whole_graph() -> None:
             assert_same(got[name], value, 1e-9)
 
 
-@pytest.mark.parametrize("storage", ["device", "host", "disk"])
-@pytest.mark.parametrize("num_parts", [1, 4, 40])
+@pytest.mark.parametrize(
+    ("storage", "num_parts"), [("device", 1), ("device", 40), ("host", 4), ("host", 40), ("disk", 4)]
+)
 def test_media_and_numbers_of_parts(storage: Any, num_parts: int, tmp_path: Path) -> None:
     data, model = undirected_graph(dtype=torch.float64), three_layers("GCN weighted").double()
     folder = str(tmp_path) if storage == "disk" else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -122,5 +122,23 @@ ALL_LAYERS = {**LAYERS, **INITIAL_LAYERS, **TWO_WAY_LAYERS}
 def three_layers(name: str) -> Stack:
     make, arguments = ALL_LAYERS[name]
     model = Stack([make() for _ in range(3)], arguments, initial=name in INITIAL_LAYERS)
+    spread_norms(model)
+    return model
+
+
+def alike(names: Iterable[str]) -> list[list[str]]:
+    """Groups of up to four layers that may be in one stack, as they take the same arguments and the same halo."""
+    kinds: dict[Any, list[str]] = {}
+    for name in names:
+        kinds.setdefault((ALL_LAYERS[name][1], name in INITIAL_LAYERS, name in TWO_WAY_LAYERS), []).append(name)
+    return [group[at : at + 4] for group in kinds.values() for at in range(0, len(group), 4)]
+
+
+def stacked(group: list[str]) -> Stack:
+    """Layers of different kinds, at least three; the first comes again, so that each is given rows of others."""
+    names = [*group, *group[:1], *group[:1]][: max(3, len(group) + 1)]
+    model = Stack(
+        [ALL_LAYERS[name][0]() for name in names], ALL_LAYERS[group[0]][1], initial=group[0] in INITIAL_LAYERS
+    )
     spread_norms(model)
     return model

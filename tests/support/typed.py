@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -11,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric import nn as pyg  # type: ignore[import-untyped]
 from torch_geometric.data import HeteroData  # type: ignore[import-untyped]
+
+from gnnautoscale._util import tensors_in
+from gnnautoscale.attach.calling import unpack_batch
 
 WIDTH = 8
 
@@ -44,6 +49,15 @@ def typed_graph(seed: int = 0) -> HeteroData:
 
 GRAPH = typed_graph()
 RELATIONS, KINDS = GRAPH.edge_types, GRAPH.node_types
+
+
+def run(model: nn.Module, data: HeteroData) -> list[Tensor]:
+    """The outputs of a plain model for a whole graph; makes the weights that it lacks."""
+    data = copy.copy(data)
+    for kind in data.node_types:
+        data[kind].n_id = torch.arange(data[kind].num_nodes)
+    args, kwargs = unpack_batch(inspect.signature(model.forward), "the model", (data,), {})
+    return tensors_in(model(*args, **kwargs))
 
 
 class Stacked(nn.Module):
