@@ -213,6 +213,13 @@ def odd() -> Data:
     return odd_graph()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
+    """The same goes for what the tests before have loaded."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     torch.manual_seed(12)
