@@ -372,7 +372,7 @@ def verify(data: HeteroData, names: tuple[str, ...], labels: dict[str, Tensor]) 
 def test_each_rank_verifies_nodes_of_its_own_and_all_get_what_they_found(apart: bool) -> None:
     data = graph()
     one_type_each = {kind: torch.full((data[kind].num_nodes,), int(kind == "paper")) for kind in data.node_types}
-    names = ("looping",) if apart else ("residual",)
+    names = ("looping",) if apart else ("residual", "HGT")
     found = run_ranks(2, verify, data, names, one_type_each if apart else parts(data))
     assert found[0] == found[1]
     for each in found[0]:
