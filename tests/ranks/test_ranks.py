@@ -23,12 +23,12 @@ from torch_geometric.nn.conv import ChebConv, EGConv  # type: ignore[import-unty
 from torch_geometric.utils import k_hop_subgraph  # type: ignore[import-untyped]
 
 import gnnautoscale as gas
-from conftest import assert_same, call_whole, history_rows, odd_graph, undirected_graph, whole
+from conftest import Stack, assert_same, call_whole, history_rows, odd_graph, undirected_graph, whole
 from gnnautoscale import ranks
 from gnnautoscale.attach import regularize
 from gnnautoscale.attach.autoscaler import attached
 from gnnautoscale.ranks import is_first_to_say
-from support.ranks import Normed, Stack, outcomes, run_ranks
+from support.ranks import Normed, outcomes, run_ranks
 
 Rows = dict[str, Tensor]
 

@@ -19,19 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import conftest
 import gnnautoscale.ranks.world as world_module
 
 _LONGEST = 60.0
 _LONGEST_ON_GPU = 420.0
 
 
-class Stack(conftest.Stack):
-    """Layers one after another, defined here so that ranks have the plan of an equal model in common."""
-
-
 class Normed(nn.Module):
-    """Three layers, the first of which has a norm, defined here for the same reason."""
+    """Three layers, the first of which has a norm; defined here so that ranks share the plan of an equal model."""
 
     def __init__(self, layers: list[nn.Module], norm: nn.Module) -> None:
         super().__init__()
